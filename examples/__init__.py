@@ -1,0 +1,1 @@
+"""Programs that use merit_optax through its public names only."""

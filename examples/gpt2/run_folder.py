@@ -1,0 +1,121 @@
+"""The folder of a run: settings, metrics and weights as files."""
+
+import json
+import os
+from pathlib import Path
+import platform
+from typing import Any
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+import optax
+import safetensors.numpy
+import tokenizers
+
+from examples.gpt2.config import UsageError
+import merit_optax
+
+_CONFIG = 'config.json'
+_METRICS = 'metrics.jsonl'
+_WEIGHTS = 'weights.safetensors'
+_SAMPLE = 'sample.txt'
+
+
+class RunFolder:
+  """Reads and writes the files of a run.
+
+  A run is finished once its sample is there, since it is written last.
+
+  Attributes:
+    path: The folder.
+  """
+
+  def __init__(self, path: Path):
+    self.path = path
+
+  @property
+  def finished(self) -> bool:
+    """Whether a run ended here."""
+    return (self.path / _SAMPLE).is_file()
+
+  def start(self, settings: dict[str, Any]) -> None:
+    """Makes the folder and writes its settings.
+
+    Args:
+      settings: JSON values; the entry ``'config'`` is what a run is known by.
+
+    Raises:
+      UsageError: If the folder cannot be made, or holds another run.
+    """
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+      raise UsageError(
+        f'--out-dir {self.path} cannot be made: {error}'
+      ) from error
+    self._refuse_other_run(settings)
+    if not self.finished:
+      _write(self.path / _CONFIG, json.dumps(settings, indent=2).encode())
+      (self.path / _METRICS).write_bytes(b'')
+
+  def _refuse_other_run(self, settings: dict[str, Any]) -> None:
+    file = self.path / _CONFIG
+    if not file.is_file():
+      return
+    old = json.loads(file.read_text())['config']
+    new = json.loads(json.dumps(settings['config']))
+    names = sorted(k for k in old | new if old.get(k) != new.get(k))
+    if names:
+      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+      raise UsageError(
+        f'--out-dir {self.path} holds a run with other settings ({changes}): '
+        'choose another folder, or delete this one.'
+      )
+
+  def log(self, metrics: dict[str, Any]) -> None:
+    """Appends a line to metrics.jsonl."""
+    with (self.path / _METRICS).open('a') as file:
+      file.write(json.dumps(metrics) + '\n')
+
+  def read_metrics(self) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl."""
+    lines = (self.path / _METRICS).read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+  def read_settings(self) -> dict[str, Any]:
+    """Returns what ``start`` was given."""
+    return json.loads((self.path / _CONFIG).read_text())
+
+  def write_weights(self, weights: dict[str, np.ndarray]) -> None:
+    """Writes the final weights, by the names of the parameters."""
+    _write(self.path / _WEIGHTS, safetensors.numpy.save(weights))
+
+  def write_sample(self, text: str) -> None:
+    """Writes the sample, which marks the run as finished."""
+    _write(self.path / _SAMPLE, text.encode())
+
+
+def machine() -> dict[str, Any]:
+  """Returns versions and devices, as JSON values."""
+  return {
+    'versions': {
+      'python': platform.python_version(),
+      'merit_optax': merit_optax.__version__,
+      'jax': jax.__version__,
+      'jaxlib': jaxlib.__version__,
+      'optax': optax.__version__,
+      'flax': flax.__version__,
+      'tokenizers': tokenizers.__version__,
+    },
+    'devices': [f'{d.platform}:{d.id} {d.device_kind}' for d in jax.devices()],
+    'cpu_cores': os.cpu_count(),
+  }
+
+
+def _write(path: Path, content: bytes) -> None:
+  """Writes a file that is whole or not there, even if the run is killed."""
+  scratch = path.with_name(f'.{path.name}.partial')
+  scratch.write_bytes(content)
+  os.replace(scratch, path)

@@ -1,0 +1,165 @@
+"""The device mesh, and how parameters, moments and batches lie on it.
+
+The mesh has three axes: 'data' (copies of the model), 'fsdp' (parameters and
+batch are split) and 'tensor' (heads, hidden features and vocabulary are split).
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+import optax
+
+from examples.gpt2.config import Config, UsageError
+
+AXES = ('data', 'fsdp', 'tensor')
+BATCH_AXES = ('data', 'fsdp')
+
+_ACTIVATIONS = {
+  'features': P(BATCH_AXES),
+  'heads': P(BATCH_AXES, None, 'tensor'),
+}
+
+# By the last two names of a parameter's path; all others are replicated.
+_PARAMETERS = {
+  'token_embedding.embedding': P('tensor', 'fsdp'),
+  'position_embedding.embedding': P(None, 'fsdp'),
+  'qkv.kernel': P('fsdp', 'tensor'),
+  'qkv.bias': P('tensor'),
+  'out.kernel': P('tensor', 'fsdp'),
+  'up.kernel': P('fsdp', 'tensor'),
+  'up.bias': P('tensor'),
+  'down.kernel': P('tensor', 'fsdp'),
+}
+
+
+def make_mesh(text: str, devices: list[jax.Device] | None = None) -> Mesh:
+  """Makes the device mesh.
+
+  Args:
+    text: Sizes of axes, such as ``'fsdp=4,tensor=2'``. The data axis takes the
+      devices that are left, unless it is given too; other axes have size 1.
+    devices: Devices of the mesh; all by default.
+
+  Returns:
+    A mesh with the axes data, fsdp and tensor, of type Auto.
+
+  Raises:
+    UsageError: If the text is malformed or does not fit the devices.
+  """
+  devices = devices or jax.devices()
+  sizes = _parse(text)
+  fixed = math.prod(sizes.values())
+  if 'data' not in sizes and len(devices) % fixed == 0:
+    sizes['data'] = len(devices) // fixed
+  shape = tuple(sizes.get(axis, 1) for axis in AXES)
+  if math.prod(shape) != len(devices):
+    raise UsageError(
+      f'--mesh {text}: the product of its axes, {math.prod(shape)}, must be '
+      f'the number of devices, {len(devices)}'
+      + ('.' if 'data' in sizes else ', or divide it.')
+    )
+  return jax.make_mesh(
+    shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices
+  )
+
+
+def _parse(text: str) -> dict[str, int]:
+  """Returns the axis sizes in text such as 'fsdp=4,tensor=2'."""
+  sizes: dict[str, int] = {}
+  for item in filter(None, text.replace(' ', '').split(',')):
+    axis, _, size = item.partition('=')
+    if (
+      axis not in AXES or axis in sizes or not size.isdecimal() or not int(size)
+    ):
+      raise UsageError(
+        f'--mesh {text}: expected axes out of {AXES}, each once and with a '
+        f'size of at least 1, such as "fsdp=4,tensor=2", got {item!r}.'
+      )
+    sizes[axis] = int(size)
+  return sizes
+
+
+def check_sizes(mesh: Mesh, config: Config) -> None:
+  """Checks that micro-batches and heads can be split over the mesh.
+
+  Args:
+    mesh: Device mesh.
+    config: Resolved settings.
+
+  Raises:
+    UsageError: If an axis does not divide what it splits.
+  """
+  shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+  if config.micro_batch_size % shards:
+    raise UsageError(
+      f'data * fsdp = {shards} of --mesh must divide --micro-batch-size '
+      f'{config.micro_batch_size}.'
+    )
+  if config.num_heads % mesh.shape['tensor']:
+    raise UsageError(
+      f'tensor = {mesh.shape["tensor"]} of --mesh must divide --num-heads '
+      f'{config.num_heads}.'
+    )
+
+
+def parameter_shardings(mesh: Mesh, params: Any) -> Any:
+  """Returns the sharding of each parameter.
+
+  Args:
+    mesh: Device mesh.
+    params: Tree of parameters, or of their shapes.
+
+  Returns:
+    Tree of :class:`jax.sharding.NamedSharding`.
+
+  Raises:
+    UsageError: If an axis of the mesh does not divide a parameter's dimension.
+  """
+
+  def sharding(path: tuple[Any, ...], param: jax.ShapeDtypeStruct):
+    name = path_name(path)
+    spec = _PARAMETERS.get('.'.join(name.split('.')[-2:]), P())
+    for size, axis in zip(param.shape, spec, strict=False):
+      if axis is not None and size % mesh.shape[axis]:
+        raise UsageError(
+          f'{axis} = {mesh.shape[axis]} of --mesh must divide {size}, a '
+          f'dimension of the parameter {name} of shape {param.shape}.'
+        )
+    return NamedSharding(mesh, spec)
+
+  return jax.tree.map_with_path(sharding, params)
+
+
+def state_shardings(
+  mesh: Mesh,
+  optimizer: optax.GradientTransformation,
+  opt_state: Any,
+  param_shardings: Any,
+) -> Any:
+  """Returns the sharding of the state: moments lie as their parameters do."""
+  return optax.tree.map_params(
+    optimizer,
+    lambda _, sharding: sharding,
+    opt_state,
+    param_shardings,
+    transform_non_params=lambda _: NamedSharding(mesh, P()),
+  )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+  """Returns the sharding of micro-batches, (micro-batches, sequences, T)."""
+  return NamedSharding(mesh, P(None, BATCH_AXES))
+
+
+def constrain(x: jax.Array, kind: str = 'features') -> jax.Array:
+  """Pins an activation to the mesh; without a mesh, returns it as it is."""
+  if jax.sharding.get_abstract_mesh().empty:
+    return x
+  return jax.lax.with_sharding_constraint(x, _ACTIVATIONS[kind])
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+  """Returns the path of a parameter, such as 'blocks.0.mlp.up.kernel'."""
+  return jax.tree_util.keystr(path, simple=True, separator='.')

@@ -1,0 +1,52 @@
+"""Checks of arguments, made when a transform is built and not inside jit."""
+
+from collections.abc import Callable
+import numbers
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def check_number(
+  name: str, value: Any, accepted: str, holds: Callable[[float], bool]
+) -> None:
+  """Checks one numeric argument.
+
+  Args:
+    name: Name of the argument, for the message.
+    value: What the caller gave. Arrays pass unread: under
+      ``optax.inject_hyperparams`` they are tracers, which have no value yet.
+    accepted: Description of the accepted values, for the message.
+    holds: Whether a finite number is accepted.
+
+  Raises:
+    ValueError: If ``value`` is not a number, or not an accepted one.
+  """
+  if isinstance(value, (jax.Array, np.ndarray)):
+    return
+  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  if not (is_number and np.isfinite(value) and holds(value)):
+    raise ValueError(f'{name} must be {accepted}, got {value!r}.')
+
+
+def check_at_least_zero(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless ``value`` is a number in [0, inf)."""
+  check_number(name, value, 'a finite number >= 0', lambda x: x >= 0)
+
+
+def check_above_zero(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless ``value`` is a number in (0, inf)."""
+  check_number(name, value, 'a finite number > 0', lambda x: x > 0)
+
+
+def check_decay_rate(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless ``value`` is a number in [0, 1)."""
+  check_number(name, value, 'a number in [0, 1)', lambda x: 0 <= x < 1)
+
+
+def check_number_or_schedule(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless ``value`` is callable or in [0, inf)."""
+  accepted = 'a finite number >= 0 or a schedule (steps -> number)'
+  if not callable(value):
+    check_number(name, value, accepted, lambda x: x >= 0)

@@ -1,0 +1,64 @@
+"""The element-wise clip of the update, applied before the learning rate."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from merit_optax import _arguments
+
+
+def elementwise_clip(
+  max_delta: jax.typing.ArrayLike = 1.0,
+) -> optax.GradientTransformation:
+  r"""Clips the magnitude of every element of the updates.
+
+  .. math::
+
+    u_i \leftarrow u_i \min(1, \delta / |u_i|)
+
+  with :math:`\delta` = ``max_delta``. For real numbers this is
+  :func:`optax.clip`; complex numbers, which ``optax.clip`` refuses, keep their
+  phase.
+
+  Args:
+    max_delta: Largest magnitude of an element, > 0.
+
+  Returns:
+    A stateless :class:`optax.GradientTransformation`. Shapes and dtypes stay.
+
+  Raises:
+    ValueError: If ``max_delta`` is not a finite number > 0.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> transform = merit_optax.elementwise_clip(1.0)
+    >>> updates, _ = transform.update(
+    ...     jnp.array([0.5, -3.0]), transform.init(None))
+    >>> print(updates)
+    [ 0.5 -1. ]
+
+  References:
+    Luo et al., `MERIT: Maximum-normalized Element-wise Ratio for Language
+    Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
+    Algorithm 1.
+  """
+  _arguments.check_above_zero('max_delta', max_delta)
+
+  def clip(update: jax.Array) -> jax.Array:
+    if jnp.iscomplexobj(update):
+      size = jnp.abs(update)
+      clipped = jnp.where(size > max_delta, max_delta * update / size, update)
+    else:
+      clipped = jnp.clip(update, jnp.negative(max_delta), max_delta)
+    return clipped.astype(update.dtype)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params
+    return jax.tree.map(clip, updates), state
+
+  return optax.GradientTransformation(lambda _: optax.EmptyState(), update_fn)

@@ -1,0 +1,131 @@
+"""The MERIT optimizer: a chain of this package's transforms."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import optax
+
+from merit_optax import _arguments
+from merit_optax._adam import scale_by_adam
+from merit_optax._clip import elementwise_clip
+from merit_optax._trust_ratio import scale_by_max_norm_trust_ratio
+
+
+def merit(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: jax.typing.ArrayLike = 0.9,
+  b2: jax.typing.ArrayLike = 0.95,
+  eps: jax.typing.ArrayLike = 1e-6,
+  eps_root: jax.typing.ArrayLike = 0.0,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  *,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
+  bias_correction: bool = False,
+  clip_threshold: jax.typing.ArrayLike | None = 1.0,
+  ratios: Collection[str] = ('weight', 'row', 'column'),
+  min_norm: jax.typing.ArrayLike = 0.0,
+) -> optax.GradientTransformationExtraArgs:
+  r"""The MERIT optimizer.
+
+  MERIT trains language models at large batch sizes. It scales Adam's update
+  element by element, with the largest of three trust ratios in the max-norm:
+  one of the whole weight matrix, one of the element's row and one of its
+  column. For a matrix :math:`w` and Adam's update :math:`u`,
+
+  .. math::
+
+    z &= u + \lambda w \\
+    s_{ij} &= \max\left(
+      \frac{\max |w|}{\max |z|},
+      \frac{\max |w_{i:}|}{\max |z_{i:}|},
+      \frac{\max |w_{:j}|}{\max |z_{:j}|}
+    \right) \\
+    w_{ij} &\leftarrow w_{ij} - \eta \, \text{clip}(s_{ij} z_{ij}, 1)
+
+  with the learning rate :math:`\eta` and the weight decay :math:`\lambda`. So
+  :math:`|\Delta w| \le \eta \max |w|` where no norm is zero: the learning rate
+  is the largest fraction of the biggest weight that a step may move.
+
+  The arguments up to ``mask`` stand in the order of :func:`optax.lamb`. The
+  optimizer is a chain of :func:`merit_optax.scale_by_adam`,
+  :func:`optax.add_decayed_weights`,
+  :func:`merit_optax.scale_by_max_norm_trust_ratio`,
+  :func:`merit_optax.elementwise_clip` and
+  :func:`optax.scale_by_learning_rate`.
+
+  Args:
+    learning_rate: Learning rate, or a schedule from steps to learning rates.
+    b1: Decay rate of the first moment, in [0, 1).
+    b2: Decay rate of the second moment, in [0, 1).
+    eps: Added to the root of the second moment, >= 0.
+    eps_root: Added to the second moment inside the root, >= 0.
+    weight_decay: Weight decay, inside the trust ratio, or a schedule of it.
+    mask: Tree of booleans (or a function from parameters to one) that says
+      which parameters are decayed; ``None`` for all.
+    mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
+    nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
+    bias_correction: Whether Adam's bias correction is applied. The paper does
+      without.
+    clip_threshold: Largest magnitude of an element of the scaled update, before
+      the learning rate, > 0; ``None`` for no clip.
+    ratios: Which trust ratios take part in the maximum: one or more of
+      ``'weight'``, ``'row'`` and ``'column'``.
+    min_norm: Lower bound of the norms in the trust ratios, >= 0.
+
+  Returns:
+    The corresponding :class:`optax.GradientTransformationExtraArgs`. Its
+    ``update`` needs ``params``. Updates have the dtypes that
+    :func:`optax.lamb` gives them, and the state is as large as Adam's.
+
+  Raises:
+    ValueError: If an argument is outside its range.
+
+  Examples:
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> import optax
+    >>> def loss(params):
+    ...   return jnp.sum((params['w'] @ jnp.ones(3) - 1.0) ** 2)
+    >>> optimizer = merit_optax.merit(learning_rate=0.05)
+    >>> params = {'w': jnp.full((2, 3), 0.5)}
+    >>> state = optimizer.init(params)
+    >>> print(f'loss: {loss(params):.3f}')
+    loss: 0.500
+    >>> for _ in range(8):
+    ...   gradients = jax.grad(loss)(params)
+    ...   updates, state = optimizer.update(gradients, state, params)
+    ...   params = optax.apply_updates(params, updates)
+    >>> print(f'loss: {loss(params):.3f}')
+    loss: 0.000
+
+  References:
+    Luo et al., `MERIT: Maximum-normalized Element-wise Ratio for Language
+    Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
+    Algorithm 1.
+  """
+  _arguments.check_number_or_schedule('learning_rate', learning_rate)
+  _arguments.check_number_or_schedule('weight_decay', weight_decay)
+  if clip_threshold is None:
+    clip = optax.identity()
+  else:
+    _arguments.check_above_zero('clip_threshold', clip_threshold)
+    clip = elementwise_clip(clip_threshold)
+  return optax.chain(
+    scale_by_adam(
+      b1=b1,
+      b2=b2,
+      eps=eps,
+      eps_root=eps_root,
+      mu_dtype=mu_dtype,
+      nu_dtype=nu_dtype,
+      bias_correction=bias_correction,
+    ),
+    optax.add_decayed_weights(weight_decay, mask),
+    scale_by_max_norm_trust_ratio(min_norm=min_norm, ratios=ratios),
+    clip,
+    optax.scale_by_learning_rate(learning_rate),
+  )

@@ -1,0 +1,206 @@
+"""Adam's direction: optax's with the correction, Algorithm 1's without."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import merit_optax
+import numpy as np
+import optax
+import pytest
+
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def _normal(seed, shape, dtype=jnp.float32):
+  if not jnp.issubdtype(dtype, jnp.complexfloating):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+  return jax.lax.complex(_normal(seed, shape), _normal(seed + 1000, shape))
+
+
+def _tree(seed, dtype=jnp.float32):
+  shapes = {'w': (4, 3), 'b': (5,), 'scalar': ()}
+  return {k: _normal(seed, s, dtype) for k, s in shapes.items()}
+
+
+def _run(transform, params, gradients):
+  update = jax.jit(transform.update)
+  state = transform.init(params)
+  for gradient in gradients:
+    updates, state = update(gradient, state)
+    yield updates, state
+
+
+def _oracle(gradients, b1, b2, eps, eps_root):
+  """Yields update and moments in float64, without correction."""
+  m = v = 0.0
+  for gradient in gradients:
+    g = np.asarray(gradient, np.float64)
+    m = b1 * m + (1 - b1) * g
+    v = b2 * v + (1 - b2) * g**2
+    yield m / (np.sqrt(v + eps_root) + eps), m, v
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.complex64])
+@pytest.mark.parametrize(
+  'rates',
+  [(0.9, 0.999, 1e-8, 0.0), (0.9, 0.95, 1e-6, 0.0), (0.0, 0.5, 0.1, 0.2)],
+  ids=str,
+)
+def test_with_correction_equals_optax_bit_by_bit(rates, dtype):
+  params = _tree(0, dtype)
+  gradients = [_tree(seed, dtype) for seed in range(1, 6)]
+  ours = merit_optax.scale_by_adam(*rates, bias_correction=True)
+  actual = list(_run(ours, params, gradients))
+  expected = list(_run(optax.scale_by_adam(*rates), params, gradients))
+  chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize(
+  'rates',
+  [(0.9, 0.95, 1e-6, 0.0), (0.9, 0.999, 1e-8, 0.0), (0.0, 0.5, 0.1, 0.2)],
+  ids=str,
+)
+def test_without_correction_equals_the_formula(rates):
+  gradients = [_normal(seed, (4, 3)) for seed in range(5)]
+  actual = _run(merit_optax.scale_by_adam(*rates), jnp.zeros((4, 3)), gradients)
+  expected = _oracle(gradients, *rates)
+  for (u, state), (want_u, m, v) in zip(actual, expected, strict=True):
+    # Absolute beside it: the first moment may cancel.
+    np.testing.assert_allclose(u, want_u, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.mu, m, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(state.nu, v, rtol=1e-5)
+
+
+def test_defaults_are_the_authors_and_do_without_correction():
+  gradients = [_normal(seed, (4, 3)) for seed in range(3)]
+  actual = _run(merit_optax.scale_by_adam(), jnp.zeros((4, 3)), gradients)
+  for (u, _), (expected, _, _) in zip(
+    actual, _oracle(gradients, 0.9, 0.95, 1e-6, 0.0), strict=True
+  ):
+    np.testing.assert_allclose(u, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_steps_are_counted():
+  params = _tree(0)
+  states = [
+    s for _, s in _run(merit_optax.scale_by_adam(), params, [params] * 3)
+  ]
+  assert isinstance(states[0], optax.ScaleByAdamState)
+  assert [int(state.count) for state in states] == [1, 2, 3]
+  assert states[0].count.dtype == jnp.int32
+
+
+@pytest.mark.parametrize('params_dtype', _FLOATS)
+@pytest.mark.parametrize('gradient_dtype', _FLOATS)
+@pytest.mark.parametrize('correction', [True, False])
+def test_moments_keep_the_dtype_of_the_parameter(
+  params_dtype, gradient_dtype, correction
+):
+  params, gradient = _tree(0, params_dtype), _tree(1, gradient_dtype)
+  transform = merit_optax.scale_by_adam(bias_correction=correction)
+  state = transform.init(params)
+  for updates, new in _run(transform, params, [gradient] * 2):
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+    both = jnp.promote_types(params_dtype, gradient_dtype)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(both)}
+  assert {x.dtype for x in jax.tree.leaves((state.mu, state.nu))} == {
+    jnp.dtype(params_dtype)
+  }
+
+
+@pytest.mark.parametrize('correction', [True, False])
+@pytest.mark.parametrize('nu_dtype', [None, 'bfloat16', jnp.float16])
+@pytest.mark.parametrize('mu_dtype', [None, jnp.bfloat16, 'float16'])
+def test_moments_are_stored_as_told(mu_dtype, nu_dtype, correction):
+  params = _tree(0)
+  transform = merit_optax.scale_by_adam(
+    mu_dtype=mu_dtype, nu_dtype=nu_dtype, bias_correction=correction
+  )
+  states = [transform.init(params)]
+  states += [state for _, state in _run(transform, params, [params] * 2)]
+  for state in states:
+    assert {x.dtype for x in jax.tree.leaves(state.mu)} == {
+      jnp.dtype(mu_dtype or 'float32')
+    }
+    assert {x.dtype for x in jax.tree.leaves(state.nu)} == {
+      jnp.dtype(nu_dtype or 'float32')
+    }
+
+
+def test_rounding_of_a_moment_reaches_only_later_steps():
+  params = _tree(0)
+  gradients = [_tree(1), _tree(2)]
+  wide = list(_run(merit_optax.scale_by_adam(), params, gradients))
+  narrow = merit_optax.scale_by_adam(
+    mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16
+  )
+  narrow = list(_run(narrow, params, gradients))
+  chex.assert_trees_all_equal(narrow[0][0], wide[0][0])
+  chex.assert_trees_all_close(narrow[1][0], wide[1][0], rtol=2e-2, atol=2e-2)
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_equal(narrow[1][0], wide[1][0])
+
+
+@pytest.mark.parametrize('nu_dtype', [jnp.bfloat16, 'bfloat16'])
+@pytest.mark.parametrize('b2', [0.991, 0.995, 0.999, 0.9999, np.float32(0.999)])
+def test_a_bfloat16_moment_that_would_never_decay_is_refused(b2, nu_dtype):
+  with pytest.raises(ValueError, match='b2') as error:
+    merit_optax.scale_by_adam(b2=b2, nu_dtype=nu_dtype)
+  assert repr(b2) in str(error.value)
+  assert 'bfloat16' in str(error.value)
+
+
+@pytest.mark.parametrize('b2', [0.0, 0.5, 0.95, 0.99])
+def test_a_bfloat16_moment_decays_where_it_is_accepted(b2):
+  transform = merit_optax.scale_by_adam(b2=b2, nu_dtype=jnp.bfloat16)
+  gradients = [jnp.ones(8)] + [jnp.zeros(8)] * 3
+  *_, (_, state) = _run(transform, jnp.zeros(8), gradients)
+  expected = (1 - b2) * b2**3
+  np.testing.assert_allclose(state.nu.astype(float), expected, rtol=2e-2)
+
+
+def test_a_bfloat16_moment_tracks_the_float32_one():
+  params = jnp.zeros(64)
+  # Loud and then quiet: the moment has to fall as well as rise.
+  gradients = [
+    (10.0 if step < 60 else 0.1) * _normal(step, (64,)) for step in range(180)
+  ]
+  narrow = merit_optax.scale_by_adam(b2=0.95, nu_dtype=jnp.bfloat16)
+  wide = merit_optax.scale_by_adam(b2=0.95)
+  pairs = zip(
+    _run(narrow, params, gradients),
+    _run(wide, params, gradients),
+    strict=True,
+  )
+  errors = [
+    np.max(np.abs(x.nu.astype(jnp.float32) / y.nu - 1))
+    for (_, x), (_, y) in pairs
+  ]
+  assert max(errors) < 0.1
+
+
+@pytest.mark.parametrize('dtype', _FLOATS)
+@pytest.mark.parametrize('correction', [True, False])
+def test_zero_gradients_give_zero_updates(dtype, correction):
+  # float16 rounds eps = 1e-8 to zero, which made this 0 / 0 in half precision.
+  transform = merit_optax.scale_by_adam(eps=1e-8, bias_correction=correction)
+  params = jnp.ones(4, dtype)
+  for updates, _ in _run(transform, params, [jnp.zeros(4, dtype)] * 3):
+    np.testing.assert_array_equal(updates, jnp.zeros(4, dtype))
+
+
+def test_small_float16_gradients_are_squared_in_float32():
+  gradient = jnp.full(3, 1e-4, jnp.float16)
+  transform = merit_optax.scale_by_adam(eps=1e-8)
+  ((updates, _),) = _run(transform, gradient, [gradient])
+  # 0.1 g / (sqrt(0.05) g), whatever the size of g.
+  np.testing.assert_allclose(updates, 0.1 / 0.05**0.5, rtol=2e-3)
+
+
+def test_parameters_are_not_needed():
+  transform = merit_optax.scale_by_adam()
+  gradient = _tree(1)
+  state = transform.init(gradient)
+  chex.assert_trees_all_equal(
+    transform.update(gradient, state), transform.update(gradient, state, 3)
+  )

@@ -1,0 +1,151 @@
+"""Bad arguments are named when a transform is built; good ones pass."""
+
+import jax
+import jax.numpy as jnp
+import merit_optax
+import numpy as np
+import optax
+import pytest
+
+_NAN, _INF = float('nan'), float('inf')
+_NO_NUMBERS = ('0.5', True, False, [0.5], 1j, object, _NAN, _INF, -_INF)
+_NEGATIVE = (*_NO_NUMBERS, None, -1e-9, -1)
+_NOT_POSITIVE = (*_NEGATIVE, 0, 0.0)
+_NO_RATES = (*_NEGATIVE, 1, 1.0, 1.5)
+_NO_SCHEDULES = tuple(v for v in _NEGATIVE if v is not object)
+_NO_DTYPES = ('nonsense', '', 3, True, [], jnp.int32, 'int8', bool, object)
+_NO_RATIOS = ('row', (), [], None, 3, ('rows',), ('row', 1), {'row', 'l2'})
+
+_merit = lambda **kwargs: merit_optax.merit(**{'learning_rate': 0.1, **kwargs})
+_adam = merit_optax.scale_by_adam
+_ratio = merit_optax.scale_by_max_norm_trust_ratio
+_clip = merit_optax.elementwise_clip
+
+_BAD = [
+  (_merit, 'learning_rate', _NO_SCHEDULES),
+  (_merit, 'weight_decay', _NO_SCHEDULES),
+  (_merit, 'clip_threshold', [v for v in _NOT_POSITIVE if v is not None]),
+  (_merit, 'min_norm', _NEGATIVE),
+  (_merit, 'ratios', _NO_RATIOS),
+  *((f, name, _NO_RATES) for f in (_merit, _adam) for name in ('b1', 'b2')),
+  *(
+    (f, name, _NEGATIVE)
+    for f in (_merit, _adam)
+    for name in ('eps', 'eps_root')
+  ),
+  *(
+    (f, name, _NO_DTYPES)
+    for f in (_merit, _adam)
+    for name in ('mu_dtype', 'nu_dtype')
+  ),
+  (_ratio, 'min_norm', _NEGATIVE),
+  (_ratio, 'trust_coefficient', _NOT_POSITIVE),
+  (_ratio, 'eps', _NEGATIVE),
+  (_ratio, 'ratios', _NO_RATIOS),
+  (_clip, 'max_delta', _NOT_POSITIVE),
+]
+_RATES = (0, 0.0, 0.9, 1 - 1e-9, np.float32(0.5), np.float64(0.5), np.int64(0))
+_NUMBERS = (0, 0.0, -0.0, 1e-30, 1, 1e30, np.float32(2), np.int32(2))
+_POSITIVE = (1e-30, 1, 1e30, np.float32(2), np.int32(2))
+_DTYPES = (None, 'float32', 'f4', float, jnp.bfloat16, np.dtype('float16'))
+_RATIOS = (
+  ('row',),
+  ['weight', 'column'],
+  {'row', 'column'},
+  frozenset({'weight'}),
+  ('column', 'row', 'weight'),
+  ('row', 'row'),
+)
+_GOOD = [
+  (_merit, 'learning_rate', (*_NUMBERS, optax.cosine_decay_schedule(1, 9))),
+  (_merit, 'weight_decay', (*_NUMBERS, optax.constant_schedule(0.1))),
+  (_merit, 'clip_threshold', (*_POSITIVE, None)),
+  (_merit, 'mask', (None, True, {'w': True}, lambda tree: tree)),
+  (_merit, 'bias_correction', (True, False)),
+  (_merit, 'min_norm', _NUMBERS),
+  (_merit, 'ratios', _RATIOS),
+  *((f, name, _RATES) for f in (_merit, _adam) for name in ('b1', 'b2')),
+  *(
+    (f, name, _NUMBERS) for f in (_merit, _adam) for name in ('eps', 'eps_root')
+  ),
+  *(
+    (f, name, _DTYPES)
+    for f in (_merit, _adam)
+    for name in ('mu_dtype', 'nu_dtype')
+  ),
+  (_ratio, 'min_norm', _NUMBERS),
+  (_ratio, 'trust_coefficient', _POSITIVE),
+  (_ratio, 'eps', _NUMBERS),
+  (_ratio, 'ratios', _RATIOS),
+  (_clip, 'max_delta', _POSITIVE),
+]
+_NUMERIC = [case[:2] for case in _GOOD if 1e30 in case[2] or case[2] is _RATES]
+
+
+def _ids(cases):
+  owners = {_merit: 'merit', _adam: 'adam', _ratio: 'ratio', _clip: 'clip'}
+  return [f'{owners[case[0]]}-{case[1]}' for case in cases]
+
+
+@pytest.mark.parametrize('build, name, values', _BAD, ids=_ids(_BAD))
+def test_bad_values_are_named(build, name, values):
+  for value in values:
+    with pytest.raises(ValueError) as error:
+      build(**{name: value})
+    # The name first: "eps" is a part of "eps_root".
+    assert str(error.value).startswith(f'{name} must ')
+    assert f'got {value!r}' in str(error.value)
+
+
+@pytest.mark.parametrize('build, name, values', _GOOD, ids=_ids(_GOOD))
+def test_good_values_pass(build, name, values):
+  for value in values:
+    assert isinstance(build(**{name: value}), optax.GradientTransformation), (
+      value
+    )
+
+
+@pytest.mark.parametrize('build, name', _NUMERIC, ids=_ids(_NUMERIC))
+def test_arrays_and_tracers_pass_unread(build, name):
+  params = {'w': jnp.full((2, 3), 0.5)}
+
+  def update(value):
+    optimizer = build(**{name: value})
+    return optimizer.update(params, optimizer.init(params), params)[0]
+
+  expected = update(0.25)
+  for array in (jnp.array(0.25), np.array(0.25), np.float32(0.25)):
+    actual = update(array)['w']
+    np.testing.assert_allclose(actual, expected['w'], rtol=1e-5)
+  actual = jax.jit(update)(0.25)['w']
+  np.testing.assert_allclose(actual, expected['w'], rtol=1e-5)
+
+
+def test_every_argument_of_every_function_is_checked():
+  # bias_correction is any truth value; optax looks at the mask.
+  unchecked = {('merit', 'mask'), ('merit', 'bias_correction')}
+  unchecked |= {('scale_by_adam', 'bias_correction')}
+  checked = {
+    (getattr(build, '__name__', '').replace('<lambda>', 'merit'), name)
+    for build, name, _ in _BAD
+  }
+  assert checked | unchecked == {
+    (function, name)
+    for function in merit_optax.__all__
+    for name in _arguments_of(getattr(merit_optax, function))
+  }
+
+
+def _arguments_of(function):
+  return set(function.__annotations__) - {'return'}
+
+
+def test_messages_say_what_is_accepted():
+  with pytest.raises(ValueError) as error:
+    merit_optax.merit(0.1, ratios=('diagonal',))
+  for ratio in ('weight', 'row', 'column'):
+    assert repr(ratio) in str(error.value)
+  with pytest.raises(ValueError, match='finite number >= 0 or a schedule'):
+    merit_optax.merit(-0.1)
+  with pytest.raises(ValueError, match=r'number in \[0, 1\)'):
+    merit_optax.merit(0.1, b1=1.0)

@@ -1,0 +1,94 @@
+"""Clipping by magnitude, real and complex."""
+
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+import jax
+import jax.numpy as jnp
+import merit_optax
+import numpy as np
+import optax
+import pytest
+
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def _clip(max_delta, updates):
+  transform = merit_optax.elementwise_clip(max_delta)
+  return transform.update(updates, transform.init(updates))[0]
+
+
+@hypothesis.given(
+  hnp.arrays(np.float32, 6, elements=st.floats(width=32)),
+  st.sampled_from([1e-3, 0.5, 1, 1.0, 1e6]),
+)
+def test_real_numbers_are_clipped_as_optax_does(updates, max_delta):
+  actual = _clip(max_delta, updates)
+  clip = optax.clip(max_delta)
+  expected, _ = clip.update(updates, clip.init(updates))
+  np.testing.assert_array_equal(actual, expected)
+
+
+def test_default_threshold_is_one():
+  transform = merit_optax.elementwise_clip()
+  actual, _ = transform.update(
+    jnp.array([0.5, 3.0, -1.5]), transform.init(None)
+  )
+  np.testing.assert_array_equal(actual, [0.5, 1.0, -1.0])
+
+
+_parts = st.one_of(
+  st.just(0.0),
+  st.floats(2**-20, 2**20, width=32),
+  st.floats(-(2**20), -(2**-20), width=32),
+)
+
+
+@hypothesis.given(
+  hnp.arrays(np.float32, (2, 5), elements=_parts),
+  st.sampled_from([1e-3, 0.5, 1.0, 1e3]),
+)
+def test_complex_numbers_keep_their_phase(parts, max_delta):
+  updates = (parts[0] + 1j * parts[1]).astype(np.complex64)
+  actual = np.asarray(_clip(max_delta, jnp.asarray(updates)))
+  assert actual.dtype == np.complex64
+  size = np.abs(updates.astype(np.complex128))
+  assert np.all(np.abs(actual) <= max_delta * (1 + 1e-6))
+  scale = np.minimum(1, max_delta / np.where(size == 0, 1, size))
+  # Relative to each magnitude: a small part may lose its own digits.
+  assert np.all(np.abs(actual - scale * updates) <= 1e-6 * scale * size)
+
+
+def test_complex_numbers_within_the_threshold_stay_the_same_bits():
+  updates = jnp.array(
+    [0.0, 0.1 + 0.2j, -0.6 - 0.79j, 1.0, 1e-30j], jnp.complex64
+  )
+  np.testing.assert_array_equal(_clip(1.0, updates), updates)
+
+
+@pytest.mark.parametrize('threshold', [0.3, np.float64(0.3), jnp.array(0.3)])
+@pytest.mark.parametrize('dtype', [*_FLOATS, jnp.complex64])
+@pytest.mark.parametrize('jit', [True, False], ids=['jit', 'eager'])
+def test_dtypes_stay(dtype, threshold, jit):
+  updates = {'a': jnp.ones((2, 3), dtype), 'b': jnp.ones((), dtype)}
+  clip = lambda x: _clip(threshold, x)
+  actual = (jax.jit(clip) if jit else clip)(updates)
+  assert {k: v.dtype for k, v in actual.items()} == dict.fromkeys('ab', dtype)
+  np.testing.assert_allclose(actual['a'].astype(jnp.complex64), 0.3, rtol=4e-3)
+
+
+def test_nan_stays_nan():
+  updates = jnp.array([jnp.nan, 2.0])
+  np.testing.assert_array_equal(_clip(1.0, updates), [np.nan, 1.0])
+
+
+def test_trees_keep_their_form():
+  updates = {
+    'a': None,
+    'b': optax.MaskedNode(),
+    'c': jnp.zeros((0, 2)),
+    'd': (),
+  }
+  actual = _clip(1.0, updates)
+  assert jax.tree.structure(actual) == jax.tree.structure(updates)
+  assert actual['c'].shape == (0, 2)

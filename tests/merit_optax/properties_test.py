@@ -1,0 +1,459 @@
+"""What the max-norm trust ratio promises, for any input."""
+
+import functools
+import itertools
+
+import hypothesis
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+import jax
+import jax.numpy as jnp
+import merit_optax
+import numpy as np
+import optax
+import pytest
+
+_ALL = ('weight', 'row', 'column')
+_SUBSETS = [
+  subset for size in (1, 2, 3) for subset in itertools.combinations(_ALL, size)
+]
+_SWAPPED = {'weight': 'weight', 'row': 'column', 'column': 'row'}
+# Few shapes, since each is a compilation: a matrix, one row, one column.
+_SHAPES = ((3, 4), (1, 5), (4, 1))
+# Each of ratio, product and rate may round up once.
+_ULPS = 1 + 3 * 2.0**-24
+
+_positive = st.floats(2.0**-10, 2.0**10, width=32)
+_nonzero = st.one_of(_positive, _positive.map(lambda x: -x))
+_with_zeros = st.one_of(st.just(0.0), _nonzero)
+_extreme = st.one_of(
+  st.sampled_from([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-30, 1e-19, 1e-6]),
+  st.sampled_from([1.0, -1.0, 1e6, -1e19, 1e20, 1e30, -1e30, 3e38, -3e38]),
+  st.floats(-(2.0**127), 2.0**127, width=32),
+).map(lambda x: float(np.float32(x)))
+
+
+@st.composite
+def _pairs(draw, elements, shapes=_SHAPES):
+  """Draws an update and a weight of the same shape."""
+  shape = draw(st.sampled_from(shapes))
+  array = hnp.arrays(np.float32, shape, elements=elements)
+  return draw(array), draw(array)
+
+
+def _transform(**options):
+  return merit_optax.scale_by_max_norm_trust_ratio(**options)
+
+
+@functools.cache
+def _jitted(ratios=_ALL, **options):
+  transform = _transform(ratios=ratios, **options)
+  return jax.jit(lambda z, w: transform.update(z, transform.init(w), w)[0])
+
+
+def _scale(z, w, ratios=_ALL, **options):
+  return np.asarray(_jitted(ratios, **options)(z, w))
+
+
+def _oracle_norms(x, ratios, min_norm):
+  """Returns the norms in float64, each with the shape of x."""
+  axes = {'weight': (-2, -1), 'row': (-1,), 'column': (-2,)}
+  if x.ndim < 2:
+    axes, ratios = {'weight': None}, ('weight',)
+  norms = [np.max(np.abs(x), axis=axes[name], keepdims=True) for name in ratios]
+  return np.stack(
+    [np.broadcast_to(np.maximum(n, min_norm), x.shape) for n in norms]
+  )
+
+
+def _oracle_scale(
+  z, w, ratios=_ALL, min_norm=0.0, trust_coefficient=1.0, eps=0.0
+):
+  """Returns s z of Algorithm 1 in float64."""
+  z, w = np.asarray(z, np.float64), np.asarray(w, np.float64)
+  z_norms = _oracle_norms(z, ratios, min_norm)
+  w_norms = _oracle_norms(w, ratios, min_norm)
+  vanished = np.any((z_norms == 0) | (w_norms == 0), axis=0)
+  divisor = np.where(z_norms == 0, 1, z_norms + eps)
+  ratio = np.max(trust_coefficient * w_norms / divisor, axis=0)
+  return np.where(vanished, 1, ratio) * z
+
+
+def _oracle_steps(w, gradients, rate, decay, ratios):
+  """Yields the weights after each step of Algorithm 1, in float64."""
+  w, m, v = np.asarray(w, np.float64), 0.0, 0.0
+  for gradient in gradients:
+    g = np.asarray(gradient, np.float64)
+    m = 0.9 * m + 0.1 * g
+    v = 0.95 * v + 0.05 * g * g
+    z = m / (np.sqrt(v) + 1e-6) + decay * w
+    w = w - rate * np.clip(_oracle_scale(z, w, ratios), -1, 1)
+    yield w
+
+
+@functools.cache
+def _steps(**options):
+  """Returns a function from weights and gradients to all later weights."""
+  optimizer = merit_optax.merit(**options)
+
+  def step(carry, gradient):
+    params, state = carry
+    updates, state = optimizer.update(gradient, state, params)
+    params = optax.apply_updates(params, updates)
+    return (params, state), (params, updates)
+
+  def run(params, gradients):
+    return jax.lax.scan(step, (params, optimizer.init(params)), gradients)[1]
+
+  return jax.jit(run)
+
+
+# The formula.
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_with_zeros))
+def test_ratio_is_that_of_the_formula(ratios, pair):
+  z, w = pair
+  np.testing.assert_allclose(
+    _scale(z, w, ratios), _oracle_scale(z, w, ratios), rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'min_norm': 1.0},
+    {'trust_coefficient': 0.25},
+    {'eps': 0.5},
+    {'min_norm': 0.5, 'trust_coefficient': 3.0, 'eps': 0.125},
+  ],
+  ids=str,
+)
+@hypothesis.given(pair=_pairs(_with_zeros, shapes=((3, 4),)))
+def test_further_arguments_enter_the_formula(options, pair):
+  z, w = pair
+  np.testing.assert_allclose(
+    _scale(z, w, **options), _oracle_scale(z, w, **options), rtol=1e-6
+  )
+
+
+def test_positional_arguments_are_those_of_the_l2_ratio():
+  z, w = jnp.array([0.5, 2.0]), jnp.array([0.25, 8.0])
+  transform = _transform()
+  positional = merit_optax.scale_by_max_norm_trust_ratio(0.5, 3.0, 0.125)
+  actual, _ = positional.update(z, transform.init(w), w)
+  expected = _oracle_scale(z, w, min_norm=0.5, trust_coefficient=3.0, eps=0.125)
+  np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@pytest.mark.parametrize('decay', [0.0, 0.1])
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+  seed=st.integers(0, 2**32 - 1), size=st.sampled_from([0.1, 2.0])
+)
+def test_whole_steps_are_those_of_algorithm_1(ratios, decay, seed, size):
+  random = np.random.default_rng(seed)
+  w = (size * random.normal(size=(4, 3))).astype(np.float32)
+  gradients = random.normal(size=(5, 4, 3)).astype(np.float32)
+  steps = _steps(learning_rate=0.1, weight_decay=decay, ratios=ratios)
+  actual, _ = steps(w, gradients)
+  expected = list(_oracle_steps(w, gradients, 0.1, decay, ratios))
+  largest = np.max(np.abs(expected))
+  np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * largest)
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@pytest.mark.parametrize('shape', [(5,), ()], ids=str)
+def test_few_axes_have_the_weight_wise_ratio_whatever_is_asked(shape, ratios):
+  random = np.random.default_rng(0)
+  z, w = random.normal(size=(2, *shape)).astype(np.float32)
+  np.testing.assert_allclose(
+    _scale(z, w, ratios), _oracle_scale(z, w, ('weight',)), rtol=1e-6
+  )
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+def test_more_axes_are_a_stack_of_matrices(ratios):
+  random = np.random.default_rng(0)
+  z, w = random.normal(size=(2, 3, 2, 4, 5)).astype(np.float32)
+  actual = _scale(z, w, ratios)
+  for index in np.ndindex(3, 2):
+    expected = _scale(z[index], w[index], ratios)
+    np.testing.assert_array_equal(actual[index], expected)
+
+
+# The bound.
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_nonzero))
+def test_no_element_is_scaled_beyond_the_largest_weight(ratios, pair):
+  z, w = pair
+  largest = np.max(np.abs(w)).astype(np.float64)
+  scaled = np.abs(_scale(z, w, ratios))
+  assert np.max(scaled) <= largest * _ULPS
+  # And the largest update of each matrix gets there.
+  if 'weight' in ratios:
+    assert np.max(scaled) >= largest / _ULPS
+
+
+@pytest.mark.parametrize('decay', [0.0, 0.25])
+@hypothesis.given(pair=_pairs(_nonzero))
+def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
+  gradient, w = pair
+  rate = 0.5
+  _, updates = _steps(learning_rate=rate, weight_decay=decay)(w, gradient[None])
+  bound = rate * min(1, np.max(np.abs(w)).astype(np.float64))
+  assert np.max(np.abs(updates)) <= bound * _ULPS
+
+
+def test_a_matrix_grows_at_most_by_the_sum_of_the_rates():
+  random = np.random.default_rng(0)
+  w = random.normal(size=(4, 3)).astype(np.float32)
+  # One direction only: as fast as the rule allows.
+  gradients = np.broadcast_to(-np.sign(w), (50, 4, 3))
+  params, _ = _steps(learning_rate=0.01, clip_threshold=None)(w, gradients)
+  growth = np.max(np.abs(params[-1])) / np.max(np.abs(w))
+  assert growth <= np.exp(50 * 0.01)
+  np.testing.assert_allclose(growth, 1.01**50, rtol=1e-4)
+
+
+# Invariances.
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_nonzero), power=st.integers(-50, 50))
+def test_scale_of_the_updates_cancels(ratios, pair, power):
+  z, w = pair
+  np.testing.assert_array_equal(
+    _scale(np.ldexp(z, power), w, ratios), _scale(z, w, ratios)
+  )
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_nonzero), power=st.integers(-50, 50))
+def test_scale_of_the_weights_carries_over(ratios, pair, power):
+  z, w = pair
+  np.testing.assert_array_equal(
+    _scale(z, np.ldexp(w, power), ratios),
+    np.ldexp(_scale(z, w, ratios), power),
+  )
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_with_zeros))
+def test_transposing_swaps_rows_and_columns(ratios, pair):
+  z, w = pair
+  swapped = tuple(_SWAPPED[name] for name in ratios)
+  np.testing.assert_array_equal(
+    _scale(z.T, w.T, swapped).T, _scale(z, w, ratios)
+  )
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_with_zeros, shapes=((3, 4),)), data=st.data())
+def test_order_of_rows_and_columns_does_not_matter(ratios, pair, data):
+  z, w = pair
+  order = np.ix_(*(data.draw(st.permutations(range(n))) for n in z.shape))
+  np.testing.assert_array_equal(
+    _scale(z[order], w[order], ratios), _scale(z, w, ratios)[order]
+  )
+
+
+# Norms that are zero.
+
+
+@hypothesis.given(
+  pair=_pairs(_nonzero, shapes=((3, 4),)),
+  rows=st.sets(st.integers(0, 2), max_size=2),
+  columns=st.sets(st.integers(0, 3), max_size=3),
+  of_update=st.booleans(),
+)
+def test_zero_rows_and_columns_make_the_ratio_one(
+  pair, rows, columns, of_update
+):
+  z, w = (x.copy() for x in pair)
+  zeroed = np.zeros(z.shape, bool)
+  zeroed[list(rows)] = zeroed[:, list(columns)] = True
+  (z if of_update else w)[zeroed] = 0
+  actual = _scale(z, w)
+  np.testing.assert_array_equal(actual[zeroed], z[zeroed])
+  expected = _oracle_scale(z, w)
+  np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.given(pair=_pairs(_nonzero))
+def test_zero_matrices_make_the_ratio_one(ratios, pair):
+  z, w = pair
+  np.testing.assert_array_equal(_scale(z, 0 * w, ratios), z)
+  np.testing.assert_array_equal(_scale(0 * z, w, ratios), 0 * z)
+
+
+def test_fallback_ignores_norms_that_are_not_used():
+  z = np.array([[1.0, 2.0], [4.0, 2.0]], np.float32)
+  w = np.array([[0.0, 0.0], [8.0, 2.0]], np.float32)
+  np.testing.assert_array_equal(_scale(z, w, ('weight',)), 2 * z)
+  np.testing.assert_array_equal(_scale(z, w, ('weight', 'column')), 2 * z)
+  np.testing.assert_array_equal(_scale(z, w, ('column',)), z * [2, 1])
+  np.testing.assert_array_equal(_scale(z, w)[0], z[0])
+
+
+_TINY = np.finfo(np.float32).tiny
+
+
+@pytest.mark.parametrize('jit', [True, False], ids=['jit', 'eager'])
+@pytest.mark.parametrize('small', [1e-45, 1e-40, np.nextafter(_TINY, 0)])
+def test_subnormal_norms_count_as_zero(small, jit):
+  # Hardware that keeps them would otherwise disagree with hardware that
+  # flushes them, by a factor of 1e38.
+  scale = _jitted() if jit else _jitted().__wrapped__
+  z = np.array([[1.0, 2.0], [4.0, 2.0]], np.float32)
+  w = np.array([[1.0, 4.0], [small, -small]], np.float32)
+  np.testing.assert_array_equal(scale(z, w), [[2.0, 4.0], z[1]])
+  scaled = scale(w, z)
+  np.testing.assert_array_equal(scaled[0], [4.0, 4.0])
+  assert np.max(np.abs(scaled[1])) <= small
+
+
+def test_the_smallest_normal_norm_counts():
+  z = np.full((2, 2), _TINY, np.float32)
+  w = np.ones((2, 2), np.float32)
+  np.testing.assert_allclose(_scale(z, w), w, rtol=1e-6)
+  np.testing.assert_allclose(_scale(w, z), z, rtol=1e-6)
+
+
+@pytest.mark.parametrize('min_norm', [0.125, 1.0])
+@hypothesis.given(pair=_pairs(_nonzero))
+def test_a_floor_below_all_norms_changes_nothing(min_norm, pair):
+  z, w = (np.sign(x) * np.maximum(np.abs(x), 1) for x in pair)
+  np.testing.assert_array_equal(_scale(z, w, min_norm=min_norm), _scale(z, w))
+
+
+def test_with_a_floor_a_zero_weight_starts_moving():
+  zero, z = np.zeros((2, 2), np.float32), np.ones((2, 2), np.float32)
+  np.testing.assert_array_equal(_scale(z, zero, min_norm=0.25), 0.25 * z)
+  np.testing.assert_array_equal(_scale(zero, z, min_norm=0.25), zero)
+
+
+# The stale row: with one gradient and then none.
+
+
+def _path_of_a_stale_row(**options):
+  """Returns the first row after each step, which one gradient reached."""
+  random = np.random.default_rng(0)
+  w = (0.1 * random.normal(size=(6, 4))).astype(np.float32)
+  gradients = random.normal(size=(400, 6, 4)).astype(np.float32)
+  gradients[1:, 0] = 0
+  params, _ = _steps(learning_rate=0.01, **options)(w, gradients)
+  return np.asarray(params)[:, 0]
+
+
+def test_a_stale_row_keeps_moving():
+  path = _path_of_a_stale_row()
+  steps = np.diff(path, axis=0)
+  assert np.all(np.sign(steps) == np.sign(steps[0]))
+  # At full speed for ever: by the rate, up to the clip.
+  size = np.minimum(1, np.max(np.abs(path), axis=1)[:-1])
+  assert np.all(np.max(np.abs(steps), axis=1)[100:] > 0.009 * size[100:])
+
+
+def test_weight_decay_takes_a_stale_row_to_zero():
+  path = _path_of_a_stale_row(weight_decay=0.1)
+  # It loses the rate a step, whatever the decay is.
+  ratio = np.max(np.abs(path[-1])) / np.max(np.abs(path[-101]))
+  np.testing.assert_allclose(ratio, 0.99**100, rtol=0.02)
+
+
+def test_a_floor_of_the_norms_stops_a_stale_row():
+  path = _path_of_a_stale_row(min_norm=1e-3)
+  assert np.max(np.abs(path[-1] - path[200])) < 1e-5
+  assert np.max(np.abs(path[-1] - path[0])) > 1e-2
+
+
+# Finite for everything finite.
+
+
+@st.composite
+def _extreme_trees(draw, leading=()):
+  shapes = {'w': (2, 3), 'b': (3,), 's': ()}
+  return {
+    k: draw(hnp.arrays(np.float32, leading + v, elements=_extreme))
+    for k, v in shapes.items()
+  }
+
+
+@pytest.mark.parametrize(
+  'options',
+  [
+    {},
+    {'weight_decay': 0.1},
+    {'weight_decay': 0.1, 'clip_threshold': None},
+    {'bias_correction': True, 'clip_threshold': None},
+    {'min_norm': 1e-3},
+    {'ratios': ('row',), 'clip_threshold': None},
+  ],
+  ids=str,
+)
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(params=_extreme_trees(), gradients=_extreme_trees((3,)))
+def test_updates_are_finite(options, params, gradients):
+  params, updates = _steps(learning_rate=0.01, **options)(params, gradients)
+  for leaf in jax.tree.leaves((params, updates)):
+    assert np.all(np.isfinite(leaf))
+
+
+@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(pair=_pairs(_extreme))
+def test_scaled_updates_are_finite(ratios, pair):
+  assert np.all(np.isfinite(_scale(*pair, ratios)))
+
+
+@pytest.mark.parametrize('small', [0.0, 1e-45, 1e-40, 1.2e-38])
+@pytest.mark.parametrize('large', [1e30, 3e38])
+def test_a_huge_weight_beside_a_tiny_update_is_not_nan(large, small):
+  # The plain formula multiplies an infinite ratio with zero.
+  z = np.array([[1.2e-38, small], [0.0, 1.2e-38]], np.float32)
+  w = np.full((2, 2), large, np.float32)
+  scaled = _scale(z, w)
+  assert np.all(np.isfinite(scaled))
+  # As far as the largest ratio goes.
+  np.testing.assert_allclose(
+    scaled[0, 0], z[0, 0] * np.finfo(np.float32).max, rtol=1e-6
+  )
+
+
+# Precision.
+
+
+@pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16])
+def test_ratios_of_half_precision_are_wider(dtype):
+  # The ratio overflows in float16, and has digits that bfloat16 does not.
+  w = jnp.array([[3000.0, 1.0], [2.0, 5.0]], dtype)
+  z = jnp.array([[1.5e-5, 1e-5], [0.7e-5, 0.3e-5]], dtype)
+  actual = _scale(z, w)
+  assert actual.dtype == dtype
+  expected = _oracle_scale(z.astype(jnp.float32), w.astype(jnp.float32))
+  expected = jnp.asarray(expected, jnp.float32).astype(dtype)
+  np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize('update', [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize('param', [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_dtype_is_the_one_to_which_both_promote(update, param):
+  scaled = _transform().update(
+    jnp.ones((2, 2), update), optax.EmptyState(), jnp.ones((2, 2), param)
+  )[0]
+  assert scaled.dtype == jnp.promote_types(update, param)
+
+
+def test_complex_norms_are_magnitudes():
+  z = jnp.array([[3 + 4j, 1j], [1, 2]], jnp.complex64)
+  w = jnp.array([[6 - 8j, 0], [1, 1j]], jnp.complex64)
+  scaled = _scale(z, w)
+  assert scaled.dtype == jnp.complex64
+  np.testing.assert_allclose(scaled, 2 * z, rtol=1e-6)
