@@ -51,19 +51,18 @@ class Attention(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Returns what is added to the residual stream, shape (B, T, D)."""
-    batch, length, width = x_BTD.shape
-    head_width = width // self.num_heads
-    qkv = self.qkv(x_BTD).reshape(batch, length, self.num_heads, 3, head_width)
-    q_BTHK, k_BTHK, v_BTHK = jnp.moveaxis(constrain(qkv, 'heads'), 3, 0)
-    self.sow(
-      nnx.Intermediate,
-      'max_attention_logit',
-      max_attention_logit(q_BTHK, k_BTHK),
-    )
+    q_BTHK, k_BTHK, v_BTHK = self.project(x_BTD)
     y_BTHK = jax.nn.dot_product_attention(
       q_BTHK, k_BTHK, v_BTHK, is_causal=True
     )
     return self.out(y_BTHK.reshape(x_BTD.shape))
+
+  def project(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values, each of shape (B, T, H, K)."""
+    batch, length, width = x_BTD.shape
+    head_width = width // self.num_heads
+    qkv = self.qkv(x_BTD).reshape(batch, length, self.num_heads, 3, head_width)
+    return tuple(jnp.moveaxis(constrain(qkv, 'heads'), 3, 0))
 
 
 class MLP(nnx.Module):
@@ -114,28 +113,35 @@ class GPT2(nnx.Module):
     return self.token_embedding.attend(self.final_norm(x_BTD))
 
 
+def logits_and_max_attention_logits(
+  model: GPT2, tokens_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the model's logits and what its attention saw.
+
+  Args:
+    model: The model.
+    tokens_BT: Tokens, shape (B, T).
+
+  Returns:
+    Logits of each next token, shape (B, T, V), and the largest attention logit
+    of each layer, shape (layers,).
+  """
+  forward = nnx.capture(
+    model, nnx.Intermediate, method_outputs=nnx.Intermediate
+  )
+  logits_BTV, outputs = forward(tokens_BT)
+  blocks = nnx.to_pure_dict(outputs)['blocks']
+  heads = [blocks[i]['attention']['project'][0] for i in range(len(blocks))]
+  largest = [max_attention_logit(q, k) for q, k, _ in heads]
+  return logits_BTV, jnp.stack(largest)
+
+
 def max_attention_logit(q_BTHK: jax.Array, k_BTHK: jax.Array) -> jax.Array:
   """Returns the largest logit that the causal softmax sees, a scalar."""
   scale = 1 / math.sqrt(q_BTHK.shape[-1])
   logits_BHTS = jnp.einsum('BTHK,BSHK->BHTS', q_BTHK * scale, k_BTHK)
-  length = logits_BHTS.shape[-1]
-  causal_TS = jnp.tri(length, dtype=bool)
+  causal_TS = jnp.tri(logits_BHTS.shape[-1], dtype=bool)
   return jnp.max(logits_BHTS, where=causal_TS, initial=-jnp.inf)
-
-
-def largest_logit_of_layers(intermediates: nnx.State) -> jax.Array:
-  """Returns what the layers sowed as ``max_attention_logit``, shape (layers,).
-
-  Args:
-    intermediates: What ``nnx.capture(model, nnx.Intermediate)`` collected.
-  """
-  blocks = nnx.to_pure_dict(intermediates)['blocks']
-  return jnp.stack(
-    [
-      blocks[i]['attention']['max_attention_logit'][0]
-      for i in range(len(blocks))
-    ]
-  )
 
 
 def _residual_stddev(config: GPT2Config) -> float:

@@ -11,7 +11,11 @@ import optax
 
 from examples.gpt2 import sharding
 from examples.gpt2.config import Config
-from examples.gpt2.model import GPT2, GPT2Config, largest_logit_of_layers
+from examples.gpt2.model import (
+  GPT2,
+  GPT2Config,
+  logits_and_max_attention_logits,
+)
 import merit_optax
 
 _WARMUP_SHARE = 0.1
@@ -137,6 +141,19 @@ class Trainer:
     """Returns the model's logits, float32, shape (B, T, V); to be traced."""
     return self._model(params)(tokens_BT)
 
+  def loss_and_gradients(
+    self, params: Any, tokens_ABT: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Returns mean loss and gradient of tokens of shape (A, B, T + 1)."""
+
+    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, None]:
+      one = jax.value_and_grad(self._mean_loss)(params, tokens_BT)
+      return jax.tree.map(jnp.add, total, one), None
+
+    zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(add, zero, tokens_ABT)
+    return jax.tree.map(lambda x: x / len(tokens_ABT), total)
+
   def _model(self, params: Any) -> GPT2:
     return nnx.merge(self._graphdef, params)
 
@@ -157,25 +174,12 @@ class Trainer:
   def _step(
     self, state: TrainState, tokens_ABT: jax.Array
   ) -> tuple[TrainState, jax.Array]:
-    loss, gradients = self._accumulate(state.params, tokens_ABT)
+    loss, gradients = self.loss_and_gradients(state.params, tokens_ABT)
     updates, opt_state = self._optimizer.update(
       gradients, state.opt_state, state.params
     )
     params = optax.apply_updates(state.params, updates)
     return TrainState(params, opt_state), loss
-
-  def _accumulate(
-    self, params: Any, tokens_ABT: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    """Returns mean loss and mean gradient over the micro-batches."""
-
-    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, None]:
-      one = jax.value_and_grad(self._mean_loss)(params, tokens_BT)
-      return jax.tree.map(jnp.add, total, one), None
-
-    zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zero, tokens_ABT)
-    return jax.tree.map(lambda x: x / len(tokens_ABT), total)
 
   def _mean_loss(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
     logits_BTV = self.logits(params, tokens_BT[:, :-1])
@@ -187,10 +191,10 @@ class Trainer:
     """Returns losses, shape (A, B), and largest logits, shape (A, layers)."""
 
     def evaluate(tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
-      forward = nnx.capture(self._model(params), nnx.Intermediate)
-      logits_BTV, intermediates = forward(tokens_BT[:, :-1])
-      losses_B = sequence_losses(logits_BTV, tokens_BT)
-      return losses_B, largest_logit_of_layers(intermediates)
+      logits_BTV, largest_L = logits_and_max_attention_logits(
+        self._model(params), tokens_BT[:, :-1]
+      )
+      return sequence_losses(logits_BTV, tokens_BT), largest_L
 
     return jax.lax.map(evaluate, tokens_ABT)
 

@@ -3,10 +3,11 @@
 import chex
 import jax
 import jax.numpy as jnp
-import merit_optax
 import numpy as np
 import optax
 import pytest
+
+import merit_optax
 
 _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -42,9 +43,7 @@ def _oracle(gradients, b1, b2, eps, eps_root):
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.complex64])
 @pytest.mark.parametrize(
-  'rates',
-  [(0.9, 0.999, 1e-8, 0.0), (0.9, 0.95, 1e-6, 0.0), (0.0, 0.5, 0.1, 0.2)],
-  ids=str,
+  'rates', [(0.9, 0.999, 1e-8, 0.0), (0.0, 0.5, 0.1, 0.2)], ids=str
 )
 def test_with_correction_equals_optax_bit_by_bit(rates, dtype):
   params = _tree(0, dtype)
@@ -90,6 +89,10 @@ def test_steps_are_counted():
   assert states[0].count.dtype == jnp.int32
 
 
+def _dtypes(tree):
+  return {x.dtype for x in jax.tree.leaves(tree)}
+
+
 @pytest.mark.parametrize('params_dtype', _FLOATS)
 @pytest.mark.parametrize('gradient_dtype', _FLOATS)
 @pytest.mark.parametrize('correction', [True, False])
@@ -99,13 +102,10 @@ def test_moments_keep_the_dtype_of_the_parameter(
   params, gradient = _tree(0, params_dtype), _tree(1, gradient_dtype)
   transform = merit_optax.scale_by_adam(bias_correction=correction)
   state = transform.init(params)
-  for updates, new in _run(transform, params, [gradient] * 2):
-    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
-    both = jnp.promote_types(params_dtype, gradient_dtype)
-    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(both)}
-  assert {x.dtype for x in jax.tree.leaves((state.mu, state.nu))} == {
-    jnp.dtype(params_dtype)
-  }
+  assert _dtypes((state.mu, state.nu)) == {jnp.dtype(params_dtype)}
+  updates, new = jax.eval_shape(transform.update, gradient, state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+  assert _dtypes(updates) == {jnp.promote_types(params_dtype, gradient_dtype)}
 
 
 @pytest.mark.parametrize('correction', [True, False])
@@ -116,15 +116,12 @@ def test_moments_are_stored_as_told(mu_dtype, nu_dtype, correction):
   transform = merit_optax.scale_by_adam(
     mu_dtype=mu_dtype, nu_dtype=nu_dtype, bias_correction=correction
   )
-  states = [transform.init(params)]
-  states += [state for _, state in _run(transform, params, [params] * 2)]
-  for state in states:
-    assert {x.dtype for x in jax.tree.leaves(state.mu)} == {
-      jnp.dtype(mu_dtype or 'float32')
-    }
-    assert {x.dtype for x in jax.tree.leaves(state.nu)} == {
-      jnp.dtype(nu_dtype or 'float32')
-    }
+  state = transform.init(params)
+  assert _dtypes(state.mu) == {jnp.dtype(mu_dtype or 'float32')}
+  assert _dtypes(state.nu) == {jnp.dtype(nu_dtype or 'float32')}
+  updates, new = jax.eval_shape(transform.update, params, state)
+  chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
+  assert _dtypes(updates) == {jnp.dtype('float32')}
 
 
 def test_rounding_of_a_moment_reaches_only_later_steps():

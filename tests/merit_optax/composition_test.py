@@ -3,10 +3,11 @@
 import chex
 import jax
 import jax.numpy as jnp
-import merit_optax
 import numpy as np
 import optax
 import pytest
+
+import merit_optax
 
 _RATE = 0.1
 
@@ -45,6 +46,11 @@ def _scaled(update, weight):
   return np.where(zero, 1, ratio) * z
 
 
+def _dead_row(gradient):
+  """Returns a gradient whose first row is zero; Lion answers with zeros."""
+  return gradient.at[0].set(0) if gradient.ndim == 2 else gradient
+
+
 def _muon():
   # Muon's own default does not take a tree.
   spec = optax.contrib.MuonDimensionNumbers()
@@ -63,10 +69,8 @@ def _muon():
 )
 def test_the_ratio_scales_the_updates_of_others(inner, shapes):
   params = {k: _normal(1, shape) for k, shape in shapes.items()}
-  # A row without gradient: Lion answers with a row of zeros.
-  dead = lambda g: g.at[0].set(0) if g.ndim == 2 else g
   gradients = [
-    {k: dead(_normal(seed, shape)) for k, shape in shapes.items()}
+    {k: _dead_row(_normal(seed, shape)) for k, shape in shapes.items()}
     for seed in range(2, 5)
   ]
   chain = optax.chain(inner, merit_optax.scale_by_max_norm_trust_ratio())
@@ -139,7 +143,7 @@ def test_injected_numbers_can_be_changed_in_the_state(name, value):
 def test_injected_schedule_drives_the_learning_rate():
   params = _tree(0)
   gradients = [_tree(seed) for seed in range(1, 4)]
-  schedule = lambda count: 0.1 * (count + 1)
+  schedule = optax.linear_schedule(0.1, 0.0, 10)
   injected = optax.inject_hyperparams(merit_optax.merit)(schedule)
   actual = [updates for updates, _ in _run(injected, params, gradients)]
   plain = merit_optax.merit(schedule)
@@ -186,9 +190,7 @@ def test_partition_gives_each_part_its_own_optimizer():
     'matrix': merit_optax.merit(_RATE, weight_decay=0.1),
     'rest': optax.adamw(0.01, weight_decay=0.1),
   }
-  labels = lambda tree: {
-    k: 'matrix' if v.ndim == 2 else 'rest' for k, v in tree.items()
-  }
+  labels = {'w': 'matrix', 'b': 'rest'}
   both = [u for u, _ in _run(optax.partition(parts, labels), params, gradients)]
   for name, part in (('w', 'matrix'), ('b', 'rest')):
     alone = _run(parts[part], params[name], [g[name] for g in gradients])

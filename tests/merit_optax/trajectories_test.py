@@ -5,10 +5,11 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import merit_optax
 import numpy as np
 import optax
 import pytest
+
+import merit_optax
 
 _DATA = pathlib.Path(__file__).parents[1] / 'data'
 _SCENARIOS = json.loads((_DATA / 'merit_trajectories.json').read_text())
@@ -25,8 +26,7 @@ def _load(scenario, kind):
 
 def _optimizer(learning_rate, weight_decay, b1, b2, eps, **_):
   if isinstance(learning_rate, list):
-    rates = jnp.asarray(learning_rate, jnp.float32)
-    learning_rate = lambda step: rates[step]
+    learning_rate = jnp.asarray(learning_rate, jnp.float32).__getitem__
   return merit_optax.merit(
     learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
   )

@@ -1,0 +1,171 @@
+import json
+from pathlib import Path
+import subprocess
+import sys
+
+import jax
+from matplotlib import image
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from examples.gpt2 import train as train_module
+from examples.gpt2.config import Config
+from examples.gpt2.step_log import NotFiniteError
+from examples.gpt2.train import NOT_FINITE, main, train
+from examples.gpt2.training import Trainer
+
+
+def _arguments(config: Config, **changes) -> list[str]:
+  """Returns the flags of settings, without what has its default."""
+  settings = {
+    'data': config.data,
+    'out_dir': config.out_dir,
+    'cache_dir': config.cache_dir,
+    'vocab_size': config.vocab_size,
+    'num_layers': config.num_layers,
+    'num_heads': config.num_heads,
+    'width': config.width,
+    'context_length': config.context_length,
+    'batch_size': config.batch_size,
+    'steps': config.steps,
+    'eval_every': config.eval_every,
+  } | changes
+  return [
+    text
+    for name, value in settings.items()
+    for text in ('--' + name.replace('_', '-'), str(value))
+  ]
+
+
+def test_a_run_leaves_all_its_files(tiny: Config, capsys):
+  main(_arguments(tiny))
+  lines = (tiny.out_dir / 'metrics.jsonl').read_text().splitlines()
+  metrics = [json.loads(line) for line in lines]
+  assert [m['step'] for m in metrics] == [1, 2, 3, 4, 5, 6]
+  assert [m['tokens'] for m in metrics] == [256 * i for i in range(1, 7)]
+  always = {'step', 'tokens', 'train_loss', 'learning_rate'}
+  for m in metrics:
+    assert always | {'tokens_per_second'} <= set(m)
+    evaluated = m['step'] in (4, 6)
+    assert ('val_loss' in m) == ('max_attention_logit' in m) == evaluated
+  assert len(metrics[-1]['max_attention_logit']) == tiny.num_layers
+  assert metrics[-1]['train_loss'] < metrics[0]['train_loss']
+
+  settings = json.loads((tiny.out_dir / 'config.json').read_text())
+  assert settings['config']['steps'] == 6
+  assert {'jax', 'flax', 'optax', 'python'} <= set(settings['versions'])
+  assert len(settings['devices']) == jax.device_count()
+  assert settings['corpus']['bytes'] == Path(tiny.data).stat().st_size
+
+  picture = image.imread(tiny.out_dir / 'curves.png')
+  assert picture[..., :3].std() > 0.05
+  weights = safetensors.numpy.load_file(tiny.out_dir / 'weights.safetensors')
+  assert weights['blocks.1.mlp.up.kernel'].shape == (16, 64)
+  assert sum(w.size for w in weights.values()) == settings['parameters']
+  out = capsys.readouterr().out
+  assert 'unigram entropy' in out
+  assert (tiny.out_dir / 'sample.txt').read_text().strip() in out
+
+
+def test_saved_weights_give_the_reported_loss(tiny: Config):
+  folder = train(tiny)
+  weights = safetensors.numpy.load_file(folder.path / 'weights.safetensors')
+  tokens = train_module.load_tokens(tiny)
+  mesh = train_module.sharding.make_mesh('')
+  trainer = Trainer(tiny, tokens.vocab_size, mesh)
+  params = jax.tree.map_with_path(
+    lambda path, _: weights[train_module.sharding.path_name(path)],
+    trainer.init().params,
+  )
+  held_out = train_module.validation_sequences(tokens.validation, tiny)
+  assert trainer.evaluate(params, held_out)['val_loss'] == pytest.approx(
+    folder.read_metrics()[-1]['val_loss'], abs=1e-5
+  )
+
+
+def test_a_finished_run_is_reported_and_not_repeated(tiny: Config, capsys):
+  train(tiny)
+  before = (tiny.out_dir / 'metrics.jsonl').read_bytes()
+  train(tiny)
+  assert 'has been done' in capsys.readouterr().out
+  assert (tiny.out_dir / 'metrics.jsonl').read_bytes() == before
+
+
+def test_the_same_settings_give_the_same_bits(tiny: Config):
+  train(tiny)
+  weights = tiny.out_dir / 'weights.safetensors'
+  first = weights.read_bytes()
+  (tiny.out_dir / 'sample.txt').unlink()  # Now it looks unfinished.
+  weights.unlink()
+  train(tiny)
+  assert weights.read_bytes() == first
+
+
+def test_another_run_in_the_folder_is_refused(tiny: Config, capsys):
+  train(tiny)
+  with pytest.raises(SystemExit) as stop:
+    main(_arguments(tiny, steps=7))
+  assert stop.value.code == 2
+  error = capsys.readouterr().err
+  assert 'steps: 6 -> 7' in error
+  assert '--out-dir' in error
+
+
+def test_default_folders_differ_by_settings(tiny, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  for seed in (0, 0, 1):
+    arguments = _arguments(tiny, seed=seed, steps=1)
+    at = arguments.index('--out-dir')
+    main(arguments[:at] + arguments[at + 2 :])
+  assert len(list((tmp_path / 'runs').glob('demo-merit-????????'))) == 2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny: Config, monkeypatch):
+  step = Trainer._step
+
+  def broken(self, state, tokens):
+    state, loss = step(self, state, tokens)
+    return state, loss * jax.numpy.where(tokens.sum() > 0, np.nan, 1.0)
+
+  monkeypatch.setattr(Trainer, '_step', broken)
+  with pytest.raises(NotFiniteError, match=r'nan at step 1.*learning-rate'):
+    train(tiny)
+  assert not (tiny.out_dir / 'weights.safetensors').exists()
+  with pytest.raises(SystemExit) as stop:
+    main(_arguments(tiny, micro_batch_size=16, eval_sequences=24))
+  assert stop.value.code == NOT_FINITE
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'data': '/no/such/path'}, 'does not exist'),
+    ({'steps': 0}, '--steps must be at least 1'),
+    ({'mesh': 'fsdp=3'}, '--mesh'),
+    ({'context_length': 100_000}, 'too few'),
+    ({'out_dir': '/dev/null/x'}, '--out-dir'),
+  ],
+)
+def test_mistakes_are_told_before_compiling(
+  tiny, monkeypatch, capsys, changes, message
+):
+  monkeypatch.setattr(Trainer, '_init', lambda _: pytest.fail('compiled'))
+  with pytest.raises(SystemExit) as stop:
+    main(_arguments(tiny, **changes))
+  assert stop.value.code == 2
+  assert message in capsys.readouterr().err
+
+
+def test_help_explains_every_flag():
+  run = subprocess.run(
+    [sys.executable, '-m', 'examples.gpt2.train', '--help'],
+    cwd=Path(__file__).parents[2],
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  for name in ('preset', 'data', 'out-dir', 'optimizer', 'learning-rate',
+               'weight-decay', 'batch-size', 'micro-batch-size', 'steps',
+               'seed', 'eval-every', 'mesh'):  # fmt: skip
+    assert f'--{name} ' in run.stdout
