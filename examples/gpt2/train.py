@@ -68,7 +68,7 @@ def train(config: Config) -> RunFolder:
   tokens = load_tokens(config)
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
-  folder = RunFolder(config.out_dir or _default_folder(config, settings))
+  folder = RunFolder(config.out_dir or default_folder(config, settings))
   folder.start(settings)
   if folder.finished:
     print(f'This run has been done: {folder.path}')
@@ -102,7 +102,7 @@ def _settings(
   }
 
 
-def _default_folder(config: Config, settings: dict[str, Any]) -> Path:
+def default_folder(config: Config, settings: dict[str, Any]) -> Path:
   name = f'{config.preset}-{config.optimizer}-{digest(settings["config"])[:8]}'
   return Path('runs') / name
 

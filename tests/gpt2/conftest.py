@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from examples.gpt2.config import Config, resolve
+from examples.gpt2.train import train
 
 _WORDS = 'the quick brown fox jumps over a lazy dog while seven wizards sleep'
 
@@ -10,31 +11,46 @@ _WORDS = 'the quick brown fox jumps over a lazy dog while seven wizards sleep'
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
   """About 20 kB of text with some structure to learn."""
+  return _write_text(tmp_path)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Config:
+  """Settings of a run that takes a few seconds."""
+  return _tiny(tmp_path)
+
+
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
+  """Settings of a run that has been done, to read and not to change."""
+  config = _tiny(tmp_path_factory.mktemp('finished'))
+  train(config)
+  return config
+
+
+def _write_text(folder: Path) -> Path:
   words = _WORDS.split()
   lines = [
     ' '.join(words[(i * j) % len(words)] for j in range(1, 12))
     for i in range(1, 400)
   ]
-  path = tmp_path / 'text.txt'
+  path = folder / 'text.txt'
   path.write_text('\n'.join(lines))
   return path
 
 
-@pytest.fixture
-def tiny(tmp_path: Path, text_file: Path) -> Config:
-  """Settings of a run that takes a few seconds."""
+def _tiny(folder: Path) -> Config:
   return resolve(
     Config(
-      data=str(text_file),
-      out_dir=tmp_path / 'run',
-      cache_dir=tmp_path / 'cache',
+      data=str(_write_text(folder)),
+      out_dir=folder / 'run',
+      cache_dir=folder / 'cache',
       vocab_size=288,
       num_layers=2,
       num_heads=2,
       width=16,
       context_length=16,
       batch_size=16,
-      micro_batch_size=16,
       steps=6,
       eval_every=4,
       eval_sequences=24,

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from pathlib import Path
 import subprocess
@@ -9,9 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from examples.gpt2 import train as train_module
 from examples.gpt2.config import Config
-from examples.gpt2.step_log import NotFiniteError
 from examples.gpt2.train import NOT_FINITE, main, train
 from examples.gpt2.training import Trainer
 
@@ -30,6 +29,7 @@ def _arguments(config: Config, **changes) -> list[str]:
     'batch_size': config.batch_size,
     'steps': config.steps,
     'eval_every': config.eval_every,
+    'eval_sequences': config.eval_sequences,
   } | changes
   return [
     text
@@ -38,9 +38,8 @@ def _arguments(config: Config, **changes) -> list[str]:
   ]
 
 
-def test_a_run_leaves_all_its_files(tiny: Config, capsys):
-  main(_arguments(tiny))
-  lines = (tiny.out_dir / 'metrics.jsonl').read_text().splitlines()
+def test_metrics_have_a_line_for_each_step(finished: Config):
+  lines = (finished.out_dir / 'metrics.jsonl').read_text().splitlines()
   metrics = [json.loads(line) for line in lines]
   assert [m['step'] for m in metrics] == [1, 2, 3, 4, 5, 6]
   assert [m['tokens'] for m in metrics] == [256 * i for i in range(1, 7)]
@@ -49,79 +48,77 @@ def test_a_run_leaves_all_its_files(tiny: Config, capsys):
     assert always | {'tokens_per_second'} <= set(m)
     evaluated = m['step'] in (4, 6)
     assert ('val_loss' in m) == ('max_attention_logit' in m) == evaluated
-  assert len(metrics[-1]['max_attention_logit']) == tiny.num_layers
+  assert len(metrics[-1]['max_attention_logit']) == finished.num_layers
   assert metrics[-1]['train_loss'] < metrics[0]['train_loss']
 
-  settings = json.loads((tiny.out_dir / 'config.json').read_text())
+
+def test_a_run_leaves_all_its_files(finished: Config):
+  settings = json.loads((finished.out_dir / 'config.json').read_text())
   assert settings['config']['steps'] == 6
   assert {'jax', 'flax', 'optax', 'python'} <= set(settings['versions'])
   assert len(settings['devices']) == jax.device_count()
-  assert settings['corpus']['bytes'] == Path(tiny.data).stat().st_size
-
-  picture = image.imread(tiny.out_dir / 'curves.png')
+  assert settings['corpus']['bytes'] == Path(finished.data).stat().st_size
+  picture = image.imread(finished.out_dir / 'curves.png')
   assert picture[..., :3].std() > 0.05
-  weights = safetensors.numpy.load_file(tiny.out_dir / 'weights.safetensors')
+  weights = safetensors.numpy.load_file(
+    finished.out_dir / 'weights.safetensors'
+  )
   assert weights['blocks.1.mlp.up.kernel'].shape == (16, 64)
   assert sum(w.size for w in weights.values()) == settings['parameters']
-  out = capsys.readouterr().out
-  assert 'unigram entropy' in out
-  assert (tiny.out_dir / 'sample.txt').read_text().strip() in out
+  assert '[continuation]' in (finished.out_dir / 'sample.txt').read_text()
 
 
-def test_saved_weights_give_the_reported_loss(tiny: Config):
-  folder = train(tiny)
+def test_saved_weights_give_the_reported_loss(finished: Config):
+  folder = RunFolder(finished.out_dir)
   weights = safetensors.numpy.load_file(folder.path / 'weights.safetensors')
-  tokens = train_module.load_tokens(tiny)
-  mesh = train_module.sharding.make_mesh('')
-  trainer = Trainer(tiny, tokens.vocab_size, mesh)
+  tokens = load_tokens(finished)
+  trainer = Trainer(finished, tokens.vocab_size, make_mesh(''))
   params = jax.tree.map_with_path(
-    lambda path, _: weights[train_module.sharding.path_name(path)],
-    trainer.init().params,
+    lambda path, _: weights[path_name(path)], trainer.init().params
   )
-  held_out = train_module.validation_sequences(tokens.validation, tiny)
+  held_out = validation_sequences(tokens.validation, finished)
   assert trainer.evaluate(params, held_out)['val_loss'] == pytest.approx(
     folder.read_metrics()[-1]['val_loss'], abs=1e-5
   )
 
 
-def test_a_finished_run_is_reported_and_not_repeated(tiny: Config, capsys):
-  train(tiny)
-  before = (tiny.out_dir / 'metrics.jsonl').read_bytes()
-  train(tiny)
-  assert 'has been done' in capsys.readouterr().out
-  assert (tiny.out_dir / 'metrics.jsonl').read_bytes() == before
+def test_a_finished_run_is_reported_and_not_repeated(finished, capsys):
+  before = (finished.out_dir / 'metrics.jsonl').read_bytes()
+  main(_arguments(finished))
+  out = capsys.readouterr().out
+  assert 'has been done' in out
+  assert 'unigram entropy' in out
+  assert (finished.out_dir / 'sample.txt').read_text().strip() in out
+  assert (finished.out_dir / 'metrics.jsonl').read_bytes() == before
 
 
-def test_the_same_settings_give_the_same_bits(tiny: Config):
-  train(tiny)
-  weights = tiny.out_dir / 'weights.safetensors'
-  first = weights.read_bytes()
-  (tiny.out_dir / 'sample.txt').unlink()  # Now it looks unfinished.
-  weights.unlink()
-  train(tiny)
-  assert weights.read_bytes() == first
-
-
-def test_another_run_in_the_folder_is_refused(tiny: Config, capsys):
-  train(tiny)
+def test_another_run_in_the_folder_is_refused(finished: Config, capsys):
   with pytest.raises(SystemExit) as stop:
-    main(_arguments(tiny, steps=7))
+    main(_arguments(finished, steps=7))
   assert stop.value.code == 2
   error = capsys.readouterr().err
   assert 'steps: 6 -> 7' in error
   assert '--out-dir' in error
 
 
-def test_default_folders_differ_by_settings(tiny, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  for seed in (0, 0, 1):
-    arguments = _arguments(tiny, seed=seed, steps=1)
-    at = arguments.index('--out-dir')
-    main(arguments[:at] + arguments[at + 2 :])
-  assert len(list((tmp_path / 'runs').glob('demo-merit-????????'))) == 2
+def test_the_same_settings_give_the_same_bits(finished: Config, tmp_path):
+  again = dataclasses.replace(finished, out_dir=tmp_path)
+  train(again)
+  name = 'weights.safetensors'
+  expected = (finished.out_dir / name).read_bytes()
+  assert (tmp_path / name).read_bytes() == expected
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tiny: Config, monkeypatch):
+def test_default_folders_differ_by_settings(tiny: Config):
+  names = {
+    default_folder(tiny, {'config': identity(config)}).name
+    for config in (tiny, tiny, dataclasses.replace(tiny, seed=1))
+  }
+  assert len(names) == 2
+  assert all(name.startswith('demo-merit-') for name in names)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, monkeypatch, capsys):
   step = Trainer._step
 
   def broken(self, state, tokens):
@@ -129,12 +126,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny: Config, monkeypatch):
     return state, loss * jax.numpy.where(tokens.sum() > 0, np.nan, 1.0)
 
   monkeypatch.setattr(Trainer, '_step', broken)
-  with pytest.raises(NotFiniteError, match=r'nan at step 1.*learning-rate'):
-    train(tiny)
-  assert not (tiny.out_dir / 'weights.safetensors').exists()
   with pytest.raises(SystemExit) as stop:
-    main(_arguments(tiny, micro_batch_size=16, eval_sequences=24))
+    main(_arguments(tiny))
   assert stop.value.code == NOT_FINITE
+  error = capsys.readouterr().err
+  assert 'nan at step 1' in error
+  assert '--learning-rate' in error
+  assert not (tiny.out_dir / 'weights.safetensors').exists()
 
 
 @pytest.mark.parametrize(
