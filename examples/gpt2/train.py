@@ -103,6 +103,7 @@ def _settings(
 
 
 def default_folder(config: Config, settings: dict[str, Any]) -> Path:
+  """Returns the folder of a run, named after what decides its numbers."""
   name = f'{config.preset}-{config.optimizer}-{digest(settings["config"])[:8]}'
   return Path('runs') / name
 

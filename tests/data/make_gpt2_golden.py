@@ -1,11 +1,11 @@
-'''Makes the golden file of a tiny random GPT-2: weights, tokens and logits.
+"""Makes the golden file of a tiny random GPT-2: weights, tokens and logits.
 
 The weights keep Hugging Face's names; the logits are transformers' own, from
 the CPU in float32. Every parameter is drawn at random, biases and layer norms
 too, so that each term counts. To run it (needs the `compare` extra):
 
   python tests/data/make_gpt2_golden.py tests/data/gpt2_golden.safetensors
-'''
+"""
 
 import argparse
 import json
@@ -16,13 +16,23 @@ import torch
 import transformers
 
 CONFIG: dict[str, int | float] = dict(
-    vocab_size=65, n_positions=16, n_embd=32, n_layer=2, n_head=4,
-    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+  vocab_size=65,
+  n_positions=16,
+  n_embd=32,
+  n_layer=2,
+  n_head=4,
+  resid_pdrop=0.0,
+  embd_pdrop=0.0,
+  attn_pdrop=0.0,
+)
 
 
 def redraw(name: str, param: torch.Tensor) -> None:
-  mean, std = (0, 0.1) if name.endswith('.bias') else (
-      (1, 0.1) if '.ln_' in name else (0, 0.3))
+  mean, std = (
+    (0, 0.1)
+    if name.endswith('.bias')
+    else ((1, 0.1) if '.ln_' in name else (0, 0.3))
+  )
   param.copy_(mean + std * torch.randn(param.shape))
 
 
@@ -44,12 +54,17 @@ def main(path: str) -> None:
   for name, param in sorted(model.named_parameters()):
     redraw(name, param)
   tokens = torch.randint(0, config.vocab_size, (3, 16), dtype=torch.int32)
-  arrays = {k: v for k, v in model.state_dict().items() if k != 'lm_head.weight'
-            and not k.endswith(('.attn.bias', '.attn.masked_bias'))}
+  arrays = {
+    k: v
+    for k, v in model.state_dict().items()
+    if k != 'lm_head.weight'
+    and not k.endswith(('.attn.bias', '.attn.masked_bias'))
+  }
   arrays |= {'tokens': tokens, 'logits': model(tokens.long()).logits}
-  metadata = {k: str(getattr(config, k)) for k in (
-      *CONFIG, 'activation_function', 'layer_norm_epsilon')} | {
-          'transformers': transformers.__version__, 'torch': torch.__version__}
+  metadata = {
+    k: str(getattr(config, k))
+    for k in (*CONFIG, 'activation_function', 'layer_norm_epsilon')
+  } | {'transformers': transformers.__version__, 'torch': torch.__version__}
   Path(path).write_bytes(stable(safetensors.torch.save(arrays, metadata)))
 
 

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from examples.gpt2.config import Config
-from examples.gpt2.train import NOT_FINITE, main, train
+from examples.gpt2.config import Config, identity
+from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.sharding import make_mesh, path_name
+from examples.gpt2.tokens import load_tokens, validation_sequences
+from examples.gpt2.train import NOT_FINITE, default_folder, main, train
 from examples.gpt2.training import Trainer
 
 

@@ -7,7 +7,12 @@ import pytest
 
 from examples.gpt2.config import Config, resolve
 from examples.gpt2.sharding import make_mesh
-from examples.gpt2.training import Trainer, make_schedule, sequence_losses
+from examples.gpt2.training import (
+  Trainer,
+  make_optimizer,
+  make_schedule,
+  sequence_losses,
+)
 
 
 def _train(config: Config, steps: int) -> tuple[list[float], dict]:
