@@ -1,15 +1,24 @@
 """MERIT: max-norm, element-wise trust ratios for large-batch training."""
 
 from merit_optax._adam import scale_by_adam
+from merit_optax._attention import AttentionStatistics, attention_statistics
 from merit_optax._clip import elementwise_clip
+from merit_optax._describe import describe
+from merit_optax._flax import flax_dimension_numbers
 from merit_optax._merit import merit
+from merit_optax._statistics import merit_statistics
 from merit_optax._trust_ratio import scale_by_max_norm_trust_ratio
 
 __version__ = '0.1.0.dev0'
 
 __all__ = (
+  'AttentionStatistics',
+  'attention_statistics',
+  'describe',
   'elementwise_clip',
+  'flax_dimension_numbers',
   'merit',
+  'merit_statistics',
   'scale_by_adam',
   'scale_by_max_norm_trust_ratio',
 )

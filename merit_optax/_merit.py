@@ -9,7 +9,10 @@ import optax
 from merit_optax import _arguments
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
-from merit_optax._trust_ratio import scale_by_max_norm_trust_ratio
+from merit_optax._trust_ratio import (
+  WeightDimensionNumbers,
+  scale_by_max_norm_trust_ratio,
+)
 
 
 def merit(
@@ -26,7 +29,9 @@ def merit(
   bias_correction: bool = False,
   clip_threshold: jax.typing.ArrayLike | None = 1.0,
   ratios: Collection[str] = ('weight', 'row', 'column'),
+  trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
   min_norm: jax.typing.ArrayLike = 0.0,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""The MERIT optimizer.
 
@@ -73,7 +78,12 @@ def merit(
       the learning rate, > 0; ``None`` for no clip.
     ratios: Which trust ratios take part in the maximum: one or more of
       ``'weight'``, ``'row'`` and ``'column'``.
+    trust_ratio_mask: Tree of booleans (or a function from parameters to one)
+      that says which parameters are scaled by trust ratios; the others take
+      Adam's step, clipped. ``None`` for all.
     min_norm: Lower bound of the norms in the trust ratios, >= 0.
+    weight_dimension_numbers: Which axes of a parameter are rows and columns of
+      its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
 
   Returns:
     The corresponding :class:`optax.GradientTransformationExtraArgs`. Its
@@ -81,7 +91,8 @@ def merit(
     :func:`optax.lamb` gives them, and the state is as large as Adam's.
 
   Raises:
-    ValueError: If an argument is outside its range.
+    ValueError: If an argument is outside its range; by ``init`` and ``update``
+      if a spec does not fit its parameter.
 
   Examples:
     >>> import jax
@@ -114,6 +125,13 @@ def merit(
   else:
     _arguments.check_above_zero('clip_threshold', clip_threshold)
     clip = elementwise_clip(clip_threshold)
+  trust_ratio = scale_by_max_norm_trust_ratio(
+    min_norm=min_norm,
+    ratios=ratios,
+    weight_dimension_numbers=weight_dimension_numbers,
+  )
+  if trust_ratio_mask is not None:
+    trust_ratio = optax.masked(trust_ratio, trust_ratio_mask)
   return optax.chain(
     scale_by_adam(
       b1=b1,
@@ -125,7 +143,7 @@ def merit(
       bias_correction=bias_correction,
     ),
     optax.add_decayed_weights(weight_decay, mask),
-    scale_by_max_norm_trust_ratio(min_norm=min_norm, ratios=ratios),
+    trust_ratio,
     clip,
     optax.scale_by_learning_rate(learning_rate),
   )

@@ -1,15 +1,25 @@
 """The max-norm trust ratio: weight-wise, row-wise and column-wise."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 import functools
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._dimension_numbers import (
+  DimensionNumbers,
+  MatrixAxes,
+  check_params,
+  matrix_axes,
+)
 
-_RATIOS = ('weight', 'row', 'column')
+WeightDimensionNumbers: TypeAlias = (
+  DimensionNumbers | optax.Params | Callable[[optax.Params], Any] | None
+)
+RATIOS = ('weight', 'row', 'column')
 _NO_PARAMS_MESSAGE = (
   'You are using a transformation that requires the current value of '
   'parameters, but you are not passing `params` when calling `update`.'
@@ -21,7 +31,8 @@ def scale_by_max_norm_trust_ratio(
   trust_coefficient: jax.typing.ArrayLike = 1.0,
   eps: jax.typing.ArrayLike = 0.0,
   *,
-  ratios: Collection[str] = _RATIOS,
+  ratios: Collection[str] = RATIOS,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
   r"""Scales every element by the largest max-norm trust ratio it belongs to.
 
@@ -41,8 +52,21 @@ def scale_by_max_norm_trust_ratio(
   numbers. No element is scaled beyond :math:`\max |w|` unless its ratio fell
   back to 1.
 
-  A parameter with fewer than two axes has the weight-wise ratio only. One with
-  more than two is a stack of matrices over its last two axes.
+  Which axes are rows and columns is said by ``weight_dimension_numbers``, with
+  the specs of :func:`optax.contrib.muon`. Axes that a spec does not name count
+  matrices (scanned layers, experts, heads): each has norms of its own, and gets
+  the update that it would get alone. Unlike in Muon,
+
+  - a parameter with fewer than two axes has the weight-wise ratio only,
+    whatever a spec says;
+  - with an empty ``reduction_axis`` a parameter has the weight-wise ratio over
+    its output axes only: ``MuonDimensionNumbers((), (1,))`` suits biases
+    stacked as (layers, features);
+  - ``None`` in a tree of specs means the weight-wise ratio over all axes.
+
+  Without any spec, a parameter with more than two axes is taken as a stack of
+  matrices over its last two, and ``init`` warns. (The authors' code takes the
+  maxima over axis 1, over axis 0 and over the whole array, whatever they are.)
 
   Args:
     min_norm: Lower bound of every norm, >= 0. A bound above zero lets a
@@ -52,6 +76,10 @@ def scale_by_max_norm_trust_ratio(
     eps: Added to the norm of the update, >= 0.
     ratios: Which ratios take part in the maximum: one or more of ``'weight'``,
       ``'row'`` and ``'column'``.
+    weight_dimension_numbers: Spec of all parameters
+      (:class:`optax.contrib.MuonDimensionNumbers`), a tree of specs whose
+      structure is that of the parameters or a prefix of it, or a function from
+      parameters to such a tree.
 
   Returns:
     A stateless :class:`optax.GradientTransformation`, whose ``update`` needs
@@ -59,7 +87,8 @@ def scale_by_max_norm_trust_ratio(
     to which update and parameter promote.
 
   Raises:
-    ValueError: If an argument is outside its range, or if ``update`` is called
+    ValueError: If an argument is outside its range; by ``init`` and ``update``
+      if a spec does not fit its parameter, and by ``update`` if it is called
       without ``params``.
 
   Examples:
@@ -81,25 +110,18 @@ def scale_by_max_norm_trust_ratio(
   _arguments.check_at_least_zero('min_norm', min_norm)
   _arguments.check_above_zero('trust_coefficient', trust_coefficient)
   _arguments.check_at_least_zero('eps', eps)
-  ratios = _check_ratios(ratios)
+  ratios = check_ratios(ratios)
 
-  def trust_ratio(update: jax.Array, param: jax.Array) -> jax.Array:
-    names = ratios if param.ndim >= 2 else ('weight',)
-    param_norms = _max_norms(param, min_norm)
-    update_norms = _max_norms(update, min_norm)
-    norms = [(param_norms[name], update_norms[name]) for name in names]
-    ratio = functools.reduce(
-      jnp.maximum,
-      [_ratio(jnp.multiply(trust_coefficient, p), u, eps) for p, u in norms],
+  def scale(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
+    parts = trust_ratios(
+      update, param, axes, ratios, min_norm, trust_coefficient, eps
     )
-    vanished = functools.reduce(
-      jnp.logical_or, [_vanishes(p) | _vanishes(u) for p, u in norms]
-    )
-    return jnp.where(vanished, 1, ratio)
-
-  def scale(update: jax.Array, param: jax.Array) -> jax.Array:
     dtype = jnp.promote_types(update.dtype, param.dtype)
-    return (trust_ratio(update, param) * update).astype(dtype)
+    return (largest_ratio(parts) * update).astype(dtype)
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    check_params(weight_dimension_numbers, params)
+    return optax.EmptyState()
 
   def update_fn(
     updates: optax.Updates,
@@ -108,41 +130,92 @@ def scale_by_max_norm_trust_ratio(
   ) -> tuple[optax.Updates, optax.EmptyState]:
     if params is None:
       raise ValueError(_NO_PARAMS_MESSAGE)
-    return jax.tree.map(scale, updates, params), state
+    axes = matrix_axes(weight_dimension_numbers, params)
+    return jax.tree.map(scale, updates, params, axes), state
 
-  return optax.GradientTransformation(lambda _: optax.EmptyState(), update_fn)
+  return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
+def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
   """Returns the ratios as a tuple, checked to be known and not empty."""
   is_collection = isinstance(ratios, Collection) and not isinstance(ratios, str)
-  if not is_collection or not ratios or not set(ratios) <= set(_RATIOS):
+  if not is_collection or not ratios or not set(ratios) <= set(RATIOS):
     raise ValueError(
-      f'ratios must hold one or more of {_RATIOS}, got {ratios!r}.'
+      f'ratios must hold one or more of {RATIOS}, got {ratios!r}.'
     )
-  return tuple(name for name in _RATIOS if name in ratios)
+  return tuple(name for name in RATIOS if name in ratios)
+
+
+class TrustRatio(NamedTuple):
+  """One of the three ratios of a parameter, broadcastable to its shape.
+
+  Attributes:
+    ratio: Quotient of the max-norms, float32 or wider, finite for finite norms.
+    vanished: Where one of the norms is zero, so that the ratio is void.
+  """
+
+  ratio: jax.Array
+  vanished: jax.Array
+
+
+def trust_ratios(
+  update: jax.Array,
+  param: jax.Array,
+  axes: MatrixAxes,
+  ratios: Collection[str] = RATIOS,
+  min_norm: jax.typing.ArrayLike = 0.0,
+  trust_coefficient: jax.typing.ArrayLike = 1.0,
+  eps: jax.typing.ArrayLike = 0.0,
+) -> dict[str, TrustRatio]:
+  """Returns the trust ratios of a parameter by their names.
+
+  Args:
+    update: Update, of any shape.
+    param: Parameter of that shape.
+    axes: Axes of the parameter's matrices.
+    ratios: Names of the ratios wanted, if the parameter has matrices.
+    min_norm: Lower bound of every norm.
+    trust_coefficient: Multiplier of the ratios.
+    eps: Added to the norm of the update.
+  """
+  param_norms = _max_norms(param, axes, min_norm)
+  update_norms = _max_norms(update, axes, min_norm)
+  names = ratios if axes.rows else ('weight',)
+  return {
+    name: _ratio(
+      jnp.multiply(trust_coefficient, param_norms[name]),
+      update_norms[name],
+      eps,
+    )
+    for name in names
+  }
+
+
+def largest_ratio(parts: dict[str, TrustRatio]) -> jax.Array:
+  """Returns the largest of the ratios, and 1 where one of them is void."""
+  ratio = functools.reduce(jnp.maximum, [p.ratio for p in parts.values()])
+  vanished = functools.reduce(
+    jnp.logical_or, [p.vanished for p in parts.values()]
+  )
+  return jnp.where(vanished, 1, ratio)
 
 
 def _max_norms(
-  x: jax.Array, min_norm: jax.typing.ArrayLike
+  x: jax.Array, axes: MatrixAxes, min_norm: jax.typing.ArrayLike
 ) -> dict[str, jax.Array]:
   """Returns the max-norms of each matrix, of its rows and of its columns.
 
-  Args:
-    x: Array of shape (..., rows, columns), or with fewer than two axes.
-    min_norm: Lower bound of the norms.
-
-  Returns:
-    Norms by the name of their ratio, in float32 or wider, of shapes
-    (..., 1, 1), (..., rows, 1) and (..., 1, columns).
+  The reduced axes stay, with size 1, so that any sharding of the array passes
+  through.
   """
   size = jnp.abs(x)
   largest = functools.partial(jnp.max, keepdims=True, initial=0)
-  if x.ndim < 2:
-    norms = {'weight': largest(size)}
-  else:
-    row, column = largest(size, axis=-1), largest(size, axis=-2)
-    norms = {'weight': largest(row, axis=-2), 'row': row, 'column': column}
+  row = largest(size, axis=axes.columns)
+  norms = {
+    'weight': largest(row, axis=axes.rows),
+    'row': row,
+    'column': largest(size, axis=axes.rows),
+  }
   dtype = jnp.promote_types(size.dtype, jnp.float32)
   return {
     name: jnp.maximum(norm.astype(dtype), min_norm)
@@ -152,13 +225,11 @@ def _max_norms(
 
 def _ratio(
   param_norm: jax.Array, update_norm: jax.Array, eps: jax.typing.ArrayLike
-) -> jax.Array:
-  """Returns the quotient of two norms, finite where they are finite."""
-  divisor = jnp.where(_vanishes(update_norm), 1, update_norm + eps)
+) -> TrustRatio:
+  limits = jnp.finfo(update_norm.dtype)
+  # Subnormal norms count as zero, since most hardware flushes them.
+  vanished = (param_norm < limits.tiny) | (update_norm < limits.tiny)
+  divisor = jnp.where(vanished, 1, update_norm + eps)
   # An infinite ratio would turn the zeros of the update into NaN.
-  return jnp.minimum(param_norm / divisor, jnp.finfo(divisor.dtype).max)
-
-
-def _vanishes(norm: jax.Array) -> jax.Array:
-  """Returns where a norm is zero for hardware that flushes subnormals."""
-  return jnp.less(norm, jnp.finfo(norm.dtype).tiny)
+  ratio = jnp.minimum(param_norm / divisor, limits.max)
+  return TrustRatio(ratio, vanished)

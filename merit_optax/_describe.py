@@ -1,0 +1,102 @@
+"""A table that says how MERIT sees each parameter."""
+
+from collections.abc import Callable, Collection
+import math
+from typing import Any
+
+import jax
+
+from merit_optax._dimension_numbers import MatrixAxes, matrix_axes, path_name
+from merit_optax._trust_ratio import (
+  RATIOS,
+  WeightDimensionNumbers,
+  check_ratios,
+)
+
+_HEADER = ('parameter', 'shape', 'matrices', 'ratios', 'decayed')
+
+
+def describe(
+  params: Any,
+  *,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+  ratios: Collection[str] = RATIOS,
+  trust_ratio_mask: Any | Callable[[Any], Any] | None = None,
+  mask: Any | Callable[[Any], Any] | None = None,
+) -> str:
+  """Returns a table of how :func:`merit_optax.merit` sees each parameter.
+
+  Args:
+    params: Tree of arrays, or of their shapes.
+    weight_dimension_numbers: As given to ``merit``.
+    ratios: As given to ``merit``.
+    trust_ratio_mask: As given to ``merit``.
+    mask: As given to ``merit``.
+
+  Returns:
+    Text with a line for each parameter: path, shape, how many matrices of which
+    rows and columns (or vectors of which length), which ratios apply (none:
+    plain Adam step), and whether it is decayed.
+
+  Raises:
+    ValueError: If a spec does not fit its parameter, or ``ratios`` is wrong.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> print(merit_optax.describe({'w': jnp.zeros((3, 2)), 'b': jnp.zeros(2)}))
+    parameter  shape   matrices   ratios               decayed
+    b          (2,)    1 x 2      weight               yes
+    w          (3, 2)  1 x 3 x 2  weight, row, column  yes
+  """
+  ratios = check_ratios(ratios)
+  treedef: Any = jax.tree.structure(params)
+  rows = [
+    (
+      path_name(path),
+      str(tuple(param.shape)),
+      _matrices(param.shape, axes),
+      ', '.join(ratios if axes.rows else ('weight',)) if scaled else 'none',
+      'yes' if decayed else 'no',
+    )
+    for (path, param), axes, scaled, decayed in zip(
+      jax.tree_util.tree_leaves_with_path(params),
+      treedef.flatten_up_to(matrix_axes(weight_dimension_numbers, params)),
+      treedef.flatten_up_to(broadcast_mask(trust_ratio_mask, params)),
+      treedef.flatten_up_to(broadcast_mask(mask, params)),
+      strict=True,
+    )
+  ]
+  return _table([_HEADER, *rows])
+
+
+def _matrices(shape: tuple[int, ...], axes: MatrixAxes) -> str:
+  """Returns 'count x rows x columns', or 'count x length' of vectors."""
+  rows = math.prod(shape[axis] for axis in axes.rows)
+  columns = math.prod(shape[axis] for axis in axes.columns)
+  named = axes.rows + axes.columns
+  count = math.prod(n for axis, n in enumerate(shape) if axis not in named)
+  sizes = (count, rows, columns) if axes.rows else (count, columns)
+  return ' x '.join(map(str, sizes))
+
+
+def broadcast_mask(mask: Any, params: Any) -> Any:
+  """Returns a mask as a tree of the structure of the parameters."""
+  if callable(mask):
+    mask = mask(params)
+  if mask is None:
+    mask = True
+  return jax.tree.map(
+    lambda keep, part: jax.tree.map(lambda _: keep, part), mask, params
+  )
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  lines = (
+    '  '.join(
+      f'{cell:{width}}' for cell, width in zip(row, widths, strict=True)
+    )
+    for row in rows
+  )
+  return '\n'.join(line.rstrip() for line in lines)

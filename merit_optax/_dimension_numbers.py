@@ -1,0 +1,163 @@
+"""Which axes of a parameter are the rows and the columns of its matrices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+import warnings
+
+import jax
+import optax
+
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
+_NOT_GIVEN = object()
+
+
+class MatrixAxes(NamedTuple):
+  """Axes of a parameter's matrices; each index of the others is a matrix.
+
+  Attributes:
+    rows: Axes that together count the rows of a matrix. If there are none, a
+      matrix has the weight-wise ratio only.
+    columns: Axes that together count its columns.
+  """
+
+  rows: tuple[int, ...]
+  columns: tuple[int, ...]
+
+
+def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
+  """Returns the :class:`MatrixAxes` of each parameter.
+
+  Args:
+    dimension_numbers: ``None``, one spec, a (prefix) tree of specs, or a
+      function from parameters to one of these.
+    params: Tree of arrays, or of their shapes.
+
+  Returns:
+    Tree like ``params``.
+
+  Raises:
+    ValueError: If a parameter has no spec, or one that does not fit it.
+  """
+  find_spec = _spec_finder(dimension_numbers, params)
+
+  def axes(path: tuple[Any, ...], param: jax.Array) -> MatrixAxes:
+    try:
+      return _axes(len(param.shape), find_spec(path))
+    except _SpecError as error:
+      raise ValueError(
+        f'weight_dimension_numbers of the parameter {path_name(path)!r} of '
+        f'shape {param.shape} {error}.'
+      ) from None
+
+  return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def check_params(dimension_numbers: Any, params: Any) -> None:
+  """Checks specs against parameters, and warns of guesses.
+
+  Args:
+    dimension_numbers: As :func:`matrix_axes` takes them.
+    params: Tree of arrays. Anything else (``optax.tree.map_params`` passes
+      placeholders) is let pass.
+
+  Raises:
+    ValueError: If a parameter has no spec, or one that does not fit it.
+
+  Warns:
+    UserWarning: If nothing says which axes of a parameter with more than two
+      are its rows and columns.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  if not all(hasattr(leaf, 'shape') for _, leaf in leaves):
+    return
+  matrix_axes(dimension_numbers, params)
+  find_spec = _spec_finder(dimension_numbers, params)
+  guessed = [
+    f'{path_name(path)} {leaf.shape}'
+    for path, leaf in leaves
+    if len(leaf.shape) > 2 and find_spec(path) is _NOT_GIVEN
+  ]
+  if guessed:
+    warnings.warn(
+      'These parameters have more than two axes and are taken as stacks of '
+      f'matrices over their last two: {", ".join(guessed)}. That is wrong for '
+      'attention kernels of shape (model, heads, head_dim), for example. Pass '
+      'weight_dimension_numbers to say what they are; '
+      'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
+      stacklevel=3,
+    )
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+  """Returns the path of a parameter as text, such as 'blocks/0/kernel'."""
+  return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+class _SpecError(Exception):
+  """What is wrong with a spec, to follow its name in a sentence."""
+
+
+def _spec_finder(
+  dimension_numbers: Any, params: Any
+) -> Callable[[tuple[Any, ...]], Any]:
+  """Returns a function from the path of a parameter to its spec."""
+  if _is_function(dimension_numbers):
+    dimension_numbers = dimension_numbers(params)
+  if dimension_numbers is None:
+    return lambda path: _NOT_GIVEN
+  specs = {
+    _keys(path): spec
+    for path, spec in jax.tree_util.tree_leaves_with_path(
+      dimension_numbers, is_leaf=_is_spec
+    )
+  }
+
+  def find(path: tuple[Any, ...]) -> Any:
+    keys = _keys(path)
+    for length in range(len(keys), -1, -1):
+      if keys[:length] in specs:
+        return specs[keys[:length]]
+    raise _SpecError('are missing: the tree of specs has no such entry')
+
+  return find
+
+
+def _is_function(dimension_numbers: Any) -> bool:
+  # A tree of specs may be callable too, if it has the type of an Equinox model.
+  leaves = jax.tree.leaves(dimension_numbers, is_leaf=_is_spec)
+  is_tree = any(isinstance(leaf, DimensionNumbers) for leaf in leaves)
+  return callable(dimension_numbers) and not is_tree
+
+
+def _is_spec(x: Any) -> bool:
+  return x is None or isinstance(x, DimensionNumbers)
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+  # By name, so that a dict of specs fits parameters in an nnx.State.
+  return tuple(path_name((key,)) for key in path)
+
+
+def _axes(ndim: int, spec: Any) -> MatrixAxes:
+  """Returns the axes that a spec means for a parameter of some rank."""
+  if spec is _NOT_GIVEN and ndim > 1:
+    return MatrixAxes(rows=(ndim - 2,), columns=(ndim - 1,))
+  if spec is _NOT_GIVEN or spec is None or ndim < 2:
+    return MatrixAxes(rows=(), columns=tuple(range(ndim)))
+  if not isinstance(spec, DimensionNumbers):
+    raise _SpecError(
+      f'must be an optax.contrib.MuonDimensionNumbers or None, got {spec!r}'
+    )
+  rows = _normalize(spec.reduction_axis, ndim)
+  columns = _normalize(spec.output_axis, ndim)
+  if len({*rows, *columns}) < len(rows + columns) or not rows + columns:
+    raise _SpecError(f'must name one axis or more, each once, got {spec}')
+  return MatrixAxes(rows, columns) if columns else MatrixAxes((), rows)
+
+
+def _normalize(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+  """Returns axes as a tuple of numbers in [0, ndim)."""
+  axes = (axes,) if isinstance(axes, int) else tuple(axes)
+  if not all(-ndim <= axis < ndim for axis in axes):
+    raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axes}')
+  return tuple(axis % ndim for axis in axes)
