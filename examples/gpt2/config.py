@@ -80,6 +80,9 @@ class Config:
   context_length: int | None = None
   """Tokens in a sequence."""
 
+  describe: bool = False
+  """Print how MERIT sees each parameter, before the first step."""
+
   cache_dir: Path = Path('~/.cache/merit_optax')
   """Folder that keeps tokenizers and tokens, by the content of the text."""
 
@@ -183,7 +186,7 @@ def flag(name: str) -> str:
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
   fields = dataclasses.asdict(config)
-  left_out = ('data', 'out_dir', 'cache_dir')
+  left_out = ('data', 'out_dir', 'cache_dir', 'describe')
   return {k: v for k, v in fields.items() if k not in left_out}
 
 

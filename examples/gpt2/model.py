@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.gpt2.sharding import constrain
+from merit_optax import attention_statistics
 
 _STDDEV = 0.02
 
@@ -132,16 +133,8 @@ def logits_and_max_attention_logits(
   logits_BTV, outputs = forward(tokens_BT)
   blocks = nnx.to_pure_dict(outputs)['blocks']
   heads = [blocks[i]['attention']['project'][0] for i in range(len(blocks))]
-  largest = [max_attention_logit(q, k) for q, k, _ in heads]
+  largest = [attention_statistics(q, k).max_logit.max() for q, k, _ in heads]
   return logits_BTV, jnp.stack(largest)
-
-
-def max_attention_logit(q_BTHK: jax.Array, k_BTHK: jax.Array) -> jax.Array:
-  """Returns the largest logit that the causal softmax sees, a scalar."""
-  scale = 1 / math.sqrt(q_BTHK.shape[-1])
-  logits_BHTS = jnp.einsum('BTHK,BSHK->BHTS', q_BTHK * scale, k_BTHK)
-  causal_TS = jnp.tri(logits_BHTS.shape[-1], dtype=bool)
-  return jnp.max(logits_BHTS, where=causal_TS, initial=-jnp.inf)
 
 
 def _residual_stddev(config: GPT2Config) -> float:

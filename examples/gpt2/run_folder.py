@@ -38,13 +38,16 @@ class RunFolder:
   @property
   def finished(self) -> bool:
     """Whether a run ended here."""
-    return (self.path / _SAMPLE).is_file()
+    return all((self.path / f).is_file() for f in (_CONFIG, _SAMPLE))
 
-  def start(self, settings: dict[str, Any]) -> None:
+  def start(self, settings: dict[str, Any]) -> bool:
     """Makes the folder and writes its settings.
 
     Args:
       settings: JSON values; the entry ``'config'`` is what a run is known by.
+
+    Returns:
+      Whether metrics of the same run, killed before its end, were thrown away.
 
     Raises:
       UsageError: If the folder cannot be made, or holds another run.
@@ -56,9 +59,13 @@ class RunFolder:
         f'--out-dir {self.path} cannot be made: {error}'
       ) from error
     self._refuse_other_run(settings)
-    if not self.finished:
-      _write(self.path / _CONFIG, json.dumps(settings, indent=2).encode())
-      (self.path / _METRICS).write_bytes(b'')
+    if self.finished:
+      return False
+    metrics = self.path / _METRICS
+    was_killed = metrics.is_file() and metrics.stat().st_size > 0
+    _write(self.path / _CONFIG, json.dumps(settings, indent=2).encode())
+    metrics.write_bytes(b'')
+    return was_killed
 
   def _refuse_other_run(self, settings: dict[str, Any]) -> None:
     file = self.path / _CONFIG

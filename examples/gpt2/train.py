@@ -23,7 +23,9 @@ from examples.gpt2.tokens import (
   validation_sequences,
 )
 from examples.gpt2.training import Trainer
+import merit_optax
 
+INTERRUPTED = 130
 NOT_FINITE = 3
 """Exit status of a run that was stopped by a loss that is not finite."""
 
@@ -35,8 +37,8 @@ def main(args: list[str] | None = None) -> None:
     args: Arguments; those of the process by default.
 
   Raises:
-    SystemExit: With status 2 for a mistake in the settings, and
-      ``NOT_FINITE`` for a loss that is not finite.
+    SystemExit: With status 2 for a mistake in the settings, ``NOT_FINITE`` for
+      a loss that is not finite, and ``INTERRUPTED`` after control-C.
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   try:
@@ -47,6 +49,9 @@ def main(args: list[str] | None = None) -> None:
   except NotFiniteError as error:
     print(f'stopped: {error}', file=sys.stderr)
     raise SystemExit(NOT_FINITE) from error
+  except KeyboardInterrupt as error:
+    print('interrupted: the metrics so far are kept.', file=sys.stderr)
+    raise SystemExit(INTERRUPTED) from error
 
 
 def train(config: Config) -> RunFolder:
@@ -69,11 +74,14 @@ def train(config: Config) -> RunFolder:
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   folder = RunFolder(config.out_dir or default_folder(config, settings))
-  folder.start(settings)
+  if folder.start(settings):
+    print('An unfinished run was here. It starts over, to the same numbers.')
   if folder.finished:
     print(f'This run has been done: {folder.path}')
   else:
     print(_summary(config, tokens, trainer, folder))
+    if config.describe:
+      print('\n' + merit_optax.describe(trainer.param_shapes) + '\n')
     with jax.set_mesh(mesh):
       params = _run_steps(trainer, config, tokens, folder)
     _finish(trainer, config, tokens, folder, params)

@@ -68,6 +68,7 @@ class Trainer:
 
   Attributes:
     mesh: Device mesh.
+    param_shapes: Tree of the parameters' shapes.
     num_params: Number of parameters.
     init: Compiled function from nothing to the first :class:`TrainState`.
     step: Compiled function from a state, which is donated, and tokens of shape
@@ -98,9 +99,9 @@ class Trainer:
     )
     self._make_model = lambda: GPT2(model_config, rngs=nnx.Rngs(config.seed))
     self._graphdef, variables = nnx.split(nnx.eval_shape(self._make_model))
-    shapes = nnx.as_pure(variables)
-    self.num_params = sum(x.size for x in jax.tree.leaves(shapes))
-    state_sharding = self._state_sharding(shapes)
+    self.param_shapes = nnx.as_pure(variables)
+    self.num_params = sum(x.size for x in jax.tree.leaves(self.param_shapes))
+    state_sharding = self._state_sharding(self.param_shapes)
     self.init = jax.jit(self._init, out_shardings=state_sharding)
     self.step = jax.jit(
       self._step, donate_argnums=0, out_shardings=(state_sharding, None)

@@ -13,7 +13,6 @@ from examples.gpt2.model import (
   GPT2,
   GPT2Config,
   logits_and_max_attention_logits,
-  max_attention_logit,
 )
 from examples.gpt2.sharding import path_name
 
@@ -84,14 +83,6 @@ def test_captured_logits_are_those_of_each_layer():
     for s in range(t + 1)
   ]
   np.testing.assert_allclose(largest[0], max(seen), rtol=1e-5)
-
-
-def test_max_attention_logit_ignores_later_keys():
-  q = jnp.ones((1, 3, 1, 4))
-  k = jnp.array([1.0, 2.0, 50.0]).reshape(1, 3, 1, 1) * jnp.ones((1, 3, 1, 4))
-  assert max_attention_logit(q[:, :2], k[:, :2]) == 4.0
-  assert max_attention_logit(q, k) == 100.0
-  assert max_attention_logit(q.at[:, 2].set(0), k) == 4.0
 
 
 @pytest.mark.parametrize(

@@ -138,12 +138,20 @@ def test_arrays_and_tracers_pass_unread(build, name):
 
 
 def test_every_argument_of_every_function_is_checked():
-  # bias_correction is any truth value; optax looks at the mask.
-  checked = {'merit-mask', 'merit-bias_correction'}
-  checked |= {'scale_by_adam-bias_correction', *_ids(_BAD)}
+  # bias_correction is any truth value. Masks and dimension numbers are held
+  # against the parameters, which are not there yet.
+  checked = {
+    'merit-mask',
+    'merit-bias_correction',
+    'merit-trust_ratio_mask',
+    'merit-weight_dimension_numbers',
+    'scale_by_adam-bias_correction',
+    'scale_by_max_norm_trust_ratio-weight_dimension_numbers',
+    *_ids(_BAD),
+  }
   assert checked == {
     f'{function}-{name}'
-    for function in merit_optax.__all__
+    for function in _FUNCTIONS
     for name in inspect.signature(getattr(merit_optax, function)).parameters
   }
 

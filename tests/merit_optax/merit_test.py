@@ -31,7 +31,11 @@ _NON_DEFAULTS = {
   'weight': {'ratios': ('weight',)},
   'row': {'ratios': ('row',)},
   'column': {'ratios': ('column',)},
+  'trust_ratio_mask': {'trust_ratio_mask': lambda p: {'w': False, 'b': True}},
   'min_norm': {'min_norm': 5.0},
+  'weight_dimension_numbers': {
+    'weight_dimension_numbers': optax.contrib.MuonDimensionNumbers((), (1,))
+  },
 }
 
 
@@ -87,7 +91,9 @@ def _chain(
   bias_correction=False,
   clip_threshold=1.0,
   ratios=('weight', 'row', 'column'),
+  trust_ratio_mask=None,
   min_norm=0.0,
+  weight_dimension_numbers=None,
 ):
   """Returns what the documentation of ``merit`` says it is."""
   adam = merit_optax.scale_by_adam(
@@ -100,7 +106,11 @@ def _chain(
     bias_correction=bias_correction,
   )
   decay = optax.add_decayed_weights(weight_decay, mask)
-  ratio = merit_optax.scale_by_max_norm_trust_ratio(min_norm, ratios=ratios)
+  ratio = merit_optax.scale_by_max_norm_trust_ratio(
+    min_norm, ratios=ratios, weight_dimension_numbers=weight_dimension_numbers
+  )
+  if trust_ratio_mask is not None:
+    ratio = optax.masked(ratio, trust_ratio_mask)
   clip = (
     optax.identity()
     if clip_threshold is None
@@ -122,7 +132,12 @@ _EVERYTHING = {
   'bias_correction': True,
   'clip_threshold': 0.5,
   'ratios': ('row', 'column'),
+  'trust_ratio_mask': {'w': True, 'b': False},
   'min_norm': 0.4,
+  'weight_dimension_numbers': {
+    'w': optax.contrib.MuonDimensionNumbers(1, 0),
+    'b': None,
+  },
 }
 
 
@@ -271,6 +286,22 @@ def test_mask_says_which_parameters_are_decayed(mask):
   chex.assert_trees_all_equal(masked['b'], plain['b'])
   assert not np.allclose(decayed['w'], plain['w'])
   assert not np.allclose(decayed['b'], plain['b'])
+
+
+@pytest.mark.parametrize(
+  'mask',
+  [{'w': True, 'b': False}, lambda p: {k: v.ndim > 1 for k, v in p.items()}],
+  ids=['tree', 'function'],
+)
+def test_trust_ratio_mask_leaves_the_others_to_adam(mask):
+  params = _params()
+  gradient = _gradients(1, params)
+  masked = merit_optax.merit(_RATE, trust_ratio_mask=mask, clip_threshold=None)
+  (actual,) = _run_standing(masked, params, gradient)
+  (scaled,) = _run_standing(merit_optax.merit(_RATE), params, gradient)
+  (adam,) = _run_standing(merit_optax.scale_by_adam(), params, gradient)
+  chex.assert_trees_all_equal(actual['w'], scaled['w'])
+  chex.assert_trees_all_close(actual['b'], -_RATE * adam['b'], rtol=1e-6)
 
 
 def test_clip_threshold_bounds_the_step_before_the_learning_rate():
