@@ -2,15 +2,17 @@
 # environment and installs what it needs.
 PYTHON ?= python3
 VENV ?= .venv
+# Versions of the dependencies; /dev/null takes the newest.
+CONSTRAINTS ?= constraints.txt
 RUN := $(VENV)/bin/python -m
 # Further flags, for example: make train ARGS='--steps 20 --optimizer adamw'
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all lint
+.PHONY: help train test test-all test-newest lint
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' \
 	  $(MAKEFILE_LIST)
 
 train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
@@ -21,6 +23,9 @@ test: $(VENV)/.test ## Run the tests, in under ten minutes.
 
 test-all: $(VENV)/.test ## Run the tests, the slow ones too.
 	$(RUN) pytest -n 2 -m '' $(ARGS)
+
+test-newest: ## Run the tests with the newest jax that Python 3.12 gets.
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null PYTHON=python3.12
 
 lint: $(VENV)/.dev ## Check format, style and types.
 	$(RUN) ruff format --check
@@ -34,5 +39,5 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	@echo 'Installing into $(VENV), which takes a few minutes.'
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet --disable-pip-version-check \
-	  --constraint constraints.txt --editable '.[$*]'
+	  --constraint $(CONSTRAINTS) --editable '.[$*]'
 	@touch $@
