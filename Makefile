@@ -37,7 +37,7 @@ $(VENV)/.%: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'Python 3.11 or newer is needed: make PYTHON=python3.12 ...'; exit 1; }
 	@echo 'Installing into $(VENV), which takes a few minutes.'
-	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	$(RUN) pip install --quiet --disable-pip-version-check \
 	  --constraint $(CONSTRAINTS) --editable '.[$*]'
 	@touch $@

@@ -101,12 +101,13 @@ def attention_statistics(
 def _measure(logits: jax.Array, visible: jax.Array) -> AttentionStatistics:
   """Returns the statistics of each query's logits, over their last axis."""
   largest = jnp.max(logits, -1, where=visible, initial=-jnp.inf)
-  mean = jnp.mean(logits, -1, where=visible)
+  # The mean of differences, since that of huge logits would be rounded.
+  centred = jnp.mean(largest[..., None] - logits, -1, where=visible)
   log_p = jax.nn.log_softmax(jnp.where(visible, logits, -jnp.inf))
-  surprise = jnp.where(visible, -jnp.exp(log_p) * log_p, 0)
-  # A logit far below the largest has p = 0 and log p = -inf: no surprise.
-  surprise = jnp.where(jnp.exp(log_p) > 0, surprise, 0)
-  return AttentionStatistics(largest, largest - mean, surprise.sum(-1))
+  p = jnp.exp(log_p)
+  # A key out of sight has p = 0 and log p = -inf: no surprise.
+  surprise = jnp.where(p > 0, -p * log_p, 0)
+  return AttentionStatistics(largest, centred, surprise.sum(-1))
 
 
 def _to_btnh(name: str, x: jax.Array, layout: str) -> jax.Array:

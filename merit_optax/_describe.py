@@ -36,7 +36,7 @@ def describe(
   Returns:
     Text with a line for each parameter: path, shape, how many matrices of which
     rows and columns (or vectors of which length), which ratios apply (none:
-    plain Adam step), and whether it is decayed.
+    masked out, plain Adam step), and whether it is decayed.
 
   Raises:
     ValueError: If a spec does not fit its parameter, or ``ratios`` is wrong.
@@ -51,18 +51,17 @@ def describe(
   """
   ratios = check_ratios(ratios)
   treedef: Any = jax.tree.structure(params)
+  axes = scaled_axes(weight_dimension_numbers, trust_ratio_mask, params)
   rows = [
     (
       path_name(path),
       str(tuple(param.shape)),
-      _matrices(param.shape, axes),
-      ', '.join(ratios if axes.rows else ('weight',)) if scaled else 'none',
+      *_matrices_and_ratios(param.shape, leaf_axes, ratios),
       'yes' if decayed else 'no',
     )
-    for (path, param), axes, scaled, decayed in zip(
+    for (path, param), leaf_axes, decayed in zip(
       jax.tree_util.tree_leaves_with_path(params),
-      treedef.flatten_up_to(matrix_axes(weight_dimension_numbers, params)),
-      treedef.flatten_up_to(broadcast_mask(trust_ratio_mask, params)),
+      treedef.flatten_up_to(axes),
       treedef.flatten_up_to(broadcast_mask(mask, params)),
       strict=True,
     )
@@ -70,14 +69,34 @@ def describe(
   return _table([_HEADER, *rows])
 
 
-def _matrices(shape: tuple[int, ...], axes: MatrixAxes) -> str:
-  """Returns 'count x rows x columns', or 'count x length' of vectors."""
+def _matrices_and_ratios(
+  shape: tuple[int, ...], axes: MatrixAxes | None, ratios: Collection[str]
+) -> tuple[str, str]:
+  """Returns 'count x rows x columns' or 'count x length', and the ratios."""
+  if axes is None:
+    return '-', 'none'
   rows = math.prod(shape[axis] for axis in axes.rows)
   columns = math.prod(shape[axis] for axis in axes.columns)
   named = axes.rows + axes.columns
   count = math.prod(n for axis, n in enumerate(shape) if axis not in named)
   sizes = (count, rows, columns) if axes.rows else (count, columns)
-  return ' x '.join(map(str, sizes))
+  names = ratios if axes.rows else ('weight',)
+  return ' x '.join(map(str, sizes)), ', '.join(names)
+
+
+def scaled_axes(
+  dimension_numbers: Any, trust_ratio_mask: Any, params: Any
+) -> Any:
+  """Returns the axes of each parameter's matrices, None where masked out.
+
+  As in the optimizer, a parameter without trust ratios needs no spec.
+  """
+  kept = jax.tree.map(
+    lambda param, keep: param if keep else None,
+    params,
+    broadcast_mask(trust_ratio_mask, params),
+  )
+  return matrix_axes(dimension_numbers, kept)
 
 
 def broadcast_mask(mask: Any, params: Any) -> Any:

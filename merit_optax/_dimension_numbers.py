@@ -1,6 +1,7 @@
 """Which axes of a parameter are the rows and the columns of its matrices."""
 
 from collections.abc import Callable, Sequence
+import numbers
 from typing import Any, NamedTuple
 import warnings
 
@@ -125,8 +126,7 @@ def _spec_finder(
 def _is_function(dimension_numbers: Any) -> bool:
   # A tree of specs may be callable too, if it has the type of an Equinox model.
   leaves = jax.tree.leaves(dimension_numbers, is_leaf=_is_spec)
-  is_tree = any(isinstance(leaf, DimensionNumbers) for leaf in leaves)
-  return callable(dimension_numbers) and not is_tree
+  return callable(dimension_numbers) and not any(map(_is_spec, leaves))
 
 
 def _is_spec(x: Any) -> bool:
@@ -157,7 +157,8 @@ def _axes(ndim: int, spec: Any) -> MatrixAxes:
 
 def _normalize(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
   """Returns axes as a tuple of numbers in [0, ndim)."""
-  axes = (axes,) if isinstance(axes, int) else tuple(axes)
-  if not all(-ndim <= axis < ndim for axis in axes):
-    raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axes}')
-  return tuple(axis % ndim for axis in axes)
+  axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+  for axis in axes:
+    if not (isinstance(axis, numbers.Integral) and -ndim <= axis < ndim):
+      raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axis!r}')
+  return tuple(int(axis) % ndim for axis in axes)

@@ -37,8 +37,8 @@ def flax_dimension_numbers(
     stacked.
 
   Args:
-    params: Tree of arrays, or of their shapes: a Linen ``params`` collection,
-      or ``nnx.as_pure(nnx.state(model, nnx.Param))``.
+    params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
+      ``nnx.state(model, nnx.Param)``, also as ``nnx.as_pure`` gives it.
     stacked: Numbers of leading axes that count layers, experts and so on, by a
       regular expression to search for in the path, such as
       ``{'blocks/': 1, 'blocks/.*experts/': 2}``. The largest that applies
@@ -50,6 +50,7 @@ def flax_dimension_numbers(
   Returns:
     Tree like ``params`` of :class:`optax.contrib.MuonDimensionNumbers`, to be
     given as ``weight_dimension_numbers``. Every parameter has an explicit one.
+    The function itself may be given too.
 
   Raises:
     ValueError: If parameters are not recognised; it names them all.
@@ -65,7 +66,8 @@ def flax_dimension_numbers(
   unknown: list[str] = []
 
   def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
-    name = path_name(path)
+    # In an nnx.State, the path leads through the variable to its value.
+    name = path_name(path).removesuffix('/value')
     for pattern, override in (overrides or {}).items():
       if re.search(pattern, name):
         return override

@@ -10,8 +10,8 @@ import optax
 
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
-from merit_optax._describe import broadcast_mask
-from merit_optax._dimension_numbers import MatrixAxes, matrix_axes, path_name
+from merit_optax._describe import scaled_axes
+from merit_optax._dimension_numbers import MatrixAxes, path_name
 from merit_optax._merit import merit
 from merit_optax._trust_ratio import (
   RATIOS,
@@ -41,7 +41,7 @@ def merit_statistics(
     ``merit`` or of any optimizer that has one Adam state in it; ``gradients``
     are those that reach ``merit`` (clipped, say). Trees of ``nnx.Optimizer``
     (``optimizer.opt_state`` and ``nnx.State``) fit too. Keys are the path of a
-    parameter, a slash, and
+    parameter (of those that are not empty), a slash, and
 
     - ``trust_ratio_min``, ``trust_ratio_median``, ``trust_ratio_max``: over all
       elements (the median sorts them);
@@ -80,16 +80,19 @@ def merit_statistics(
     gradients = _align(gradients, params)
     count = adam.count
     z = _decayed_direction(settings, gradients, adam, params)
-    axes = matrix_axes(settings['weight_dimension_numbers'], params)
-    scaled = broadcast_mask(settings['trust_ratio_mask'], params)
+    axes = scaled_axes(
+      settings['weight_dimension_numbers'], settings['trust_ratio_mask'], params
+    )
     learning_rate = _at(settings['learning_rate'], count)
     treedef: Any = jax.tree.structure(params)
     result = {}
     for (path, w), *leaf in zip(
       jax.tree_util.tree_leaves_with_path(params),
-      *(treedef.flatten_up_to(tree) for tree in (z, axes, scaled)),
+      *(treedef.flatten_up_to(tree) for tree in (z, axes)),
       strict=True,
     ):
+      if w.size == 0:
+        continue
       for name, value in _leaf_statistics(
         settings, learning_rate, w, *leaf
       ).items():
@@ -104,45 +107,47 @@ def _leaf_statistics(
   learning_rate: jax.typing.ArrayLike,
   param: jax.Array,
   z: jax.Array,
-  axes: MatrixAxes,
-  is_scaled: bool,
+  axes: MatrixAxes | None,
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
-  ratios = check_ratios(settings['ratios'])
-  parts = trust_ratios(z, param, axes, ratios, settings['min_norm'])
-  ratio = largest_ratio(parts) if is_scaled else jnp.ones(())
+  parts: dict[str, TrustRatio] = {}
+  if axes is not None:
+    ratios = check_ratios(settings['ratios'])
+    parts = trust_ratios(z, param, axes, ratios, settings['min_norm'])
+  ratio = largest_ratio(parts) if parts else jnp.ones(())
   ratio = jnp.broadcast_to(ratio, param.shape)
   update = ratio * z
   clipped = update
   if settings['clip_threshold'] is not None:
     clip = elementwise_clip(settings['clip_threshold'])
     clipped, _ = clip.update(update, optax.EmptyState())
-  moved = jnp.max(jnp.abs(learning_rate * clipped), initial=0)
+  moved = jnp.max(jnp.abs(learning_rate * clipped))
   return {
-    'trust_ratio_min': jnp.min(ratio, initial=jnp.inf),
+    'trust_ratio_min': jnp.min(ratio),
     'trust_ratio_median': jnp.median(ratio),
-    'trust_ratio_max': jnp.max(ratio, initial=0),
-    **_shares(parts, param.shape, is_scaled),
+    'trust_ratio_max': jnp.max(ratio),
+    **_shares(parts, param.shape),
     'clipped': jnp.mean(jnp.abs(update) > jnp.abs(clipped)),
-    'update_to_weight': moved / jnp.max(jnp.abs(param), initial=0),
+    'update_to_weight': jnp.where(
+      moved > 0, moved / jnp.max(jnp.abs(param)), moved
+    ),
   }
 
 
 def _shares(
-  parts: dict[str, TrustRatio], shape: tuple[int, ...], is_scaled: bool
+  parts: dict[str, TrustRatio], shape: tuple[int, ...]
 ) -> dict[str, jax.Array]:
   """Returns the share of elements that each ratio decides."""
-  names = [name for name in RATIOS if name in parts]
-  ratios = [jnp.broadcast_to(parts[name].ratio, shape) for name in names]
-  first = jnp.argmax(jnp.stack(ratios), axis=0)
   void = jnp.zeros(shape, bool)
   for part in parts.values():
     void |= part.vanished
-  counted = ~void & is_scaled
   shares = {f'decided_by_{name}': jnp.zeros(()) for name in RATIOS}
-  for i, name in enumerate(names):
-    shares[f'decided_by_{name}'] = jnp.mean((first == i) & counted)
-  return shares | {'fallback': jnp.mean(void & is_scaled)}
+  if parts:
+    ratios = [jnp.broadcast_to(part.ratio, shape) for part in parts.values()]
+    first = jnp.argmax(jnp.stack(ratios), axis=0)
+    for i, name in enumerate(parts):
+      shares[f'decided_by_{name}'] = jnp.mean((first == i) & ~void)
+  return shares | {'fallback': jnp.mean(void)}
 
 
 def _decayed_direction(

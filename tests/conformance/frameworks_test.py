@@ -1,0 +1,270 @@
+"""MERIT trains the models of each framework, and Orbax keeps its state."""
+
+import chex
+import equinox as eqx
+from flax import linen, nnx
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+
+import merit_optax
+
+_STEPS = 40
+_SIZE = 8
+
+
+def _data():
+  generator = np.random.default_rng(0)
+  inputs = generator.normal(size=(64, _SIZE)).astype(np.float32)
+  targets = np.tanh(inputs @ generator.normal(size=(_SIZE, _SIZE)))
+  return inputs, targets.astype(np.float32)
+
+
+def _optimizer():
+  return merit_optax.merit(optax.linear_schedule(0.05, 0.01, _STEPS))
+
+
+def _mean_squared_error(outputs, targets):
+  return jnp.mean((outputs - targets) ** 2)
+
+
+def _assert_falls(losses):
+  assert len(losses) == _STEPS
+  assert losses[-1] < losses[0] / 3, losses
+
+
+def _dict_params():
+  keys = jax.random.split(jax.random.key(0))
+  return {
+    'hidden': jax.random.normal(keys[0], (_SIZE, 32)) / _SIZE**0.5,
+    'bias': jnp.zeros(32),
+    'output': jax.random.normal(keys[1], (32, _SIZE)) / 32**0.5,
+  }
+
+
+def _dict_loss(params, inputs, targets):
+  hidden = jnp.tanh(inputs @ params['hidden'] + params['bias'])
+  return _mean_squared_error(hidden @ params['output'], targets)
+
+
+def _dict_step(optimizer):
+  @jax.jit
+  def step(params, state):
+    loss, gradient = jax.value_and_grad(_dict_loss)(params, *_data())
+    updates, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  return step
+
+
+def test_dict():
+  optimizer, params, losses = _optimizer(), _dict_params(), []
+  state, step = optimizer.init(params), _dict_step(optimizer)
+  for _ in range(_STEPS):
+    params, state, loss = step(params, state)
+    losses.append(float(loss))
+  _assert_falls(losses)
+
+
+class _NnxModel(nnx.Module):
+  """Two layers whose kernels say how they are sharded."""
+
+  def __init__(self, rngs):
+    init = nnx.initializers.lecun_normal()
+    self.hidden = nnx.Linear(
+      _SIZE,
+      32,
+      kernel_init=nnx.with_partitioning(init, ('fsdp', 'tensor')),
+      bias_init=nnx.with_partitioning(nnx.initializers.zeros, ('tensor',)),
+      rngs=rngs,
+    )
+    self.output = nnx.Linear(
+      32,
+      _SIZE,
+      kernel_init=nnx.with_partitioning(init, ('tensor', 'fsdp')),
+      use_bias=False,
+      rngs=rngs,
+    )
+
+  def __call__(self, x):
+    return self.output(jnp.tanh(self.hidden(x)))
+
+
+def _mesh(shape, names=('fsdp', 'tensor')):
+  return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _nnx_loss(model, inputs, targets):
+  return _mean_squared_error(model(inputs), targets)
+
+
+def test_nnx_optimizer_of_sharded_parameters():
+  with jax.set_mesh(_mesh((4, 2))):
+
+    @nnx.jit
+    def create():
+      model = _NnxModel(nnx.Rngs(0))
+      return model, nnx.Optimizer(model, _optimizer(), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+      loss, gradient = nnx.value_and_grad(_nnx_loss)(model, *_data())
+      optimizer.update(model, gradient)
+      return loss
+
+    model, optimizer = create()
+    losses = [float(step(model, optimizer)) for _ in range(_STEPS)]
+  _assert_falls(losses)
+  kernel = model.hidden.kernel
+  expected = NamedSharding(_mesh((4, 2)), P('fsdp', 'tensor'))
+  assert kernel.sharding.is_equivalent_to(expected, 2)
+  moments = nnx.state(optimizer)['opt_state'][0]
+  assert moments['count'][...] == _STEPS
+  for name in ('mu', 'nu'):
+    moment = moments[name]['hidden']['kernel'][...]
+    assert moment.shape == kernel.shape
+    assert moment.sharding.is_equivalent_to(expected, 2)
+
+
+def test_nnx_parameters_as_plain_arrays():
+  optimizer, losses = _optimizer(), []
+
+  @jax.jit
+  def step(params, state):
+    def loss_of(params):
+      return _nnx_loss(nnx.merge(graphdef, params), *_data())
+
+    loss, gradient = jax.value_and_grad(loss_of)(params)
+    updates, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  with jax.set_mesh(_mesh((4, 2))):
+    graphdef, params = nnx.split(_NnxModel(nnx.Rngs(0)))
+    params = nnx.as_pure(params)
+    state = optimizer.init(params)
+    for _ in range(_STEPS):
+      params, state, loss = step(params, state)
+      losses.append(float(loss))
+  _assert_falls(losses)
+
+
+class _LinenModel(linen.Module):
+  """Two layers."""
+
+  @linen.compact
+  def __call__(self, x):
+    x = jnp.tanh(linen.Dense(32, name='hidden')(x))
+    return linen.Dense(_SIZE, name='output')(x)
+
+
+def test_linen_train_state():
+  model, (inputs, targets) = _LinenModel(), _data()
+  state = train_state.TrainState.create(
+    apply_fn=model.apply,
+    params=model.init(jax.random.key(0), inputs)['params'],
+    tx=_optimizer(),
+  )
+
+  @jax.jit
+  def step(state):
+    def loss_of(params):
+      outputs = state.apply_fn({'params': params}, inputs)
+      return _mean_squared_error(outputs, targets)
+
+    loss, gradient = jax.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=gradient), loss
+
+  losses = []
+  for _ in range(_STEPS):
+    state, loss = step(state)
+    losses.append(float(loss))
+  _assert_falls(losses)
+  assert state.step == state.opt_state[0].count == _STEPS
+
+
+def test_equinox_with_leaves_that_are_no_arrays():
+  model = eqx.nn.MLP(
+    _SIZE, _SIZE, 32, 1, activation=jnp.tanh, key=jax.random.key(0)
+  )
+  optimizer, (inputs, targets) = _optimizer(), _data()
+  # The activation becomes None: such leaves have neither moments nor updates.
+  params = eqx.filter(model, eqx.is_inexact_array)
+  assert None in jax.tree.leaves(params, is_leaf=lambda x: x is None)
+  state = optimizer.init(params)
+
+  @eqx.filter_jit
+  def step(model, state):
+    @eqx.filter_value_and_grad
+    def loss_of(model):
+      return _mean_squared_error(jax.vmap(model)(inputs), targets)
+
+    loss, gradient = loss_of(model)
+    params, _ = eqx.partition(model, eqx.is_inexact_array)
+    updates, state = optimizer.update(gradient, state, params)
+    return eqx.apply_updates(model, updates), state, loss
+
+  losses = []
+  for _ in range(_STEPS):
+    model, state, loss = step(model, state)
+    losses.append(float(loss))
+  _assert_falls(losses)
+
+
+def _shardings(optimizer, params, mesh):
+  """Returns shardings of parameters and state over the axes of a mesh."""
+  specs = {'hidden': P(*mesh.axis_names), 'bias': P(), 'output': P('fsdp')}
+  shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+  state_shardings = optax.tree.map_params(
+    optimizer,
+    lambda _, sharding: sharding,
+    jax.eval_shape(optimizer.init, params),
+    shardings,
+    transform_non_params=lambda _: NamedSharding(mesh, P()),
+  )
+  return shardings, state_shardings
+
+
+@pytest.mark.parametrize(
+  'options', [{}, {'mu_dtype': jnp.bfloat16}], ids=['default', 'mu_dtype']
+)
+@pytest.mark.parametrize(
+  'shape, names',
+  [((2, 4), ('fsdp', 'tensor')), ((8,), ('fsdp',))],
+  ids=['other shape', 'fewer axes'],
+)
+def test_orbax_restores_the_state_on_another_mesh(
+  shape, names, options, tmp_path
+):
+  optimizer = merit_optax.merit(
+    optax.linear_schedule(0.05, 0.01, _STEPS), **options
+  )
+  step, params = _dict_step(optimizer), _dict_params()
+  before = _shardings(optimizer, params, _mesh((4, 2)))
+  carry = jax.device_put((params, optimizer.init(params)), before)
+  for _ in range(3):
+    *carry, _ = step(*carry)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / 'state', tuple(carry))
+    checkpointer.wait_until_finished()
+    after = _shardings(optimizer, params, _mesh(shape, names))
+    target = jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      tuple(carry),
+      after,
+    )
+    restored = checkpointer.restore(tmp_path / 'state', target)
+  chex.assert_trees_all_equal_dtypes(restored, tuple(carry))
+  for x, y, sharding in zip(
+    *map(jax.tree.leaves, (restored, carry, after)), strict=True
+  ):
+    assert x.sharding == sharding
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+  # The state is not only read but used: training goes on where it was.
+  *_, loss = step(*restored)
+  *_, expected = step(*carry)
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)

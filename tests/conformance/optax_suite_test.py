@@ -1,0 +1,105 @@
+"""The tests that optax shares among its optimizers, run on MERIT.
+
+They ship in the wheel. Their lists of optimizers are read while the class body
+runs, so that a list with MERIT alone is written before it, in a copy.
+"""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import optax
+import pytest
+
+import merit_optax
+
+# At this learning rate all of their problems are solved: each step moves a
+# parameter by a bounded fraction of its size.
+_ENTRY = "{'opt_name': 'merit', 'opt_kwargs': {'learning_rate': 3e-3}"
+_COMMON = (
+  'contrib/_common_test.py',
+  'ContribTest',
+  f"""
+import merit_optax
+contrib.merit = merit_optax.merit
+_MAIN_OPTIMIZERS_UNDER_TEST = _ALL_OPTIMIZERS_UNDER_TEST = (
+    {_ENTRY}, 'wrapper_name': None, 'wrapper_kwargs': None}},
+)
+""",
+)
+_ALIAS = (
+  '_src/alias_test.py',
+  'AliasTest',
+  f"""
+import merit_optax
+alias.merit = merit_optax.merit
+_OPTIMIZERS_UNDER_TEST = ({_ENTRY}}},)
+""",
+)
+_SHARDING = (
+  '_src/sharding_test.py',
+  'ShardingTest',
+  """
+import merit_optax
+OPTIMIZERS = {'_merit': merit_optax.merit(3e-3)}
+""",
+)
+# These name their optimizers themselves.
+_NOT_SHARED = {'test_explicit_dtype', 'test_microbatch_with_explicit_sharding'}
+
+
+def _write(name, test_class, replacement, folder):
+  """Writes a test file of optax with MERIT as its only optimizer.
+
+  Returns:
+    The path of the file, and the names of its shared tests.
+  """
+  text = (pathlib.Path(optax.__file__).parent / name).read_text()
+  before, begin, after = text.partition(f'\nclass {test_class}(')
+  assert begin, f'{name} has no class {test_class}'
+  # The class alone: those after it test other things.
+  body = re.split(r'^(?=\w)', after.split('\n', 1)[1], flags=re.MULTILINE)[0]
+  # As text, '0.10' comes before '0.7.2'.
+  body = re.sub(r"jax\.__version__ < '[\d.]+'", 'False', body)
+  # Only tests of L-BFGS need it, and it is not installed.
+  before = before.replace('\nfrom sklearn import', '\n# from sklearn import')
+  path = folder / f'optax_{test_class}_test.py'
+  path.write_text(
+    f'{before}{replacement}{begin}parameterized.TestCase):\n{body}'
+  )
+  return path, set(re.findall(r'def (test_\w+)\(', body)) - _NOT_SHARED
+
+
+def _run(path):
+  """Runs a test file in a process of its own and returns its output."""
+  command = [sys.executable, '-m', 'pytest', '-rA', '-p', 'no:cacheprovider']
+  done = subprocess.run(
+    [*command, '-k', ' and '.join(f'not {name}' for name in _NOT_SHARED), path],
+    cwd=path.parent,
+    env=os.environ
+    | {'PYTHONPATH': str(pathlib.Path(merit_optax.__file__).parents[1])},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  return done.stdout
+
+
+@pytest.mark.parametrize(
+  'name, test_class, replacement, num_tests',
+  [(*_COMMON, 16), (*_ALIAS, 16), (*_SHARDING, 3)],
+  ids=['common', 'alias', 'sharding'],
+)
+def test_shared_tests_of_optax_pass(
+  name, test_class, replacement, num_tests, tmp_path
+):
+  path, expected = _write(name, test_class, replacement, tmp_path)
+  output = _run(path)
+  # A test whose subtest fails is counted as passed.
+  assert not re.search(r'^(SUBFAILED|SKIPPED|XFAIL)', output, re.MULTILINE)
+  passed = re.findall(rf'^PASSED .*::{test_class}::(\w+)$', output, re.M)
+  assert {re.sub(r'(\d+|_merit)$', '', test) for test in passed} == expected
+  assert len(passed) >= num_tests

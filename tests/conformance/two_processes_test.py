@@ -1,0 +1,138 @@
+"""Two processes with four devices each take the steps of one with eight."""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import merit_optax
+
+# What each process runs: its number, how many there are, the port, the file.
+_PROGRAM = """
+import sys
+
+import jax
+
+process, processes = int(sys.argv[1]), int(sys.argv[2])
+port, path = sys.argv[3:]
+jax.config.update('jax_num_cpu_devices', 8 // processes)
+if processes > 1:
+  jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  jax.distributed.initialize(f'localhost:{port}', processes, process)
+
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+
+import merit_optax
+
+assert jax.process_count() == processes
+assert jax.device_count() == 8
+mesh = jax.make_mesh(
+  (4, 2), ('fsdp', 'tensor'), axis_types=(AxisType.Auto, AxisType.Auto)
+)
+specs = {
+  'rows': P('fsdp'),
+  'columns': P(None, ('fsdp', 'tensor')),
+  'both': P('fsdp', 'tensor'),
+  'layers': P('tensor', 'fsdp'),
+  'bias': P('tensor'),
+}
+shapes = {name: (16, 24) for name in ('rows', 'columns', 'both')}
+shapes |= {'layers': (4, 8, 6), 'bias': (24,)}
+shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def tree(seed):
+  generator = np.random.default_rng(seed)
+  arrays = {
+    name: generator.normal(size=shape).astype(np.float32)
+    for name, shape in shapes.items()
+  }
+  # Each process gives the shards of its own devices.
+  return {
+    name: jax.make_array_from_callback(x.shape, shardings[name], x.__getitem__)
+    for name, x in arrays.items()
+  }
+
+
+optimizer = merit_optax.merit(
+  optax.linear_schedule(0.1, 0.01, 5),
+  weight_decay=0.1,
+  weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),
+)
+params = tree(0)
+state_shardings = optax.tree.map_params(
+  optimizer,
+  lambda _, sharding: sharding,
+  jax.eval_shape(optimizer.init, params),
+  shardings,
+  transform_non_params=lambda _: NamedSharding(mesh, P()),
+)
+state = jax.jit(optimizer.init, out_shardings=state_shardings)(params)
+
+
+def step(params, state, gradient):
+  updates, state = optimizer.update(gradient, state, params)
+  return optax.apply_updates(params, updates), state
+
+
+step = jax.jit(step, out_shardings=(shardings, state_shardings))
+for seed in range(1, 6):
+  params, state = step(params, state, tree(seed))
+whole = multihost_utils.process_allgather(
+  {'params': params, 'mu': state[0].mu, 'nu': state[0].nu}, tiled=True
+)
+if process == 0:
+  paths = jax.tree_util.tree_leaves_with_path(whole)
+  np.savez(path, **{jax.tree_util.keystr(p): x for p, x in paths})
+"""
+
+
+def _free_port():
+  with socket.socket() as listener:
+    listener.bind(('localhost', 0))
+    return listener.getsockname()[1]
+
+
+def _run(num_processes, folder):
+  """Returns parameters and moments after some steps."""
+  path, port = folder / f'{num_processes}.npz', _free_port()
+  root = str(pathlib.Path(merit_optax.__file__).parents[1])
+  processes = [
+    subprocess.Popen(
+      [
+        *(sys.executable, '-c', _PROGRAM),
+        *(str(process), str(num_processes), str(port), str(path)),
+      ],
+      env=os.environ | {'PYTHONPATH': root, 'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.STDOUT,
+      text=True,
+    )
+    for process in range(num_processes)
+  ]
+  try:
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
+  finally:
+    # If one fails, the other would wait for it.
+    for process in processes:
+      process.kill()
+  assert not any(process.returncode for process in processes), outputs
+  with np.load(path) as archive:
+    return dict(archive)
+
+
+@pytest.mark.slow
+def test_two_processes_give_the_bits_of_one(tmp_path):
+  expected, actual = _run(1, tmp_path), _run(2, tmp_path)
+  assert len(expected) == 3 * 5
+  assert actual.keys() == expected.keys()
+  for name, x in actual.items():
+    assert np.isfinite(x).all() and x.any()
+    assert x.tobytes() == expected[name].tobytes(), name

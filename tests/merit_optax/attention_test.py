@@ -1,0 +1,258 @@
+"""`attention_statistics` against a plain NumPy oracle."""
+
+import functools
+
+import jax
+import jax.extend
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import merit_optax
+
+
+def _normal(seed, shape, dtype=jnp.float32):
+  return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _pair(time=20, heads=4, *, batch=2, key_time=None, key_heads=None):
+  """Returns queries and keys of head size 8, in the order BTNH.
+
+  Few shapes, since each is a compilation.
+  """
+  query = _normal(0, (batch, time, heads, 8))
+  key = _normal(1, (batch, key_time or time, key_heads or heads, 8))
+  return query, key
+
+
+@functools.cache
+def _jitted(**options):
+  return jax.jit(functools.partial(merit_optax.attention_statistics, **options))
+
+
+def _measure(query, key, **options):
+  return _jitted(**options)(query, key)
+
+
+def _visible_logits(query, key, is_causal, scale):
+  """Yields head and visible logits of every query, in float64."""
+  query, key = (np.asarray(x, np.float64) for x in (query, key))
+  group = query.shape[2] // key.shape[2]
+  scale = query.shape[-1] ** -0.5 if scale is None else scale
+  for b, t, n in np.ndindex(query.shape[:3]):
+    seen = key[b, : t + 1, n // group] if is_causal else key[b, :, n // group]
+    yield n, scale * seen @ query[b, t, n]
+
+
+def _oracle(query, key, is_causal=True, scale=None):
+  """Returns the three statistics of each head, one query at a time."""
+  heads = range(query.shape[2])
+  largest, centred, entropy = ([[] for _ in heads] for _ in range(3))
+  for n, logits in _visible_logits(query, key, is_causal, scale):
+    largest[n].append(logits.max())
+    centred[n].append(logits.max() - logits.mean())
+    p = np.exp(logits - logits.max())
+    p = p[p > 0] / p.sum()
+    entropy[n].append(-np.sum(p * np.log(p)))
+  return (
+    np.max(largest, axis=1),
+    np.max(centred, axis=1),
+    np.mean(entropy, axis=1),
+  )
+
+
+def _assert_oracle(query, key, got=None, rtol=1e-5, **options):
+  got = _measure(query, key, **options) if got is None else got
+  for value, expected in zip(got, _oracle(query, key, **options), strict=True):
+    assert value.dtype == jnp.float32
+    np.testing.assert_allclose(value, expected, rtol=rtol, atol=1e-5)
+
+
+@pytest.mark.parametrize('layout', ['BNTH', 'TBNH', 'BNHT'])
+def test_layouts_with_a_batch(layout):
+  query, key = _pair(key_heads=2)
+  order = ['BTNH'.index(axis) for axis in layout]
+  got = _measure(query.transpose(order), key.transpose(order), layout=layout)
+  _assert_oracle(query, key, got)
+
+
+@pytest.mark.parametrize('layout', ['TNH', 'NTH'])
+def test_layouts_without_a_batch(layout):
+  query, key = _pair(batch=1, key_heads=2)
+  order = ['TNH'.index(axis) for axis in layout]
+  got = _measure(
+    query[0].transpose(order), key[0].transpose(order), layout=layout
+  )
+  _assert_oracle(query, key, got)
+
+
+def test_the_default_is_causal_and_btnh():
+  query, key = _pair()
+  _assert_oracle(query, key, merit_optax.attention_statistics(query, key))
+
+
+@pytest.mark.parametrize('key_heads', [1, 3])
+def test_grouped_heads(key_heads):
+  _assert_oracle(*_pair(heads=6, key_heads=key_heads))
+
+
+@pytest.mark.parametrize('scale', [1.0, -2.0])
+def test_a_scale(scale):
+  _assert_oracle(*_pair(), scale=scale)
+
+
+@pytest.mark.parametrize('is_causal', [True, False])
+@pytest.mark.parametrize(('time', 'key_time'), [(3, 7), (7, 3)])
+def test_queries_and_keys_of_different_length(time, key_time, is_causal):
+  _assert_oracle(
+    *_pair(time, key_time=key_time, key_heads=2), is_causal=is_causal
+  )
+
+
+# Around the chunk of 128 queries, and two chunks and a rest.
+@pytest.mark.parametrize('time', [128, 300])
+def test_lengths_around_the_chunk(time):
+  query, key = _pair(time, 2, batch=1)
+  # The largest logits stand at the end, where a lost rest would hide them.
+  query = query.at[:, -1].multiply(10)
+  _assert_oracle(query, key)
+
+
+@pytest.mark.parametrize(('time', 'key_time'), [(3, 7), (7, 3)])
+def test_jax_attends_to_the_same_keys_of_the_same_heads(time, key_time):
+  query, key = _pair(time, 4, key_time=key_time, key_heads=2)
+  # With one-hot values, the output is the attention itself.
+  eye = jnp.broadcast_to(jnp.eye(key_time, 8)[None, :, None], key.shape)
+  p = jax.nn.dot_product_attention(query, key, eye, is_causal=True)
+  entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), -1).mean((0, 1))
+  got = _measure(query, key)
+  np.testing.assert_allclose(got.entropy, entropy, rtol=1e-5)
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
+def test_half_precision_inputs(dtype):
+  query, key = (x.astype(dtype) for x in _pair())
+  # Logits are float32 although bfloat16 would round them by 1 in 256.
+  _assert_oracle(query.astype(jnp.float32), key.astype(jnp.float32))
+  _assert_oracle(query, key)
+
+
+@pytest.mark.parametrize('is_causal', [True, False])
+def test_huge_logits(is_causal):
+  query, key = _pair()
+  query = 1e4 * query
+  got = _measure(query, key, is_causal=is_causal)
+  assert np.all(got.max_logit > 1e4)
+  assert np.all(np.isfinite(got.entropy))
+  _assert_oracle(query, key, is_causal=is_causal)
+
+
+def test_huge_negative_logits():
+  # A maximum that started at zero would show.
+  query, key = (jnp.full((2, 20, 4, 8), x) for x in (1e3, -1e3))
+  got = _measure(query, key)
+  np.testing.assert_allclose(got.max_logit, -8e6 / 8**0.5, rtol=1e-6)
+  np.testing.assert_array_equal(got.max_centred_logit, 0)
+
+
+@pytest.mark.parametrize('is_causal', [True, False])
+def test_equal_keys_have_the_entropy_of_a_uniform_choice(is_causal):
+  query, key = _pair()
+  got = _measure(query, jnp.ones_like(key), is_causal=is_causal)
+  choices = np.arange(1, 21) if is_causal else np.full(20, 20)
+  np.testing.assert_allclose(got.entropy, np.log(choices).mean(), rtol=1e-5)
+  np.testing.assert_allclose(got.max_centred_logit, 0, atol=1e-5)
+
+
+def test_a_key_bias_shifts_only_the_raw_logit():
+  query, key = _pair()
+  bias = 5 * _normal(2, (4, 8))
+  plain, biased = _measure(query, key), _measure(query, key + bias)
+  assert np.all(np.abs(biased.max_logit - plain.max_logit) > 0.5)
+  for name in ('max_centred_logit', 'entropy'):
+    np.testing.assert_allclose(
+      getattr(biased, name), getattr(plain, name), rtol=1e-4
+    )
+
+
+def test_a_causal_query_does_not_see_later_keys():
+  query, key = _pair()
+  blind = query.at[:, 10:].set(0)  # What these see would show otherwise.
+  got = _measure(blind, key.at[:, 10:].multiply(1e6))
+  expected = _measure(blind, key)
+  for value, other in zip(got, expected, strict=True):
+    np.testing.assert_allclose(value, other, rtol=1e-5)
+
+
+def test_one_position():
+  query, key = _pair(1)
+  got = _measure(query, key)
+  np.testing.assert_array_equal(got.entropy, 0)
+  np.testing.assert_array_equal(got.max_centred_logit, 0)
+  _assert_oracle(query, key)
+
+
+def test_heads_are_apart():
+  query, key = _pair()
+  alone = _measure(query[:, :, 1:2], key[:, :, 1:2])
+  together = _measure(query.at[:, :, 0].multiply(100), key)
+  for value, other in zip(alone, together, strict=True):
+    assert value.shape == (1,)
+    np.testing.assert_allclose(value[0], other[1], rtol=1e-5)
+
+
+# Memory.
+
+_LONG, _HEADS = 2048, 4
+
+
+def _largest_array(jaxpr):
+  """Returns the number of elements of the largest array in a program."""
+  sizes = [v.aval.size for eqn in jaxpr.eqns for v in eqn.outvars]
+  inner = [
+    _largest_array(sub)
+    for eqn in jaxpr.eqns
+    for sub in jax.extend.core.jaxprs_in_params(eqn.params)
+  ]
+  return max(sizes + inner)
+
+
+@pytest.mark.parametrize('is_causal', [True, False])
+def test_time_by_time_is_never_held_for_all_heads(is_causal):
+  shape = jax.ShapeDtypeStruct((1, _LONG, _HEADS, 16), jnp.float32)
+  traced = _jitted(is_causal=is_causal).trace(shape, shape)
+  chunk = _HEADS * 128 * _LONG
+  # Not even for one head, since a chunk of queries is smaller than that here.
+  assert chunk == _largest_array(traced.jaxpr.jaxpr) < _LONG * _LONG
+  memory = traced.lower().compile().memory_analysis()
+  assert memory.temp_size_in_bytes < 4 * _HEADS * _LONG * _LONG / 2
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+  'layout', ['', 'BTN', 'BTNHH', 'BBTNH', 'btnh', 'BTNK', 'BTHH', 'BTNHX']
+)
+def test_bad_layouts(layout):
+  query, key = _pair()
+  with pytest.raises(ValueError, match=f'layout .* got {layout!r}'):
+    merit_optax.attention_statistics(query, key, layout=layout)
+
+
+@pytest.mark.parametrize(
+  ('query', 'key', 'message'),
+  [
+    ((2, 5, 4), (2, 5, 4, 8), r'query .* got shape \(2, 5, 4\)'),
+    ((2, 5, 4, 8), (5, 4, 8), r'key .* got shape \(5, 4, 8\)'),
+    ((2, 5, 4, 8), (3, 5, 4, 8), r'same batch .*\(3, 5, 4, 8\)'),
+    ((2, 5, 4, 8), (2, 5, 4, 6), r'same batch .*\(2, 5, 4, 6\)'),
+    ((2, 0, 4, 8), (2, 5, 4, 8), 'not be empty'),
+    ((2, 5, 4, 8), (2, 0, 4, 8), 'not be empty'),
+    ((2, 5, 4, 8), (2, 5, 3, 8), 'key heads, 3, must divide .* heads, 4'),
+    ((2, 5, 4, 8), (2, 5, 8, 8), 'key heads, 8, must divide .* heads, 4'),
+  ],
+)
+def test_shapes_that_do_not_fit(query, key, message):
+  with pytest.raises(ValueError, match=message):
+    merit_optax.attention_statistics(jnp.ones(query), jnp.ones(key))

@@ -1,0 +1,142 @@
+"""The table of `describe`, to the letter."""
+
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import merit_optax
+
+_Spec = optax.contrib.MuonDimensionNumbers
+
+
+def _shapes(**shapes):
+  return {
+    name: jax.ShapeDtypeStruct(shape, jnp.float32)
+    for name, shape in shapes.items()
+  }
+
+
+def _assert_table(params, table, **settings):
+  expected = textwrap.dedent(table).strip('\n')
+  assert merit_optax.describe(params, **settings) == expected
+
+
+def test_matrices_vectors_and_scalars():
+  _assert_table(
+    {
+      'w': jnp.zeros((3, 2)),
+      'layers': [{'b': jnp.zeros(4)}],
+      's': jnp.ones(()),
+    },
+    """
+    parameter   shape   matrices   ratios               decayed
+    layers/0/b  (4,)    1 x 4      weight               yes
+    s           ()      1 x 1      weight               yes
+    w           (3, 2)  1 x 3 x 2  weight, row, column  yes
+    """,
+  )
+
+
+def test_stacked_parameters_given_by_their_shapes():
+  _assert_table(
+    _shapes(attention=(12, 64, 4, 16), bias=(12, 64), experts=(12, 8, 64, 32)),
+    """
+    parameter  shape            matrices      ratios               decayed
+    attention  (12, 64, 4, 16)  12 x 64 x 64  weight, row, column  yes
+    bias       (12, 64)         12 x 64       weight               yes
+    experts    (12, 8, 64, 32)  96 x 32 x 64  weight, row, column  yes
+    """,
+    weight_dimension_numbers={
+      'attention': _Spec(1, (2, 3)),
+      'bias': _Spec((), (1,)),
+      'experts': _Spec((-1,), (-2,)),
+    },
+  )
+
+
+def test_the_default_is_a_stack_over_the_last_two_axes():
+  _assert_table(
+    _shapes(w=(2, 3, 4, 5)),
+    """
+    parameter  shape         matrices   ratios               decayed
+    w          (2, 3, 4, 5)  6 x 4 x 5  weight, row, column  yes
+    """,
+  )
+
+
+def test_none_is_one_vector():
+  _assert_table(
+    _shapes(w=(2, 3)),
+    """
+    parameter  shape   matrices  ratios  decayed
+    w          (2, 3)  1 x 6     weight  yes
+    """,
+    weight_dimension_numbers={'w': None},
+  )
+
+
+@pytest.mark.parametrize(
+  'trust_ratio_mask',
+  [
+    {'blocks': False, 'w': True},
+    {'blocks': {'b': False, 'w': False}, 'w': True},
+    lambda params: {'blocks': False, 'w': bool(params)},
+  ],
+)
+def test_masks(trust_ratio_mask):
+  _assert_table(
+    {'blocks': _shapes(b=(2,), w=(3, 2)), **_shapes(w=(2, 2))},
+    """
+    parameter  shape   matrices   ratios               decayed
+    blocks/b   (2,)    -          none                 no
+    blocks/w   (3, 2)  -          none                 yes
+    w          (2, 2)  1 x 2 x 2  weight, row, column  yes
+    """,
+    trust_ratio_mask=trust_ratio_mask,
+    mask=lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
+    # As in the optimizer, what is masked out needs no spec.
+    weight_dimension_numbers={'w': _Spec()},
+  )
+
+
+def test_ratios_keep_their_order():
+  _assert_table(
+    _shapes(b=(2,), w=(3, 2)),
+    """
+    parameter  shape   matrices   ratios          decayed
+    b          (2,)    1 x 2      weight          yes
+    w          (3, 2)  1 x 3 x 2  weight, column  yes
+    """,
+    ratios=('column', 'weight'),
+  )
+  _assert_table(
+    _shapes(w=(3, 2)),
+    """
+    parameter  shape   matrices   ratios  decayed
+    w          (3, 2)  1 x 3 x 2  row     yes
+    """,
+    ratios=['row'],
+  )
+
+
+def test_empty_arrays_none_leaves_and_empty_trees():
+  _assert_table(
+    {'empty': jnp.zeros((0, 3)), 'none': None},
+    """
+    parameter  shape   matrices   ratios               decayed
+    empty      (0, 3)  1 x 0 x 3  weight, row, column  yes
+    """,
+  )
+  _assert_table({}, 'parameter  shape  matrices  ratios  decayed')
+
+
+def test_bad_arguments():
+  with pytest.raises(ValueError, match=r"parameter 'w' of shape \(2, 3\)"):
+    merit_optax.describe(
+      _shapes(w=(2, 3)), weight_dimension_numbers=_Spec(0, 2)
+    )
+  with pytest.raises(ValueError, match='ratios must hold'):
+    merit_optax.describe(_shapes(w=(2, 3)), ratios=('rows',))

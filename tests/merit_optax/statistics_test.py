@@ -1,0 +1,488 @@
+"""`merit_statistics` against a NumPy oracle and against the optimizer."""
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import merit_optax
+
+_Spec = optax.contrib.MuonDimensionNumbers
+_NAMES = {
+  'trust_ratio_min',
+  'trust_ratio_median',
+  'trust_ratio_max',
+  'decided_by_weight',
+  'decided_by_row',
+  'decided_by_column',
+  'fallback',
+  'clipped',
+  'update_to_weight',
+}
+_SHARES = ('decided_by_weight', 'decided_by_row', 'decided_by_column')
+
+
+def _normal(seed, shape, scale=1.0):
+  return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def _tree(seed, scale=1.0):
+  return {
+    'w': _normal(seed, (5, 3), scale),
+    'blocks': [{'w': _normal(seed + 1, (4, 6), scale)}],
+    'b': _normal(seed + 2, (4,), scale),
+  }
+
+
+def _watch(params, gradients, **settings):
+  """Returns the statistics before the first step."""
+  settings = {'learning_rate': 0.1} | settings
+  state = merit_optax.merit(**settings).init(params)
+  return merit_optax.merit_statistics(**settings)(gradients, state, params)
+
+
+def _watch_steps(gradients, params, jit=False, **settings):
+  """Yields statistics, updates and weights of each step."""
+  optimizer = merit_optax.merit(**settings)
+  statistics = merit_optax.merit_statistics(**settings)
+  if jit:
+    statistics = jax.jit(statistics)
+  state = optimizer.init(params)
+  for gradient in gradients:
+    watched = statistics(gradient, state, params)
+    updates, state = optimizer.update(gradient, state, params)
+    yield watched, updates, params
+    params = optax.apply_updates(params, updates)
+
+
+def _oracle(w, g, rate, decay=0.0, clip=1.0):
+  """Returns the statistics of a matrix's first step, in float64."""
+  w, g = np.asarray(w, np.float64), np.asarray(g, np.float64)
+  z = 0.1 * g / (np.sqrt(0.05 * g * g) + 1e-6) + decay * w
+  ratios, void = [], np.zeros(w.shape, bool)
+  for axis in (None, 1, 0):
+    w_norm, z_norm = (
+      np.broadcast_to(np.max(np.abs(x), axis=axis, keepdims=True), x.shape)
+      for x in (w, z)
+    )
+    zero = (w_norm == 0) | (z_norm == 0)
+    ratios.append(w_norm / np.where(zero, 1, z_norm))
+    void |= zero
+  ratio = np.where(void, 1, np.max(ratios, axis=0))
+  first = np.where(void, -1, np.argmax(ratios, axis=0))
+  update = ratio * z
+  moved = rate * np.max(np.abs(np.clip(update, -clip, clip)))
+  return {
+    'trust_ratio_min': np.min(ratio),
+    'trust_ratio_median': np.median(ratio),
+    'trust_ratio_max': np.max(ratio),
+    'decided_by_weight': np.mean(first == 0),
+    'decided_by_row': np.mean(first == 1),
+    'decided_by_column': np.mean(first == 2),
+    'fallback': np.mean(void),
+    'clipped': np.mean(np.abs(update) > clip),
+    'update_to_weight': moved / np.max(np.abs(w)),
+  }
+
+
+def _assert_moves(watched, updates, params):
+  """Checks update_to_weight against what the optimizer really did."""
+  for path, update in jax.tree_util.tree_leaves_with_path(updates):
+    name = jax.tree_util.keystr(path, simple=True, separator='/')
+    (param,) = [
+      p for q, p in jax.tree_util.tree_leaves_with_path(params) if q == path
+    ]
+    expected = np.max(np.abs(update)) / np.max(np.abs(param))
+    np.testing.assert_allclose(
+      watched[f'{name}/update_to_weight'], expected, rtol=1e-5
+    )
+
+
+def _assert_same(got, expected):
+  assert got.keys() == expected.keys()
+  for name, value in got.items():
+    np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
+
+
+def _below(watched, name):
+  """Returns the statistics of one parameter, without its name."""
+  prefix = f'{name}/'
+  return {
+    key.removeprefix(prefix): value
+    for key, value in watched.items()
+    if key.startswith(prefix)
+  }
+
+
+# Against the oracle.
+
+
+@pytest.mark.parametrize('decay', [0.0, 0.1])
+@pytest.mark.parametrize('scale', [0.1, 1.0, 3.0])
+def test_a_matrix_agrees_with_the_oracle(scale, decay):
+  w = _normal(0, (5, 4), scale)
+  # Of the size of eps, so that Adam's update is not a sign, with its ties.
+  g = _normal(10, (5, 4)) * jnp.array([[1e-6, 3e-6, 1e-7, 2e-6, 1e-8]]).T
+  watched = _below(_watch({'w': w}, {'w': g}, weight_decay=decay), 'w')
+  expected = _oracle(w, g, 0.1, decay)
+  assert watched.keys() == expected.keys() == _NAMES
+  for name, value in expected.items():
+    np.testing.assert_allclose(watched[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_each_ratio_decides_somewhere():
+  # u is 0.1 / sqrt(0.05) nearly everywhere, less where the gradient is near
+  # eps: in the first row the row decides, in the last column the column.
+  w = jnp.array([[4.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
+  g = jnp.array([[1e-6, 1e-6, 1e-7], [1.0, 1.0, 1e-7], [1.0, 1.0, 1e-7]])
+  watched = _below(_watch({'w': w}, {'w': g}), 'w')
+  expected = _oracle(w, g, 0.1)
+  for name in _SHARES:
+    assert 0 < watched[name] < 1
+    np.testing.assert_allclose(watched[name], expected[name], rtol=1e-6)
+  assert sum(watched[name] for name in _SHARES) == pytest.approx(1)
+
+
+def test_of_equal_ratios_the_first_counts():
+  watched = _below(
+    _watch({'w': jnp.ones((3, 4))}, {'w': jnp.ones((3, 4))}), 'w'
+  )
+  assert [watched[name] for name in _SHARES] == [1, 0, 0]
+
+
+def test_a_dead_row_and_column_fall_back():
+  w, g = _normal(0, (4, 5), 3.0), _normal(1, (4, 5))
+  w, g = w.at[1].set(0), g.at[:, 2].set(0)
+  watched = _below(_watch({'w': w}, {'w': g}), 'w')
+  expected = _oracle(w, g, 0.1)
+  assert expected['fallback'] == pytest.approx(8 / 20)
+  for name, value in expected.items():
+    np.testing.assert_allclose(watched[name], value, rtol=1e-5, err_msg=name)
+  shares = sum(watched[name] for name in (*_SHARES, 'fallback'))
+  assert shares == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+  ('ratios', 'decided'),
+  [
+    (('weight',), 'decided_by_weight'),
+    (('row',), 'decided_by_row'),
+    (('column',), 'decided_by_column'),
+  ],
+)
+def test_only_the_ratios_in_use_decide(ratios, decided):
+  watched = _below(_watch(_tree(0), _tree(9), ratios=ratios), 'w')
+  assert {name: watched[name] for name in _SHARES} == {
+    name: float(name == decided) for name in _SHARES
+  }
+
+
+@pytest.mark.parametrize('threshold', [0.5, 2.0, None])
+def test_the_clip_threshold(threshold):
+  w, g = _normal(0, (4, 5), 3.0), _normal(1, (4, 5))
+  watched = _below(_watch({'w': w}, {'w': g}, clip_threshold=threshold), 'w')
+  expected = _oracle(w, g, 0.1, clip=threshold or np.inf)
+  assert (expected['clipped'] > 0) == (threshold is not None)
+  for name in ('clipped', 'update_to_weight'):
+    np.testing.assert_allclose(watched[name], expected[name], rtol=1e-5)
+
+
+def test_min_norm_ends_the_fallback():
+  params, gradients = {'w': jnp.zeros((3, 4))}, {'w': _normal(0, (3, 4))}
+  assert _watch(params, gradients)['w/fallback'] == 1
+  watched = _watch(params, gradients, min_norm=0.25)
+  assert watched['w/fallback'] == 0
+  # |z| is 0.1 / sqrt(0.05).
+  np.testing.assert_allclose(
+    watched['w/trust_ratio_max'], 0.25 * 0.05**0.5 / 0.1, rtol=1e-4
+  )
+
+
+# Against the optimizer.
+
+_WARM_UP = optax.linear_schedule(0.0, 0.3, 5)
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {},
+    {'weight_decay': 0.3},
+    {'b1': 0.5, 'b2': 0.8, 'eps': 0.1},
+    {'bias_correction': True, 'eps_root': 0.2},
+    {'clip_threshold': None},
+    {'ratios': ('row', 'column'), 'clip_threshold': 0.3},
+    {'min_norm': 2.0},
+    {'learning_rate': _WARM_UP},
+    {'weight_decay': optax.linear_schedule(2.0, 0.0, 3)},
+    {'learning_rate': _WARM_UP, 'weight_decay': lambda count: 0.5 * count},
+    {'weight_decay': 0.5, 'mask': {'w': True, 'blocks': False, 'b': False}},
+    {'mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
+    {'trust_ratio_mask': {'w': True, 'blocks': False, 'b': False}},
+    {'trust_ratio_mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
+    {'weight_dimension_numbers': _Spec((), (0,))},
+  ],
+)
+def test_moves_are_those_of_the_optimizer(settings):
+  settings = {'learning_rate': 0.1, 'weight_decay': 0.1} | settings
+  gradients = [_tree(10 * i) for i in range(1, 5)]
+  for watched, updates, params in _watch_steps(
+    gradients, _tree(0, scale=2.0), **settings
+  ):
+    _assert_moves(watched, updates, params)
+
+
+def test_positional_arguments_are_those_of_merit():
+  arguments = (0.2, 0.5, 0.8, 1e-3, 0.1, 0.3, {'w': False, 'blocks': True})
+  params = {'w': _normal(0, (3, 4)), 'blocks': _normal(1, (3, 4))}
+  gradients = jax.tree.map(lambda x: x[::-1], params)
+  optimizer = merit_optax.merit(*arguments)
+  state = optimizer.init(params)
+  _, state = optimizer.update(gradients, state, params)
+  updates, _ = optimizer.update(params, state, params)
+  statistics = merit_optax.merit_statistics(*arguments)
+  _assert_moves(statistics(params, state, params), updates, params)
+
+
+def test_a_parameter_left_out_has_ratio_one_and_nothing_decides():
+  mask = {'w': False, 'blocks': True, 'b': True}
+  watched = _watch(_tree(0), _tree(9), trust_ratio_mask=mask)
+  left_out = _below(watched, 'w')
+  for name in ('trust_ratio_min', 'trust_ratio_median', 'trust_ratio_max'):
+    assert left_out[name] == 1
+  for name in (*_SHARES, 'fallback', 'clipped'):
+    assert left_out[name] == 0
+  _assert_same(
+    _below(watched, 'blocks'), _below(_watch(_tree(0), _tree(9)), 'blocks')
+  )
+
+
+def test_a_parameter_left_out_needs_no_dimension_numbers():
+  mask = {'w': True, 'blocks': False, 'b': False}
+  settings = {
+    'trust_ratio_mask': mask,
+    'weight_dimension_numbers': {'w': _Spec(1, 0)},
+  }
+  watched = _watch(_tree(0), _tree(9), **settings)
+  assert watched['blocks/0/w/trust_ratio_max'] == 1
+
+
+def test_dimension_numbers_of_a_stack():
+  w, g = _normal(0, (3, 4, 5), 2.0), _normal(1, (3, 4, 5))
+  w = w * jnp.array([0.1, 1.0, 10.0])[:, None, None]
+  watched = _watch({'w': w}, {'w': g}, weight_dimension_numbers=_Spec(1, 2))
+  each = [_oracle(w[i], g[i], 0.1) for i in range(3)]
+  for name in (*_SHARES, 'fallback', 'clipped'):
+    np.testing.assert_allclose(
+      watched[f'w/{name}'], np.mean([x[name] for x in each]), rtol=1e-5
+    )
+  for name, reduce in (('trust_ratio_min', min), ('trust_ratio_max', max)):
+    np.testing.assert_allclose(
+      watched[f'w/{name}'], reduce(x[name] for x in each), rtol=1e-5
+    )
+
+
+def test_dimension_numbers_decide_which_ratio_is_the_row():
+  w, g = _normal(0, (3, 4)), _normal(1, (3, 4), 1e-6)
+  straight = _below(_watch({'w': w}, {'w': g}), 'w')
+  turned = _watch({'w': w}, {'w': g}, weight_dimension_numbers=_Spec(1, 0))
+  assert straight['decided_by_row'] != straight['decided_by_column']
+  assert turned['w/decided_by_row'] == straight['decided_by_column']
+  assert turned['w/decided_by_column'] == straight['decided_by_row']
+
+
+# Where the state comes from.
+
+
+def test_inside_an_outer_chain():
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1e-6), merit_optax.merit(0.1, weight_decay=0.1)
+  )
+  statistics = merit_optax.merit_statistics(0.1, weight_decay=0.1)
+  params, state = _tree(0), optimizer.init(_tree(0))
+  for seed in (10, 20, 30):
+    gradients = _tree(seed)
+    clipped, _ = optax.clip_by_global_norm(1e-6).update(
+      gradients, optax.EmptyState()
+    )
+    watched = statistics(clipped, state, params)
+    updates, state = optimizer.update(gradients, state, params)
+    _assert_moves(watched, updates, params)
+    # So far below eps that the clip of the norm matters.
+    unclipped = statistics(gradients, state, params)
+    name = 'w/trust_ratio_median'
+    assert abs(unclipped[name] - watched[name]) > 0.1 * watched[name]
+    params = optax.apply_updates(params, updates)
+
+
+def test_under_inject_hyperparams():
+  optimizer = optax.inject_hyperparams(merit_optax.merit)(learning_rate=0.2)
+  params, gradients = _tree(0), _tree(10)
+  state = optimizer.init(params)
+  updates, _ = optimizer.update(gradients, state, params)
+  watched = merit_optax.merit_statistics(0.2)(gradients, state, params)
+  _assert_moves(watched, updates, params)
+
+
+class _Model(nnx.Module):
+  def __init__(self):
+    rngs = nnx.Rngs(0)
+    self.query = nnx.LinearGeneral(4, (2, 3), use_bias=False, rngs=rngs)
+    self.dense = nnx.Linear(
+      4, 3, bias_init=nnx.initializers.normal(), rngs=rngs
+    )
+
+
+def test_an_nnx_optimizer():
+  model = _Model()
+  settings = {
+    'learning_rate': _WARM_UP,
+    'weight_decay': 0.1,
+    'weight_dimension_numbers': merit_optax.flax_dimension_numbers,
+  }
+  statistics = nnx.jit(merit_optax.merit_statistics(**settings))
+  optimizer = nnx.Optimizer(model, merit_optax.merit(**settings), wrt=nnx.Param)
+  for _ in range(3):
+    params = nnx.state(model, nnx.Param)
+    gradients = jax.tree.map(jnp.cos, params)
+    watched = statistics(gradients, optimizer.opt_state, params)
+    old = jax.tree.map(np.array, nnx.as_pure(params))
+    optimizer.update(model, gradients)
+    new = nnx.as_pure(nnx.state(model, nnx.Param))
+    for path, size in (
+      ('query/kernel', _largest_move(new['query'], old['query'], 'kernel')),
+      ('dense/kernel', _largest_move(new['dense'], old['dense'], 'kernel')),
+      ('dense/bias', _largest_move(new['dense'], old['dense'], 'bias')),
+    ):
+      np.testing.assert_allclose(
+        # The size is that of a difference of rounded weights.
+        watched[f'{path}/value/update_to_weight'],
+        size,
+        atol=1e-6,
+      )
+  # The schedule has left its start.
+  assert size > 0.05
+  assert len(watched) == 3 * len(_NAMES)
+
+
+def _largest_move(new, old, name):
+  return np.max(np.abs(new[name] - old[name])) / np.max(np.abs(old[name]))
+
+
+def test_an_nnx_optimizer_gives_what_plain_trees_give():
+  model = _Model()
+  specs = merit_optax.flax_dimension_numbers(
+    nnx.as_pure(nnx.state(model, nnx.Param))
+  )
+  settings = {'learning_rate': 0.1, 'weight_dimension_numbers': specs}
+  tx = merit_optax.merit(**settings)
+  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+  params = nnx.state(model, nnx.Param)
+  gradients = jax.tree.map(jnp.cos, params)
+  statistics = merit_optax.merit_statistics(**settings)
+  watched = statistics(gradients, optimizer.opt_state, params)
+  pure, pure_gradients = nnx.as_pure(params), nnx.as_pure(gradients)
+  expected = statistics(pure_gradients, tx.init(pure), pure)
+  _assert_same(
+    {key.replace('/value/', '/'): value for key, value in watched.items()},
+    {key.replace('/value/', '/'): value for key, value in expected.items()},
+  )
+
+
+@pytest.mark.parametrize(
+  'optimizer', [optax.sgd(0.1), optax.chain(optax.adam(0.1), optax.adam(0.1))]
+)
+def test_a_state_without_exactly_one_adam_state(optimizer):
+  params = _tree(0)
+  found = 0 if optimizer.init(params)[0] == optax.EmptyState() else 2
+  with pytest.raises(ValueError, match=f'ScaleByAdamState, found {found}'):
+    merit_optax.merit_statistics(0.1)(params, optimizer.init(params), params)
+
+
+def test_a_state_of_other_parameters():
+  params = _tree(0)
+  state = merit_optax.merit(0.1).init(params['blocks'])
+  with pytest.raises(ValueError, match='1 arrays for 3 parameters'):
+    merit_optax.merit_statistics(0.1)(params, state, params)
+
+
+def test_gradients_of_other_parameters():
+  params = _tree(0)
+  state = merit_optax.merit(0.1).init(params)
+  with pytest.raises(ValueError, match='must belong together'):
+    merit_optax.merit_statistics(0.1)({'w': params['w']}, state, params)
+
+
+@pytest.mark.parametrize(
+  ('argument', 'value'), [('b1', 1.0), ('ratios', ()), ('clip_threshold', 0.0)]
+)
+def test_bad_arguments_raise_as_in_merit(argument, value):
+  with pytest.raises(ValueError, match=argument):
+    merit_optax.merit_statistics(0.1, **{argument: value})
+
+
+# What comes back.
+
+
+def test_values_are_float32_scalars():
+  params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), _tree(0))
+  for value in _watch(params, params).values():
+    assert value.shape == ()
+    assert value.dtype == jnp.float32
+
+
+@pytest.mark.parametrize('decay', [0.0, 0.1])
+def test_zero_gradients_give_finite_values(decay):
+  params = _tree(0) | {'zero': jnp.zeros((3, 4)), 'zeros': jnp.zeros(3)}
+  gradients = jax.tree.map(jnp.zeros_like, params)
+  watched = _watch(params, gradients, weight_decay=decay)
+  assert all(np.isfinite(value) for value in watched.values())
+  for name in ('zero', 'zeros'):
+    assert watched[f'{name}/fallback'] == 1
+    assert watched[f'{name}/update_to_weight'] == 0
+
+
+def test_a_zero_parameter_that_moves_moves_infinitely():
+  params, gradients = {'w': jnp.zeros((3, 4))}, {'w': jnp.ones((3, 4))}
+  watched = _below(_watch(params, gradients), 'w')
+  assert watched.pop('update_to_weight') == np.inf
+  assert all(np.isfinite(value) for value in watched.values())
+
+
+@pytest.mark.parametrize('shape', [(), (1,), (6,)])
+def test_vectors_and_scalars_are_weight_wise(shape):
+  w, g = _normal(0, shape, 3.0), _normal(1, shape)
+  watched = _below(_watch({'w': w}, {'w': g}), 'w')
+  expected = _oracle(jnp.reshape(w, (1, -1)), jnp.reshape(g, (1, -1)), 0.1)
+  # A matrix of one row: its column ratios stand for nothing here.
+  norms = np.max(np.abs(w)), np.max(np.abs(g))
+  z = 0.1 * norms[1] / (0.05**0.5 * norms[1] + 1e-6)
+  for name in ('trust_ratio_min', 'trust_ratio_median', 'trust_ratio_max'):
+    np.testing.assert_allclose(watched[name], norms[0] / z, rtol=1e-5)
+  assert [watched[name] for name in _SHARES] == [1, 0, 0]
+  assert watched['update_to_weight'] <= expected['update_to_weight']
+  assert watched['update_to_weight'] > 0
+
+
+def test_an_empty_parameter_has_no_statistics():
+  params = {'empty': jnp.zeros((0, 3)), 'w': _normal(0, (3, 4)), 'none': None}
+  watched = _watch(params, params)
+  assert {key.split('/')[0] for key in watched} == {'w'}
+  assert len(watched) == len(_NAMES)
+
+
+def test_an_empty_tree_has_no_statistics():
+  assert _watch({}, {}) == {}
+
+
+def test_jit_gives_what_eager_gives():
+  params, gradients = _tree(0), _tree(10)
+  settings = {'learning_rate': _WARM_UP, 'weight_decay': 0.1}
+  (_, second), (_, jitted) = (
+    [x[0] for x in _watch_steps([gradients, params], params, jit, **settings)]
+    for jit in (False, True)
+  )
+  for name, value in second.items():
+    np.testing.assert_allclose(jitted[name], value, rtol=1e-5, err_msg=name)

@@ -1,0 +1,164 @@
+"""MERIT under the transformations of JAX: vmap, scan, jit with donation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import merit_optax
+
+_RATES = (0.01, 0.03, 0.1)
+_STEPS = 5
+
+
+def _normal(seed, shape):
+  values = np.random.default_rng(seed).normal(size=shape)
+  return jnp.asarray(values, jnp.float32)
+
+
+def _params(seed=0):
+  return {
+    'hidden': _normal([seed, 1], (4, 6)) / 2,
+    'bias': _normal([seed, 2], (6,)) / 9,
+    'output': _normal([seed, 3], (6, 2)) / 2,
+  }
+
+
+def _loss(params, inputs):
+  targets = jnp.tanh(inputs[:, :2] - inputs[:, 2:])
+  hidden = jnp.tanh(inputs @ params['hidden'] + params['bias'])
+  return jnp.mean((hidden @ params['output'] - targets) ** 2)
+
+
+def _batches(steps=_STEPS):
+  return _normal(7, (steps, 16, 4))
+
+
+def _make_step(optimizer):
+  def step(params, state, inputs):
+    loss, gradient = jax.value_and_grad(_loss)(params, inputs)
+    updates, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state, loss
+
+  return step
+
+
+def _train(optimizer, params, batches):
+  """Returns parameters, state and losses of a loop in Python."""
+  step, losses = jax.jit(_make_step(optimizer)), []
+  state = optimizer.init(params)
+  for inputs in batches:
+    params, state, loss = step(params, state, inputs)
+    losses.append(loss)
+  return params, state, jnp.stack(losses)
+
+
+def _stack(trees):
+  return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
+def _vmapped_closure(params, batches):
+  def train(rate, params):
+    optimizer = merit_optax.merit(rate, weight_decay=0.1)
+    step = _make_step(optimizer)
+    state = optimizer.init(params)
+    for inputs in batches:
+      params, state, _ = step(params, state, inputs)
+    return params
+
+  return jax.jit(jax.vmap(train))(jnp.array(_RATES), params)
+
+
+def _vmapped_hyperparameters(params, batches):
+  optimizer = optax.inject_hyperparams(merit_optax.merit)(0.0, weight_decay=0.1)
+  state = jax.vmap(optimizer.init)(params)
+  state.hyperparams['learning_rate'] = jnp.array(_RATES)
+  step = jax.jit(jax.vmap(_make_step(optimizer), in_axes=(0, 0, None)))
+  for inputs in batches:
+    params, state, _ = step(params, state, inputs)
+  return params
+
+
+@pytest.mark.parametrize(
+  'train',
+  [_vmapped_closure, _vmapped_hyperparameters],
+  ids=lambda f: f.__name__,
+)
+def test_a_batch_of_models_with_a_learning_rate_each(train):
+  batches = _batches()
+  models = [_params(seed) for seed in range(len(_RATES))]
+  actual = train(_stack(models), batches)
+  # A matrix of a model has norms of its own, though vmap stacks them.
+  expected = [
+    _train(merit_optax.merit(rate, weight_decay=0.1), model, batches)[0]
+    for rate, model in zip(_RATES, models, strict=True)
+  ]
+  chex.assert_trees_all_close(actual, _stack(expected), rtol=1e-4, atol=1e-6)
+  # The rates have to matter for this to mean something.
+  other = _train(merit_optax.merit(0.05), models[1], batches)[0]
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_close(other, expected[1], rtol=1e-2)
+
+
+def test_a_training_run_compiled_as_one_scan():
+  optimizer = merit_optax.merit(
+    optax.linear_schedule(0.1, 0.01, 100), weight_decay=0.01
+  )
+  params, batches = _params(), _batches(100)
+  step = _make_step(optimizer)
+
+  @jax.jit
+  def train(params, batches):
+    def body(carry, inputs):
+      *carry, loss = step(*carry, inputs)
+      return tuple(carry), loss
+
+    return jax.lax.scan(body, (params, optimizer.init(params)), batches)
+
+  (_, state), losses = train(params, batches)
+  _, expected_state, expected = _train(optimizer, params, batches)
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, expected_state)
+  assert state[0].count == 100
+  # Rounding differs from program to program, and a run amplifies it.
+  np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-4)
+  np.testing.assert_allclose(losses[-10:], expected[-10:], rtol=0.05)
+  assert jnp.mean(losses[-10:]) < jnp.mean(losses[:3]) / 2
+
+
+def test_parameters_and_state_are_donated():
+  optimizer, params = merit_optax.merit(0.1, weight_decay=0.1), _params()
+  expected = _train(optimizer, params, _batches())[:2]
+  # Copies, since donation deletes what it is given.
+  carry = jax.tree.map(jnp.copy, (params, optimizer.init(params)))
+  step = jax.jit(_make_step(optimizer), donate_argnums=(0, 1))
+  for inputs in _batches():
+    old = jax.tree.leaves(carry)
+    addresses = {x.unsafe_buffer_pointer() for x in old}
+    *carry, _ = step(*carry, inputs)
+    assert all(x.is_deleted() for x in old)
+    new = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(carry)}
+    # The new arrays lie where the old ones were, every one of them.
+    assert new == addresses
+  chex.assert_trees_all_equal(tuple(carry), expected)
+
+
+@pytest.mark.parametrize(
+  'optimizer',
+  [
+    merit_optax.merit(0.1),
+    merit_optax.merit(optax.linear_schedule(0.1, 0.0, 9), weight_decay=0.1),
+    merit_optax.merit(0.1, mu_dtype=jnp.bfloat16, nu_dtype=jnp.bfloat16),
+    optax.inject_hyperparams(merit_optax.merit)(0.1, weight_decay=0.1),
+  ],
+  ids=['plain', 'schedule', 'bfloat16', 'injected'],
+)
+def test_one_compilation_serves_every_step(optimizer):
+  # In bfloat16, since a moment that turned into float32 would be a second one,
+  # as would a weak type that turned strong.
+  params = optax.tree.cast(_params(), jnp.bfloat16)
+  step, state = jax.jit(_make_step(optimizer)), optimizer.init(params)
+  for inputs in _batches():
+    params, state, _ = step(params, state, inputs)
+    assert step._cache_size() == 1
