@@ -58,8 +58,8 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
 
   Args:
     dimension_numbers: As :func:`matrix_axes` takes them.
-    params: Tree of arrays. Anything else (``optax.tree.map_params`` passes
-      placeholders) is let pass.
+    params: Tree of arrays. One without leaves is let pass, since
+      ``optax.tree.map_params`` passes a placeholder.
 
   Raises:
     ValueError: If a parameter has no spec, or one that does not fit it.
@@ -69,7 +69,7 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
       are its rows and columns.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  if not all(hasattr(leaf, 'shape') for _, leaf in leaves):
+  if not leaves:
     return
   matrix_axes(dimension_numbers, params)
   find_spec = _spec_finder(dimension_numbers, params)

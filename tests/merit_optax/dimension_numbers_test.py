@@ -323,6 +323,14 @@ def test_a_tree_of_specs_that_is_itself_callable(weight_spec):
   np.testing.assert_array_equal(scaled.weight, expected)
 
 
+def test_a_dict_of_specs_fits_the_attributes_of_a_module():
+  params = _Layer(_normal(0, (3, 4)), _normal(1, (3,)))
+  updates = _Layer(_normal(2, (3, 4)), _normal(3, (3,)))
+  scaled = _scale(updates, params, {'weight': _Spec(1, 0), 'bias': None})
+  expected = _scale(updates.weight, params.weight, _Spec(1, 0))
+  np.testing.assert_array_equal(scaled.weight, expected)
+
+
 # Beside other transforms.
 
 
@@ -368,12 +376,20 @@ def test_specs_in_a_partition():
     jax.tree.map(np.testing.assert_array_equal, got[name], expected[name])
 
 
-@pytest.mark.parametrize('specs', [None, _Spec(), _TREE_SPECS])
+@pytest.mark.parametrize(
+  'specs',
+  [
+    None,
+    _Spec(),
+    _TREE_SPECS,
+    lambda p: {name: _TREE_SPECS[name] for name in p},
+  ],
+)
 @pytest.mark.filterwarnings('ignore:These parameters')
 def test_map_params_finds_the_moments(specs):
   params = _tree(0)
   optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
-  # Placeholders stand for the parameters in the init that this calls.
+  # A placeholder stands for the parameters in the init that this calls.
   doubled = optax.tree.map_params(
     optimizer,
     lambda moment, param: moment + 2 * param,

@@ -234,6 +234,51 @@ def test_moves_are_those_of_the_optimizer(settings):
     _assert_moves(watched, updates, params)
 
 
+# max|Δw| hardly depends on the decay, which the ratio undoes: look at ratios.
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'weight_decay': 0.3},
+    {'weight_decay': lambda count: 0.5 * count},
+    {'weight_decay': 0.5, 'mask': {'w': True, 'blocks': False, 'b': False}},
+    {
+      'weight_decay': 0.5,
+      'mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
+    },
+    {'bias_correction': True},
+    {'b1': 0.5, 'b2': 0.8, 'eps': 0.1, 'eps_root': 0.2},
+    {'ratios': ('row', 'column'), 'min_norm': 0.5},
+  ],
+)
+def test_ratios_are_those_of_the_optimizer(settings):
+  adam = ('b1', 'b2', 'eps', 'eps_root', 'bias_correction')
+  direction = optax.chain(
+    merit_optax.scale_by_adam(
+      **{name: settings[name] for name in adam if name in settings}
+    ),
+    optax.add_decayed_weights(
+      settings.get('weight_decay', 0.0), settings.get('mask')
+    ),
+  )
+  state = direction.init(_tree(0))
+  settings = {'learning_rate': 0.1, 'clip_threshold': None} | settings
+  gradients = [_tree(10 * i) for i in range(1, 4)]
+  for gradient, (watched, updates, params) in zip(
+    gradients, _watch_steps(gradients, _tree(0), **settings), strict=True
+  ):
+    z, state = direction.update(gradient, state, params)
+    ratios = jax.tree.map(lambda x, y: -10 * x / y, updates, z)
+    for name, ratio in (('w', ratios['w']), ('b', ratios['b'])):
+      for statistic, expected in (
+        ('min', np.min(ratio)),
+        ('median', np.median(ratio)),
+        ('max', np.max(ratio)),
+      ):
+        np.testing.assert_allclose(
+          watched[f'{name}/trust_ratio_{statistic}'], expected, rtol=1e-4
+        )
+
+
 def test_positional_arguments_are_those_of_merit():
   arguments = (0.2, 0.5, 0.8, 1e-3, 0.1, 0.3, {'w': False, 'blocks': True})
   params = {'w': _normal(0, (3, 4)), 'blocks': _normal(1, (3, 4))}
