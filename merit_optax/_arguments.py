@@ -1,6 +1,7 @@
 """Checks of arguments, made when a transform is built and not inside jit."""
 
 from collections.abc import Callable
+import math
 import numbers
 from typing import Any
 
@@ -26,7 +27,11 @@ def check_number(
   if isinstance(value, (jax.Array, np.ndarray)):
     return
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  if not (is_number and np.isfinite(value) and holds(value)):
+  try:
+    is_accepted = is_number and math.isfinite(value) and holds(value)
+  except OverflowError:  # An integer beyond the largest float.
+    is_accepted = False
+  if not is_accepted:
     raise ValueError(f'{name} must be {accepted}, got {value!r}.')
 
 

@@ -48,7 +48,7 @@ def elementwise_clip(
   def clip(update: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(update):
       size = jnp.abs(update)
-      clipped = jnp.where(size > max_delta, max_delta * update / size, update)
+      clipped = jnp.where(size > max_delta, update * (max_delta / size), update)
     else:
       clipped = jnp.clip(update, jnp.negative(max_delta), max_delta)
     return clipped.astype(update.dtype)

@@ -1,6 +1,6 @@
 """The max-norm trust ratio: weight-wise, row-wise and column-wise."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 import functools
 from typing import Any, NamedTuple, TypeAlias
 
@@ -138,12 +138,13 @@ def scale_by_max_norm_trust_ratio(
 
 def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
   """Returns the ratios as a tuple, checked to be known and not empty."""
-  is_collection = isinstance(ratios, Collection) and not isinstance(ratios, str)
-  if not is_collection or not ratios or not set(ratios) <= set(RATIOS):
+  is_collection = isinstance(ratios, Iterable) and not isinstance(ratios, str)
+  names = list(ratios) if is_collection else []
+  if not names or not all(name in RATIOS for name in names):
     raise ValueError(
       f'ratios must hold one or more of {RATIOS}, got {ratios!r}.'
     )
-  return tuple(name for name in RATIOS if name in ratios)
+  return tuple(name for name in RATIOS if name in names)
 
 
 class TrustRatio(NamedTuple):

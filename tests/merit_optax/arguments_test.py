@@ -1,5 +1,6 @@
 """Bad arguments are named when a transform is built; good ones pass."""
 
+import fractions
 import inspect
 
 import jax
@@ -165,3 +166,15 @@ def test_messages_say_what_is_accepted():
     merit_optax.merit(-0.1)
   with pytest.raises(ValueError, match=r'number in \[0, 1\)'):
     merit_optax.merit(0.1, b1=1.0)
+
+
+@pytest.mark.parametrize('ratios', [[['row']], np.array(['row', 'none'])])
+def test_ratios_that_cannot_be_hashed_or_compared_are_named(ratios):
+  with pytest.raises(ValueError, match='ratios must hold'):
+    merit_optax.merit(0.1, ratios=ratios)
+
+
+def test_numbers_of_other_kinds_are_read():
+  merit_optax.merit(fractions.Fraction(1, 2), ratios=np.array(['row']))
+  with pytest.raises(ValueError, match='learning_rate must be a finite number'):
+    merit_optax.merit(10**400)

@@ -67,7 +67,7 @@ def test_complex_numbers_within_the_threshold_stay_the_same_bits():
   np.testing.assert_array_equal(_clip(1.0, updates), updates)
 
 
-@pytest.mark.parametrize('threshold', [0.3, jnp.array(0.3)])
+@pytest.mark.parametrize('threshold', [0.3, jnp.float32(0.3)])
 @pytest.mark.parametrize('dtype', [*_FLOATS, jnp.complex64])
 @pytest.mark.parametrize('jit', [True, False], ids=['jit', 'eager'])
 def test_dtypes_stay(dtype, threshold, jit):
@@ -94,3 +94,10 @@ def test_trees_keep_their_form():
   actual = _clip(1.0, updates)
   assert jax.tree.structure(actual) == jax.tree.structure(updates)
   assert actual['c'].shape == (0, 2)
+
+
+def test_huge_complex_numbers_stay_finite():
+  transform = merit_optax.elementwise_clip(1e10)
+  update = jnp.array([1e30 + 0j, 0 - 1e35j], jnp.complex64)
+  clipped, _ = transform.update(update, transform.init(update))
+  np.testing.assert_allclose(clipped, [1e10, -1e10j], rtol=1e-6)
