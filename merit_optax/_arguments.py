@@ -16,7 +16,7 @@ def check_number(
 
   Args:
     name: Name of the argument, for the message.
-    value: What the caller gave. Arrays pass unread: under
+    value: What the caller gave. JAX arrays pass unread: under
       ``optax.inject_hyperparams`` they are tracers, which have no value yet.
     accepted: Description of the accepted values, for the message.
     holds: Whether a finite number is accepted.
@@ -24,8 +24,10 @@ def check_number(
   Raises:
     ValueError: If ``value`` is not a number, or not an accepted one.
   """
-  if isinstance(value, (jax.Array, np.ndarray)):
+  if isinstance(value, jax.Array):
     return
+  if isinstance(value, np.ndarray) and value.ndim == 0:
+    value = value.item()
   is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
   try:
     is_accepted = is_number and math.isfinite(value) and holds(value)

@@ -53,7 +53,8 @@ def flax_dimension_numbers(
     The function itself may be given too.
 
   Raises:
-    ValueError: If parameters are not recognised; it names them all.
+    ValueError: If parameters are not recognised, or patterns match none; it
+      names them all.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -63,23 +64,32 @@ def flax_dimension_numbers(
     >>> print(specs['attention']['query']['kernel'])
     MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
   """
+  stacked, overrides = dict(stacked or {}), dict(overrides or {})
   unknown: list[str] = []
+  unused = {*stacked, *overrides}
 
   def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
     # In an nnx.State, the path leads through the variable to its value.
     name = path_name(path).removesuffix('/value')
-    for pattern, override in (overrides or {}).items():
-      if re.search(pattern, name):
+    found = {p for p in (*stacked, *overrides) if re.search(p, name)}
+    unused.difference_update(found)
+    for pattern, override in overrides.items():
+      if pattern in found:
         return override
-    counts = [n for p, n in (stacked or {}).items() if re.search(p, name)]
-    found = _recognise(
+    counts = [n for pattern, n in stacked.items() if pattern in found]
+    numbers = _recognise(
       name.split('/'), len(param.shape), max(counts, default=0)
     )
-    if found is None:
+    if numbers is None:
       unknown.append(f'{name} {param.shape}')
-    return found
+    return numbers
 
   specs = jax.tree_util.tree_map_with_path(spec, params)
+  if unused:
+    raise ValueError(
+      'stacked and overrides must match a path each, got patterns that match '
+      f'none: {sorted(unused)}.'
+    )
   if unknown:
     raise ValueError(
       f'params holds parameters that are not recognised: {", ".join(unknown)}. '

@@ -154,8 +154,8 @@ def _check_ranges(config: Config) -> None:
   for name in PRESETS['demo']:
     _check(config, name, 'at least 1', getattr(config, name) >= 1)
   lr, decay = config.learning_rate, config.weight_decay
-  _check(config, 'learning_rate', 'above 0', 0 < lr < math.inf)
-  _check(config, 'weight_decay', 'at least 0', 0 <= decay < math.inf)
+  _check(config, 'learning_rate', 'finite and above 0', 0 < lr < math.inf)
+  _check(config, 'weight_decay', 'finite and at least 0', 0 <= decay < math.inf)
   _check(config, 'seed', 'in [0, 2**32)', 0 <= config.seed < 2**32)
   _check(
     config, 'vocab_size', 'in [257, 65536]', 257 <= config.vocab_size <= 65536

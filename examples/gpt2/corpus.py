@@ -80,6 +80,8 @@ def _find_files(data: str) -> tuple[Path, list[Path]]:
       if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts)
     ]
   root = Path(data).expanduser()
+  if not data:
+    raise UsageError('--data must not be empty.')
   if root.is_file():
     return root.parent, [root]
   if not root.is_dir():

@@ -1,10 +1,11 @@
 """The folder of a run: settings, metrics and weights as files."""
 
+import fcntl
 import json
 import os
 from pathlib import Path
 import platform
-from typing import Any
+from typing import IO, Any
 
 import flax
 import jax
@@ -21,24 +22,29 @@ _CONFIG = 'config.json'
 _METRICS = 'metrics.jsonl'
 _WEIGHTS = 'weights.safetensors'
 _SAMPLE = 'sample.txt'
+_PICTURE = 'curves.png'
+_RESULTS = (_METRICS, _WEIGHTS, _PICTURE, _SAMPLE)
 
 
 class RunFolder:
   """Reads and writes the files of a run.
 
-  A run is finished once its sample is there, since it is written last.
+  A run is finished once all its files are there; the sample is written last.
 
   Attributes:
     path: The folder.
+    picture: File of the picture.
   """
 
   def __init__(self, path: Path):
     self.path = path
+    self.picture = path / _PICTURE
+    self._lock: IO[bytes] | None = None
 
   @property
   def finished(self) -> bool:
     """Whether a run ended here."""
-    return all((self.path / f).is_file() for f in (_CONFIG, _SAMPLE))
+    return all((self.path / f).is_file() for f in (_CONFIG, *_RESULTS))
 
   def start(self, settings: dict[str, Any]) -> bool:
     """Makes the folder and writes its settings.
@@ -50,15 +56,12 @@ class RunFolder:
       Whether metrics of the same run, killed before its end, were thrown away.
 
     Raises:
-      UsageError: If the folder cannot be made, or holds another run.
+      UsageError: If the folder holds another run or other files of the names
+        that a run writes, or if a run is going on in it.
     """
-    try:
-      self.path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-      raise UsageError(
-        f'--out-dir {self.path} cannot be made: {error}'
-      ) from error
-    self._refuse_other_run(settings)
+    self.path.mkdir(parents=True, exist_ok=True)
+    self._take_lock()
+    self._refuse_other_files(settings)
     if self.finished:
       return False
     metrics = self.path / _METRICS
@@ -67,19 +70,44 @@ class RunFolder:
     metrics.write_bytes(b'')
     return was_killed
 
-  def _refuse_other_run(self, settings: dict[str, Any]) -> None:
-    file = self.path / _CONFIG
-    if not file.is_file():
-      return
-    old = json.loads(file.read_text())['config']
-    new = json.loads(json.dumps(settings['config']))
-    names = sorted(k for k in old | new if old.get(k) != new.get(k))
-    if names:
-      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+  def _take_lock(self) -> None:
+    """Keeps a second run out for as long as this process lives."""
+    self._lock = (self.path / '.lock').open('wb')
+    try:
+      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
       raise UsageError(
-        f'--out-dir {self.path} holds a run with other settings ({changes}): '
-        'choose another folder, or delete this one.'
+        f'--out-dir {self.path} is in use by a run that goes on now.'
+      ) from error
+
+  def _refuse_other_files(self, settings: dict[str, Any]) -> None:
+    """Raises ``UsageError`` where something of somebody else would be lost."""
+    old = self._read_identity()
+    new = json.loads(json.dumps(settings['config']))
+    if old is None:
+      found = [name for name in _RESULTS if (self.path / name).exists()]
+      what = f'{", ".join(found)} of something else' if found else ''
+    else:
+      names = sorted(k for k in old | new if old.get(k) != new.get(k))
+      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+      what = f'a run with other settings ({changes})' if changes else ''
+    if what:
+      raise UsageError(
+        f'--out-dir {self.path} holds {what}: choose another folder, or delete '
+        'this one.'
       )
+
+  def _read_identity(self) -> dict[str, Any] | None:
+    """Returns the settings of the run in the folder, None if there is none."""
+    if not (self.path / _CONFIG).exists():
+      return None
+    try:
+      return dict(self.read_settings()['config'])
+    except (ValueError, TypeError, KeyError) as error:
+      raise UsageError(
+        f'--out-dir {self.path} holds a {_CONFIG} that no run of this trainer '
+        'wrote: choose another folder.'
+      ) from error
 
   def log(self, metrics: dict[str, Any]) -> None:
     """Appends a line to metrics.jsonl."""

@@ -74,10 +74,11 @@ class StepLog:
     self._running = None
     metrics = self._metrics(step, float(loss))
     if evaluate is not None:
-      self._evaluation = evaluate()
+      metrics |= evaluate()
       self._since = time.perf_counter()
-      metrics |= self._evaluation
     self._check_finite(metrics)
+    if evaluate is not None:
+      self._evaluation = metrics
     self._folder.log(metrics)
     self._show(metrics)
 
@@ -95,11 +96,11 @@ class StepLog:
   def _check_finite(self, metrics: dict[str, Any]) -> None:
     for name in ('train_loss', 'val_loss'):
       if not math.isfinite(metrics.get(name, 0.0)):
+        before = _describe(self._evaluation) if self._evaluation else 'none'
         raise NotFiniteError(
-          f'{name} is {metrics[name]} at step {metrics["step"]}; the last '
-          f'evaluation was {self._evaluation or "not yet"}. Metrics so far '
-          f'are in {self._folder.path}; no weights were written. Try a '
-          'smaller --learning-rate.'
+          f'{name} is {metrics[name]} at step {metrics["step"]} (evaluation '
+          f'before: {before}). Metrics so far are in {self._folder.path}; no '
+          'weights were written. Try a smaller --learning-rate.'
         )
 
   def _show(self, metrics: dict[str, Any]) -> None:
@@ -110,8 +111,13 @@ class StepLog:
     self._progress.set_postfix(shown, refresh=False)
     self._progress.update()
     if 'val_loss' in metrics:
-      logits = ' '.join(f'{x:.1f}' for x in metrics['max_attention_logit'])
-      self._progress.write(
-        f'step {metrics["step"]}: validation loss {metrics["val_loss"]:.4f}, '
-        f'max attention logit by layer {logits}'
-      )
+      self._progress.write(_describe(metrics))
+
+
+def _describe(metrics: dict[str, Any]) -> str:
+  """Returns the evaluation of a step as text."""
+  logits = ' '.join(f'{x:.1f}' for x in metrics['max_attention_logit'])
+  return (
+    f'step {metrics["step"]}: validation loss {metrics["val_loss"]:.4f}, '
+    f'max attention logit by layer {logits}'
+  )

@@ -19,6 +19,8 @@ _END_OF_TEXT = '<|endoftext|>'
 _TOKEN_DTYPE = np.dtype(np.uint16)
 _CHARACTERS_AT_ONCE = 1 << 17
 _TOKENS_AT_ONCE = 1 << 24
+_PARTS = ('train.bin', 'val.bin')
+_CACHED = (*_PARTS, 'tokenizer.json')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +62,17 @@ def load_tokens(config: Config) -> Tokens:
     UsageError: If the data is missing, empty, not text, or too short.
   """
   folder = Path(config.data).expanduser()
-  if (folder / 'train.bin').is_file() and (folder / 'val.bin').is_file():
+  missing = [name for name in _PARTS if not (folder / name).is_file()]
+  if not missing:
     return _open_tokens(folder, config, vocab_size=config.vocab_size)
+  if len(missing) < len(_PARTS):
+    raise UsageError(
+      f'--data {config.data} holds token files, but no {missing[0]}.'
+    )
   corpus = load_corpus(config.data)
   cache = config.cache_dir.expanduser() / _cache_key(corpus, config.vocab_size)
-  if not cache.is_dir():
+  if not all((cache / name).is_file() for name in _CACHED):
+    shutil.rmtree(cache, ignore_errors=True)
     _fill_cache(cache, corpus, config.vocab_size)
   return dataclasses.replace(
     _open_tokens(cache, config),
@@ -121,12 +129,7 @@ def _cache_key(corpus: Corpus, vocab_size: int) -> str:
 
 def _fill_cache(cache: Path, corpus: Corpus, vocab_size: int) -> None:
   """Writes tokenizer and tokens of a corpus to a new folder, all or nothing."""
-  try:
-    cache.parent.mkdir(parents=True, exist_ok=True)
-  except OSError as error:
-    raise UsageError(
-      f'--cache-dir {cache.parent} cannot be made: {error}'
-    ) from error
+  cache.parent.mkdir(parents=True, exist_ok=True)
   scratch = Path(tempfile.mkdtemp(dir=cache.parent, prefix='partial-'))
   try:
     tokenizer = _train_tokenizer(corpus.train, vocab_size)
@@ -136,6 +139,7 @@ def _fill_cache(cache: Path, corpus: Corpus, vocab_size: int) -> None:
       ('val', corpus.validation),
     ):
       _encode(tokenizer, documents, part).tofile(scratch / f'{part}.bin')
+    scratch.chmod(0o755)  # mkdtemp lets nobody else read it.
     if not cache.is_dir():  # Another run may have been quicker.
       os.replace(scratch, cache)
   finally:
@@ -192,9 +196,9 @@ def _open_tokens(
   tokenizer_file = folder / 'tokenizer.json'
   tokenizer = None
   if tokenizer_file.is_file():
-    tokenizer = tokenizers.Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = _read_tokenizer(tokenizer_file)
     vocab_size = tokenizer.get_vocab_size()
-  parts = [folder / 'train.bin', folder / 'val.bin']
+  parts = [folder / name for name in _PARTS]
   train, validation = (_map_tokens(p, config.context_length) for p in parts)
   frequencies, sha256 = _survey([train, validation])
   if len(frequencies) > vocab_size:
@@ -212,6 +216,16 @@ def _open_tokens(
     vocab_size=vocab_size,
     unigram_entropy=_entropy(frequencies),
   )
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+  try:
+    return tokenizers.Tokenizer.from_file(str(path))
+  except Exception as error:  # The library raises nothing narrower.
+    raise UsageError(
+      f'{path} is no file of the tokenizers library ({error}): delete it, or '
+      'its folder if that is in --cache-dir.'
+    ) from error
 
 
 def _map_tokens(path: Path, context_length: int) -> np.ndarray:

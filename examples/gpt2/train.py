@@ -37,20 +37,21 @@ def main(args: list[str] | None = None) -> None:
     args: Arguments; those of the process by default.
 
   Raises:
-    SystemExit: With status 2 for a mistake in the settings, ``NOT_FINITE`` for
-      a loss that is not finite, and ``INTERRUPTED`` after control-C.
+    SystemExit: With status 2 for a mistake in the settings or a file that
+      cannot be read or written, ``NOT_FINITE`` for a loss that is not finite,
+      and ``INTERRUPTED`` after control-C.
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   try:
     train(config)
-  except UsageError as error:
+  except (UsageError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     raise SystemExit(2) from error
   except NotFiniteError as error:
     print(f'stopped: {error}', file=sys.stderr)
     raise SystemExit(NOT_FINITE) from error
   except KeyboardInterrupt as error:
-    print('interrupted: the metrics so far are kept.', file=sys.stderr)
+    print('interrupted', file=sys.stderr)
     raise SystemExit(INTERRUPTED) from error
 
 
@@ -157,7 +158,7 @@ def _finish(
     }
   )
   plot_curves(
-    folder.path / 'curves.png',
+    folder.picture,
     folder.read_metrics(),
     f'{config.preset}, {config.optimizer}',
     tokens.unigram_entropy,
@@ -208,7 +209,7 @@ def _report(folder: RunFolder) -> str:
         'validation loss': f'{last["val_loss"]:.4f} nats per token '
         f'(unigram entropy {corpus["unigram_entropy"]:.4f})',
         'max attention logit': f'{logits} (first to last layer)',
-        'picture': str(folder.path / 'curves.png'),
+        'picture': str(folder.picture),
         'sample': str(folder.path / 'sample.txt'),
       }
     )

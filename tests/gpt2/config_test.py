@@ -8,7 +8,7 @@ from examples.gpt2.config import Config, UsageError, identity, resolve
   [
     ({'steps': 0}, ['--steps', 'at least 1', '0']),
     ({'batch_size': -4}, ['--batch-size', 'at least 1', '-4']),
-    ({'learning_rate': 0.0}, ['--learning-rate', 'above 0', '0.0']),
+    ({'learning_rate': 0.0}, ['--learning-rate', 'finite and above 0', '0.0']),
     ({'learning_rate': float('nan')}, ['--learning-rate', 'nan']),
     ({'learning_rate': float('inf')}, ['--learning-rate', 'inf']),
     ({'weight_decay': -0.1}, ['--weight-decay', 'at least 0', '-0.1']),

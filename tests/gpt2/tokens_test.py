@@ -129,3 +129,26 @@ def test_validation_sequences_do_not_overlap(tiny: Config):
 def test_a_short_validation_text_gives_what_it_has(tiny: Config):
   sequences = validation_sequences(np.arange(35, dtype=np.uint16), tiny)
   np.testing.assert_array_equal(sequences[:, 0], [0, 16])
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_half_of_the_token_files_is_refused(tiny, tmp_path, name: str):
+  config = _with_bins(tiny, tmp_path, [0] * 99, [0] * 99)
+  (tmp_path / name).unlink()
+  with pytest.raises(UsageError, match=f'no {name}'):
+    load_tokens(config)
+
+
+def test_a_cache_with_a_lost_file_is_filled_again(tiny: Config):
+  first = load_tokens(tiny)
+  (entry,) = tiny.cache_dir.iterdir()
+  (entry / 'val.bin').unlink()
+  np.testing.assert_array_equal(load_tokens(tiny).validation, first.validation)
+
+
+def test_a_damaged_tokenizer_is_named(tiny: Config):
+  load_tokens(tiny)
+  (entry,) = tiny.cache_dir.iterdir()
+  (entry / 'tokenizer.json').write_text('junk')
+  with pytest.raises(UsageError, match=r'tokenizer\.json.*delete it'):
+    load_tokens(tiny)

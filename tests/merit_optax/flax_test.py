@@ -402,3 +402,10 @@ def test_an_nnx_state_gives_the_specs_of_its_pure_tree():
     path.removesuffix('/value'): spec for path, spec in _specs(state).items()
   }
   assert values == _specs(nnx.to_pure_dict(state))
+
+
+@pytest.mark.parametrize('argument', ['stacked', 'overrides'])
+def test_patterns_that_match_nothing_are_named(argument):
+  params = {'blocks': {'kernel': jnp.zeros((2, 2))}}
+  with pytest.raises(ValueError, match="none: \\['blokcs/'\\]"):
+    merit_optax.flax_dimension_numbers(params, **{argument: {'blokcs/': 1}})
