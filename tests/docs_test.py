@@ -5,13 +5,13 @@ import re
 
 import pytest
 
-_DOCS = Path(__file__).parents[1] / 'docs'
+_ROOT = Path(__file__).parents[1]
 
 
 def _blocks() -> list[tuple[str, str]]:
   """Returns the Python blocks of the pages, by page and heading."""
   blocks = []
-  for page in sorted(_DOCS.glob('*.md')):
+  for page in (_ROOT / 'README.md', *sorted(_ROOT.glob('docs/*.md'))):
     for section in re.split(r'^## ', page.read_text(), flags=re.MULTILINE)[1:]:
       heading, _, text = section.partition('\n')
       for code in re.findall(r'```python\n(.*?)```', text, re.DOTALL):
