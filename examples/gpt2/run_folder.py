@@ -56,11 +56,10 @@ class RunFolder:
       Whether metrics of the same run, killed before its end, were thrown away.
 
     Raises:
-      UsageError: If the folder holds another run or other files of the names
+      UsageError: If the folder cannot be written, if it holds another run or other files of the names
         that a run writes, or if a run is going on in it.
     """
-    self.path.mkdir(parents=True, exist_ok=True)
-    self._take_lock()
+    self._open()
     self._refuse_other_files(settings)
     if self.finished:
       return False
@@ -70,9 +69,15 @@ class RunFolder:
     metrics.write_bytes(b'')
     return was_killed
 
-  def _take_lock(self) -> None:
-    """Keeps a second run out for as long as this process lives."""
-    self._lock = (self.path / '.lock').open('wb')
+  def _open(self) -> None:
+    """Makes the folder, and keeps a second run out while this one goes on."""
+    try:
+      self.path.mkdir(parents=True, exist_ok=True)
+      self._lock = (self.path / '.lock').open('wb')
+    except OSError as error:
+      raise UsageError(
+        f'--out-dir {self.path} cannot be written: {error}'
+      ) from error
     try:
       fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
