@@ -29,6 +29,8 @@ _RESULTS = (_METRICS, _WEIGHTS, _PICTURE, _SAMPLE)
 class RunFolder:
   """Reads and writes the files of a run.
 
+  As a context, it lets other runs into the folder at its end.
+
   A run is finished once all its files are there; the sample is written last.
 
   Attributes:
@@ -40,6 +42,13 @@ class RunFolder:
     self.path = path
     self.picture = path / _PICTURE
     self._lock: IO[bytes] | None = None
+
+  def __enter__(self) -> 'RunFolder':
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._lock is not None:
+      self._lock.close()
 
   @property
   def finished(self) -> bool:
@@ -56,8 +65,9 @@ class RunFolder:
       Whether metrics of the same run, killed before its end, were thrown away.
 
     Raises:
-      UsageError: If the folder cannot be written, if it holds another run or other files of the names
-        that a run writes, or if a run is going on in it.
+      UsageError: If the folder cannot be written, if it holds another run or
+        other files of the names that a run writes, or if a run is going on in
+        it.
     """
     self._open()
     self._refuse_other_files(settings)

@@ -74,20 +74,28 @@ def train(config: Config) -> RunFolder:
   tokens = load_tokens(config)
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
-  folder = RunFolder(config.out_dir or default_folder(config, settings))
-  if folder.start(settings):
-    print('An unfinished run was here. It starts over, to the same numbers.')
-  if folder.finished:
-    print(f'This run has been done: {folder.path}')
-  else:
-    print(_summary(config, tokens, trainer, folder))
-    if config.describe:
-      print('\n' + merit_optax.describe(trainer.param_shapes) + '\n')
-    with jax.set_mesh(mesh):
-      params = _run_steps(trainer, config, tokens, folder)
-    _finish(trainer, config, tokens, folder, params)
-  print(_report(folder))
+  path = config.out_dir or default_folder(config, settings)
+  with RunFolder(path) as folder:
+    if folder.start(settings):
+      print('An unfinished run was here. It starts over, to the same numbers.')
+    if folder.finished:
+      print(f'This run has been done: {path}')
+    else:
+      _run(trainer, config, tokens, folder)
+    print(_report(folder))
   return folder
+
+
+def _run(
+  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
+) -> None:
+  """Says what is to come, trains, and writes the results."""
+  print(_summary(config, tokens, trainer, folder))
+  if config.describe:
+    print('\n' + merit_optax.describe(trainer.param_shapes) + '\n')
+  with jax.set_mesh(trainer.mesh):
+    params = _run_steps(trainer, config, tokens, folder)
+  _finish(trainer, config, tokens, folder, params)
 
 
 def _settings(

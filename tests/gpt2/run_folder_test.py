@@ -68,11 +68,10 @@ def test_a_config_of_something_else_is_refused(tmp_path: Path, text: str):
 
 
 def test_a_second_run_is_kept_out_while_the_first_goes_on(tmp_path: Path):
-  first = RunFolder(tmp_path)
-  first.start(_SETTINGS)
-  with pytest.raises(UsageError, match='in use'):
-    RunFolder(tmp_path).start(_SETTINGS)
-  del first
+  with RunFolder(tmp_path) as first:
+    first.start(_SETTINGS)
+    with pytest.raises(UsageError, match='in use'):
+      RunFolder(tmp_path).start(_SETTINGS)
   RunFolder(tmp_path).start(_SETTINGS)
 
 
