@@ -49,7 +49,9 @@ def scale_by_adam(
     eps_root: Added to the second moment inside the root, >= 0. Needed to
       differentiate through the update.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
-    nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
+    nu_dtype: dtype of the second moment; ``None`` for that of the parameter. If
+      either is bfloat16, ``b2`` must not be above 0.99: the moment would round
+      back to its old value and never decay.
     bias_correction: Whether the moments are corrected for their start at zero.
       MERIT does not: its trust ratio cancels a factor common to all elements.
 
