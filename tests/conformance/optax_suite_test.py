@@ -89,8 +89,8 @@ def _run(path):
   return done.stdout
 
 
-# Its complex Rosenbrock problem ends 4 to 16 % off at every learning rate that we
-# tried with jax 0.12.0.1, and is solved with 0.10. Cause not found yet.
+# With jax 0.12.0.1 its complex Rosenbrock problem ends 5 to 11 % off at all of
+# four learning rates; with 0.10 it is solved. Cause not found yet.
 _COMPLEX_IS_NOT_SOLVED = pytest.mark.xfail(
   jax.__version_info__ >= (0, 12),
   reason='a complex problem is not solved since jax 0.12',
