@@ -4,7 +4,6 @@ from collections.abc import Callable
 import math
 import sys
 import time
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -44,12 +43,7 @@ class StepLog:
   def __enter__(self) -> 'StepLog':
     return self
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-  ) -> None:
+  def __exit__(self, *_: object) -> None:
     self._progress.close()
 
   def begin_step(self, step: int, loss: jax.Array) -> None:

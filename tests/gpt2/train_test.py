@@ -1,6 +1,7 @@
 import dataclasses
 import json
 from pathlib import Path
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,13 @@ from examples.gpt2.config import Config, identity
 from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.sharding import make_mesh, path_name
 from examples.gpt2.tokens import load_tokens, validation_sequences
-from examples.gpt2.train import NOT_FINITE, default_folder, main, train
+from examples.gpt2.train import (
+  INTERRUPTED,
+  NOT_FINITE,
+  default_folder,
+  main,
+  train,
+)
 from examples.gpt2.training import Trainer
 
 
@@ -136,6 +143,21 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny, monkeypatch, capsys):
   assert 'nan at step 1' in error
   assert '--learning-rate' in error
   assert not (tiny.out_dir / 'weights.safetensors').exists()
+
+
+def test_what_is_to_come_is_said_and_control_c_has_a_status(
+  tiny: Config, monkeypatch, capsys
+):
+  def interrupt(*_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr('examples.gpt2.train._run_steps', interrupt)
+  with pytest.raises(SystemExit) as stop:
+    main([*_arguments(tiny), '--describe'])
+  assert stop.value.code == INTERRUPTED
+  out = capsys.readouterr().out
+  assert re.search(r'blocks/1/mlp/up/kernel +\(16, 64\) +1 x 16 x 64 ', out)
+  assert 'weight, row, column' in out
 
 
 @pytest.mark.parametrize(
