@@ -1,29 +1,23 @@
-"""The folder of a run: settings, metrics and weights as files."""
+"""The folder of a run: its settings, metrics and results."""
 
 import fcntl
 import json
 import os
 from pathlib import Path
-import platform
+import shutil
 from typing import IO, Any
-
-import flax
-import jax
-import jaxlib
-import numpy as np
-import optax
-import safetensors.numpy
-import tokenizers
+import warnings
 
 from examples.gpt2.config import UsageError
-import merit_optax
 
 _CONFIG = 'config.json'
 _METRICS = 'metrics.jsonl'
-_WEIGHTS = 'weights.safetensors'
 _SAMPLE = 'sample.txt'
 _PICTURE = 'curves.png'
-_RESULTS = (_METRICS, _WEIGHTS, _PICTURE, _SAMPLE)
+_RESULTS = (
+  _METRICS, 'model.json', 'weights.safetensors', _PICTURE, _SAMPLE,
+)  # fmt: skip
+_FOLDERS = ('checkpoints', 'damaged-checkpoints', 'tensorboard', 'profile')
 
 
 class RunFolder:
@@ -35,13 +29,23 @@ class RunFolder:
 
   Attributes:
     path: The folder.
+    checkpoints: Folder of the checkpoints.
     picture: File of the picture.
   """
 
-  def __init__(self, path: Path):
+  def __init__(self, path: Path, *, is_writer: bool = True):
+    """Names a folder.
+
+    Args:
+      path: The folder.
+      is_writer: Whether this process writes; of several, one does.
+    """
     self.path = path
+    self.checkpoints = path / 'checkpoints'
     self.picture = path / _PICTURE
+    self._is_writer = is_writer
     self._lock: IO[bytes] | None = None
+    self._unwritten: list[str] = []
 
   def __enter__(self) -> 'RunFolder':
     return self
@@ -55,29 +59,33 @@ class RunFolder:
     """Whether a run ended here."""
     return all((self.path / f).is_file() for f in (_CONFIG, *_RESULTS))
 
-  def start(self, settings: dict[str, Any]) -> bool:
+  def start(self, settings: dict[str, Any], *, fresh: bool = False) -> None:
     """Makes the folder and writes its settings.
 
     Args:
       settings: JSON values; the entry ``'config'`` is what a run is known by.
-
-    Returns:
-      Whether metrics of the same run, killed before its end, were thrown away.
+      fresh: Whether to delete what a run of the same settings left here.
 
     Raises:
       UsageError: If the folder cannot be written, if it holds another run or
         other files of the names that a run writes, or if a run is going on in
         it.
     """
+    if not self._is_writer:
+      return
     self._open()
     self._refuse_other_files(settings)
-    if self.finished:
-      return False
-    metrics = self.path / _METRICS
-    was_killed = metrics.is_file() and metrics.stat().st_size > 0
-    _write(self.path / _CONFIG, json.dumps(settings, indent=2).encode())
-    metrics.write_bytes(b'')
-    return was_killed
+    if fresh:
+      self._clear()
+    if not self.finished:
+      write_whole(self.path / _CONFIG, json.dumps(settings, indent=2).encode())
+
+  def _clear(self) -> None:
+    """Deletes the files of a run, its settings last."""
+    for name in _FOLDERS:
+      shutil.rmtree(self.path / name, ignore_errors=True)
+    for name in reversed((_CONFIG, *_RESULTS)):
+      (self.path / name).unlink(missing_ok=True)
 
   def _open(self) -> None:
     """Makes the folder, and keeps a second run out while this one goes on."""
@@ -124,10 +132,54 @@ class RunFolder:
         'wrote: choose another folder.'
       ) from error
 
+  def keep_metrics(self, step: int) -> None:
+    """Cuts off the lines of metrics.jsonl after a step, also a torn one."""
+    if not self._is_writer:
+      return
+    path = self.path / _METRICS
+    content = path.read_bytes() if path.is_file() else b''
+    lines = content.splitlines(keepends=True)[:step]
+    write_whole(path, b''.join(lines))
+
   def log(self, metrics: dict[str, Any]) -> None:
-    """Appends a line to metrics.jsonl."""
-    with (self.path / _METRICS).open('a') as file:
-      file.write(json.dumps(metrics) + '\n')
+    """Appends a line to metrics.jsonl, or later if the disk is full."""
+    if self._is_writer:
+      self._unwritten.append(json.dumps(metrics) + '\n')
+      self._try_to_write()
+
+  def flush(self) -> None:
+    """Makes sure that metrics.jsonl is on the disk.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    if self._is_writer:
+      self._write_lines()
+
+  def _try_to_write(self) -> None:
+    try:
+      self._write_lines()
+    except OSError as error:
+      if len(self._unwritten) == 1:
+        warnings.warn(
+          f'{self.path / _METRICS} cannot be written ({error}): its lines wait '
+          'in memory.',
+          stacklevel=4,
+        )
+
+  def _write_lines(self) -> None:
+    if not self._unwritten:
+      return
+    with (self.path / _METRICS).open('a+b') as file:
+      size = file.seek(0, os.SEEK_END)
+      try:
+        file.write(''.join(self._unwritten).encode())
+        file.flush()
+        os.fsync(file.fileno())
+      except OSError:
+        os.ftruncate(file.fileno(), size)
+        raise
+    self._unwritten = []
 
   def read_metrics(self) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl."""
@@ -138,33 +190,12 @@ class RunFolder:
     """Returns what ``start`` was given."""
     return json.loads((self.path / _CONFIG).read_text())
 
-  def write_weights(self, weights: dict[str, np.ndarray]) -> None:
-    """Writes the final weights, by the names of the parameters."""
-    _write(self.path / _WEIGHTS, safetensors.numpy.save(weights))
-
   def write_sample(self, text: str) -> None:
     """Writes the sample, which marks the run as finished."""
-    _write(self.path / _SAMPLE, text.encode())
+    write_whole(self.path / _SAMPLE, text.encode())
 
 
-def machine() -> dict[str, Any]:
-  """Returns versions and devices, as JSON values."""
-  return {
-    'versions': {
-      'python': platform.python_version(),
-      'merit_optax': merit_optax.__version__,
-      'jax': jax.__version__,
-      'jaxlib': jaxlib.__version__,
-      'optax': optax.__version__,
-      'flax': flax.__version__,
-      'tokenizers': tokenizers.__version__,
-    },
-    'devices': [f'{d.platform}:{d.id} {d.device_kind}' for d in jax.devices()],
-    'cpu_cores': os.cpu_count(),
-  }
-
-
-def _write(path: Path, content: bytes) -> None:
+def write_whole(path: Path, content: bytes) -> None:
   """Writes a file that is whole or not there, even if the run is killed."""
   scratch = path.with_name(f'.{path.name}.partial')
   scratch.write_bytes(content)

@@ -21,16 +21,19 @@ _ACTIVATIONS = {
   'heads': P(BATCH_AXES, None, 'tensor'),
 }
 
-# By the last two names of a parameter's path; all others are replicated.
+# By the last two names of a parameter's path, without the axis of layers; all
+# others are replicated.
 _PARAMETERS = {
   'token_embedding.embedding': P('tensor', 'fsdp'),
   'position_embedding.embedding': P(None, 'fsdp'),
   'qkv.kernel': P('fsdp', 'tensor'),
   'qkv.bias': P('tensor'),
   'out.kernel': P('tensor', 'fsdp'),
+  'gate.kernel': P('fsdp', 'tensor'),
   'up.kernel': P('fsdp', 'tensor'),
   'up.bias': P('tensor'),
   'down.kernel': P('tensor', 'fsdp'),
+  'head.kernel': P('fsdp', 'tensor'),
 }
 
 
@@ -91,7 +94,7 @@ def check_sizes(mesh: Mesh, config: Config) -> None:
   Raises:
     UsageError: If an axis does not divide what it splits.
   """
-  shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+  shards = num_batch_shards(mesh)
   if config.micro_batch_size % shards:
     raise UsageError(
       f'data * fsdp = {shards} of --mesh must divide --micro-batch-size '
@@ -121,6 +124,7 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
   def sharding(path: tuple[Any, ...], param: jax.ShapeDtypeStruct):
     name = path_name(path)
     spec = _PARAMETERS.get('.'.join(name.split('.')[-2:]), P())
+    spec = P(None, *spec) if name.startswith('blocks.') else spec
     for size, axis in zip(param.shape, spec, strict=False):
       if axis is not None and size % mesh.shape[axis]:
         raise UsageError(
@@ -141,11 +145,27 @@ def state_shardings(
   """Returns the sharding of the state: moments lie as their parameters do."""
   return optax.tree.map_params(
     optimizer,
-    lambda _, sharding: sharding,
+    lambda x, sharding: x if _is_masked(x) else sharding,
     opt_state,
     param_shardings,
-    transform_non_params=lambda _: NamedSharding(mesh, P()),
+    is_leaf=_is_masked,
+    transform_non_params=lambda _: replicated(mesh),
   )
+
+
+def _is_masked(x: Any) -> bool:
+  # In the place of a parameter that another optimizer updates.
+  return isinstance(x, optax.MaskedNode)
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+  """Returns the number of parts that a micro-batch is split into."""
+  return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """Returns the sharding of what every device holds."""
+  return NamedSharding(mesh, P())
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -160,6 +180,6 @@ def constrain(x: jax.Array, kind: str = 'features') -> jax.Array:
   return jax.lax.with_sharding_constraint(x, _ACTIVATIONS[kind])
 
 
-def path_name(path: tuple[Any, ...]) -> str:
-  """Returns the path of a parameter, such as 'blocks.0.mlp.up.kernel'."""
-  return jax.tree_util.keystr(path, simple=True, separator='.')
+def path_name(path: tuple[Any, ...], separator: str = '.') -> str:
+  """Returns the path of a parameter, such as 'blocks.mlp.up.kernel'."""
+  return jax.tree_util.keystr(path, simple=True, separator=separator)

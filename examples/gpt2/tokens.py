@@ -1,8 +1,9 @@
-"""Tokens of a run: tokenizer, cache, batches."""
+"""Tokens of a run: tokenizer and caches."""
 
-from collections.abc import Iterator
+import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 from pathlib import Path
 import shutil
@@ -12,15 +13,34 @@ import numpy as np
 import tokenizers
 import tqdm
 
+from examples.gpt2 import batches
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.corpus import Corpus, load_corpus
+from examples.gpt2.prepare import (
+  TOKEN_DTYPE,
+  encode,
+  new_folder,
+  train_tokenizer,
+)
 
-_END_OF_TEXT = '<|endoftext|>'
-_TOKEN_DTYPE = np.dtype(np.uint16)
-_CHARACTERS_AT_ONCE = 1 << 17
 _TOKENS_AT_ONCE = 1 << 24
 _PARTS = ('train.bin', 'val.bin')
 _CACHED = (*_PARTS, 'tokenizer.json')
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+  """What all tokens have to be read for.
+
+  Attributes:
+    largest_token: The largest identifier.
+    sha256: Hash of the token files, hexadecimal.
+    unigram_entropy: As in :class:`Tokens`.
+  """
+
+  largest_token: int
+  sha256: str
+  unigram_entropy: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +90,7 @@ def load_tokens(config: Config) -> Tokens:
       f'--data {config.data} holds token files, but no {missing[0]}.'
     )
   corpus = load_corpus(config.data)
+  _check_can_be_long_enough(corpus, config.context_length)
   cache = config.cache_dir.expanduser() / _cache_key(corpus, config.vocab_size)
   if not all((cache / name).is_file() for name in _CACHED):
     shutil.rmtree(cache, ignore_errors=True)
@@ -83,44 +104,19 @@ def load_tokens(config: Config) -> Tokens:
 
 
 def training_batch(tokens: np.ndarray, config: Config, step: int) -> np.ndarray:
-  """Returns the sequences of a step, a pure function of seed and step.
-
-  Args:
-    tokens: Tokens to draw from, shape (tokens,).
-    config: Resolved settings.
-    step: Number of the step.
-
-  Returns:
-    Random windows, int32, shape (batch size, context length + 1): inputs and,
-    one further, targets.
-  """
-  generator = np.random.default_rng((config.seed, step))
-  starts = generator.integers(
-    len(tokens) - config.context_length, size=config.batch_size
+  """Returns the sequences of a step, int32, shape (batch size, T + 1)."""
+  length = config.context_length
+  starts = batches.training_starts(
+    len(tokens), length, config.batch_size, config.seed, step
   )
-  return windows(tokens, starts, config.context_length)
+  return batches.windows(tokens, starts, length + 1)
 
 
 def validation_sequences(tokens: np.ndarray, config: Config) -> np.ndarray:
-  """Returns the sequences of an evaluation, the same at every step.
-
-  Args:
-    tokens: Tokens to take from, shape (tokens,).
-    config: Resolved settings.
-
-  Returns:
-    Windows spread evenly and without overlap, int32, shape (sequences, context
-    length + 1).
-  """
-  available = (len(tokens) - 1) // config.context_length
-  count = min(available, config.eval_sequences)
-  starts = np.arange(count) * available // count * config.context_length
-  return windows(tokens, starts, config.context_length)
-
-
-def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-  """Returns int32 windows of ``length + 1`` tokens, a row for each start."""
-  return tokens[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+  """Returns the sequences of an evaluation, int32, shape (S, T + 1)."""
+  length = config.context_length
+  starts = batches.validation_starts(len(tokens), length, config.eval_sequences)
+  return batches.windows(tokens, starts, length + 1)
 
 
 def _cache_key(corpus: Corpus, vocab_size: int) -> str:
@@ -129,64 +125,21 @@ def _cache_key(corpus: Corpus, vocab_size: int) -> str:
 
 def _fill_cache(cache: Path, corpus: Corpus, vocab_size: int) -> None:
   """Writes tokenizer and tokens of a corpus to a new folder, all or nothing."""
-  cache.parent.mkdir(parents=True, exist_ok=True)
-  scratch = Path(tempfile.mkdtemp(dir=cache.parent, prefix='partial-'))
   try:
-    tokenizer = _train_tokenizer(corpus.train, vocab_size)
-    tokenizer.save(str(scratch / 'tokenizer.json'))
-    for part, documents in (
-      ('train', corpus.train),
-      ('val', corpus.validation),
-    ):
-      _encode(tokenizer, documents, part).tofile(scratch / f'{part}.bin')
-    scratch.chmod(0o755)  # mkdtemp lets nobody else read it.
+    with new_folder(cache) as folder:
+      tokenizer = train_tokenizer(corpus.train, vocab_size)
+      tokenizer.save(str(folder / 'tokenizer.json'))
+      for part, documents in _by_part(corpus).items():
+        with (folder / part).open('wb') as file:
+          for document in tqdm.tqdm(documents, f'tokenizing for {part}'):
+            encode(tokenizer, [document]).tofile(file)
+  except OSError:
     if not cache.is_dir():  # Another run may have been quicker.
-      os.replace(scratch, cache)
-  finally:
-    shutil.rmtree(scratch, ignore_errors=True)
+      raise
 
 
-def _train_tokenizer(
-  documents: list[str], vocab_size: int
-) -> tokenizers.Tokenizer:
-  """Trains byte-level byte-pair encoding, as GPT-2's."""
-  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-  byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-  tokenizer.pre_tokenizer = byte_level
-  tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size,
-    initial_alphabet=sorted(byte_level.alphabet()),
-    special_tokens=[_END_OF_TEXT],
-    show_progress=False,
-  )
-  pieces = tqdm.tqdm(list(_pieces(documents)), 'training the tokenizer')
-  tokenizer.train_from_iterator(pieces, trainer)
-  return tokenizer
-
-
-def _encode(
-  tokenizer: tokenizers.Tokenizer, documents: list[str], part: str
-) -> np.ndarray:
-  """Returns the tokens of documents, each followed by an end-of-text token."""
-  end = tokenizer.token_to_id(_END_OF_TEXT)
-  ids: list[int] = []
-  for document in tqdm.tqdm(documents, f'tokenizing the {part} text'):
-    pieces = tokenizer.encode_batch_fast(list(_pieces([document])))
-    for piece in pieces:
-      ids.extend(piece.ids)
-    ids.append(end)
-  return np.array(ids, _TOKEN_DTYPE)
-
-
-def _pieces(documents: list[str]) -> Iterator[str]:
-  """Cuts documents to pieces that the tokenizer can take in parallel."""
-  for text in documents:
-    start = 0
-    while start < len(text):
-      end = text.find('\n', start + _CHARACTERS_AT_ONCE) + 1 or len(text)
-      yield text[start:end]
-      start = end
+def _by_part(corpus: Corpus) -> dict[str, list[str]]:
+  return dict(zip(_PARTS, (corpus.train, corpus.validation), strict=True))
 
 
 def _open_tokens(
@@ -200,21 +153,21 @@ def _open_tokens(
     vocab_size = tokenizer.get_vocab_size()
   parts = [folder / name for name in _PARTS]
   train, validation = (_map_tokens(p, config.context_length) for p in parts)
-  frequencies, sha256 = _survey([train, validation])
-  if len(frequencies) > vocab_size:
+  survey = _cached_survey(parts, [train, validation], config.cache_dir)
+  if survey.largest_token >= vocab_size:
     raise UsageError(
-      f'--data {config.data} holds the token {len(frequencies) - 1}, but '
+      f'--data {config.data} holds the token {survey.largest_token}, but '
       f'its vocabulary has {vocab_size} tokens: give a larger --vocab-size.'
     )
   return Tokens(
     source=str(folder),
     num_bytes=sum(path.stat().st_size for path in parts),
-    sha256=sha256,
+    sha256=survey.sha256,
     train=train,
     validation=validation,
     tokenizer=tokenizer,
     vocab_size=vocab_size,
-    unigram_entropy=_entropy(frequencies),
+    unigram_entropy=survey.unigram_entropy,
   )
 
 
@@ -231,24 +184,78 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 def _map_tokens(path: Path, context_length: int) -> np.ndarray:
   """Maps a file of uint16 tokens, checked to hold at least one sequence."""
   size = path.stat().st_size
-  if size % _TOKEN_DTYPE.itemsize:
+  if size % TOKEN_DTYPE.itemsize:
     raise UsageError(
       f'{path} has {size} bytes: expected uint16 tokens, an even number.'
     )
-  num_tokens = size // _TOKEN_DTYPE.itemsize
+  num_tokens = size // TOKEN_DTYPE.itemsize
+  _check_length(path.name, str(num_tokens), num_tokens, context_length)
+  return np.memmap(path, TOKEN_DTYPE, mode='r')
+
+
+def _check_can_be_long_enough(corpus: Corpus, context_length: int) -> None:
+  """Refuses, before the work, text that has fewer bytes than are tokens needed.
+
+  A token is a byte or more, and an end-of-text token follows each document.
+  """
+  for part, documents in _by_part(corpus).items():
+    most = sum(len(text.encode()) + 1 for text in documents)
+    _check_length(part, f'at most {most}', most, context_length)
+
+
+def _check_length(
+  part: str, said: str, num_tokens: int, context_length: int
+) -> None:
+  """Raises ``UsageError`` unless a part can hold a sequence."""
   if num_tokens <= context_length:
-    part = 'validation' if path.name == 'val.bin' else 'training'
+    name = 'validation' if part == 'val.bin' else 'training'
     raise UsageError(
-      f'The {part} part of --data has {num_tokens} tokens, too few for a '
+      f'The {name} part of --data has {said} tokens, too few for a '
       f'sequence of --context-length {context_length} and its last target: '
       'give more text or a shorter context.'
     )
-  return np.memmap(path, _TOKEN_DTYPE, mode='r')
 
 
-def _survey(parts: list[np.ndarray]) -> tuple[np.ndarray, str]:
-  """Returns the frequency of each token up to the largest, and a hash."""
-  counts = np.zeros(np.iinfo(_TOKEN_DTYPE).max + 1, np.int64)
+def _cached_survey(
+  paths: list[Path], parts: list[np.ndarray], cache_dir: Path
+) -> Survey:
+  """Surveys token files, or reads what was found in the very same files.
+
+  Files are the same where path, size and times of the last change are.
+  """
+  stats = [(str(p.resolve()), p.stat()) for p in paths]
+  key = digest([(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats])
+  cache = cache_dir.expanduser() / 'surveys' / f'{key[:16]}.json'
+  survey = _read_survey(cache)
+  if survey is None:
+    survey = _survey(parts)
+    with contextlib.suppress(OSError):  # The next run then counts again.
+      _write_survey(cache, survey)
+  return survey
+
+
+def _read_survey(cache: Path) -> Survey | None:
+  """Returns the survey in a file, None if there is none or it is damaged."""
+  try:
+    survey = Survey(**json.loads(cache.read_text()))
+  except (OSError, ValueError, TypeError):
+    return None
+  kinds = [field.type for field in dataclasses.fields(Survey)]
+  fits = map(isinstance, dataclasses.astuple(survey), kinds)
+  return survey if all(fits) else None
+
+
+def _write_survey(cache: Path, survey: Survey) -> None:
+  """Writes a file that is whole or not there."""
+  cache.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.NamedTemporaryFile('w', dir=cache.parent, delete=False) as file:
+    json.dump(dataclasses.asdict(survey), file)
+  os.replace(file.name, cache)
+
+
+def _survey(parts: list[np.ndarray]) -> Survey:
+  """Reads all tokens once."""
+  counts = np.zeros(np.iinfo(TOKEN_DTYPE).max + 1, np.int64)
   sha256 = hashlib.sha256()
   total = sum(map(len, parts))
   with tqdm.tqdm(total=total, desc='counting tokens', delay=2) as progress:
@@ -259,7 +266,11 @@ def _survey(parts: list[np.ndarray]) -> tuple[np.ndarray, str]:
         counts += np.bincount(chunk, minlength=len(counts))
         sha256.update(chunk)
         progress.update(len(chunk))
-  return np.trim_zeros(counts, 'b'), sha256.hexdigest()
+  return Survey(
+    largest_token=int(np.flatnonzero(counts)[-1]),
+    sha256=sha256.hexdigest(),
+    unigram_entropy=_entropy(counts),
+  )
 
 
 def _entropy(frequencies: np.ndarray) -> float:

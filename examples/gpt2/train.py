@@ -1,33 +1,33 @@
-"""Trains a GPT-2: python -m examples.gpt2.train --help."""
+"""Trains a GPT-2 or Llama: python -m examples.gpt2.train --help."""
 
-import functools
+import hashlib
 from pathlib import Path
 import sys
-import time
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 import numpy as np
 import tyro
 
-from examples.gpt2 import sharding
-from examples.gpt2.config import Config, UsageError, digest, identity, resolve
-from examples.gpt2.plots import plot_curves
-from examples.gpt2.run_folder import RunFolder, machine
-from examples.gpt2.sample import sample_text
-from examples.gpt2.step_log import NotFiniteError, StepLog
-from examples.gpt2.tokens import (
-  Tokens,
-  load_tokens,
-  training_batch,
-  validation_sequences,
-)
+from examples.gpt2 import hardware, memory, report, sharding
+from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.generate import sample_text
+from examples.gpt2.loop import Loop, StoppedError
+from examples.gpt2.models import save_model
+from examples.gpt2.optimizers import merit_settings
+from examples.gpt2.plot import plot_run
+from examples.gpt2.presets import identity, resolve
+from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.step_log import NotFiniteError
+from examples.gpt2.tokens import Tokens, load_tokens
 from examples.gpt2.training import Trainer
 import merit_optax
 
-INTERRUPTED = 130
 NOT_FINITE = 3
-"""Exit status of a run that was stopped by a loss that is not finite."""
+"""Exit status of a run that a loss or gradient that is not finite stopped."""
+OUT_OF_MEMORY = 4
+"""Exit status of a run that did not fit into the memory of a device."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -38,21 +38,28 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read or written, ``NOT_FINITE`` for a loss that is not finite,
-      and ``INTERRUPTED`` after control-C.
+      cannot be read or written, ``NOT_FINITE`` and ``OUT_OF_MEMORY`` for what
+      they say, and 128 + the number of the signal (SIGTERM: 143, control-C:
+      130) after one.
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   try:
     train(config)
   except (UsageError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    raise SystemExit(2) from error
+    _exit(2, f'error: {error}', error)
   except NotFiniteError as error:
-    print(f'stopped: {error}', file=sys.stderr)
-    raise SystemExit(NOT_FINITE) from error
+    _exit(NOT_FINITE, f'stopped: {error}', error)
+  except memory.OutOfMemoryError as error:
+    _exit(OUT_OF_MEMORY, f'stopped: {error}', error)
+  except StoppedError as error:
+    _exit(128 + error.signal, f'stopped: {error}', error)
   except KeyboardInterrupt as error:
-    print('interrupted', file=sys.stderr)
-    raise SystemExit(INTERRUPTED) from error
+    _exit(130, 'interrupted', error)
+
+
+def _exit(status: int, message: str, cause: BaseException) -> None:
+  print(message, file=sys.stderr)
+  raise SystemExit(status) from cause
 
 
 def train(config: Config) -> RunFolder:
@@ -66,23 +73,28 @@ def train(config: Config) -> RunFolder:
 
   Raises:
     UsageError: If settings or data are wrong; nothing has been compiled then.
-    NotFiniteError: If the loss is infinite or not a number.
+    NotFiniteError: If a loss or gradient is infinite or not a number.
+    OutOfMemoryError: If a device has too little memory.
+    StoppedError: After SIGTERM or control-C; a checkpoint has been saved.
   """
   config = resolve(config)
+  hardware.connect(config)
   mesh = sharding.make_mesh(config.mesh)
   sharding.check_sizes(mesh, config)
   tokens = load_tokens(config)
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
-  with RunFolder(path) as folder:
-    if folder.start(settings):
-      print('An unfinished run was here. It starts over, to the same numbers.')
+  is_writer = jax.process_index() == 0
+  with RunFolder(path, is_writer=is_writer) as folder:
+    folder.start(settings, fresh=config.fresh)
+    multihost_utils.sync_global_devices('the folder is there')
     if folder.finished:
-      print(f'This run has been done: {path}')
+      hardware.say(f'This run has been done: {path}')
     else:
       _run(trainer, config, tokens, folder)
-    print(_report(folder))
+    if is_writer:
+      print(report.after(folder))
   return folder
 
 
@@ -90,12 +102,23 @@ def _run(
   trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
 ) -> None:
   """Says what is to come, trains, and writes the results."""
-  print(_summary(config, tokens, trainer, folder))
+  hardware.say(report.before(config, tokens, trainer, folder))
   if config.describe:
-    print('\n' + merit_optax.describe(trainer.param_shapes) + '\n')
-  with jax.set_mesh(trainer.mesh):
-    params = _run_steps(trainer, config, tokens, folder)
+    hardware.say('\n' + _describe(trainer, config) + '\n')
+  with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
+    params = Loop(trainer, config, tokens, folder).run()
   _finish(trainer, config, tokens, folder, params)
+
+
+def _describe(trainer: Trainer, config: Config) -> str:
+  settings = merit_settings(config)
+  return merit_optax.describe(
+    trainer.shapes.params,
+    weight_dimension_numbers=settings['weight_dimension_numbers'],
+    trust_ratio_mask=settings['trust_ratio_mask'],
+    mask=settings['mask'],
+    ratios=config.ratios,
+  )
 
 
 def _settings(
@@ -103,8 +126,10 @@ def _settings(
 ) -> dict[str, Any]:
   """Returns what config.json holds."""
   return {
-    'config': identity(config) | {'corpus_sha256': tokens.sha256},
+    'config': identity(config)
+    | {'corpus_sha256': tokens.sha256, 'init_sha256': _hash(config.init_from)},
     'corpus': {
+      'data': config.data,
       'source': tokens.source,
       'bytes': tokens.num_bytes,
       'sha256': tokens.sha256,
@@ -114,41 +139,27 @@ def _settings(
       'unigram_entropy': tokens.unigram_entropy,
     },
     'parameters': trainer.num_params,
+    'micro_batch_size': config.micro_batch_size,
     'mesh': dict(trainer.mesh.shape),
-    **machine(),
+    **hardware.versions(),
   }
+
+
+def _hash(model_folder: Path | None) -> str | None:
+  """Returns the hash of the weights that a run starts from."""
+  if model_folder is None:
+    return None
+  path = model_folder / 'weights.safetensors'
+  if not path.is_file():
+    raise UsageError(f'--init-from {model_folder} has no {path.name}.')
+  with path.open('rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def default_folder(config: Config, settings: dict[str, Any]) -> Path:
   """Returns the folder of a run, named after what decides its numbers."""
   name = f'{config.preset}-{config.optimizer}-{digest(settings["config"])[:8]}'
   return Path('runs') / name
-
-
-def _run_steps(
-  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
-) -> Any:
-  """Takes all steps and returns the final parameters."""
-
-  def batch(step: int) -> jax.Array:
-    sequences = training_batch(tokens.train, config, step)
-    return trainer.put_micro_batches(sequences)
-
-  held_out = validation_sequences(tokens.validation, config)
-  state = trainer.init()
-  start = time.perf_counter()
-  take_step = trainer.step.lower(state, batch(1)).compile()
-  print(f'compiled in {time.perf_counter() - start:.0f} s')
-  with StepLog(config, folder) as log:
-    for step in range(1, config.steps + 1):
-      state, loss = take_step(state, batch(step))
-      log.finish_step()
-      log.begin_step(step, loss)
-      if step % config.eval_every == 0 or step == config.steps:
-        log.finish_step(
-          functools.partial(trainer.evaluate, state.params, held_out)
-        )
-  return state.params
 
 
 def _finish(
@@ -159,13 +170,19 @@ def _finish(
   params: Any,
 ) -> None:
   """Writes weights, picture and, last, the sample."""
-  folder.write_weights(
-    {
-      sharding.path_name(path): np.asarray(param)
-      for path, param in jax.tree.leaves_with_path(params)
-    }
+  # One by one, since a device may have no room for all of them.
+  gather = jax.jit(lambda x: x, out_shardings=sharding.replicated(trainer.mesh))
+  gathered = jax.tree.map(lambda x: np.asarray(gather(x)), params)
+  if jax.process_index() > 0:
+    return
+  save_model(
+    folder.path,
+    trainer.model_config,
+    tokens.vocab_size,
+    gathered,
+    tokens.tokenizer,
   )
-  plot_curves(
+  plot_run(
     folder.picture,
     folder.read_metrics(),
     f'{config.preset}, {config.optimizer}',
@@ -173,62 +190,9 @@ def _finish(
   )
   folder.write_sample(
     sample_text(
-      trainer.logits, params, tokens, config.context_length, config.seed
+      trainer.model, gathered, tokens, config.context_length, config.seed
     )
   )
-
-
-def _summary(
-  config: Config, tokens: Tokens, trainer: Trainer, folder: RunFolder
-) -> str:
-  """Returns what a person wants to know before a run."""
-  devices = jax.devices()
-  mesh = ', '.join(f'{k} {v}' for k, v in trainer.mesh.shape.items())
-  per_step = config.batch_size * config.context_length
-  return _table(
-    {
-      'model': f'{config.preset}, {trainer.num_params:,} parameters, '
-      f'{config.num_layers} layers of width {config.width}',
-      'text': f'{tokens.source}, {tokens.num_bytes:,} bytes, '
-      f'sha256 {tokens.sha256[:16]}',
-      'tokens': f'{len(tokens.train):,} to train on, '
-      f'{len(tokens.validation):,} held out, vocabulary {tokens.vocab_size:,}, '
-      f'unigram entropy {tokens.unigram_entropy:.3f} nats',
-      'steps': f'{config.steps:,} of {config.batch_size:,} x '
-      f'{config.context_length:,} = {per_step:,} tokens, '
-      f'{config.steps * per_step:,} in all',
-      'optimizer': f'{config.optimizer}, learning rate '
-      f'{config.learning_rate:g}, weight decay {config.weight_decay:g}',
-      'devices': f'{len(devices)} x {devices[0].device_kind}',
-      'mesh': mesh,
-      'results': str(folder.path),
-    }
-  )
-
-
-def _report(folder: RunFolder) -> str:
-  """Returns what a person wants to know after a run."""
-  last = folder.read_metrics()[-1]
-  corpus = folder.read_settings()['corpus']
-  logits = ', '.join(f'{x:.1f}' for x in last['max_attention_logit'])
-  return (
-    _table(
-      {
-        'validation loss': f'{last["val_loss"]:.4f} nats per token '
-        f'(unigram entropy {corpus["unigram_entropy"]:.4f})',
-        'max attention logit': f'{logits} (first to last layer)',
-        'picture': str(folder.picture),
-        'sample': str(folder.path / 'sample.txt'),
-      }
-    )
-    + '\n\n'
-    + (folder.path / 'sample.txt').read_text()
-  )
-
-
-def _table(rows: dict[str, str]) -> str:
-  width = max(map(len, rows))
-  return '\n'.join(f'{name:{width}}  {value}' for name, value in rows.items())
 
 
 if __name__ == '__main__':

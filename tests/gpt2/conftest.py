@@ -2,7 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from examples.gpt2.config import Config, resolve
+from examples.gpt2.config import Config
+from examples.gpt2.presets import resolve
 from examples.gpt2.train import train
 
 _WORDS = 'the quick brown fox jumps over a lazy dog while seven wizards sleep'

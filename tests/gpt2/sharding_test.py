@@ -2,7 +2,8 @@ import jax
 from jax.sharding import PartitionSpec as P
 import pytest
 
-from examples.gpt2.config import Config, UsageError, resolve
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.presets import resolve
 from examples.gpt2.sharding import (
   check_sizes,
   make_mesh,

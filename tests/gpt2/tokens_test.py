@@ -1,5 +1,6 @@
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -7,17 +8,23 @@ import pytest
 
 from examples.gpt2 import tokens as tokens_module
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.tokens import (
-  load_tokens,
-  training_batch,
-  validation_sequences,
-)
+from examples.gpt2.tokens import load_tokens
 
 
 def _with_bins(config: Config, folder: Path, train, val, dtype=np.uint16):
   np.array(train, dtype).tofile(folder / 'train.bin')
   np.array(val, dtype).tofile(folder / 'val.bin')
   return dataclasses.replace(config, data=str(folder))
+
+
+def _cache_entry(config: Config) -> Path:
+  (path,) = config.cache_dir.glob('*/tokenizer.json')
+  return path.parent
+
+
+def _survey_file(config: Config) -> Path:
+  (path,) = (config.cache_dir / 'surveys').iterdir()
+  return path
 
 
 def test_tokens_decode_to_the_text(tiny: Config):
@@ -49,7 +56,7 @@ def test_an_interrupted_tokenization_leaves_no_cache(tiny: Config, monkeypatch):
     raise KeyboardInterrupt
 
   with monkeypatch.context() as patch:
-    patch.setattr(tokens_module, '_encode', fail)
+    patch.setattr(tokens_module, 'encode', fail)
     with pytest.raises(KeyboardInterrupt):
       load_tokens(tiny)
   assert not list(tiny.cache_dir.iterdir())
@@ -101,36 +108,6 @@ def test_a_torn_token_file_is_refused(tiny: Config, tmp_path: Path):
     load_tokens(config)
 
 
-def test_a_batch_is_a_pure_function_of_seed_and_step(tiny: Config):
-  tokens = np.arange(1000, dtype=np.uint16)
-  batch = training_batch(tokens, tiny, 3)
-  np.testing.assert_array_equal(batch, training_batch(tokens, tiny, 3))
-  assert batch.shape == (16, 17)
-  np.testing.assert_array_equal(np.diff(batch), 1)
-  assert (batch != training_batch(tokens, tiny, 4)).any()
-  other = dataclasses.replace(tiny, seed=1)
-  assert (batch != training_batch(tokens, other, 3)).any()
-
-
-def test_batches_reach_both_ends_of_the_text(tiny: Config):
-  config = dataclasses.replace(tiny, batch_size=2000)
-  batch = training_batch(np.arange(40, dtype=np.uint16), config, 0)
-  assert batch.min() == 0
-  assert batch.max() == 39
-
-
-def test_validation_sequences_do_not_overlap(tiny: Config):
-  sequences = validation_sequences(np.arange(2000, dtype=np.uint16), tiny)
-  assert sequences.shape == (24, 17)
-  assert (np.diff(sequences[:, 0]) >= 16).all()
-  assert sequences[-1, -1] > 1800
-
-
-def test_a_short_validation_text_gives_what_it_has(tiny: Config):
-  sequences = validation_sequences(np.arange(35, dtype=np.uint16), tiny)
-  np.testing.assert_array_equal(sequences[:, 0], [0, 16])
-
-
 @pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
 def test_half_of_the_token_files_is_refused(tiny, tmp_path, name: str):
   config = _with_bins(tiny, tmp_path, [0] * 99, [0] * 99)
@@ -141,14 +118,92 @@ def test_half_of_the_token_files_is_refused(tiny, tmp_path, name: str):
 
 def test_a_cache_with_a_lost_file_is_filled_again(tiny: Config):
   first = load_tokens(tiny)
-  (entry,) = tiny.cache_dir.iterdir()
+  entry = _cache_entry(tiny)
   (entry / 'val.bin').unlink()
   np.testing.assert_array_equal(load_tokens(tiny).validation, first.validation)
 
 
 def test_a_damaged_tokenizer_is_named(tiny: Config):
   load_tokens(tiny)
-  (entry,) = tiny.cache_dir.iterdir()
+  entry = _cache_entry(tiny)
   (entry / 'tokenizer.json').write_text('junk')
   with pytest.raises(UsageError, match=r'tokenizer\.json.*delete it'):
     load_tokens(tiny)
+
+
+def test_token_files_are_surveyed_once(tiny: Config, tmp_path, monkeypatch):
+  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
+  first = load_tokens(config)
+  monkeypatch.setattr(tokens_module, '_survey', None)
+  second = load_tokens(config)
+  assert (second.sha256, second.unigram_entropy) == (
+    first.sha256,
+    first.unigram_entropy,
+  )
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_changed_token_files_are_surveyed_again(tiny, tmp_path, name: str):
+  config = _with_bins(tiny, tmp_path, [0] * 100, [1] * 100)
+  before = load_tokens(config)
+  path = tmp_path / name
+  stat = path.stat()
+  _wait_for_another_time(path)
+  np.full(100, 7, np.uint16).tofile(path)
+  # As cp --preserve does it.
+  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+  assert load_tokens(config).sha256 != before.sha256
+
+
+def _wait_for_another_time(path: Path) -> None:
+  """Waits until a change of the file is seen in its times."""
+  last = path.stat().st_ctime_ns
+  while path.stat().st_ctime_ns == last:
+    path.touch()
+
+
+def test_the_survey_of_other_files_is_not_taken(tiny: Config, tmp_path: Path):
+  folders = tmp_path / 'one', tmp_path / 'two'
+  hashes = set()
+  for i, folder in enumerate(folders):
+    folder.mkdir()
+    config = _with_bins(tiny, folder, [i] * 100, [0] * 100)
+    hashes.add(load_tokens(config).sha256)
+  assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+  'content',
+  [b'', b'junk', b'\xff', b'{}', b'[]', b'{"largest_token": 1}']
+  + [b'{"largest_token": "1", "sha256": "a", "unigram_entropy": 0.5}'],
+)
+def test_a_damaged_survey_is_made_again(tiny, tmp_path, content: bytes):
+  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
+  first = load_tokens(config)
+  whole = _survey_file(config).read_bytes()
+  _survey_file(config).write_bytes(content)
+  assert load_tokens(config).sha256 == first.sha256
+  assert _survey_file(config).read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_run(tiny, tmp_path):
+  config = _with_bins(tiny, tmp_path, [0] * 100, [2] * 100)
+  config.cache_dir.write_text('a file, no folder')
+  assert load_tokens(config).unigram_entropy == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize('text', ['ä' * 60, 'word ' * 60])
+def test_text_that_is_certainly_too_short_is_refused_before_the_work(
+  tiny: Config, monkeypatch, text: str
+):
+  monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
+  Path(tiny.data).write_text(text)
+  with pytest.raises(UsageError, match=r'validation.*at most .*few.*length 16'):
+    load_tokens(tiny)
+
+
+def test_text_that_is_just_long_enough_is_taken(tiny: Config):
+  # The last twentieth: 16 bytes, which are 16 tokens, and an end-of-text token.
+  Path(tiny.data).write_text('\n'.join(['a'] * 152) + 'b' * 17)
+  config = dataclasses.replace(tiny, vocab_size=257)
+  assert len(load_tokens(config).validation) == 17

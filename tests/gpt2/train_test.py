@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from examples.gpt2.config import Config, identity
+from examples.gpt2.config import Config
+from examples.gpt2.presets import identity
 from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.sharding import make_mesh, path_name
 from examples.gpt2.tokens import load_tokens, validation_sequences

@@ -5,7 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from examples.gpt2.config import Config, resolve
+from examples.gpt2.config import Config
+from examples.gpt2.presets import resolve
 from examples.gpt2.sharding import make_mesh
 from examples.gpt2.training import (
   Trainer,

@@ -1,0 +1,226 @@
+"""Takes the steps of a run: compiles, resumes, evaluates, saves, stops."""
+
+import contextlib
+import functools
+import signal
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.gpt2 import batches, hardware, sharding
+from examples.gpt2.checkpoints import Checkpoints
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.models import load_model
+from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.step_log import NotFiniteError, StepLog
+from examples.gpt2.tokens import Tokens
+from examples.gpt2.training import Trainer, TrainState
+from examples.gpt2.watch import Watch
+
+_PROFILED = (10, 15)
+"""First and last step of a trace."""
+
+
+class StoppedError(Exception):
+  """A signal has stopped the run.
+
+  Attributes:
+    signal: Number of the signal.
+  """
+
+  def __init__(self, message: str, number: int):
+    super().__init__(message)
+    self.signal = number
+
+
+class Loop:
+  """The steps of a run, from its last checkpoint to its end."""
+
+  def __init__(
+    self, trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
+  ):
+    self._trainer = trainer
+    self._config = config
+    self._folder = folder
+    self._watch = Watch(config, trainer)
+    by_batch = sharding.batch_sharding(trainer.mesh)
+    self._make_batch = functools.partial(
+      batches.training_batch, tokens.train, config, sharding=by_batch
+    )
+    self._held_out, self._num_held_out = batches.validation_batch(
+      tokens.validation, config, by_batch
+    )
+    self._compile()
+
+  def _compile(self) -> None:
+    start = time.perf_counter()
+    batch = jax.ShapeDtypeStruct(
+      (
+        self._config.batch_size // self._config.micro_batch_size,
+        self._config.micro_batch_size,
+        self._config.context_length + 1,
+      ),
+      np.int32,
+      sharding=sharding.batch_sharding(self._trainer.mesh),
+    )
+    lowered = self._trainer.step.lower(self._trainer.shapes, batch)
+    self._take_step = lowered.compile()
+    hardware.say(f'compiled in {time.perf_counter() - start:.0f} s')
+
+  def run(self) -> Any:
+    """Takes the steps that are left.
+
+    Returns:
+      The final parameters.
+
+    Raises:
+      NotFiniteError: If a loss or gradient is not finite and that is to stop
+        the run; the last checkpoint is from before.
+      StoppedError: If a signal came; a checkpoint has been saved.
+      UsageError: If there are checkpoints but none is sound.
+    """
+    with contextlib.ExitStack() as stack:
+      self._checkpoints = stack.enter_context(
+        Checkpoints(self._folder.checkpoints, self._config.keep)
+      )
+      done, self._state = self._restore()
+      self._folder.keep_metrics(done)
+      self._log = stack.enter_context(
+        StepLog(self._config, self._trainer, self._folder, done)
+      )
+      self._stop = stack.enter_context(hardware.StopRequest())
+      self._batches = stack.enter_context(
+        batches.Prefetch(self._make_batch, done + 1, self._config.steps)
+      )
+      for step in range(done + 1, self._config.steps + 1):
+        self._step(step)
+    return self._state.params
+
+  def _restore(self) -> tuple[int, TrainState]:
+    """Returns the number of steps done, and the state after them."""
+    found = self._checkpoints.restore(self._trainer.shapes)
+    if found is not None:
+      hardware.say(f'going on after step {found[0]}, from its checkpoint')
+      return found
+    state = self._trainer.init()
+    if self._config.init_from is not None:
+      state = self._with_weights(state)
+    return 0, state
+
+  def _with_weights(self, state: TrainState) -> TrainState:
+    """Returns the state with the weights of another model."""
+    model = load_model(self._config.init_from)
+    if model.config != self._trainer.model_config:
+      ours = vars(self._trainer.model_config)
+      changes = ', '.join(
+        f'{k}: {v} -> {ours[k]}'
+        for k, v in vars(model.config).items()
+        if v != ours[k] and k not in ('dtype', 'remat', 'unroll')
+      )
+      if changes:
+        raise UsageError(
+          f'--init-from {self._config.init_from} holds another model than the '
+          f'settings say ({changes}).'
+        )
+    params = jax.tree.map(
+      lambda x, like: jax.make_array_from_callback(
+        x.shape, like.sharding, lambda index: np.asarray(x)[index]
+      ),
+      model.params,
+      self._trainer.shapes.params,
+    )
+    return state._replace(params=params)
+
+  def _step(self, step: int) -> None:
+    """Takes a step, and does what is due after it."""
+    batch = next(self._batches)
+    watched = self._measure(step, batch)
+    self._profile(step)
+    self._state, metrics = self._take_step(self._state, batch)
+    try:
+      self._log.begin_step(step, metrics, watched, self._batches.waited)
+      self._finish(step)
+    except NotFiniteError as error:
+      raise self._explained(error, batch) from error
+
+  def _finish(self, step: int) -> None:
+    """Evaluates, saves and stops where that is due."""
+    is_last = step == self._config.steps
+    received = self._stop.received(step)
+    evaluation: dict[str, float] = {}
+    if is_last or step % self._config.eval_every == 0:
+      with self._log.paused():
+        evaluation = {'val_loss': self._evaluate()}
+      self._log.finish_step(evaluation)
+    is_due = step % self._config.checkpoint_every == 0
+    if is_last or is_due or received is not None:
+      self._log.finish_step()
+      with self._log.paused():
+        saved = self._save(step, evaluation.get('val_loss'))
+      if received is not None and not is_last:
+        self._end(step, received, saved)
+
+  def _measure(self, step: int, batch: jax.Array) -> dict[str, Any]:
+    """Returns what a watch step measures, nothing on others."""
+    every = self._config.watch_every
+    is_last = step == self._config.steps
+    if not every or (step % every and not is_last):
+      return {}
+    self._log.finish_step()
+    with self._log.paused():
+      return self._watch(self._state, batch)
+
+  def _evaluate(self) -> float:
+    """Returns the mean validation loss, nats a token."""
+    losses = self._trainer.sequence_losses(self._state.params, self._held_out)
+    counted = np.asarray(losses).ravel()[: self._num_held_out]
+    return float(np.mean(counted, dtype=float))
+
+  def _save(self, step: int, val_loss: float | None) -> bool:
+    # Lines on the disk first, so that a checkpoint never misses one.
+    try:
+      self._folder.flush()
+    except OSError as error:
+      hardware.say(f'no checkpoint of step {step}: {error}')
+      return False
+    return self._checkpoints.save(step, self._state, val_loss)
+
+  def _end(self, step: int, received: int, saved: bool) -> None:
+    """Raises, with what becomes of the run."""
+    self._checkpoints.wait()
+    name = signal.Signals(received).name
+    what = f'a checkpoint of step {step} has been saved'
+    raise StoppedError(
+      f'{name}: {what if saved else "no checkpoint could be saved"}; the same '
+      'command goes on from the last one.',
+      received,
+    )
+
+  def _profile(self, step: int) -> None:
+    """Starts and ends the trace."""
+    if not self._config.profile:
+      return
+    if step == _PROFILED[0]:
+      jax.profiler.start_trace(str(self._folder.path / 'profile'))
+    elif step == _PROFILED[1] + 1:
+      jax.block_until_ready(self._state)
+      jax.profiler.stop_trace()
+
+  def _explained(
+    self, error: NotFiniteError, batch: jax.Array
+  ) -> NotFiniteError:
+    """Returns the error with the state of attention and what to try."""
+    seen = self._watch.attention(self._state.params, batch)
+    logits = jnp.array(seen['max_attention_logit'])
+    layer = int(jnp.argmax(logits))
+    return NotFiniteError(
+      f'{error} The weights are those before that step; there the largest '
+      f'attention logit is {logits[layer]:.1f}, in layer {layer + 1} of '
+      f'{len(logits)}. The last checkpoint is sound. Try a smaller '
+      '--learning-rate or --qk-norm (a new run), or --not-finite skip (goes on '
+      'from the checkpoint and leaves such steps out).',
+      error.step,
+    )

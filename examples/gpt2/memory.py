@@ -1,0 +1,98 @@
+"""Advice for a run that does not fit into the memory of its devices."""
+
+from collections.abc import Iterator
+import contextlib
+
+import jax
+
+from examples.gpt2 import hardware, sharding
+from examples.gpt2.config import Config
+from examples.gpt2.training import Trainer
+
+
+class OutOfMemoryError(Exception):
+  """A device has too little memory; the message says what to change."""
+
+
+@contextlib.contextmanager
+def advice(config: Config, trainer: Trainer) -> Iterator[None]:
+  """Turns an allocation that failed into advice.
+
+  Args:
+    config: Resolved settings.
+    trainer: Trainer of the run.
+
+  Raises:
+    OutOfMemoryError: If a device had too little memory.
+  """
+  try:
+    yield
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
+      first = (str(error).splitlines() or [''])[0]
+      raise OutOfMemoryError(
+        f'out of memory: {first}\n{explain(config, trainer)}'
+      ) from error
+    raise
+
+
+def explain(config: Config, trainer: Trainer) -> str:
+  """Returns where the memory goes, and what to change."""
+  params = hardware.bytes_per_device(trainer.shapes.params)
+  state = hardware.bytes_per_device(trainer.shapes)
+  needed = {
+    'weights': params,
+    'moments': state - params,
+    'gradients': params,
+    'activations, about': activation_bytes(config, trainer),
+  }
+  lines = [f'  {k}: {v / 2**30:.2f} GiB' for k, v in needed.items()]
+  return '\n'.join(
+    ['Estimate for each device:', *lines, 'Try, in this order:']
+    + [f'  {hint}' for hint in _hints(config, trainer)]
+  )
+
+
+def activation_bytes(config: Config, trainer: Trainer) -> int:
+  """Returns an estimate of the activations that a device keeps, in bytes.
+
+  It counts what the backward pass reads in each layer: about 10 arrays of width
+  and 3 of the MLP's for each token, the products among them only with ``dots``,
+  the residual stream only with ``full``. On CPU and in float32 attention keeps
+  its weights too.
+  """
+  shards = sharding.num_batch_shards(trainer.mesh)
+  tensor = trainer.mesh.shape['tensor']
+  tokens = config.micro_batch_size // shards * config.context_length
+  inner = {
+    'none': 8 * config.width + 3 * config.mlp_width,
+    'dots': 4 * config.width + config.mlp_width,
+    'full': 0,
+  }[config.remat]
+  is_fused = jax.default_backend() == 'gpu' and config.dtype == 'bfloat16'
+  if not is_fused and config.remat != 'full':
+    inner += 2 * config.num_heads * config.context_length
+  size = 2 if config.dtype == 'bfloat16' else 4
+  per_token = 2 * config.width + inner // tensor
+  return tokens * config.num_layers * per_token * size
+
+
+def _hints(config: Config, trainer: Trainer) -> Iterator[str]:
+  """Yields what to change, the cheapest first."""
+  shards = sharding.num_batch_shards(trainer.mesh)
+  smaller = config.micro_batch_size // 2
+  if smaller and smaller % shards == 0 and config.batch_size % smaller == 0:
+    yield f'--micro-batch-size {smaller} (same numbers but for rounding)'
+  if config.remat != 'full':
+    more = 'dots' if config.remat == 'none' else 'full'
+    yield f'--remat {more} (same numbers, recomputes in the backward pass)'
+  if config.dtype == 'float32':
+    yield '--dtype bfloat16 (a new run: half the activations)'
+  mesh = trainer.mesh.shape
+  devices = jax.device_count()
+  if devices > mesh['fsdp'] * mesh['tensor']:
+    yield f'--mesh fsdp={devices // mesh["tensor"]}' + (
+      f',tensor={mesh["tensor"]}' if mesh['tensor'] > 1 else ''
+    )
+  if devices == 1:
+    yield 'more devices, with --mesh fsdp=N'

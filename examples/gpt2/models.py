@@ -1,0 +1,271 @@
+"""Model folders: what a model is, its weights and its tokenizer, as files."""
+
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+from pathlib import Path
+import typing
+from typing import Any
+
+from flax import nnx
+import jax
+import numpy as np
+import safetensors
+import safetensors.numpy
+import tokenizers
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.layers import ModelConfig
+from examples.gpt2.model import Transformer
+from examples.gpt2.sharding import path_name
+
+TOKENIZER = 'tokenizer.json'
+_MODEL = 'model.json'
+_WEIGHTS = 'weights.safetensors'
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model as it was read.
+
+  Attributes:
+    config: What the model is.
+    num_tokens: Number of token identifiers, of which ``config.vocab_size`` may
+      be a larger, rounded-up number.
+    params: Tree of float32 NumPy arrays.
+    tokenizer: Tokenizer, where there is one.
+  """
+
+  config: ModelConfig
+  num_tokens: int
+  params: Any
+  tokenizer: tokenizers.Tokenizer | None
+
+
+def save_model(
+  folder: Path,
+  config: ModelConfig,
+  num_tokens: int,
+  params: Any,
+  tokenizer: tokenizers.Tokenizer | None = None,
+) -> None:
+  """Writes a model into a folder, in place of one that is there.
+
+  Each file is whole or not there, even after a kill; ``model.json`` is written
+  last, so that with it the model is complete. Other files are left alone.
+
+  Args:
+    folder: Folder; made if need be.
+    config: What the model is.
+    num_tokens: Number of token identifiers, ``config.vocab_size`` at the most.
+    params: Tree of arrays that this process can read whole, or arrays by path,
+      such as ``'blocks.mlp.up.kernel'``.
+    tokenizer: Tokenizer, where there is one.
+
+  Raises:
+    OSError: If a file cannot be written.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  for name in (_MODEL, TOKENIZER):
+    (folder / name).unlink(missing_ok=True)
+  with _whole(folder / _WEIGHTS) as path:
+    safetensors.numpy.save_file(arrays_by_path(params), path)
+  if tokenizer is not None:
+    with _whole(folder / TOKENIZER) as path:
+      tokenizer.save(str(path))
+  settings = {'num_tokens': num_tokens, 'config': dataclasses.asdict(config)}
+  with _whole(folder / _MODEL) as path:
+    path.write_text(json.dumps(settings, indent=2))
+
+
+@contextlib.contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+  """Gives a scratch file that is renamed to ``path`` if all goes well."""
+  scratch = path.with_name(f'.{path.name}.partial')
+  yield scratch
+  os.replace(scratch, path)
+
+
+def load_model(folder: Path) -> Model:
+  """Reads a model folder.
+
+  Args:
+    folder: Folder that :func:`save_model` wrote.
+
+  Returns:
+    The model, checked.
+
+  Raises:
+    UsageError: If a file or an array is missing, damaged, unknown or of another
+      shape or type than the model's; it is named.
+    OSError: If a file cannot be read.
+  """
+  folder = folder.expanduser()
+  if not folder.is_dir():
+    raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
+  config, num_tokens = _read_config(folder / _MODEL)
+  arrays = read_arrays(folder / _WEIGHTS)
+  check_arrays(folder / _WEIGHTS, arrays, by_path(shapes(config)))
+  tokenizer = None
+  if (folder / TOKENIZER).is_file():
+    tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
+  return Model(config, num_tokens, as_tree(config, arrays), tokenizer)
+
+
+def as_module(config: ModelConfig, params: Any) -> Transformer:
+  """Returns the model with some parameters; to be traced."""
+  return nnx.merge(_split(config)[0], params)
+
+
+def shapes(config: ModelConfig) -> Any:
+  """Returns the tree of the shapes of a model's parameters."""
+  return nnx.as_pure(_split(config)[1])
+
+
+@functools.cache
+def _split(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
+  model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+  return nnx.split(model)
+
+
+def as_tree(config: ModelConfig, arrays: Mapping[str, Any]) -> Any:
+  """Returns the tree of a model's parameters, given by path."""
+  return jax.tree.map_with_path(
+    lambda path, _: arrays[path_name(path)], shapes(config)
+  )
+
+
+def by_path(params: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by path, such as 'blocks.mlp.up.kernel'."""
+  return {path_name(p): x for p, x in jax.tree.leaves_with_path(params)}
+
+
+def arrays_by_path(params: Any) -> dict[str, np.ndarray]:
+  """Returns the leaves of a tree by path, as contiguous NumPy arrays."""
+  # safetensors writes the memory as it lies, whatever the strides say.
+  return {k: np.ascontiguousarray(x) for k, x in by_path(params).items()}
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+  """Reads a file of safetensors.
+
+  Args:
+    path: File.
+
+  Returns:
+    Arrays by name.
+
+  Raises:
+    UsageError: If the file is missing or damaged.
+  """
+  if not path.is_file():
+    raise UsageError(f'{path} is missing.')
+  try:
+    return safetensors.numpy.load_file(path)
+  except safetensors.SafetensorError as error:
+    raise UsageError(f'{path} is no whole safetensors file: {error}.') from error
+
+
+def check_arrays(
+  path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+  """Checks that arrays are those of a model.
+
+  Args:
+    path: Where they were read, for the error.
+    found: Arrays by name.
+    expected: Shapes and types by name.
+
+  Raises:
+    UsageError: If one is missing, unknown, or of another shape or type.
+  """
+  for name in sorted(found.keys() | expected.keys()):
+    one, other = (_describe(x.get(name)) for x in (found, expected))
+    if one != other:
+      raise UsageError(
+        f'{path}: the array {name} is {one}, expected {other} from what the '
+        'model is.'
+      )
+
+
+def _describe(array: Any) -> str:
+  return 'not there' if array is None else f'{array.dtype}{list(array.shape)}'
+
+
+def read_tokenizer(path: Path, num_tokens: int) -> tokenizers.Tokenizer:
+  """Reads a tokenizer.
+
+  Args:
+    path: File of the tokenizers library.
+    num_tokens: Number of token identifiers of the model.
+
+  Returns:
+    The tokenizer, which cuts and pads nothing.
+
+  Raises:
+    UsageError: If the file is damaged or has tokens beyond the model's.
+  """
+  try:
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  except Exception as error:  # The library raises nothing narrower.
+    raise UsageError(
+      f'{path} is no file of the tokenizers library: {error}.'
+    ) from error
+  count = num_identifiers(tokenizer)
+  if count > num_tokens:
+    raise UsageError(
+      f'{path} has token identifiers up to {count - 1}, but the model has '
+      f'{num_tokens} from 0 on.'
+    )
+  tokenizer.no_padding()
+  tokenizer.no_truncation()
+  return tokenizer
+
+
+def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
+  """Returns the number that all identifiers of a tokenizer are below."""
+  return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+  """Reads a JSON object from a file.
+
+  Args:
+    path: File.
+
+  Returns:
+    The object.
+
+  Raises:
+    UsageError: If the file is missing or holds something else.
+  """
+  try:
+    value = json.loads(path.read_text())
+  except FileNotFoundError as error:
+    raise UsageError(f'{path} is missing.') from error
+  except (ValueError, RecursionError) as error:
+    raise UsageError(f'{path} is no JSON: {error}.') from error
+  if not isinstance(value, dict):
+    raise UsageError(f'{path} must hold a JSON object.')
+  return value
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, int]:
+  """Reads what the model is, and the number of its token identifiers."""
+  settings = read_json(path)
+  _check_names(path, settings, {'config', 'num_tokens'}, {'config', 'num_tokens'})
+  values, num_tokens = settings['config'], settings['num_tokens']
+  if not isinstance(values, dict):
+    raise UsageError(f'{path}: config must be a JSON object, got {values!r}.')
+  fields = dataclasses.fields(ModelConfig)
+  required = {f.name for f in fields if f.default is dataclasses.MISSING}
+  _check_names(path, values, {f.name for f in fields}, required)
+  for name, value in values.items():
+    _check_value(path, name, value, typing.get_type_hints(ModelConfig)[name])
+  _check_value(path, 'num_tokens', num_tokens, int)
+  config = ModelConfig(**values)
+  check_config(path, config, num_tokens)
+  return config, num_tokens

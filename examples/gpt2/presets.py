@@ -1,0 +1,196 @@
+"""Presets, the defaults of the optimizers, and the checks of all settings."""
+
+from collections.abc import Callable
+import dataclasses
+import math
+from typing import Any
+
+from examples.gpt2.config import Config, UsageError, flag
+
+_RUN = dict(eval_every=100, eval_sequences=1024, checkpoint_every=100)
+_GPT2 = _RUN | dict(
+  architecture='gpt2', untied_head=False, context_length=1024, vocab_size=50257,
+  unroll=1, watch_every=100,
+)  # fmt: skip
+_LLAMA = _GPT2 | dict(architecture='llama', untied_head=True, vocab_size=32000)
+
+# All but the demo take about 20 tokens per parameter. Batch sizes are the
+# paper's where it has the model. Sizes of the Llamas are those of Zhao et al.,
+# GaLore, 2024.
+PRESETS: dict[str, dict[str, Any]] = {
+    'demo': _GPT2 | dict(
+        num_layers=4, num_heads=4, width=128, mlp_width=512, context_length=128,
+        vocab_size=1024, batch_size=64, micro_batch_size=64, steps=400,
+        eval_every=40, eval_sequences=512, checkpoint_every=80, watch_every=40,
+        unroll=4,
+    ),
+    'small': _GPT2 | dict(
+        num_layers=12, num_heads=12, width=768, mlp_width=3072,
+        batch_size=1024, micro_batch_size=16, steps=2400,
+    ),
+    'medium': _GPT2 | dict(
+        num_layers=24, num_heads=16, width=1024, mlp_width=4096,
+        batch_size=4096, micro_batch_size=8, steps=1700,
+    ),
+    'large': _GPT2 | dict(
+        num_layers=36, num_heads=20, width=1280, mlp_width=5120,
+        batch_size=8192, micro_batch_size=8, steps=1850,
+    ),
+    'xl': _GPT2 | dict(
+        num_layers=48, num_heads=25, width=1600, mlp_width=6400,
+        batch_size=8192, micro_batch_size=8, steps=3700,
+    ),
+    'llama-130m': _LLAMA | dict(
+        num_layers=12, num_heads=12, width=768, mlp_width=2048,
+        batch_size=1024, micro_batch_size=16, steps=2600,
+    ),
+    'llama-350m': _LLAMA | dict(
+        num_layers=24, num_heads=16, width=1024, mlp_width=2736,
+        batch_size=4096, micro_batch_size=8, steps=1760,
+    ),
+    'llama-7b': _LLAMA | dict(
+        num_layers=32, num_heads=32, width=4096, mlp_width=11008,
+        batch_size=8192, micro_batch_size=8, steps=16000,
+    ),
+}  # fmt: skip
+
+# Rates of merit, adamw and lamb are the best of four each on the demo preset;
+# those of lion and muon are usual ones and were not tuned.
+OPTIMIZERS: dict[str, dict[str, float]] = {
+  'merit': dict(learning_rate=3e-2, weight_decay=0.01, b1=0.9, b2=0.95),
+  'adamw': dict(learning_rate=4e-3, weight_decay=0.1, b1=0.9, b2=0.95),
+  'lamb': dict(learning_rate=2e-2, weight_decay=0.01, b1=0.9, b2=0.95),
+  'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
+  'muon': dict(learning_rate=2e-2, weight_decay=0.1, b1=0.95, b2=0.95),
+}
+
+# Settings of some optimizers only, with the value that others must leave.
+_ONLY_FOR = {
+  'trust_ratio': ('merit',),
+  'ratios': ('merit',),
+  'clip_threshold': ('merit',),
+  'min_norm': ('merit',),
+  'qkv': ('merit', 'muon'),
+}
+
+# What does not decide what a run computes, but for rounding.
+_NOT_IDENTITY = (
+  'data', 'cache_dir', 'out_dir', 'fresh', 'checkpoint_every', 'keep',
+  'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
+  'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
+  'num_processes', 'process_id', 'init_from',
+)  # fmt: skip
+
+
+def resolve(config: Config) -> Config:
+  """Fills the settings that were not given, and checks them all.
+
+  Args:
+    config: Settings as the user gave them.
+
+  Returns:
+    The same settings, with the defaults of preset and optimizer.
+
+  Raises:
+    UsageError: If a setting is out of its range, or does not fit another.
+  """
+  defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
+  if config.width is not None or config.architecture is not None:
+    del defaults['mlp_width']
+  missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
+  if 'batch_size' not in missing and 'micro_batch_size' in missing:
+    missing['micro_batch_size'] = math.gcd(
+      config.batch_size, defaults['micro_batch_size']
+    )
+  config = dataclasses.replace(config, **missing)
+  if config.mlp_width is None:
+    config = dataclasses.replace(config, mlp_width=_mlp_width(config))
+  _check_ranges(config)
+  _check_divides('micro_batch_size', 'batch_size', config)
+  _check_divides('num_heads', 'width', config)
+  _check_fits_optimizer(config)
+  _check_processes(config)
+  return config
+
+
+def identity(config: Config) -> dict[str, Any]:
+  """Returns the settings that decide what a run computes, as JSON values."""
+  fields = dataclasses.asdict(config)
+  return {k: v for k, v in fields.items() if k not in _NOT_IDENTITY}
+
+
+def _mlp_width(config: Config) -> int:
+  if config.architecture == 'llama':
+    return -(-8 * config.width // 48) * 16
+  return 4 * config.width
+
+
+def _check_ranges(config: Config) -> None:
+  """Raises ``UsageError`` for a setting out of its range."""
+  counts = (
+    'num_layers', 'num_heads', 'width', 'mlp_width', 'context_length',
+    'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
+    'checkpoint_every', 'keep', 'unroll',
+  )  # fmt: skip
+  for name in counts:
+    _check(config, name, 'at least 1', lambda x: x >= 1)
+  for name in ('watch_every', 'weight_decay', 'min_norm'):
+    _check(config, name, 'finite and at least 0', lambda x: 0 <= x < math.inf)
+  for name in ('learning_rate', 'max_gradient_norm'):
+    _check(config, name, 'finite and above 0', lambda x: 0 < x < math.inf)
+  for name in ('b1', 'b2'):
+    _check(config, name, 'in [0, 1)', lambda x: 0 <= x < 1)
+  _check(config, 'clip_threshold', 'above 0', lambda x: x > 0)
+  _check(config, 'warmup_share', 'in [0, 1]', lambda x: 0 <= x <= 1)
+  _check(config, 'seed', 'in [0, 2**32)', lambda x: 0 <= x < 2**32)
+  _check(config, 'vocab_size', 'in [257, 65536]', lambda x: 257 <= x <= 65536)
+  _check(
+    config,
+    'ratios',
+    "out of 'weight', 'row' and 'column'",
+    lambda x: len(x) > 0,
+  )
+
+
+def _check(
+  config: Config, name: str, accepted: str, holds: Callable[[Any], bool]
+) -> None:
+  value = getattr(config, name)
+  if not holds(value):
+    raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
+
+
+def _check_divides(divisor: str, dividend: str, config: Config) -> None:
+  """Raises ``UsageError`` unless one setting divides another."""
+  a, b = getattr(config, divisor), getattr(config, dividend)
+  if b % a:
+    raise UsageError(
+      f'{flag(divisor)} must divide {flag(dividend)}, got {a} and {b}.'
+    )
+
+
+def _check_fits_optimizer(config: Config) -> None:
+  """Raises ``UsageError`` for a setting that the optimizer does not have."""
+  for name, optimizers in _ONLY_FOR.items():
+    is_set = getattr(config, name) != getattr(Config, name)
+    if is_set and config.optimizer not in optimizers:
+      raise UsageError(
+        f'{flag(name)} is for --optimizer {" or ".join(optimizers)}, got '
+        f'--optimizer {config.optimizer}.'
+      )
+
+
+def _check_processes(config: Config) -> None:
+  """Raises ``UsageError`` unless the flags of the processes belong together."""
+  values = config.coordinator, config.num_processes, config.process_id
+  if any(x is None for x in values) and any(x is not None for x in values):
+    raise UsageError(
+      '--coordinator, --num-processes and --process-id must be given together.'
+    )
+  if config.num_processes is not None and not (
+    0 <= config.process_id < config.num_processes
+  ):
+    raise UsageError(
+      f'--process-id must be in [0, {config.num_processes}), the number of '
+      f'processes, got {config.process_id}.'
+    )

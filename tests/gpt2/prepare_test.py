@@ -1,0 +1,456 @@
+import collections
+from collections.abc import Iterable
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+from pathlib import Path
+import subprocess
+import sys
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+import tokenizers
+
+from examples.gpt2 import prepare as prepare_module
+from examples.gpt2.config import Config, UsageError, resolve
+from examples.gpt2.prepare import (
+  PrepareConfig,
+  Prepared,
+  encode,
+  main,
+  prepare,
+  train_tokenizer,
+)
+from examples.gpt2.tokens import load_tokens
+
+END = '<|endoftext|>'
+# With this share of 0.5, some of these fall into each part.
+TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(40)]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> PrepareConfig:
+  path = _write_json(tmp_path / 'text.jsonl', TEXTS)
+  return PrepareConfig(
+    data=(path,),
+    out_dir=tmp_path / 'out',
+    vocab_size=300,
+    validation_share=0.5,
+  )
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
+
+
+def _write_json(path: Path, texts: Iterable[str]) -> Path:
+  content = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
+  path.write_text(content)
+  return path
+
+
+def _documents(folder: Path) -> list[collections.Counter[str]]:
+  """Returns the documents of both parts as they are in the token files."""
+  tokenizer = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  return [
+    collections.Counter(
+      tokenizer.decode(ids, skip_special_tokens=False)
+      for ids in _split(folder / name, tokenizer.token_to_id(END))
+    )
+    for name in ('train.bin', 'val.bin')
+  ]
+
+
+def _split(path: Path, end: int) -> list[list[int]]:
+  ids = np.fromfile(path, np.uint16)
+  assert ids[-1] == end
+  parts = np.split(ids, np.flatnonzero(ids == end) + 1)
+  return [part[:-1].tolist() for part in parts[:-1]]
+
+
+def _is_held_out(text: str, share: float) -> bool:
+  digest = hashlib.sha256(text.encode()).hexdigest()
+  return int(digest[:16], 16) / 2**64 < share
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+  texts=st.lists(
+    st.text(st.characters(exclude_categories=['Cs']), max_size=30)
+    | st.sampled_from([END, f'a{END}b', ' \n ', '\r\n', 'x' * 70_000]),
+    max_size=12,
+  ),
+  kind=st.sampled_from(['jsonl', 'jsonl.gz', 'txt', 'txt.gz']),
+  vocab_size=st.sampled_from([257, 300]),
+)
+def test_documents_come_back_from_their_tokens(
+  tmp_path_factory, texts: list[str], kind: str, vocab_size: int
+):
+  folder = tmp_path_factory.mktemp('round_trip')
+  texts = [*texts, *TEXTS]
+  if kind.startswith('txt'):
+    texts = [text + '\n' for text in texts if text.strip() != END]
+    content = f'{END}\n'.join(texts)
+  else:
+    content = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
+  write = gzip.compress if kind.endswith('.gz') else bytes
+  (folder / f'a.{kind}').write_bytes(write(content.encode()))
+  config = PrepareConfig(
+    data=(folder / f'a.{kind}',),
+    out_dir=folder / 'out',
+    vocab_size=vocab_size,
+    validation_share=0.5,
+  )
+  prepared = prepare(config)
+  train, validation = _documents(config.out_dir)
+  assert train + validation == collections.Counter(filter(None, texts))
+  assert all(_is_held_out(text, 0.5) for text in validation)
+  assert not any(_is_held_out(text, 0.5) for text in train)
+  assert prepared.documents == (train.total(), validation.total())
+
+
+def test_the_trainer_reads_the_result(config: PrepareConfig, tmp_path: Path):
+  prepared = prepare(config)
+  settings = Config(
+    data=str(config.out_dir), context_length=16, cache_dir=tmp_path / 'cache'
+  )
+  tokens = load_tokens(resolve(settings))
+  assert (len(tokens.train), len(tokens.validation)) == prepared.tokens
+  assert tokens.vocab_size == prepared.vocab_size == 300
+  assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
+
+
+def test_what_was_made_is_counted(config: PrepareConfig):
+  with config.data[0].open('a') as file:
+    file.write('junk\n')
+  prepared = prepare(dataclasses.replace(config, skip_bad=True, vocab_size=257))
+  size = len(''.join(TEXTS))
+  held_out = sum(_is_held_out(text, 0.5) for text in TEXTS)
+  assert prepared == Prepared(
+    documents=(40 - held_out, held_out),
+    tokens=prepared.tokens,
+    num_bytes=size,
+    num_skipped=1,
+    vocab_size=257,
+  )
+  assert sum(prepared.tokens) == size + 40
+
+
+def test_documents_are_grouped_without_a_change(config, tmp_path, monkeypatch):
+  prepare(config)
+  monkeypatch.setattr(prepare_module, '_CHARACTERS_IN_MEMORY', 99)
+  again = dataclasses.replace(config, out_dir=tmp_path / 'again')
+  prepare(again)
+  assert _contents(config.out_dir) == _contents(again.out_dir)
+
+
+def test_long_documents_are_whole(config: PrepareConfig):
+  text = ''.join(TEXTS) * 300
+  _write_json(config.data[0], [*TEXTS, text])
+  prepare(config)
+  train, validation = _documents(config.out_dir)
+  assert (train + validation)[text] == 1
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+  return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_number_of_cores_changes_nothing(config: PrepareConfig, tmp_path):
+  sizes = np.random.default_rng(0).integers(1, 99, size=500)
+  words = np.random.default_rng(1).integers(10**4, size=10**4)
+  texts = [' '.join(map(str, words[i : i * i])) for i in sizes]
+  _write_json(config.data[0], texts)
+  results = []
+  for cores in ('1', '2'):
+    out_dir = tmp_path / cores
+    env = os.environ | {
+      'RAYON_NUM_THREADS': cores,
+      'TOKENIZERS_PARALLELISM': 'false',
+    }
+    subprocess.run(
+      [sys.executable, '-m', 'examples.gpt2.prepare', '--data', config.data[0],
+       '--out-dir', out_dir, '--vocab-size=300', '--validation-share=0.5'],
+      check=True, env=env, capture_output=True,
+    )  # fmt: skip
+    results.append(_contents(out_dir))
+  assert results[0] == results[1]
+  assert set(results[0]) == {'train.bin', 'val.bin', 'tokenizer.json'}
+
+
+def test_the_vocabulary_is_trained_on_the_smallest_hashes(config, monkeypatch):
+  sampled: list[str] = []
+
+  def train(documents, vocab_size):
+    sampled.extend(documents)
+    return train_tokenizer(documents, vocab_size)
+
+  monkeypatch.setattr(prepare_module, 'train_tokenizer', train)
+  size = len(TEXTS[0]) * 5
+  prepare(dataclasses.replace(config, sample_bytes=size))
+  candidates = sorted(
+    (text for text in TEXTS if not _is_held_out(text, 0.5)),
+    key=lambda text: hashlib.sha256(text.encode()).digest()[8:],
+  )
+  assert 2 < len(sampled) < len(candidates)
+  assert sampled == candidates[: len(sampled)]
+  assert len(''.join(sampled)) <= size
+  assert len(''.join(candidates[: len(sampled) + 1])) > size
+
+
+def _gpt2_folder(folder: Path, names: tuple[str, str]) -> tokenizers.Tokenizer:
+  """Writes a vocabulary as GPT-2's, with the end-of-text token at the end."""
+  model = json.loads(train_tokenizer(TEXTS, 300).to_str())['model']
+  others = [token for token in model['vocab'] if token != END]
+  vocab = {token: i for i, token in enumerate([*others, END])}
+  folder.mkdir()
+  (folder / names[0]).write_text(json.dumps(vocab))
+  merges = ['#version: 0.2', *map(' '.join, model['merges'])]
+  (folder / names[1]).write_text('\n'.join(merges) + '\n')
+  return vocab
+
+
+@pytest.mark.parametrize(
+  'names', [('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe')]
+)
+def test_the_files_of_gpt2_are_read(config, tmp_path, names: tuple[str, str]):
+  vocab = _gpt2_folder(tmp_path / 'gpt2', names)
+  config = _with_tokenizer(config, tmp_path / 'gpt2')
+  prepare(config)
+  train, validation = _documents(config.out_dir)
+  assert train + validation == collections.Counter(TEXTS)
+  saved = tokenizers.Tokenizer.from_file(str(config.out_dir / 'tokenizer.json'))
+  assert saved.get_vocab() == vocab
+  assert np.fromfile(config.out_dir / 'train.bin', np.uint16)[-1] == 299
+  # No space is put before the first word.
+  assert saved.encode('the').tokens == ['the']
+
+
+def _with_tokenizer(config: PrepareConfig, path: Path) -> PrepareConfig:
+  return dataclasses.replace(config, tokenizer=path, vocab_size=None)
+
+
+@pytest.mark.parametrize('name', ['out', 'out/tokenizer.json'])
+def test_a_tokenizer_can_be_used_again(config, tmp_path, name: str):
+  prepare(config)
+  again = _with_tokenizer(config, tmp_path / name)
+  again = dataclasses.replace(again, out_dir=tmp_path / 'again')
+  prepare(again)
+  assert _contents(again.out_dir) == _contents(config.out_dir)
+
+
+def test_a_tokenizer_that_truncates_or_pads_is_mended(config, tmp_path):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  tokenizer.enable_truncation(3)
+  tokenizer.enable_padding(length=100)
+  tokenizer.save(str(tmp_path / 'tokenizer.json'))
+  prepare(_with_tokenizer(config, tmp_path / 'tokenizer.json'))
+  train, validation = _documents(config.out_dir)
+  assert train + validation == collections.Counter(TEXTS)
+
+
+def test_tokens_that_a_tokenizer_puts_around_a_text_are_left_out(tmp_path):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  expected = encode(tokenizer, TEXTS)
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single=f'{END} $A', special_tokens=[(END, tokenizer.token_to_id(END))]
+  )
+  np.testing.assert_array_equal(encode(tokenizer, TEXTS), expected)
+
+
+def _save(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+  tokenizer.save(str(path))
+
+
+def _without_end(path: Path) -> None:
+  tokenizer = train_tokenizer(TEXTS, 300)
+  path.write_text(tokenizer.to_str().replace(END, '<|end|>'))
+
+
+def _too_large(path: Path) -> None:
+  tokenizer = train_tokenizer(TEXTS, 300)
+  tokenizer.add_tokens([f'token{i}' for i in range(65237)])
+  _save(tokenizer, path)
+
+
+def _with_a_gap(path: Path) -> None:
+  content = json.loads(train_tokenizer(TEXTS, 300).to_str())
+  content['model']['vocab'][' gap'] = 301
+  path.write_text(json.dumps(content))
+
+
+def _lower_case(path: Path) -> None:
+  tokenizer = train_tokenizer(TEXTS, 300)
+  tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+  _save(tokenizer, path)
+
+
+def _without_a_byte(path: Path) -> None:
+  content = json.loads(train_tokenizer(TEXTS, 257).to_str())
+  content['model']['vocab']['gone'] = content['model']['vocab'].pop('Ń')
+  path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+  ('write', 'message'),
+  [
+    (lambda path: path.write_text('junk'), 'cannot be read'),
+    (lambda path: path.mkdir(), 'expected a tokenizer.json, or a folder'),
+    (lambda path: None, 'expected a tokenizer.json, or a folder'),
+    (_without_end, r'has no token <\|endoftext\|>'),
+    (_too_large, 'has 65537 tokens.*65536 at the most'),
+    (_with_a_gap, 'has 301 tokens, the largest 301: .*without gaps'),
+    (_lower_case, 'expected a byte-level one'),
+    (_without_a_byte, 'expected a byte-level one'),
+  ],
+)
+def test_a_tokenizer_that_does_not_fit_is_refused(
+  config: PrepareConfig, tmp_path: Path, write, message: str
+):
+  path = tmp_path / 'given.json'
+  write(path)
+  with pytest.raises(UsageError, match=f'--tokenizer .*given.json.*{message}'):
+    prepare(_with_tokenizer(config, path))
+  assert not config.out_dir.exists()
+
+
+def test_a_vocabulary_of_the_largest_size_is_taken(config, tmp_path: Path):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  tokenizer.add_tokens([f'token{i}' for i in range(65236)])
+  _save(tokenizer, tmp_path / 'large.json')
+  _write_json(config.data[0], [*TEXTS, 'token65235'])
+  prepare(_with_tokenizer(config, tmp_path / 'large.json'))
+  train, validation = _documents(config.out_dir)
+  assert (train + validation)['token65235'] == 1
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'vocab_size': 256}, r'--vocab-size must be in \[257, 65536\], got 256'),
+    ({'vocab_size': 65537}, r'--vocab-size .* got 65537'),
+    ({'tokenizer': Path('x')}, '--vocab-size 300 .*--tokenizer'),
+    ({'validation_share': 0.0}, r'--validation-share .*\(0, 1\), got 0'),
+    ({'validation_share': 1.0}, '--validation-share .* got 1'),
+    ({'validation_share': float('nan')}, '--validation-share .* got nan'),
+    ({'sample_bytes': 0}, '--sample-bytes must be at least 1, got 0'),
+    ({'data': (Path('/nothing'),)}, '--data /nothing does not exist'),
+    ({'validation_share': 1e-9}, '40 .* and 0 .*--validation-share than 1e-09'),
+    ({'validation_share': 1 - 1e-9}, '0 documents to train on and 40 to'),
+  ],
+)
+def test_a_setting_out_of_its_range_is_refused(config, changes, message: str):
+  with pytest.raises(UsageError, match=message):
+    prepare(dataclasses.replace(config, **changes))
+  assert [p.name for p in config.out_dir.parent.iterdir()] == ['text.jsonl']
+
+
+def test_a_folder_that_holds_something_is_refused_and_kept(config):
+  config.out_dir.mkdir()
+  (config.out_dir / 'precious').write_text('data')
+  with pytest.raises(UsageError, match='--out-dir .*out is there'):
+    prepare(config)
+  assert _contents(config.out_dir) == {'precious': b'data'}
+
+
+def test_an_empty_folder_is_filled(config: PrepareConfig):
+  config.out_dir.mkdir()
+  prepare(config)
+  assert len(_contents(config.out_dir)) == 3
+
+
+def test_what_another_wrote_in_the_meantime_is_kept(config, monkeypatch):
+  def train(*args):
+    config.out_dir.mkdir()
+    (config.out_dir / 'precious').write_text('data')
+    return train_tokenizer(*args)
+
+  monkeypatch.setattr(prepare_module, 'train_tokenizer', train)
+  with pytest.raises(OSError, match='not empty'):
+    prepare(config)
+  assert _contents(config.out_dir) == {'precious': b'data'}
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, OSError])
+def test_a_stopped_run_leaves_nothing(config, tmp_path, monkeypatch, error):
+  calls = []
+
+  def fail(*args):
+    if calls:
+      raise error
+    calls.append(args)
+    return encode(*args)
+
+  monkeypatch.setattr(prepare_module, 'encode', fail)
+  with pytest.raises(error):
+    prepare(config)
+  assert [path.name for path in tmp_path.iterdir()] == ['text.jsonl']
+
+
+def test_a_killed_run_leaves_no_result_and_can_be_repeated(config, tmp_path):
+  code = '\n'.join(
+    [
+      'import os, signal, sys',
+      'from examples.gpt2 import prepare',
+      'encode, calls = prepare.encode, []',
+      'def die(*args):',
+      '  if calls: os.kill(os.getpid(), signal.SIGKILL)',
+      '  calls.append(args)',
+      '  return encode(*args)',
+      'prepare.encode = die',
+      'prepare.main(sys.argv[1:])',
+    ]
+  )
+  args = ['--data', str(config.data[0]), '--out-dir', str(config.out_dir)]
+  args += ['--vocab-size=300', '--validation-share=0.5']
+  done = subprocess.run(
+    [sys.executable, '-c', code, *args], check=False, capture_output=True
+  )
+  assert done.returncode == -9
+  assert not config.out_dir.exists()
+  assert list(tmp_path.glob('partial-*/train.bin'))
+  main(args)
+  assert len(_contents(config.out_dir)) == 3
+
+
+def test_the_command_reports_what_it_made(config, monkeypatch, capsys):
+  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')
+  args = ['--data', str(config.data[0]), '--out-dir', str(config.out_dir)]
+  main([*args, '--vocab-size=257', '--validation-share=0.5'])
+  captured = capsys.readouterr()
+  held_out = sum(_is_held_out(text, 0.5) for text in TEXTS)
+  size = len(''.join(TEXTS))
+  for part in (
+    f'{40 - held_out} to train on, {held_out} held out, 0 left out',
+    f'{size:,} bytes, {size / (size + 40):.2f} bytes per token',
+    '257 tokens',
+    str(config.out_dir),
+  ):
+    assert part in captured.out
+  assert 'tokenizing: 100%' in captured.err
+  assert os.environ['TOKENIZERS_PARALLELISM'] == 'true'
+
+
+def test_the_command_names_a_mistake(config: PrepareConfig, capsys):
+  config.data[0].write_text('junk\n')
+  args = ['--data', str(config.data[0]), '--out-dir', str(config.out_dir)]
+  with pytest.raises(SystemExit) as exit_info:
+    main(args)
+  assert exit_info.value.code == 2
+  assert 'error: ' in capsys.readouterr().err
+
+
+def test_control_c_has_its_own_status(config, monkeypatch, capsys):
+  def interrupt(_):
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(prepare_module, 'prepare', interrupt)
+  with pytest.raises(SystemExit) as exit_info:
+    main(['--data', 'x', '--out-dir', 'y'])
+  assert exit_info.value.code == prepare_module.INTERRUPTED
+  assert 'interrupted' in capsys.readouterr().err
