@@ -18,11 +18,11 @@ import warnings
 
 import jax
 from jax.experimental import multihost_utils
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from examples.gpt2.checksums import survey
 from examples.gpt2.config import UsageError
 from examples.gpt2.sharding import path_name
 
@@ -87,8 +87,9 @@ class Checkpoints:
     if step in self._manager.all_steps():
       return True
     arrays = _by_name(state)
-    for name, finite in jax.device_get(jax.tree.map(_finite, arrays)).items():
-      if not finite:
+    found = jax.device_get(survey(arrays))
+    for name, is_finite in found['finite'].items():
+      if not is_finite:
         _warn(f'No checkpoint is made of step {step}: {name} is not finite.')
         return False
     if loss is None or not math.isfinite(loss):
@@ -96,7 +97,13 @@ class Checkpoints:
     self._saving, self._losses[step] = step, float(loss)
     args = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays),
-      record=ocp.args.JsonSave(_record(arrays, float(loss))),
+      record=ocp.args.JsonSave(
+        {
+          'loss': float(loss),
+          'types': _types(arrays),
+          'checksums': {k: int(x) for k, x in found['checksums'].items()},
+        }
+      ),
     )
     # Without force, Orbax passes over a step before the last one in silence.
     return self._go_on(self._manager.save, step, args=args, force=True)
@@ -230,65 +237,6 @@ class _Best(checkpoint_managers.PreservationPolicy):
     return [rank == min(ranks) for rank in ranks]
 
 
-@jax.jit
-def checksum(x: jax.Array) -> jax.Array:
-  """Returns a checksum of an array, the same however it is sharded.
-
-  Each 32 bits are mixed, one to one, with their position into a number, and
-  these are summed in integers, whose order is free. A change within 32 bits is
-  always seen; another is missed with a probability of about 2**-32.
-
-  Args:
-    x: Array of any shape, and of bool or a type of whole bytes.
-
-  Returns:
-    The sum modulo 2**32, a scalar of uint32.
-  """
-  words = _words(x)
-  # From the index along each axis: a flat one needs a reshape, and that would
-  # gather a sharded array.
-  position = jnp.uint32(0)
-  for axis, size in enumerate(words.shape):
-    index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    position = position * jnp.uint32(size % 2**32) + index
-  return jnp.sum(_mix(words + _mix(position)), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-  """Returns the bits of an array as uint32, longer ones along a new axis."""
-  if jnp.iscomplexobj(x):
-    x = jnp.stack([x.real, x.imag])
-  if x.dtype == bool:
-    return x.astype(jnp.uint32)
-  word = f'uint{8 * min(x.dtype.itemsize, 4)}'
-  return jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-  """Scrambles uint32 one to one, as the last step of MurmurHash3 does."""
-  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-  return x ^ (x >> 16)
-
-
-@jax.jit
-def _finite(x: jax.Array) -> jax.Array:
-  """Returns whether an array is finite, a scalar of bool."""
-  return jnp.all(jnp.isfinite(x))
-
-
-def _record(arrays: dict[str, jax.Array], loss: float) -> dict[str, Any]:
-  """Returns what is saved beside the arrays, as JSON values."""
-  checksums = _checksums(arrays)
-  return {'loss': loss, 'types': _types(arrays), 'checksums': checksums}
-
-
-def _checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
-  """Returns the checksums of arrays, computed all before one is waited for."""
-  sums = jax.device_get({name: checksum(x) for name, x in arrays.items()})
-  return {name: int(value) for name, value in sums.items()}
-
-
 def _types(arrays: dict[str, Any]) -> dict[str, str]:
   """Returns the types of arrays, such as 'float32[2, 3]'."""
   return {name: f'{x.dtype}{list(x.shape)}' for name, x in arrays.items()}
@@ -303,8 +251,9 @@ def _verified(
   like: Any, arrays: dict[str, jax.Array], checksums: dict[str, int]
 ) -> Any:
   """Returns the arrays as a tree; raises if one has another checksum."""
-  for name, value in _checksums(arrays).items():
-    if value != checksums[name]:
+  found = jax.device_get(survey(arrays))['checksums']
+  for name, value in found.items():
+    if int(value) != checksums[name]:
       raise ValueError(f'{name} is not as it was saved, by its checksum')
   leaves = [arrays[name] for name in _by_name(like)]
   return jax.tree.unflatten(jax.tree.structure(like), leaves)

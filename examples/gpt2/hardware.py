@@ -24,7 +24,7 @@ from examples.gpt2.layers import ModelConfig
 import merit_optax
 
 # Dense FLOP/s of matrix products in bfloat16, by the makers' data sheets; by a
-# part of `device_kind`, the most special first.
+# part of `device_kind`, the most special first. A TPU v3 chip is two devices.
 _PEAKS = {
   'TPU v6': 918e12,
   'TPU v5p': 459e12,
@@ -32,12 +32,16 @@ _PEAKS = {
   'TPU v5e': 197e12,
   'TPU v5': 459e12,
   'TPU v4': 275e12,
-  'TPU v3': 123e12,
+  'TPU v3': 61.5e12,
   'B200': 2250e12,
+  'H200 NVL': 835e12,
   'H200': 989e12,
   'H100 PCIe': 756e12,
+  'H100 NVL': 835e12,
   'H100': 989e12,
   'A100': 312e12,
+  'L40S': 362e12,
+  'L40': 181e12,
   'L4': 121e12,
   'V100': 125e12,
 }

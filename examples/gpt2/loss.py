@@ -119,13 +119,18 @@ _einsum: Callable[..., jax.Array] = functools.partial(
 )
 
 
+def chunk_length(batch: int, length: int, vocab_size: int) -> int:
+  """Returns for how many tokens of each sequence logits exist at once."""
+  wanted = max(1, _LOGITS_AT_ONCE // (batch * vocab_size))
+  # At least two chunks, so that all logits never exist at once.
+  sizes = range(1, max(1, length // 2) + 1)
+  return max(n for n in sizes if length % n == 0 and n <= wanted)
+
+
 def _cut(x: jax.Array, head_VD: jax.Array) -> jax.Array:
   """Moves chunks of tokens, (B, T, ...), to a leading axis."""
   batch, length = x.shape[:2]
-  wanted = max(1, _LOGITS_AT_ONCE // (batch * len(head_VD)))
-  # At least two chunks, so that all logits never exist at once.
-  sizes = range(1, max(1, length // 2) + 1)
-  chunk = max(n for n in sizes if length % n == 0 and n <= max(wanted, 1))
+  chunk = chunk_length(batch, length, len(head_VD))
   return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
 
 

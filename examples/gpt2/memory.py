@@ -4,8 +4,9 @@ from collections.abc import Iterator
 import contextlib
 
 import jax
+import jax.numpy as jnp
 
-from examples.gpt2 import hardware, sharding
+from examples.gpt2 import hardware, loss, sharding
 from examples.gpt2.config import Config
 from examples.gpt2.training import Trainer
 
@@ -54,27 +55,46 @@ def explain(config: Config, trainer: Trainer) -> str:
 
 
 def activation_bytes(config: Config, trainer: Trainer) -> int:
-  """Returns an estimate of the activations that a device keeps, in bytes.
+  """Returns an estimate of the activations that a device holds, in bytes.
 
-  It counts what the backward pass reads in each layer: about 10 arrays of width
-  and 3 of the MLP's for each token, the products among them only with ``dots``,
-  the residual stream only with ``full``. On CPU and in float32 attention keeps
-  its weights too.
+  It counts what the backward pass reads: of each layer all, only the products
+  with weights (``dots``) or only the residual stream (``full``); of the layer
+  that it is in, all once more; and the logits of a chunk of tokens.
   """
   shards = sharding.num_batch_shards(trainer.mesh)
   tensor = trainer.mesh.shape['tensor']
-  tokens = config.micro_batch_size // shards * config.context_length
-  inner = {
-    'none': 8 * config.width + 3 * config.mlp_width,
-    'dots': 4 * config.width + config.mlp_width,
-    'full': 0,
+  sequences = config.micro_batch_size // shards
+  size = jnp.dtype(config.dtype).itemsize
+  up_projections = 2 if config.architecture == 'llama' else 1
+  whole = _whole_layer_bytes(config, tensor)
+  kept = {
+    'none': whole,
+    'dots': size
+    * (
+      2 * config.width
+      + (3 * config.width + up_projections * config.mlp_width) // tensor
+    ),
+    'full': size * config.width,
   }[config.remat]
+  vocab_size = trainer.model_config.vocab_size
+  chunk = loss.chunk_length(
+    config.micro_batch_size, config.context_length, vocab_size
+  )
+  layers = config.context_length * (config.num_layers * kept + whole)
+  logits = 2 * 4 * chunk * vocab_size // tensor
+  return sequences * (layers + logits)
+
+
+def _whole_layer_bytes(config: Config, tensor: int) -> int:
+  """Returns the bytes of what the backward pass reads of a layer, by token."""
+  size = jnp.dtype(config.dtype).itemsize
+  # Norms compute in float32, and so does the softmax.
+  stream = config.width * (4 * size + 4 * 4)
+  inner = 4 * config.width * size + 6 * config.mlp_width * size
   is_fused = jax.default_backend() == 'gpu' and config.dtype == 'bfloat16'
-  if not is_fused and config.remat != 'full':
-    inner += 2 * config.num_heads * config.context_length
-  size = 2 if config.dtype == 'bfloat16' else 4
-  per_token = 2 * config.width + inner // tensor
-  return tokens * config.num_layers * per_token * size
+  if not is_fused:
+    inner += config.num_heads * config.context_length * (size + 4)
+  return stream + inner // tensor
 
 
 def _hints(config: Config, trainer: Trainer) -> Iterator[str]:

@@ -1,25 +1,29 @@
 """Model folders: what a model is, its weights and its tokenizer, as files."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 import contextlib
 import dataclasses
 import functools
 import json
 import os
 from pathlib import Path
-import typing
 from typing import Any
 
 from flax import nnx
 import jax
 import numpy as np
-import safetensors
 import safetensors.numpy
 import tokenizers
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.layers import ModelConfig
 from examples.gpt2.model import Transformer
+from examples.gpt2.model_files import (
+  check_arrays,
+  read_arrays,
+  read_config,
+  read_tokenizer,
+)
 from examples.gpt2.sharding import path_name
 
 TOKENIZER = 'tokenizer.json'
@@ -106,7 +110,7 @@ def load_model(folder: Path) -> Model:
   folder = folder.expanduser()
   if not folder.is_dir():
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
-  config, num_tokens = _read_config(folder / _MODEL)
+  config, num_tokens = read_config(folder / _MODEL)
   arrays = read_arrays(folder / _WEIGHTS)
   check_arrays(folder / _WEIGHTS, arrays, by_path(shapes(config)))
   tokenizer = None
@@ -147,125 +151,3 @@ def arrays_by_path(params: Any) -> dict[str, np.ndarray]:
   """Returns the leaves of a tree by path, as contiguous NumPy arrays."""
   # safetensors writes the memory as it lies, whatever the strides say.
   return {k: np.ascontiguousarray(x) for k, x in by_path(params).items()}
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray]:
-  """Reads a file of safetensors.
-
-  Args:
-    path: File.
-
-  Returns:
-    Arrays by name.
-
-  Raises:
-    UsageError: If the file is missing or damaged.
-  """
-  if not path.is_file():
-    raise UsageError(f'{path} is missing.')
-  try:
-    return safetensors.numpy.load_file(path)
-  except safetensors.SafetensorError as error:
-    raise UsageError(f'{path} is no whole safetensors file: {error}.') from error
-
-
-def check_arrays(
-  path: Path, found: Mapping[str, Any], expected: Mapping[str, Any]
-) -> None:
-  """Checks that arrays are those of a model.
-
-  Args:
-    path: Where they were read, for the error.
-    found: Arrays by name.
-    expected: Shapes and types by name.
-
-  Raises:
-    UsageError: If one is missing, unknown, or of another shape or type.
-  """
-  for name in sorted(found.keys() | expected.keys()):
-    one, other = (_describe(x.get(name)) for x in (found, expected))
-    if one != other:
-      raise UsageError(
-        f'{path}: the array {name} is {one}, expected {other} from what the '
-        'model is.'
-      )
-
-
-def _describe(array: Any) -> str:
-  return 'not there' if array is None else f'{array.dtype}{list(array.shape)}'
-
-
-def read_tokenizer(path: Path, num_tokens: int) -> tokenizers.Tokenizer:
-  """Reads a tokenizer.
-
-  Args:
-    path: File of the tokenizers library.
-    num_tokens: Number of token identifiers of the model.
-
-  Returns:
-    The tokenizer, which cuts and pads nothing.
-
-  Raises:
-    UsageError: If the file is damaged or has tokens beyond the model's.
-  """
-  try:
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-  except Exception as error:  # The library raises nothing narrower.
-    raise UsageError(
-      f'{path} is no file of the tokenizers library: {error}.'
-    ) from error
-  count = num_identifiers(tokenizer)
-  if count > num_tokens:
-    raise UsageError(
-      f'{path} has token identifiers up to {count - 1}, but the model has '
-      f'{num_tokens} from 0 on.'
-    )
-  tokenizer.no_padding()
-  tokenizer.no_truncation()
-  return tokenizer
-
-
-def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
-  """Returns the number that all identifiers of a tokenizer are below."""
-  return 1 + max(tokenizer.get_vocab().values(), default=-1)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-  """Reads a JSON object from a file.
-
-  Args:
-    path: File.
-
-  Returns:
-    The object.
-
-  Raises:
-    UsageError: If the file is missing or holds something else.
-  """
-  try:
-    value = json.loads(path.read_text())
-  except FileNotFoundError as error:
-    raise UsageError(f'{path} is missing.') from error
-  except (ValueError, RecursionError) as error:
-    raise UsageError(f'{path} is no JSON: {error}.') from error
-  if not isinstance(value, dict):
-    raise UsageError(f'{path} must hold a JSON object.')
-  return value
-
-
-def _read_config(path: Path) -> tuple[ModelConfig, int]:
-  """Reads what the model is, and the number of its token identifiers."""
-  settings = read_json(path)
-  _check_names(path, settings, {'config', 'num_tokens'}, {'config', 'num_tokens'})
-  values, num_tokens = settings['config'], settings['num_tokens']
-  if not isinstance(values, dict):
-    raise UsageError(f'{path}: config must be a JSON object, got {values!r}.')
-  fields = dataclasses.fields(ModelConfig)
-  required = {f.name for f in fields if f.default is dataclasses.MISSING}
-  _check_names(path, values, {f.name for f in fields}, required)
-  for name, value in values.items():
-    _check_value(path, name, value, typing.get_type_hints(ModelConfig)[name])
-  _check_value(path, 'num_tokens', num_tokens, int)
-  config = ModelConfig(**values)
-  check_config(path, config, num_tokens)
-  return config, num_tokens

@@ -120,18 +120,21 @@ def _adam_settings(config: Config) -> dict[str, Any]:
 
 def _muon(config: Config) -> optax.GradientTransformation:
   settings = _adam_settings(config)
-  return optax.contrib.muon(
-    settings['learning_rate'],
+  learning_rate = settings['learning_rate']
+  muon = optax.contrib.muon(
+    learning_rate,
     beta=config.b1,
     adam_b2=config.b2,
-    weight_decay=config.weight_decay,
-    weight_decay_mask=settings['mask'],
-    adam_weight_decay=config.weight_decay if config.decay == 'all' else 0.0,
     muon_weight_dimension_numbers=lambda params: _muon_dimension_numbers(
       config, params
     ),
     consistent_rms=_MUON_RMS,
   )
+  # Its own decay takes no mask for what Adam updates.
+  decay = optax.add_decayed_weights(
+    lambda step: -config.weight_decay * learning_rate(step), settings['mask']
+  )
+  return optax.chain(muon, decay)
 
 
 _MAKERS = {

@@ -1,46 +1,36 @@
 """Makes token files from text: python -m examples.gpt2.prepare --help."""
 
-from collections.abc import Iterable, Iterator, Sequence
-import contextlib
 import dataclasses
 import hashlib
 import heapq
-import itertools
 import os
 from pathlib import Path
-import shutil
 import sys
-import tempfile
 from typing import NamedTuple
 
-import numpy as np
 import tokenizers
-import tqdm
 import tyro
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.corpus import END_OF_TEXT, DocumentReader
-
-TOKEN_DTYPE = np.dtype(np.uint16)
-"""Type of a token in train.bin and val.bin."""
+from examples.gpt2.documents import (
+  DocumentReader,
+  in_groups,
+  read_with_progress,
+)
+from examples.gpt2.text import table
+from examples.gpt2.tokenizer import (
+  MAX_VOCAB_SIZE,
+  TOKEN_DTYPE,
+  encode,
+  load_tokenizer,
+  new_folder,
+  train_tokenizer,
+)
 
 INTERRUPTED = 130
 """Exit status after control-C."""
 
-_MAX_VOCAB_SIZE = np.iinfo(TOKEN_DTYPE).max + 1
 _GPT2_VOCAB_SIZE = 50257
-_GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
-_CHARACTERS_AT_ONCE = 1 << 17
-_CHARACTERS_IN_MEMORY = 1 << 22
-# Characters of one to four bytes that together hold each byte UTF-8 has.
-_PROBE = ''.join(
-  chr(i)
-  for i in (
-    *range(0x801),
-    *range(0x1000, 0x10000, 0x1000),
-    *(0x10000, 0x40000, 0x80000, 0xC0000, 0x100000),
-  )
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +107,7 @@ def main(args: list[str] | None = None) -> None:
   )
   os.environ['TOKENIZERS_PARALLELISM'] = 'true'
   try:
-    print(_table(config, prepare(config)))
+    print(table(_rows(config, prepare(config))))
   except (UsageError, OSError) as error:
     print(f'error: {error}', file=sys.stderr)
     raise SystemExit(2) from error
@@ -162,9 +152,9 @@ def _check(config: PrepareConfig) -> None:
       f'--vocab-size {size} is for a vocabulary that is trained: leave it out '
       'where --tokenizer gives one.'
     )
-  if size is not None and not 257 <= size <= _MAX_VOCAB_SIZE:
+  if size is not None and not 257 <= size <= MAX_VOCAB_SIZE:
     raise UsageError(
-      f'--vocab-size must be in [257, {_MAX_VOCAB_SIZE}], got {size}.'
+      f'--vocab-size must be in [257, {MAX_VOCAB_SIZE}], got {size}.'
     )
   if not 0 < share < 1:
     raise UsageError(f'--validation-share must be in (0, 1), got {share}.')
@@ -180,111 +170,12 @@ def _check(config: PrepareConfig) -> None:
     )
 
 
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-  """Gives a scratch folder that is renamed to ``path`` if all goes well.
-
-  Args:
-    path: Folder to make, all or nothing. One that is there must be empty.
-
-  Yields:
-    The scratch folder, beside ``path``; thrown away after an exception.
-
-  Raises:
-    OSError: If the folder cannot be made, or holds something at the end.
-  """
-  path.parent.mkdir(parents=True, exist_ok=True)
-  scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix='partial-'))
-  try:
-    yield scratch
-    scratch.chmod(0o755)  # mkdtemp lets nobody else read it.
-    os.replace(scratch, path)
-  finally:
-    shutil.rmtree(scratch, ignore_errors=True)
-
-
-def train_tokenizer(
-  documents: Sequence[str], vocab_size: int
-) -> tokenizers.Tokenizer:
-  """Trains byte-level byte-pair encoding, as GPT-2's.
-
-  Args:
-    documents: Text to learn from.
-    vocab_size: Number of tokens, at the most, from 257: the bytes and an
-      end-of-text token.
-
-  Returns:
-    A tokenizer whose end-of-text token is ``END_OF_TEXT``.
-  """
-  tokenizer = byte_level(tokenizers.models.BPE())
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=vocab_size,
-    initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-    special_tokens=[END_OF_TEXT],
-    show_progress=False,
-  )
-  progress = tqdm.tqdm(
-    [piece for document in documents for piece in _pieces(document)],
-    'training the tokenizer',
-  )
-  tokenizer.train_from_iterator(progress, trainer)
-  return tokenizer
-
-
-def byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
-  """Returns a tokenizer that sees text as GPT-2's does, with any merges."""
-  tokenizer = tokenizers.Tokenizer(model)
-  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
-    add_prefix_space=False
-  )
-  tokenizer.decoder = tokenizers.decoders.ByteLevel()
-  return tokenizer
-
-
-def encode(
-  tokenizer: tokenizers.Tokenizer, documents: Sequence[str]
-) -> np.ndarray:
-  """Tokenizes documents, on all cores.
-
-  Args:
-    tokenizer: Tokenizer with an end-of-text token.
-    documents: Text. What is longer than 131,072 characters is tokenized in
-      pieces that end with a line.
-
-  Returns:
-    Tokens of the documents, each followed by an end-of-text token: uint16,
-    shape (tokens,).
-  """
-  end = tokenizer.token_to_id(END_OF_TEXT)
-  pieces = [list(_pieces(document)) for document in documents]
-  encodings = iter(
-    tokenizer.encode_batch_fast(
-      list(itertools.chain(*pieces)), add_special_tokens=False
-    )
-  )
-  ids: list[int] = []
-  for of_document in pieces:
-    for encoding in itertools.islice(encodings, len(of_document)):
-      ids.extend(encoding.ids)
-    ids.append(end)
-  return np.array(ids, TOKEN_DTYPE)
-
-
-def _pieces(text: str) -> Iterator[str]:
-  """Cuts text to pieces that the tokenizer can take in parallel."""
-  start = 0
-  while start < len(text):
-    end = text.find('\n', start + _CHARACTERS_AT_ONCE) + 1 or len(text)
-    yield text[start:end]
-    start = end
-
-
 def _make_tokenizer(
   reader: DocumentReader, config: PrepareConfig
 ) -> tokenizers.Tokenizer:
   """Reads the tokenizer that the settings name, or trains one."""
   if config.tokenizer:
-    tokenizer = _load_tokenizer(config.tokenizer.expanduser())
+    tokenizer = load_tokenizer(config.tokenizer.expanduser())
   else:
     tokenizer = train_tokenizer(
       _sample(reader, config), config.vocab_size or _GPT2_VOCAB_SIZE
@@ -292,55 +183,6 @@ def _make_tokenizer(
   # A document that spells the end-of-text token out does not end there.
   tokenizer.encode_special_tokens = True
   return tokenizer
-
-
-def _load_tokenizer(path: Path) -> tokenizers.Tokenizer:
-  """Reads a byte-level tokenizer whose tokens fit the files."""
-  try:
-    tokenizer = _open_tokenizer(path)
-  except UsageError:
-    raise
-  except Exception as error:  # The library raises nothing narrower.
-    raise UsageError(f'--tokenizer {path} cannot be read: {error}.') from error
-  tokenizer.no_padding()
-  tokenizer.no_truncation()
-  if tokenizer.token_to_id(END_OF_TEXT) is None:
-    raise UsageError(f'--tokenizer {path} has no token {END_OF_TEXT}.')
-  tokenizer.add_special_tokens([END_OF_TEXT])
-  size = tokenizer.get_vocab_size()
-  largest = max(tokenizer.get_vocab().values())
-  if not largest < size <= _MAX_VOCAB_SIZE:
-    raise UsageError(
-      f'--tokenizer {path} has {size} tokens, the largest {largest}: expected '
-      f'tokens from 0 on without gaps, {_MAX_VOCAB_SIZE} at the most.'
-    )
-  _check_lossless(path, tokenizer)
-  return tokenizer
-
-
-def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
-  """Opens a tokenizer.json, or a folder with it or with GPT-2's files."""
-  file = path / 'tokenizer.json' if path.is_dir() else path
-  if file.is_file():
-    return tokenizers.Tokenizer.from_file(str(file))
-  for names in _GPT2_FILES:
-    vocab, merges = (path / name for name in names)
-    if vocab.is_file() and merges.is_file():
-      model = tokenizers.models.BPE.from_file(str(vocab), str(merges))
-      return byte_level(model)
-  raise UsageError(
-    f'--tokenizer {path}: expected a tokenizer.json, or a folder with it or '
-    'with vocab.json and merges.txt, or encoder.json and vocab.bpe.'
-  )
-
-
-def _check_lossless(path: Path, tokenizer: tokenizers.Tokenizer) -> None:
-  ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-  if tokenizer.decode(ids) != _PROBE:
-    raise UsageError(
-      f'--tokenizer {path} does not give back each text that it takes: '
-      "expected a byte-level one, as GPT-2's."
-    )
 
 
 def _hash(text: str) -> tuple[float, float]:
@@ -354,7 +196,7 @@ def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:
   """Returns the training documents of the smallest hashes, in their order."""
   heap: list[tuple[float, int, str]] = []
   total = 0
-  for text in _read(reader, 'choosing text for the vocabulary'):
+  for text in read_with_progress(reader, 'choosing text for the vocabulary'):
     split, order = _hash(text)
     if split < config.validation_share:
       continue
@@ -378,7 +220,7 @@ def _write_tokens(
     (folder / 'train.bin').open('wb') as train,
     (folder / 'val.bin').open('wb') as validation,
   ):
-    for texts in _batches(_read(reader, 'tokenizing')):
+    for texts in in_groups(read_with_progress(reader, 'tokenizing')):
       parts: tuple[list[str], list[str]] = ([], [])
       for text in texts:
         parts[_hash(text)[0] < config.validation_share].append(text)
@@ -396,32 +238,11 @@ def _write_tokens(
   )
 
 
-def _read(reader: DocumentReader, what: str) -> Iterator[str]:
-  """Reads all documents, with a progress bar of the bytes of their files."""
-  with tqdm.tqdm(
-    total=reader.num_bytes, desc=what, unit='B', unit_scale=True
-  ) as progress:
-    yield from reader.read(progress.update)
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-  """Groups documents: enough for all cores, and not too much for memory."""
-  batch: list[str] = []
-  size = 0
-  for text in documents:
-    batch.append(text)
-    size += len(text)
-    if size > _CHARACTERS_IN_MEMORY:
-      yield batch
-      batch, size = [], 0
-  yield batch
-
-
-def _table(config: PrepareConfig, prepared: Prepared) -> str:
+def _rows(config: PrepareConfig, prepared: Prepared) -> dict[str, str]:
   """Returns what a person wants to know of the result."""
   counts = '{:,} to train on, {:,} held out'
   per_token = prepared.num_bytes / sum(prepared.tokens)
-  rows = {
+  return {
     'documents': counts.format(*prepared.documents)
     + f', {prepared.num_skipped:,} left out as not readable',
     'tokens': counts.format(*prepared.tokens),
@@ -429,8 +250,6 @@ def _table(config: PrepareConfig, prepared: Prepared) -> str:
     'vocabulary': f'{prepared.vocab_size:,} tokens',
     'results': str(config.out_dir),
   }
-  width = max(map(len, rows))
-  return '\n'.join(f'{name:{width}}  {value}' for name, value in rows.items())
 
 
 if __name__ == '__main__':

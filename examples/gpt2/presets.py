@@ -108,6 +108,7 @@ def resolve(config: Config) -> Config:
   _check_ranges(config)
   _check_divides('micro_batch_size', 'batch_size', config)
   _check_divides('num_heads', 'width', config)
+  _check_rotary(config)
   _check_fits_optimizer(config)
   _check_processes(config)
   return config
@@ -166,6 +167,16 @@ def _check_divides(divisor: str, dividend: str, config: Config) -> None:
   if b % a:
     raise UsageError(
       f'{flag(divisor)} must divide {flag(dividend)}, got {a} and {b}.'
+    )
+
+
+def _check_rotary(config: Config) -> None:
+  """Raises ``UsageError`` unless rotary positions find pairs to turn."""
+  head_width = config.width // config.num_heads
+  if config.architecture == 'llama' and head_width % 2:
+    raise UsageError(
+      '--width must be an even multiple of --num-heads with --architecture '
+      f'llama, got {config.width} and {config.num_heads}.'
     )
 
 

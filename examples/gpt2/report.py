@@ -8,6 +8,7 @@ import jax
 from examples.gpt2 import hardware
 from examples.gpt2.config import Config
 from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.text import table
 from examples.gpt2.tokens import Tokens
 from examples.gpt2.training import Trainer
 
@@ -94,7 +95,11 @@ def noise_scale_tokens(lines: list[dict[str, Any]]) -> float | None:
   Returns:
     The ratio of the means; None if the gradient drowns in its noise.
   """
-  half = [line for line in lines[len(lines) // 2 :] if line['gradient_noise']]
+  half = [
+    line
+    for line in lines[len(lines) // 2 :]
+    if line['gradient_noise'] and not line.get('skipped', False)
+  ]
   trace = math.fsum(line['gradient_noise']['trace'] for line in half)
   square = math.fsum(line['gradient_noise']['squared_norm'] for line in half)
   if square <= 0 or trace <= 0:
@@ -118,10 +123,6 @@ def _speed(lines: list[dict[str, Any]]) -> dict[str, str]:
 
 def _bytes(size: float) -> str:
   unit = min(int(math.log(max(size, 1), 1024)), 4)
-  return f'{size / 1024**unit:.3g} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
-
-
-def table(rows: dict[str, str]) -> str:
-  """Returns names and values in two columns."""
-  width = max(map(len, rows))
-  return '\n'.join(f'{name:{width}}  {value}' for name, value in rows.items())
+  number = size / 1024**unit
+  digits = f'{number:.0f}' if number >= 100 else f'{number:.3g}'
+  return f'{digits} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'

@@ -17,6 +17,8 @@ _PICTURE = 'curves.png'
 _RESULTS = (
   _METRICS, 'model.json', 'weights.safetensors', _PICTURE, _SAMPLE,
 )  # fmt: skip
+# Tokens that were prepared elsewhere may come without.
+_OPTIONAL = ('tokenizer.json',)
 _FOLDERS = ('checkpoints', 'damaged-checkpoints', 'tensorboard', 'profile')
 
 
@@ -84,7 +86,7 @@ class RunFolder:
     """Deletes the files of a run, its settings last."""
     for name in _FOLDERS:
       shutil.rmtree(self.path / name, ignore_errors=True)
-    for name in reversed((_CONFIG, *_RESULTS)):
+    for name in reversed((_CONFIG, *_OPTIONAL, *_RESULTS)):
       (self.path / name).unlink(missing_ok=True)
 
   def _open(self) -> None:
@@ -108,7 +110,8 @@ class RunFolder:
     old = self._read_identity()
     new = json.loads(json.dumps(settings['config']))
     if old is None:
-      found = [name for name in _RESULTS if (self.path / name).exists()]
+      names = _OPTIONAL + _RESULTS
+      found = [name for name in names if (self.path / name).exists()]
       what = f'{", ".join(found)} of something else' if found else ''
     else:
       names = sorted(k for k in old | new if old.get(k) != new.get(k))
@@ -170,11 +173,13 @@ class RunFolder:
   def _write_lines(self) -> None:
     if not self._unwritten:
       return
-    with (self.path / _METRICS).open('a+b') as file:
+    # Without a buffer, which would be written as the file is closed.
+    with (self.path / _METRICS).open('ab', buffering=0) as file:
       size = file.seek(0, os.SEEK_END)
+      left = ''.join(self._unwritten).encode()
       try:
-        file.write(''.join(self._unwritten).encode())
-        file.flush()
+        while left:
+          left = left[file.write(left) :]
         os.fsync(file.fileno())
       except OSError:
         os.ftruncate(file.fileno(), size)

@@ -12,7 +12,7 @@ import numpy as np
 import tqdm
 
 from examples.gpt2 import hardware
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, UsageError
 from examples.gpt2.optimizers import make_schedule
 from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.training import Trainer
@@ -183,8 +183,12 @@ def _open_events(config: Config, folder: RunFolder, done: int) -> Any:
   """Opens TensorBoard's file, if it is wanted."""
   if not config.tensorboard or jax.process_index() > 0:
     return None
-  import tensorboardX  # noqa: PLC0415  Others need not have it.
-
+  try:
+    import tensorboardX  # noqa: PLC0415  Others need not have it.
+  except ModuleNotFoundError as error:
+    raise UsageError(
+      '--tensorboard needs a package: pip install tensorboardX'
+    ) from error
   return tensorboardX.SummaryWriter(
     str(folder.path / 'tensorboard'), purge_step=done + 1
   )

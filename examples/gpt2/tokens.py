@@ -1,4 +1,4 @@
-"""Tokens of a run: tokenizer and caches."""
+"""Tokens of a run, made once and cached."""
 
 import contextlib
 import dataclasses
@@ -13,13 +13,13 @@ import numpy as np
 import tokenizers
 import tqdm
 
-from examples.gpt2 import batches
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.corpus import Corpus, load_corpus
-from examples.gpt2.prepare import (
+from examples.gpt2.tokenizer import (
   TOKEN_DTYPE,
   encode,
   new_folder,
+  read_tokenizer,
   train_tokenizer,
 )
 
@@ -72,6 +72,9 @@ class Tokens:
 def load_tokens(config: Config) -> Tokens:
   """Reads the tokens that the settings name, tokenizing text the first time.
 
+  Token files are read in whole, to count and hash the tokens, only the first
+  time too: ``--cache-dir`` keeps what was found until the files change.
+
   Args:
     config: Resolved settings.
 
@@ -101,22 +104,6 @@ def load_tokens(config: Config) -> Tokens:
     num_bytes=corpus.num_bytes,
     sha256=corpus.sha256,
   )
-
-
-def training_batch(tokens: np.ndarray, config: Config, step: int) -> np.ndarray:
-  """Returns the sequences of a step, int32, shape (batch size, T + 1)."""
-  length = config.context_length
-  starts = batches.training_starts(
-    len(tokens), length, config.batch_size, config.seed, step
-  )
-  return batches.windows(tokens, starts, length + 1)
-
-
-def validation_sequences(tokens: np.ndarray, config: Config) -> np.ndarray:
-  """Returns the sequences of an evaluation, int32, shape (S, T + 1)."""
-  length = config.context_length
-  starts = batches.validation_starts(len(tokens), length, config.eval_sequences)
-  return batches.windows(tokens, starts, length + 1)
 
 
 def _cache_key(corpus: Corpus, vocab_size: int) -> str:
@@ -149,7 +136,7 @@ def _open_tokens(
   tokenizer_file = folder / 'tokenizer.json'
   tokenizer = None
   if tokenizer_file.is_file():
-    tokenizer = _read_tokenizer(tokenizer_file)
+    tokenizer = read_tokenizer(tokenizer_file)
     vocab_size = tokenizer.get_vocab_size()
   parts = [folder / name for name in _PARTS]
   train, validation = (_map_tokens(p, config.context_length) for p in parts)
@@ -169,16 +156,6 @@ def _open_tokens(
     vocab_size=vocab_size,
     unigram_entropy=survey.unigram_entropy,
   )
-
-
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-  try:
-    return tokenizers.Tokenizer.from_file(str(path))
-  except Exception as error:  # The library raises nothing narrower.
-    raise UsageError(
-      f'{path} is no file of the tokenizers library ({error}): delete it, or '
-      'its folder if that is in --cache-dir.'
-    ) from error
 
 
 def _map_tokens(path: Path, context_length: int) -> np.ndarray:

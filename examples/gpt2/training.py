@@ -50,6 +50,8 @@ class Trainer:
       the step in nats a token (``'train_loss'``) and the norm of the gradient
       before it is clipped (``'gradient_norm'``). If one of them is not finite,
       the state stays as it was but for its counters.
+    sequence_losses: Compiled function from parameters and tokens of shape
+      (A, B, T + 1) to the mean loss of each sequence, shape (A, B).
   """
 
   def __init__(

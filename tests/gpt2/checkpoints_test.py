@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 from examples.gpt2 import checkpoints
-from examples.gpt2.checkpoints import Checkpoints, checksum
+from examples.gpt2.checkpoints import Checkpoints
+from examples.gpt2.checksums import checksum
 from examples.gpt2.config import UsageError
 from examples.gpt2.sharding import make_mesh
 
@@ -190,7 +191,7 @@ def test_the_state_may_be_donated(tmp_path: Path):
 
 def test_keeps_the_last_and_the_best(tmp_path: Path):
   folder = tmp_path / 'c'
-  losses = {1: 3.0, 2: 1.0, 3: float('nan'), 4: 2.0, 5: None, 6: 1.5, 7: None}
+  losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5, 7: None}
   kept = []
   for steps in ((1, 2, 3, 4), (5, 6, 7)):  # What is best outlives a restart.
     with Checkpoints(folder, keep=2) as saved:
@@ -425,23 +426,41 @@ def test_a_failed_save_does_not_end_the_run(
   assert _steps(folder) == [1, 3]
 
 
-def test_a_failed_save_is_told_by_the_next_one(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize('last', [True, False])
+def test_a_failed_save_is_told_by_what_comes_next(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
 ):
   def fail(*_: object, **__: object) -> None:
     raise OSError(28, 'No space left on device')
 
+  saved = Checkpoints(tmp_path / 'c', keep=2)
+  with monkeypatch.context() as patch:
+    patch.setattr(
+      saved._manager._checkpointer,
+      '_make_on_commit_callback',
+      lambda *_, **__: fail,
+    )
+    assert saved.save(1, _state(1))
+  with pytest.warns(RuntimeWarning, match='step 1 is not saved'):
+    assert last or saved.save(2, _state(2))
+    saved.close()
   with Checkpoints(tmp_path / 'c', keep=2) as saved:
-    with monkeypatch.context() as patch:
-      patch.setattr(
-        saved._manager._checkpointer,
-        '_make_on_commit_callback',
-        lambda *_, **__: fail,
-      )
-      assert saved.save(1, _state(1))
-    with pytest.warns(RuntimeWarning, match='step 1 is not saved'):
-      assert saved.save(2, _state(2))
-  assert _steps(tmp_path / 'c') == [2]
+    assert saved.save(3, _state(3))
+  assert _steps(tmp_path / 'c') == ([3] if last else [2, 3])
+
+
+def test_what_is_being_saved_is_restored(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+    for step in (1, 2, 3):
+      assert saved.save(step, _state(step))
+      assert saved.restore(_like(_state(0)))[0] == step
+
+
+def test_a_step_before_the_last_can_be_saved(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+    for step in (5, 3):
+      assert saved.save(step, _state(step))
+  assert _steps(tmp_path / 'c') == [3, 5]
 
 
 _KILLED = """
@@ -536,9 +555,13 @@ def test_two_processes_agree(tmp_path: Path):
     _run(_PROCESSES, tmp_path / 'c', address, i, stderr=subprocess.PIPE)
     for i in range(2)
   ]
-  for run in runs:
-    _, errors = run.communicate(timeout=240)
-    assert run.returncode == 0, errors
+  try:
+    for run in runs:
+      _, errors = run.communicate(timeout=240)
+      assert run.returncode == 0, errors
+  finally:
+    for run in runs:
+      run.kill()
   assert _steps(tmp_path / 'c') == [2, 3]
   names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
   assert names == ['3-1', '4-1']
@@ -561,8 +584,11 @@ def _flipped(x: np.ndarray, bit: int) -> np.ndarray:
   return np.frombuffer(content, x.dtype).reshape(x.shape)
 
 
+_checksum = jax.jit(checksum)
+
+
 def _sum(x: np.ndarray, sharding: NamedSharding | None = None) -> int:
-  return int(checksum(jax.device_put(x, sharding)))
+  return int(_checksum(jax.device_put(x, sharding)))
 
 
 @pytest.mark.parametrize('dtype', _DTYPES)
@@ -626,7 +652,7 @@ def test_the_checksum_gathers_nothing():
   mesh = make_mesh('fsdp=4,tensor=2')
   sharding = NamedSharding(mesh, P('fsdp', 'tensor'))
   x = jax.ShapeDtypeStruct((64, 32), 'float32', sharding=sharding)
-  text = checksum.lower(x).compile().as_text()
+  text = _checksum.lower(x).compile().as_text()
   assert 'all-reduce' in text
   assert 'all-gather' not in text
 
@@ -639,7 +665,7 @@ def test_orbax_alone_restores_a_flipped_bit(
   _save(folder, 1, 2)
   shards = _state(2)['params']['bits'].addressable_shards
   _flip_number(folder / '2', shards[0].data, 0.5)
-  monkeypatch.setattr(checkpoints, '_checksums', lambda _: {})
+  monkeypatch.setattr(checkpoints, 'survey', lambda _: {'checksums': {}})
   step, state = _restore(folder)
   assert step == 2
   with pytest.raises(AssertionError):

@@ -54,6 +54,8 @@ def _tiny(folder: Path) -> Config:
       batch_size=16,
       steps=6,
       eval_every=4,
+      watch_every=4,
+      checkpoint_every=4,
       eval_sequences=24,
     )
   )

@@ -8,6 +8,7 @@ import pytest
 
 from examples.gpt2 import tokens as tokens_module
 from examples.gpt2.config import Config, UsageError
+from examples.gpt2.tokenizer import train_tokenizer
 from examples.gpt2.tokens import load_tokens
 
 
@@ -61,6 +62,24 @@ def test_an_interrupted_tokenization_leaves_no_cache(tiny: Config, monkeypatch):
       load_tokens(tiny)
   assert not list(tiny.cache_dir.iterdir())
   load_tokens(tiny)
+
+
+def test_of_two_runs_at_once_the_quicker_fills_the_cache(tiny, monkeypatch):
+  def train(*args):
+    with monkeypatch.context() as patch:
+      patch.setattr(tokens_module, 'train_tokenizer', train_tokenizer)
+      load_tokens(tiny)
+    return train_tokenizer(*args)
+
+  monkeypatch.setattr(tokens_module, 'train_tokenizer', train)
+  assert len(load_tokens(tiny).train) > 0
+  assert not list(tiny.cache_dir.glob('partial-*'))
+
+
+def test_a_cache_of_tokens_that_cannot_be_written_is_an_error(tiny: Config):
+  tiny.cache_dir.write_text('a file, no folder')
+  with pytest.raises(OSError, match='cache'):
+    load_tokens(tiny)
 
 
 def test_training_the_tokenizer_twice_gives_the_same(tiny: Config, tmp_path):
@@ -200,6 +219,12 @@ def test_text_that_is_certainly_too_short_is_refused_before_the_work(
   Path(tiny.data).write_text(text)
   with pytest.raises(UsageError, match=r'validation.*at most .*few.*length 16'):
     load_tokens(tiny)
+
+
+def test_characters_of_more_bytes_can_be_long_enough(tiny: Config):
+  Path(tiny.data).write_text('ä' * 200)
+  config = dataclasses.replace(tiny, vocab_size=257)
+  assert len(load_tokens(config).validation) == 21
 
 
 def test_text_that_is_just_long_enough_is_taken(tiny: Config):

@@ -1,0 +1,102 @@
+"""Interleaved timing: what disturbs the machine disturbs all contenders."""
+
+from collections.abc import Callable
+import dataclasses
+import json
+import os
+from pathlib import Path
+import platform
+import statistics
+import subprocess
+import time
+from typing import Any
+
+import jax
+import tqdm
+
+from examples.gpt2 import hardware
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """Seconds of a contender, by round."""
+
+  seconds: tuple[float, ...]
+
+  @property
+  def median(self) -> float:
+    """Median over rounds, seconds."""
+    return statistics.median(self.seconds)
+
+  @property
+  def spread(self) -> float:
+    """Half the range between the quartiles, relative to the median."""
+    if len(self.seconds) < 2:
+      return 0.0
+    first, _, third = statistics.quantiles(self.seconds, n=4)
+    return (third - first) / 2 / self.median
+
+
+def race(
+  contenders: dict[str, Callable[[], None]], rounds: int
+) -> dict[str, Timing]:
+  """Times contenders in turns.
+
+  Args:
+    contenders: By name, functions that do a piece of work and wait for its end.
+      Each is called once before the first round.
+    rounds: How often to time each.
+
+  Returns:
+    The timings, by name.
+  """
+  seconds: dict[str, list[float]] = {name: [] for name in contenders}
+  for name in tqdm.tqdm(contenders, 'compiling', leave=False):
+    contenders[name]()
+  for number in tqdm.trange(rounds, desc='rounds', leave=False):
+    # Nobody always runs after the same neighbour.
+    names = list(contenders)
+    shift = number % len(names)
+    for name in names[shift:] + names[:shift]:
+      start = time.perf_counter()
+      contenders[name]()
+      seconds[name].append(time.perf_counter() - start)
+  return {name: Timing(tuple(x)) for name, x in seconds.items()}
+
+
+def ratio(timings: dict[str, Timing], name: str, base: str) -> float:
+  """Returns the median over rounds of one's seconds over another's."""
+  pairs = zip(timings[name].seconds, timings[base].seconds, strict=True)
+  return statistics.median(a / b for a, b in pairs)
+
+
+def machine() -> dict[str, Any]:
+  """Returns what the figures were measured on, as JSON values."""
+  return hardware.versions() | {
+    'processor': _processor(),
+    'threads': len(os.sched_getaffinity(0))
+    if hasattr(os, 'sched_getaffinity')
+    else os.cpu_count(),
+    'backend': jax.default_backend(),
+  }
+
+
+def _processor() -> str:
+  try:
+    lines = Path('/proc/cpuinfo').read_text().splitlines()
+    return next(x.split(':')[1].strip() for x in lines if 'model name' in x)
+  except (OSError, StopIteration, IndexError):
+    return platform.processor()
+
+
+def write_json(path: Path, results: dict[str, Any]) -> None:
+  """Writes results, with machine, versions and commit beside them."""
+  commit = subprocess.run(
+    ['git', 'rev-parse', '--short', 'HEAD'],
+    capture_output=True,
+    text=True,
+    check=False,
+  ).stdout.strip()
+  content = results | {'machine': machine(), 'commit': commit}
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(json.dumps(content, indent=2) + '\n')

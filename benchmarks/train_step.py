@@ -1,0 +1,238 @@
+"""Training throughput beside GPT-2 of Hugging Face in PyTorch.
+
+python -m benchmarks.train_step --help
+"""
+
+from collections.abc import Callable
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import tyro
+
+from benchmarks.rounds import Timing, race, ratio, write_json
+from examples.gpt2 import hardware, sharding
+from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.presets import resolve
+from examples.gpt2.training import Trainer
+from examples.gpt2.watch import Watch
+
+_PEER = 'transformers, PyTorch'
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Times whole training steps: ours with several optimizers, and a peer's.
+
+  The peer is the GPT-2 of transformers with AdamW and clipping, of the same
+  sizes, precision and batch, on the same threads or GPU (there compiled, with
+  fused AdamW). It is left out where torch or transformers is missing.
+  """
+
+  preset: Preset = 'demo'
+  """Sizes of model and batch."""
+
+  optimizers: tuple[Optimizer, ...] = ('adamw', 'lamb', 'merit')
+  """Optimizers of our trainer."""
+
+  batch_size: int | None = None
+  """Sequences in a step. Default: a micro-batch of the preset."""
+
+  dtype: Literal['float32', 'bfloat16'] = 'float32'
+  """Data type of activations."""
+
+  remat: Literal['none', 'dots', 'full'] = 'none'
+  """What our backward pass computes anew."""
+
+  unroll: int | None = None
+  """Layers that we compile one by one."""
+
+  steps: int = 3
+  """Steps in a round."""
+
+  rounds: int = 7
+  """Rounds, in each of which every contender has its turn."""
+
+  out: Path = Path('benchmarks/results/train_step.json')
+  """File of the results."""
+
+
+def main(args: list[str] | None = None) -> None:
+  """Runs the command line."""
+  settings = tyro.cli(Settings, args=args, prog='benchmarks.train_step')
+  config = _config(settings, 'merit')
+  contenders = {
+    f'merit_optax trainer, {name}': _ours(_config(settings, name), settings)
+    for name in settings.optimizers
+  }
+  contenders['one watch step, merit'] = _watch(config)
+  peer = _peer(config, settings.steps)
+  if peer is not None:
+    contenders[_PEER] = peer
+  timings = race(contenders, settings.rounds)
+  rows = _rows(timings, config, settings)
+  _print(rows, config)
+  write_json(
+    settings.out,
+    {'settings': _plain(dataclasses.asdict(settings)), 'rows': rows},
+  )
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+  return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
+
+
+def _config(settings: Settings, optimizer: Optimizer) -> Config:
+  base = resolve(Config(preset=settings.preset))
+  size = settings.batch_size or base.micro_batch_size
+  return resolve(
+    Config(
+      preset=settings.preset,
+      optimizer=optimizer,
+      batch_size=size,
+      micro_batch_size=size,
+      dtype=settings.dtype,
+      remat=settings.remat,
+      unroll=settings.unroll,
+    )
+  )
+
+
+def _tokens(config: Config) -> np.ndarray:
+  """Returns random tokens of one batch, shape (1, B, T + 1)."""
+  shape = (1, config.batch_size, config.context_length + 1)
+  return np.random.default_rng(0).integers(
+    config.vocab_size, size=shape, dtype=np.int32
+  )
+
+
+def _ours(config: Config, settings: Settings) -> Callable[[], None]:
+  """Returns a function that takes some steps with our trainer."""
+  mesh = sharding.make_mesh('')
+  trainer = Trainer(config, config.vocab_size, mesh)
+  batch = jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
+  with jax.set_mesh(mesh):
+    state = trainer.init()
+
+  def run() -> None:
+    nonlocal state
+    with jax.set_mesh(mesh):
+      for _ in range(settings.steps):
+        state, metrics = trainer.step(state, batch)
+    jax.block_until_ready((state, metrics))
+
+  return run
+
+
+def _watch(config: Config) -> Callable[[], None]:
+  """Returns a function that takes one look at a step."""
+  mesh = sharding.make_mesh('')
+  trainer = Trainer(config, config.vocab_size, mesh)
+  watch = Watch(config, trainer)
+  batch = jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
+  with jax.set_mesh(mesh):
+    state = trainer.init()
+
+  def run() -> None:
+    with jax.set_mesh(mesh):
+      watch(state, batch)
+
+  return run
+
+
+def _peer(config: Config, steps: int) -> Callable[[], None] | None:
+  """Returns a function that takes some steps in PyTorch, if it is there."""
+  # Threads of one framework must not spin while the other computes.
+  os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
+  try:
+    import torch  # noqa: PLC0415  An extra.
+    import transformers  # noqa: PLC0415
+  except ImportError as error:
+    print(f'no peer: {error}')
+    return None
+  has_gpu = torch.cuda.is_available()
+  device = 'cuda' if has_gpu else 'cpu'
+  model = transformers.GPT2LMHeadModel(_peer_config(transformers, config))
+  model.to(device).train()
+  forward = torch.compile(model) if has_gpu else model
+  optimizer = torch.optim.AdamW(
+    model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True
+  )
+  tokens = torch.tensor(_tokens(config)[0, :, :-1], device=device).long()
+  dtype = torch.bfloat16 if config.dtype == 'bfloat16' else torch.float32
+
+  def run() -> None:
+    for _ in range(steps):
+      with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+        loss = forward(tokens, labels=tokens).loss
+      loss.backward()
+      torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+      optimizer.step()
+      optimizer.zero_grad(set_to_none=True)
+    loss.item()
+
+  return run
+
+
+def _peer_config(transformers: Any, config: Config) -> Any:
+  return transformers.GPT2Config(
+    vocab_size=-(-config.vocab_size // 64) * 64,
+    n_positions=config.context_length,
+    n_embd=config.width,
+    n_layer=config.num_layers,
+    n_head=config.num_heads,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+    use_cache=False,
+    attn_implementation='sdpa',
+  )
+
+
+def _rows(
+  timings: dict[str, Timing], config: Config, settings: Settings
+) -> list[dict[str, Any]]:
+  """Returns the results of each contender."""
+  trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
+  flops = hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+  peak = hardware.peak_flops(jax.devices()[0]) * jax.device_count()
+  base = _PEER if _PEER in timings else next(iter(timings))
+  rows = []
+  for name, timing in timings.items():
+    steps = 1 if 'watch' in name else settings.steps
+    speed = steps * config.batch_size * config.context_length / timing.median
+    rows.append(
+      {
+        'name': name,
+        'seconds_per_step': timing.median / steps,
+        'spread': timing.spread,
+        'tokens_per_second': speed,
+        'mfu': flops * speed / peak if peak == peak else None,
+        'speed_over': base,
+        'speed_ratio': steps / settings.steps / ratio(timings, name, base),
+      }
+    )
+  return rows
+
+
+def _print(rows: list[dict[str, Any]], config: Config) -> None:
+  print(
+    f'{config.preset}, {config.batch_size} x {config.context_length} tokens, '
+    f'{config.dtype}; speed over {rows[0]["speed_over"]}'
+  )
+  for row in rows:
+    mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
+    print(
+      f'{row["name"]:32} {row["seconds_per_step"]:8.3f} s '
+      f'(± {row["spread"]:.1%}) {row["tokens_per_second"]:10,.0f} tokens/s  '
+      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x'
+    )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,179 @@
+import dataclasses
+import math
+from pathlib import Path
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+
+from examples.gpt2.batches import validation_starts
+from examples.gpt2.config import UsageError
+from examples.gpt2.corpus import END_OF_TEXT, load_corpus
+from examples.gpt2.evaluate import EvaluateConfig, evaluate, main
+from examples.gpt2.layers import ModelConfig
+from examples.gpt2.model import Transformer
+from examples.gpt2.models import as_module, load_model, save_model
+from examples.gpt2.tokenizer import train_tokenizer
+
+_CONFIG = ModelConfig(
+  vocab_size=320,
+  context_length=8,
+  num_layers=1,
+  num_heads=2,
+  width=16,
+  mlp_width=32,
+)
+
+
+@pytest.fixture(scope='module')
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  path = tmp_path_factory.mktemp('text') / 'text.txt'
+  generator = np.random.default_rng(0)
+  words = generator.choice(['ein', 'zwei', 'drei', 'fünf'], size=3000)
+  path.write_text(' '.join(words))
+  return path
+
+
+@pytest.fixture(scope='module')
+def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A model with a tokenizer; it is not to be changed."""
+  path = tmp_path_factory.mktemp('model')
+  tokenizer = train_tokenizer([text.read_text()], 270)
+  params = nnx.as_pure(nnx.state(Transformer(_CONFIG, rngs=nnx.Rngs(0))))
+  params = jax.tree.map(lambda x: 5 * x, params)
+  save_model(path, _CONFIG, tokenizer.get_vocab_size(), params, tokenizer)
+  return path
+
+
+def _held_out(folder: Path, text: Path) -> np.ndarray:
+  """Returns the tokens of the held-out part."""
+  tokenizer = load_model(folder).tokenizer
+  documents = load_corpus(str(text)).validation
+  end = tokenizer.token_to_id(END_OF_TEXT)
+  ids = [[*tokenizer.encode(document).ids, end] for document in documents]
+  return np.concatenate(ids).astype(np.uint16)
+
+
+def _write_token_files(folder: Path, tokens: np.ndarray) -> str:
+  tokens.astype(np.uint16).tofile(folder / 'val.bin')
+  return str(folder)
+
+
+def _loss(folder: Path, tokens: np.ndarray, length: int, count: int) -> float:
+  """Returns the loss of some sequences, from all logits."""
+  model = load_model(folder)
+  starts = validation_starts(len(tokens), length, count)
+  assert len(starts) == count
+  sequences = np.stack([tokens[i : i + length + 1] for i in starts])
+  logits = as_module(model.config, model.params)(sequences[:, :-1].astype(int))
+  log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+  return -np.take_along_axis(log_p, sequences[:, 1:, None], axis=-1).mean()
+
+
+@pytest.mark.parametrize('micro_batch_size', [1, 4, 100])
+def test_loss_is_that_of_the_held_out_text(
+  folder: Path, text: Path, micro_batch_size: int
+):
+  config = EvaluateConfig(
+    folder, str(text), sequences=7, micro_batch_size=micro_batch_size
+  )
+  evaluation = evaluate(config)
+  expected = _loss(folder, _held_out(folder, text), 8, 7)
+  assert evaluation.loss == pytest.approx(expected, abs=1e-5)
+  assert evaluation.perplexity == pytest.approx(math.exp(expected), rel=1e-4)
+  assert (evaluation.num_sequences, evaluation.num_tokens) == (7, 56)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_text(folder: Path, text: Path):
+  evaluation = evaluate(EvaluateConfig(folder, str(text)))
+  tokens = _held_out(folder, text)
+  (document,) = load_corpus(str(text)).validation
+  assert len(document.encode()) > len(document)
+  expected = evaluation.loss * len(tokens) / len(document.encode())
+  assert evaluation.bits_per_byte == pytest.approx(expected / math.log(2))
+
+
+def test_token_files_are_measured_as_their_text(
+  folder: Path, text: Path, tmp_path: Path
+):
+  expected = evaluate(EvaluateConfig(folder, str(text)))
+  data = _write_token_files(tmp_path, _held_out(folder, text))
+  evaluation = evaluate(EvaluateConfig(folder, data))
+  assert evaluation == dataclasses.replace(expected, bits_per_byte=None)
+
+
+def test_a_shorter_context_may_be_measured(folder: Path, text: Path):
+  config = EvaluateConfig(folder, str(text), context_length=5, sequences=9)
+  expected = _loss(folder, _held_out(folder, text), 5, 9)
+  assert evaluate(config).loss == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_longer_context_needs_rotary_positions(
+  folder: Path, text: Path, tmp_path: Path
+):
+  config = EvaluateConfig(folder, str(text), context_length=9)
+  with pytest.raises(UsageError, match='must be at most 8, .* got 9'):
+    evaluate(config)
+  llama = dataclasses.replace(_CONFIG, architecture='llama')
+  params = nnx.as_pure(nnx.state(Transformer(llama, rngs=nnx.Rngs(0))))
+  save_model(tmp_path, llama, 270, params, load_model(folder).tokenizer)
+  config = dataclasses.replace(config, folder=tmp_path, sequences=4)
+  assert evaluate(config).num_tokens == 36
+
+
+def test_the_result_is_printed(
+  folder: Path, text: Path, capsys: pytest.CaptureFixture
+):
+  main([str(folder), '--data', str(text), '--sequences', '7'])
+  rows = capsys.readouterr().out.splitlines()
+  expected = _loss(folder, _held_out(folder, text), 8, 7)
+  assert rows[0] == f'loss           {expected:.4f} nats per token'
+  assert rows[2] == 'measured on    7 sequences, 56 tokens'
+  assert [row.split('  ')[0] for row in rows] == [
+    'loss',
+    'perplexity',
+    'measured on',
+    'bits per byte',
+  ]
+
+
+@pytest.mark.parametrize(
+  'flag', ['--sequences', '--context-length', '--micro-batch-size']
+)
+def test_settings_out_of_range_exit_with_status_2(
+  flag: str, capsys: pytest.CaptureFixture
+):
+  with pytest.raises(SystemExit) as caught:
+    main(['nowhere', '--data', 'nowhere', flag, '0'])
+  assert caught.value.code == 2
+  expected = f'error: {flag} must be at least 1, got 0.'
+  assert capsys.readouterr().err.startswith(expected)
+
+
+def test_tokens_of_another_model_are_refused(folder: Path, tmp_path: Path):
+  data = _write_token_files(tmp_path, np.full(20, 270))
+  with pytest.raises(UsageError, match='holds the token 270, .* has 270'):
+    evaluate(EvaluateConfig(folder, data))
+
+
+def test_too_few_tokens_are_refused(folder: Path, tmp_path: Path):
+  data = _write_token_files(tmp_path, np.full(8, 1))
+  with pytest.raises(UsageError, match='holds out 8 tokens, too few .* 8 and'):
+    evaluate(EvaluateConfig(folder, data))
+
+
+@pytest.mark.parametrize('content', [b'', b'123'])
+def test_damaged_token_files_are_named(
+  folder: Path, tmp_path: Path, content: bytes
+):
+  (tmp_path / 'val.bin').write_bytes(content)
+  with pytest.raises(UsageError, match=f'val.bin has {len(content)} bytes'):
+    evaluate(EvaluateConfig(folder, str(tmp_path)))
+
+
+def test_text_needs_a_tokenizer(folder: Path, text: Path, tmp_path: Path):
+  model = load_model(folder)
+  save_model(tmp_path, model.config, model.num_tokens, model.params)
+  with pytest.raises(UsageError, match='the model has no tokenizer'):
+    evaluate(EvaluateConfig(tmp_path, str(text)))

@@ -1,0 +1,163 @@
+from pathlib import Path
+
+from matplotlib import pyplot as plt
+import numpy as np
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.plot import main, plot_run, plot_runs
+from examples.gpt2.run_folder import RunFolder
+
+
+def _lines(layers: int = 4, watch_every: int = 2, steps: int = 6) -> list[dict]:
+  lines = []
+  for step in range(1, steps + 1):
+    line = {'step': step, 'train_loss': 6.0 / step, 'gradient_norm': 1.0 / step}
+    if step % 3 == 0:
+      line['val_loss'] = 7.0 / step
+    if watch_every and step % watch_every == 0:
+      values = [step + i / layers for i in range(layers)]
+      line |= {
+        'max_attention_logit': values,
+        'attention_entropy': values,
+        'layers': {
+          'gradient_norm': values,
+          'update_to_weight': values,
+          'clipped': [0.0] * layers,
+        },
+      }
+    lines.append(line)
+  return lines
+
+
+def _run(folder: Path, lines: list[dict]) -> Path:
+  run = RunFolder(folder)
+  with run:
+    run.start({'config': {'seed': 0}, 'corpus': {'unigram_entropy': 5.0}})
+    for line in lines:
+      run.log(line)
+  return folder
+
+
+def _ink(path: Path) -> float:
+  """Returns the share of a picture that is not white."""
+  return float(np.mean(plt.imread(path)[..., :3].min(axis=-1) < 0.9))
+
+
+@pytest.fixture
+def drawn(monkeypatch) -> list[plt.Figure]:
+  """Figures that are drawn, as they are closed."""
+  figures: list[plt.Figure] = []
+  close = plt.close
+  monkeypatch.setattr(
+    plt, 'close', lambda figure: (figures.append(figure), close(figure))
+  )
+  return figures
+
+
+def _curves(axes: plt.Axes) -> dict[str, list[float]]:
+  return {x.get_label(): list(x.get_ydata()) for x in axes.lines}
+
+
+def test_a_run_is_drawn_by_layer(tmp_path: Path, drawn, capsys):
+  run = _run(tmp_path / 'run', _lines())
+  out = tmp_path / 'picture.png'
+  main([str(run), '--out', str(out)])
+  assert capsys.readouterr().out.strip() == str(out)
+  assert _ink(out) > 0.01
+  (figure,) = drawn
+  assert figure.get_suptitle() == str(run)
+  panels = {axes.get_ylabel(): axes for axes in figure.axes}
+  assert list(panels) == [
+    'loss (nats per token)',
+    'max attention logit',
+    'attention entropy (nats)',
+    'gradient norm by layer',
+    'update norm / weight norm',
+    'share of clipped elements',
+  ]
+  losses = _curves(panels['loss (nats per token)'])
+  assert losses['train'] == [6.0 / step for step in range(1, 7)]
+  assert losses['validation'] == [7.0 / 3, 7.0 / 6]
+  assert losses['unigram entropy'] == [5.0, 5.0]
+  layers = panels['max attention logit'].lines
+  assert [list(x.get_xdata()) for x in layers] == [[2, 4, 6]] * 4
+  assert list(layers[3].get_ydata()) == [2.75, 4.75, 6.75]
+  assert panels['max attention logit'].get_yscale() == 'log'
+
+
+def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
+  runs = tuple(
+    _run(tmp_path / name, _lines(layers, watch_every))
+    for name, layers, watch_every in (('a', 2, 1), ('b', 3, 2), ('c', 2, 0))
+  )
+  plot_runs(runs, tmp_path / 'picture.png')
+  assert _ink(tmp_path / 'picture.png') > 0.01
+  (figure,) = drawn
+  panels = {axes.get_ylabel(): _curves(axes) for axes in figure.axes}
+  assert len(panels) == 4
+  for curves in panels.values():
+    assert list(curves) == [str(run) for run in runs]
+  logits = panels['largest attention logit']
+  assert logits[str(runs[0])] == [step + 0.5 for step in range(1, 7)]
+  assert len(logits[str(runs[1])]) == 3
+  assert logits[str(runs[2])] == []
+
+
+@pytest.mark.parametrize('suffix', ['png', 'pdf', 'svg'])
+def test_a_run_without_watch_steps_has_its_losses(
+  tmp_path: Path, drawn, suffix: str
+):
+  out = tmp_path / f'picture.{suffix}'
+  plot_run(out, _lines(watch_every=0), 'title', 5.0)
+  (figure,) = drawn
+  assert len(figure.axes) == 1
+  assert figure.axes[0].get_yscale() == 'log'
+  assert out.stat().st_size > 1000
+
+
+@pytest.mark.parametrize('layers', [1, 2, 3, 48])
+def test_a_legend_names_few_layers(tmp_path: Path, drawn, layers: int):
+  plot_run(tmp_path / 'picture.png', _lines(layers), 'title', 5.0)
+  axes = drawn[0].axes[1]
+  assert len(axes.lines) == layers
+  names = [text.get_text() for text in axes.get_legend().get_texts()]
+  assert names[0] == 'layer 1'
+  assert names[-1] == f'layer {layers}'
+  assert len(names) == min(layers, 3)
+  colours = {tuple(line.get_color()) for line in axes.lines}
+  assert len(colours) == layers
+
+
+def test_steps_that_are_not_finite_leave_gaps(tmp_path: Path, drawn):
+  lines = _lines()
+  lines[2] |= {'train_loss': float('nan'), 'gradient_norm': float('inf')}
+  plot_run(tmp_path / 'picture.png', lines, 'title', 5.0)
+  assert _ink(tmp_path / 'picture.png') > 0.01
+
+
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda path: None,
+    lambda path: path.mkdir(),
+    lambda path: _run(path, []) and RunFolder(path).keep_metrics(0),
+    lambda path: _run(path, _lines()) and (path / 'config.json').unlink(),
+    lambda path: _run(path, []) and (path / 'metrics.jsonl').write_text('{"a'),
+  ],
+  ids=['missing', 'empty', 'no steps', 'no settings', 'torn'],
+)
+def test_a_folder_without_a_run_is_an_error(tmp_path: Path, make, capsys):
+  make(tmp_path / 'run')
+  out = tmp_path / 'picture.png'
+  for runs in (['run'], ['run', 'run']):
+    with pytest.raises(SystemExit) as error:
+      main([*(str(tmp_path / run) for run in runs), '--out', str(out)])
+    assert error.value.code == 2
+    assert 'error: ' in capsys.readouterr().err
+  assert not out.exists()
+
+
+def test_at_least_one_run_is_needed(tmp_path: Path):
+  with pytest.raises(UsageError, match='folder of a run'):
+    plot_runs((), tmp_path / 'picture.png')

@@ -1,0 +1,194 @@
+import dataclasses
+import math
+import typing
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from examples.gpt2 import config as config_module
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
+
+_OPTIONAL = {
+  'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+  ('settings', 'words'),
+  [
+    ({'steps': 0}, ['--steps', 'at least 1', '0']),
+    ({'batch_size': -4}, ['--batch-size', 'at least 1', '-4']),
+    ({'batch_size': 0}, ['--batch-size', 'at least 1', '0']),
+    ({'unroll': 0}, ['--unroll', 'at least 1', '0']),
+    ({'keep': 0}, ['--keep', 'at least 1', '0']),
+    ({'checkpoint_every': 0}, ['--checkpoint-every', 'at least 1', '0']),
+    ({'watch_every': -1}, ['--watch-every', 'at least 0', '-1']),
+    ({'learning_rate': 0.0}, ['--learning-rate', 'finite and above 0', '0.0']),
+    ({'learning_rate': math.nan}, ['--learning-rate', 'nan']),
+    ({'learning_rate': math.inf}, ['--learning-rate', 'inf']),
+    ({'max_gradient_norm': math.inf}, ['--max-gradient-norm', 'inf']),
+    ({'weight_decay': -0.1}, ['--weight-decay', 'at least 0', '-0.1']),
+    ({'weight_decay': math.nan}, ['--weight-decay', 'nan']),
+    ({'b1': 1.0}, ['--b1', '[0, 1)', '1.0']),
+    ({'b2': -0.5}, ['--b2', '[0, 1)', '-0.5']),
+    ({'clip_threshold': 0.0}, ['--clip-threshold', 'above 0', '0.0']),
+    ({'clip_threshold': math.nan}, ['--clip-threshold', 'nan']),
+    ({'min_norm': -1.0}, ['--min-norm', 'at least 0']),
+    ({'warmup_share': 1.5}, ['--warmup-share', '[0, 1]', '1.5']),
+    ({'ratios': ()}, ['--ratios', 'weight', 'row', 'column']),
+    ({'seed': -1}, ['--seed', '-1']),
+    ({'seed': 2**32}, ['--seed', '2**32', '4294967296']),
+    ({'vocab_size': 100}, ['--vocab-size', '257', '100']),
+    ({'vocab_size': 65537}, ['--vocab-size', '65536', '65537']),
+    ({'micro_batch_size': 7}, ['--micro-batch-size', '--batch-size', '7']),
+    ({'num_heads': 3}, ['--num-heads', '--width', '3', '128']),
+    (
+      {'architecture': 'llama', 'width': 12, 'num_heads': 4},
+      ['--width', 'even', '--num-heads', '12', '4'],
+    ),
+    (
+      {'optimizer': 'adamw', 'ratios': ('row',)},
+      ['--ratios', '--optimizer merit', '--optimizer adamw'],
+    ),
+    (
+      {'optimizer': 'lion', 'qkv': 'split'},
+      ['--qkv', 'merit or muon', '--optimizer lion'],
+    ),
+    ({'coordinator': 'a:1'}, ['--coordinator', 'together']),
+    ({'num_processes': 2}, ['--num-processes', 'together']),
+    (
+      {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 2},
+      ['--process-id', '[0, 2)', '2'],
+    ),
+  ],
+)
+def test_a_wrong_setting_is_named(settings: dict, words: list[str]):
+  with pytest.raises(UsageError) as error:
+    resolve(Config(**settings))
+  for word in words:
+    assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'clip_threshold': math.inf},
+    {'watch_every': 0},
+    {'warmup_share': 0.0},
+    {'warmup_share': 1.0},
+    {'weight_decay': 0.0},
+    {'optimizer': 'muon', 'qkv': 'heads'},
+    {'architecture': 'gpt2', 'width': 12, 'num_heads': 4},
+    {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1},
+  ],
+)
+def test_a_setting_at_its_bound_is_taken(settings: dict):
+  config = resolve(Config(**settings))
+  assert settings.items() <= vars(config).items()
+
+
+def test_each_choice_has_its_defaults():
+  assert set(PRESETS) == set(typing.get_args(config_module.Preset))
+  assert set(OPTIMIZERS) == set(typing.get_args(config_module.Optimizer))
+
+
+@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_settings_not_given_come_from_preset_and_optimizer(
+  preset: str, optimizer: str
+):
+  config = resolve(Config(preset=preset, optimizer=optimizer))
+  missing = {k for k, v in vars(config).items() if v is None}
+  assert missing == _OPTIONAL
+  assert PRESETS[preset].items() <= vars(config).items()
+  assert OPTIMIZERS[optimizer].items() <= vars(config).items()
+
+
+@hypothesis.given(
+  preset=st.sampled_from(sorted(PRESETS)),
+  architecture=st.sampled_from([None, 'gpt2', 'llama']),
+  batch_size=st.none() | st.integers(1, 10_000),
+  num_heads=st.integers(1, 16),
+  head_width=st.integers(1, 32).map(lambda n: 2 * n),
+  steps=st.none() | st.integers(1, 10**6),
+  b1=st.none() | st.floats(0, 0.999),
+)
+def test_what_is_given_stays_and_the_rest_fits(head_width: int, **given):
+  given['width'] = given['num_heads'] * head_width
+  config = resolve(Config(**given))
+  kept = {k: v for k, v in given.items() if v is not None}
+  assert kept.items() <= vars(config).items()
+  assert config.batch_size % config.micro_batch_size == 0
+  assert resolve(config) == config
+
+
+@pytest.mark.parametrize(
+  ('settings', 'width'),
+  [
+    ({}, 512),
+    ({'mlp_width': 100}, 100),
+    ({'width': 64}, 256),
+    ({'preset': 'llama-7b'}, 11008),
+    # Of 8/3, rounded up to a multiple of 16.
+    ({'preset': 'llama-7b', 'width': 768, 'num_heads': 12}, 2048),
+    ({'preset': 'llama-130m', 'width': 1024, 'num_heads': 16}, 2736),
+    ({'architecture': 'llama'}, 352),
+    ({'preset': 'llama-130m', 'architecture': 'gpt2'}, 3072),
+  ],
+)
+def test_the_mlp_follows_the_width(settings: dict, width: int):
+  assert resolve(Config(**settings)).mlp_width == width
+
+
+def test_a_micro_batch_is_the_presets_if_it_fits():
+  assert resolve(Config(preset='small', batch_size=64)).micro_batch_size == 16
+  assert resolve(Config(preset='small', batch_size=24)).micro_batch_size == 8
+  given = resolve(Config(batch_size=24, micro_batch_size=24))
+  assert given.micro_batch_size == 24
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    ('seed', 1),
+    ('steps', 7),
+    ('dtype', 'bfloat16'),
+    ('optimizer', 'lamb'),
+    ('learning_rate', 0.1),
+    ('decay', 'matrices'),
+    ('ratios', ('row',)),
+    ('qk_norm', True),
+    ('architecture', 'llama'),
+    ('warmup_share', 0.0),
+    ('vocab_size', 300),
+    ('eval_every', 7),
+  ],
+)
+def test_identity_holds_what_decides_the_numbers(name: str, value):
+  assert identity(resolve(Config(**{name: value}))) != identity(
+    resolve(Config())
+  )
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    ('cache_dir', '/elsewhere'),
+    ('out_dir', '/elsewhere'),
+    ('fresh', True),
+    ('mesh', 'fsdp=2'),
+    ('micro_batch_size', 8),
+    ('remat', 'full'),
+    ('unroll', 1),
+    ('watch_every', 3),
+    ('checkpoint_every', 3),
+    ('tensorboard', True),
+  ],
+)
+def test_identity_leaves_out_what_does_not(name: str, value):
+  one = resolve(Config())
+  other = dataclasses.replace(one, **{name: value})
+  assert getattr(one, name) != value
+  assert identity(resolve(other)) == identity(one)
