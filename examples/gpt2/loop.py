@@ -95,8 +95,11 @@ class Loop:
       self._batches = stack.enter_context(
         batches.Prefetch(self._make_batch, done + 1, self._config.steps)
       )
-      for step in range(done + 1, self._config.steps + 1):
-        self._step(step)
+      try:
+        for step in range(done + 1, self._config.steps + 1):
+          self._step(step)
+      except NotFiniteError as error:
+        raise self._explained(error) from error
     return self._state.params
 
   def _restore(self) -> tuple[int, TrainState]:
@@ -140,11 +143,8 @@ class Loop:
     watched = self._measure(step, batch)
     self._profile(step)
     self._state, metrics = self._take_step(self._state, batch)
-    try:
-      self._log.begin_step(step, metrics, watched, self._batches.waited)
-      self._finish(step)
-    except NotFiniteError as error:
-      raise self._explained(error, batch) from error
+    self._log.begin_step(step, metrics, watched, self._batches.waited)
+    self._finish(step)
 
   def _finish(self, step: int) -> None:
     """Evaluates, saves and stops where that is due."""
@@ -209,16 +209,14 @@ class Loop:
       jax.block_until_ready(self._state)
       jax.profiler.stop_trace()
 
-  def _explained(
-    self, error: NotFiniteError, batch: jax.Array
-  ) -> NotFiniteError:
+  def _explained(self, error: NotFiniteError) -> NotFiniteError:
     """Returns the error with the state of attention and what to try."""
-    seen = self._watch.attention(self._state.params, batch)
+    seen = self._watch.attention(self._state.params, self._held_out)
     logits = jnp.array(seen['max_attention_logit'])
     layer = int(jnp.argmax(logits))
     return NotFiniteError(
-      f'{error} The weights are those before that step; there the largest '
-      f'attention logit is {logits[layer]:.1f}, in layer {layer + 1} of '
+      f'{error} With the weights before that step, the largest attention '
+      f'logit on held-out text is {logits[layer]:.1f}, in layer {layer + 1} of '
       f'{len(logits)}. The last checkpoint is sound. Try a smaller '
       '--learning-rate or --qk-norm (a new run), or --not-finite skip (goes on '
       'from the checkpoint and leaves such steps out).',

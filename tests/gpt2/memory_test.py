@@ -53,9 +53,12 @@ def test_a_failed_allocation_becomes_advice(error: Exception):
 
 @pytest.mark.parametrize(
   'error',
-  [jax.errors.JaxRuntimeError('INTERNAL: broken'), ValueError('RESOURCE_EXHAUSTED')],
+  [
+    jax.errors.JaxRuntimeError('INTERNAL: broken'),
+    ValueError('RESOURCE_EXHAUSTED'),
+  ],
   ids=type,
-)  # fmt: skip
+)
 def test_other_errors_pass(error: Exception):
   with pytest.raises(type(error)) as found, advice(*_make()):
     raise error

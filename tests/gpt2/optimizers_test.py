@@ -100,7 +100,7 @@ def _difference(a, b) -> dict[str, float]:
   share=st.floats(0, 1),
   rate=st.floats(1e-6, 10),
 )
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=15)
 def test_the_schedule_warms_up_and_ends_near_zero(
   steps: int, share: float, rate: float
 ):
@@ -110,7 +110,8 @@ def test_the_schedule_warms_up_and_ends_near_zero(
   assert (rates > 0).all()
   assert rates.max() <= rate * (1 + 1e-5)
   rising, falling = rates[: warmup + 1], rates[warmup:]
-  assert (np.diff(rising) > 0).all()
+  # One step of warm-up has the whole rate already.
+  assert warmup == 1 or (np.diff(rising) > 0).all()
   assert (np.diff(falling) < 0).all()
   if warmup < steps:
     assert rates[warmup] == pytest.approx(rate, rel=1e-5)
@@ -247,11 +248,20 @@ def test_qkv_get_the_updates_of_kernels_of_their_own(qkv: str):
       np.testing.assert_array_equal(x, expected[name])
 
 
-@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
-def test_stacked_layers_get_the_updates_of_separate_ones(architecture: str):
-  settings = dict(architecture=architecture, qk_norm=True, untied_head=True)
-  params, gradients = _trees(_model_shapes(**settings))
-  config = _config(**settings)
+@pytest.mark.parametrize(
+  'settings',
+  [
+    None,
+    pytest.param({'architecture': 'gpt2'}, marks=pytest.mark.slow),
+    pytest.param(
+      {'architecture': 'llama', 'untied_head': True, 'qk_norm': True},
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_stacked_layers_get_the_updates_of_separate_ones(settings):
+  params, gradients = _trees(_model_shapes(**settings) if settings else _SHAPES)
+  config = _config()
 
   def separate(tree) -> dict[str, jax.Array]:
     found = {}

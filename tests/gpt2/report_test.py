@@ -115,7 +115,10 @@ def test_what_was_not_measured_is_not_told(tmp_path: Path):
     ([_watched(1, 8.0, 2.0)], 128.0),
     # The first half is from before the weights have settled.
     ([_watched(1, 1e9, 1.0), _watched(2, 8.0, 2.0)], 128.0),
-    ([_watched(1, 0.0, 1.0), _watched(2, 8.0, 4.0), _watched(3, 8.0, 0.0)], 128.0),
+    (
+      [_watched(1, 0.0, 1.0), _watched(2, 8.0, 4.0), _watched(3, 8.0, 0.0)],
+      128.0,
+    ),
     ([_watched(1, 8.0, -2.0)], None),
     ([_watched(1, -8.0, 2.0)], None),
     ([_line(1, gradient_noise=None)], None),
@@ -128,7 +131,7 @@ def test_what_was_not_measured_is_not_told(tmp_path: Path):
       128.0,
     ),
   ],
-)  # fmt: skip
+)
 def test_the_noise_scale_is_a_ratio_of_means(lines, expected: float | None):
   assert report.noise_scale_tokens(lines) == expected
 

@@ -32,7 +32,7 @@ def _config(**settings) -> Config:
     micro_batch_size=16,
     steps=10,
     warmup_share=0.0,
-    max_gradient_norm=0.3,
+    max_gradient_norm=0.05,
     decay='matrices',
     unroll=1,
   )
@@ -74,6 +74,12 @@ def seen():
   trainer = _trainer(config)
   state, tokens = _state(trainer), jnp.asarray(_tokens())
   return config, trainer, state, tokens, Watch(config, trainer)(state, tokens)
+
+
+@pytest.fixture(scope='module')
+def gradients(seen):
+  _, trainer, state, tokens, _ = seen
+  return jax.jit(trainer.loss_and_gradients)(state.params, tokens)[1]
 
 
 def test_it_measures_json_values_of_each_layer(seen):
@@ -127,9 +133,8 @@ def test_attention_equals_a_plain_computation(seen):
     np.testing.assert_allclose(values, measured[name], rtol=1e-5)
 
 
-def test_gradient_norms_add_up_to_the_global_one(seen):
-  _, trainer, state, tokens, measured = seen
-  _, gradients = jax.jit(trainer.loss_and_gradients)(state.params, tokens)
+def test_gradient_norms_add_up_to_the_global_one(seen, gradients):
+  _, _, _, _, measured = seen
   norms = measured['layers']['gradient_norm']
   for layer, norm in enumerate(norms):
     alone = jax.tree.map(lambda x, i=layer: x[i], gradients['blocks'])
@@ -137,7 +142,7 @@ def test_gradient_norms_add_up_to_the_global_one(seen):
   others = [x['gradient_norm'] for x in measured['others'].values()]
   total = math.sqrt(sum(x**2 for x in norms + others))
   assert total == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-4)
-  assert total > 0.3, 'the clip does something'
+  assert total > 0.05, 'the clip does something'
 
 
 def test_updates_are_those_of_the_step(seen):
@@ -160,18 +165,19 @@ def test_updates_are_those_of_the_step(seen):
     assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
 
 
-def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen):
-  config, trainer, state, tokens, measured = seen
-  _, gradients = jax.jit(trainer.loss_and_gradients)(state.params, tokens)
+def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
+  config, _, state, _, measured = seen
   norm = optax.tree.norm(gradients)
-  gradients = optax.tree.scale(jnp.minimum(1, 0.3 / norm), gradients)
+  gradients = optax.tree.scale(jnp.minimum(1, 0.05 / norm), gradients)
   adam = optax.tree.get(state.opt_state, 'ScaleByAdamState')
-  statistics = merit_optax.merit_statistics(
-    make_schedule(config),
-    b1=config.b1,
-    b2=config.b2,
-    weight_decay=config.weight_decay,
-    mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+  statistics = jax.jit(
+    merit_optax.merit_statistics(
+      make_schedule(config),
+      b1=config.b1,
+      b2=config.b2,
+      weight_decay=config.weight_decay,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    )
   )
 
   def measure(part) -> dict[str, float]:
@@ -256,7 +262,12 @@ class _Linear(Trainer):
   [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)],
 )
 def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
-  config = _config(optimizer='lion', num_layers=1, batch_size=4)
+  config = _config(
+    optimizer='lion',
+    num_layers=1,
+    batch_size=4,
+    micro_batch_size=shape[1],
+  )
   trainer = _trainer(config, _Linear)
   state, watch = _state(trainer), Watch(config, trainer)
   found = []
@@ -291,9 +302,7 @@ def test_a_mesh_measures_what_one_device_does(seen, mesh: str):
   with jax.set_mesh(trainer.mesh):
     batch = jax.device_put(np.asarray(tokens), batch_sharding(trainer.mesh))
     found = Watch(config, trainer)(_state(trainer), batch)
-  # The mesh cuts the batch to fewer parts.
-  for one in (measured, found):
-    one = dict(one)
+  # Of the noise the mesh makes another estimate, from fewer parts.
   leave_out = ('gradient_noise', 'noise_scale_tokens')
   one, other = (
     {k: v for k, v in x.items() if k not in leave_out}
