@@ -5,6 +5,7 @@ python -m benchmarks.train_step --help
 
 from collections.abc import Callable
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +40,10 @@ class Settings:
   """Optimizers of our trainer."""
 
   batch_size: int | None = None
-  """Sequences in a step. Default: a micro-batch of the preset."""
+  """Sequences in a step. Default: the preset's, which is for many devices."""
+
+  micro_batch_size: int | None = None
+  """Sequences that our trainer processes at once."""
 
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of activations."""
@@ -87,13 +91,13 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _config(settings: Settings, optimizer: Optimizer) -> Config:
   base = resolve(Config(preset=settings.preset))
-  size = settings.batch_size or base.micro_batch_size
+  size = settings.batch_size or base.batch_size
   return resolve(
     Config(
       preset=settings.preset,
       optimizer=optimizer,
       batch_size=size,
-      micro_batch_size=size,
+      micro_batch_size=settings.micro_batch_size,
       dtype=settings.dtype,
       remat=settings.remat,
       unroll=settings.unroll,
@@ -102,11 +106,13 @@ def _config(settings: Settings, optimizer: Optimizer) -> Config:
 
 
 def _tokens(config: Config) -> np.ndarray:
-  """Returns random tokens of one batch, shape (1, B, T + 1)."""
-  shape = (1, config.batch_size, config.context_length + 1)
-  return np.random.default_rng(0).integers(
-    config.vocab_size, size=shape, dtype=np.int32
+  """Returns random tokens of one step, shape (A, B, T + 1)."""
+  shape = (-1, config.micro_batch_size, config.context_length + 1)
+  size = config.batch_size * shape[-1]
+  tokens = np.random.default_rng(0).integers(
+    config.vocab_size, size=size, dtype=np.int32
   )
+  return tokens.reshape(shape)
 
 
 def _ours(config: Config, settings: Settings) -> Callable[[], None]:
@@ -161,7 +167,9 @@ def _peer(config: Config, steps: int) -> Callable[[], None] | None:
   optimizer = torch.optim.AdamW(
     model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True
   )
-  tokens = torch.tensor(_tokens(config)[0, :, :-1], device=device).long()
+  tokens = torch.tensor(
+    _tokens(config)[..., :-1].reshape(config.batch_size, -1), device=device
+  ).long()
   dtype = torch.bfloat16 if config.dtype == 'bfloat16' else torch.float32
 
   def run() -> None:
@@ -212,7 +220,7 @@ def _rows(
         'seconds_per_step': timing.median / steps,
         'spread': timing.spread,
         'tokens_per_second': speed,
-        'mfu': flops * speed / peak if peak == peak else None,
+        'mfu': flops * speed / peak if math.isfinite(peak) else None,
         'speed_over': base,
         'speed_ratio': steps / settings.steps / ratio(timings, name, base),
       }

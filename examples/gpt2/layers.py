@@ -6,6 +6,7 @@ N all tokens of all sequences, D features, H heads, K features of a head.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -88,13 +89,13 @@ class Attention(nnx.Module):
   ) -> tuple[jax.Array, Any]:
     """Returns what is added to the residual stream, and what attend saw."""
     y_BTHK, seen = attend(*self.project(x_BTD, positions_T))
-    return self.out(y_BTHK.reshape(x_BTD.shape)), seen
+    return _by_token(self.out, y_BTHK.reshape(x_BTD.shape)), seen
 
   def project(
     self, x_BTD: jax.Array, positions_T: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns queries, keys and values, each of shape (B, T, H, K)."""
-    qkv_BTHXK = constrain(self.qkv(x_BTD), 'heads')
+    qkv_BTHXK = constrain(_by_token(self.qkv, x_BTD), 'heads')
     query, key, value = jnp.moveaxis(qkv_BTHXK, 3, 0)
     if hasattr(self, 'query_norm'):
       query, key = self.query_norm(query), self.key_norm(key)
@@ -116,6 +117,8 @@ def causal_attention(
   Returns:
     Weighted values, of the same shape, and None.
   """
+  if jax.default_backend() == 'cpu':
+    return _attention_on_cpu(query, key, value), None
   # cuDNN's kernel never writes the logits to memory; it takes half precision.
   is_fused = jax.default_backend() == 'gpu' and query.dtype == jnp.bfloat16
   y_BTHK = jax.nn.dot_product_attention(
@@ -126,6 +129,30 @@ def causal_attention(
     implementation='cudnn' if is_fused else None,
   )
   return y_BTHK, None
+
+
+def _attention_on_cpu(
+  query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
+  """Attends as ``jax.nn.dot_product_attention`` does.
+
+  Weights are normalized after the product with the values, which takes a fifth
+  off a training step on CPU.
+  """
+  length, head_width = query.shape[1], query.shape[-1]
+  query, key, value = (
+    jnp.swapaxes(x, 1, 2) for x in (query * head_width**-0.5, key, value)
+  )
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  logits_BHTS = einsum('BHTK,BHSK->BHTS', query, key)
+  visible_TS = jnp.tril(jnp.ones((length, length), bool))
+  logits_BHTS = jnp.where(visible_TS, logits_BHTS, -jnp.inf)
+  # Softmax ignores what is taken off, so no gradient need go through it.
+  largest = jax.lax.stop_gradient(logits_BHTS.max(-1, keepdims=True))
+  exp_BHTS = jnp.exp(logits_BHTS - largest)
+  y_BHTK = einsum('BHTS,BHSK->BHTK', exp_BHTS.astype(value.dtype), value)
+  y_BHTK /= exp_BHTS.sum(-1, keepdims=True)
+  return jnp.swapaxes(y_BHTK, 1, 2).astype(query.dtype)
 
 
 def rotate(x_BTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
@@ -158,10 +185,10 @@ class MLP(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Returns what is added to the residual stream, shape (B, T, D)."""
-    # XLA runs a layer twice as fast on CPU if batch and time are one axis.
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    y_ND = self.down(jax.nn.gelu(self.up(x_ND), approximate=True))
-    return y_ND.reshape(x_BTD.shape)
+    return _by_token(self._transform, x_BTD)
+
+  def _transform(self, x_ND: jax.Array) -> jax.Array:
+    return self.down(jax.nn.gelu(self.up(x_ND), approximate=True))
 
 
 class GatedMLP(nnx.Module):
@@ -175,9 +202,19 @@ class GatedMLP(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Returns what is added to the residual stream, shape (B, T, D)."""
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    y_ND = self.down(jax.nn.silu(self.gate(x_ND)) * self.up(x_ND))
-    return y_ND.reshape(x_BTD.shape)
+    return _by_token(self._transform, x_BTD)
+
+  def _transform(self, x_ND: jax.Array) -> jax.Array:
+    return self.down(jax.nn.silu(self.gate(x_ND)) * self.up(x_ND))
+
+
+def _by_token(
+  function: Callable[[jax.Array], jax.Array], x_BTD: jax.Array
+) -> jax.Array:
+  """Applies a function of (N, D) to tokens of shape (B, T, D)."""
+  # With batch and time as one axis, XLA takes a fifth off a step on CPU.
+  y_NX = function(x_BTD.reshape(-1, x_BTD.shape[-1]))
+  return y_NX.reshape(*x_BTD.shape[:2], *y_NX.shape[1:])
 
 
 def linear(

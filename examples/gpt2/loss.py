@@ -1,7 +1,8 @@
 """Cross-entropy without all logits at once.
 
 Letters at the end of a name give the axes of an array: B sequences, T tokens,
-C tokens of a chunk, D features, V vocabulary.
+C tokens of a sequence in a chunk, N all tokens of a chunk, D features, V
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -44,7 +45,11 @@ def token_losses(
   """
 
   def measure(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
-    return _losses_and_probabilities(*chunk, head_VD)[0]
+    features_BCD, targets_BC = chunk
+    losses_N, _ = _losses_and_probabilities(
+      _flat(features_BCD), targets_BC.ravel(), head_VD
+    )
+    return losses_N.reshape(targets_BC.shape)
 
   chunks = _cut(features_BTD, head_VD), _cut(targets_BT, head_VD)
   return _join(jax.lax.map(measure, chunks))
@@ -58,24 +63,24 @@ def _forward(
   def measure(
     total: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
   ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    loss, head_gradient_VD = total
-    features_BCD, targets_BC = chunk
-    losses_BC, p_BCV = _losses_and_probabilities(
-      features_BCD, targets_BC, head_VD
-    )
-    error_BCV = (p_BCV - _one_hot(targets_BC, head_VD)).astype(dtype)
-    gradient_BCD = _einsum('BCV,VD->BCD', error_BCV, head_VD.astype(dtype))
-    head_gradient_VD += _einsum('BCV,BCD->VD', error_BCV, features_BCD)
-    return (loss + jnp.sum(losses_BC), head_gradient_VD), gradient_BCD
+    loss, head_gradient_DV = total
+    features_ND, targets_N = _flat(chunk[0]), chunk[1].ravel()
+    losses_N, p_NV = _losses_and_probabilities(features_ND, targets_N, head_VD)
+    error_NV = (p_NV - _one_hot(targets_N, head_VD)).astype(dtype)
+    gradient_ND = _matmul(error_NV, head_VD.astype(dtype))
+    # The reverse product would have XLA transpose the larger matrix on CPU.
+    head_gradient_DV += _matmul(features_ND.T, error_NV)
+    total = loss + jnp.sum(losses_N), head_gradient_DV
+    return total, gradient_ND.reshape(chunk[0].shape)
 
   dtype = features_BTD.dtype
   chunks = _cut(features_BTD, head_VD), _cut(targets_BT, head_VD)
-  zero = jnp.zeros([]), jnp.zeros(head_VD.shape)
-  (loss, head_gradient_VD), gradients = jax.lax.scan(measure, zero, chunks)
+  zero = jnp.zeros([]), jnp.zeros(head_VD.T.shape)
+  (loss, head_gradient_DV), gradients = jax.lax.scan(measure, zero, chunks)
   count = targets_BT.size
   return loss / count, (
     (_join(gradients) / count).astype(dtype),
-    (head_gradient_VD / count).astype(head_VD.dtype),
+    (head_gradient_DV.T / count).astype(head_VD.dtype),
   )
 
 
@@ -94,28 +99,31 @@ mean_cross_entropy.defvjp(_forward, _backward)
 
 
 def _losses_and_probabilities(
-  features_BCD: jax.Array, targets_BC: jax.Array, head_VD: jax.Array
+  features_ND: jax.Array, targets_N: jax.Array, head_VD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the loss of each token, and the softmax, shape (B, C, V)."""
-  head_VD = head_VD.astype(features_BCD.dtype)
-  logits_BCV = _einsum('BCD,VD->BCV', features_BCD, head_VD)
-  largest_BC1 = jnp.max(logits_BCV, axis=-1, keepdims=True)
-  exp_BCV = jnp.exp(logits_BCV - largest_BC1)
-  sum_BC1 = jnp.sum(exp_BCV, axis=-1, keepdims=True)
+  """Returns the loss of each token, and the softmax, shape (N, V)."""
+  logits_NV = _matmul(features_ND, head_VD.astype(features_ND.dtype).T)
+  largest_N1 = jnp.max(logits_NV, axis=-1, keepdims=True)
+  exp_NV = jnp.exp(logits_NV - largest_N1)
+  sum_N1 = jnp.sum(exp_NV, axis=-1, keepdims=True)
   # A masked sum, unlike a gather, takes a vocabulary that lies on many devices.
-  target_BC1 = jnp.sum(
-    jnp.where(_one_hot(targets_BC, head_VD), logits_BCV, 0), -1, keepdims=True
+  target_N = jnp.sum(
+    jnp.where(_one_hot(targets_N, head_VD), logits_NV, 0), axis=-1
   )
-  losses_BC1 = jnp.log(sum_BC1) + largest_BC1 - target_BC1
-  return losses_BC1[..., 0], exp_BCV / sum_BC1
+  losses_N = (jnp.log(sum_N1) + largest_N1)[:, 0] - target_N
+  return losses_N, exp_NV / sum_N1
 
 
-def _one_hot(targets_BC: jax.Array, head_VD: jax.Array) -> jax.Array:
-  return targets_BC[..., None] == jnp.arange(len(head_VD))
+def _one_hot(targets_N: jax.Array, head_VD: jax.Array) -> jax.Array:
+  return targets_N[:, None] == jnp.arange(len(head_VD))
 
 
-_einsum: Callable[..., jax.Array] = functools.partial(
-  jnp.einsum, preferred_element_type=jnp.float32
+def _flat(x_BCD: jax.Array) -> jax.Array:
+  return x_BCD.reshape(-1, x_BCD.shape[-1])
+
+
+_matmul: Callable[..., jax.Array] = functools.partial(
+  jnp.matmul, preferred_element_type=jnp.float32
 )
 
 

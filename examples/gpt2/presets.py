@@ -20,7 +20,7 @@ _LLAMA = _GPT2 | dict(architecture='llama', untied_head=True, vocab_size=32000)
 PRESETS: dict[str, dict[str, Any]] = {
     'demo': _GPT2 | dict(
         num_layers=4, num_heads=4, width=128, mlp_width=512, context_length=128,
-        vocab_size=1024, batch_size=64, micro_batch_size=64, steps=400,
+        vocab_size=1024, batch_size=64, micro_batch_size=8, steps=400,
         eval_every=40, eval_sequences=512, checkpoint_every=80, watch_every=40,
         unroll=4,
     ),

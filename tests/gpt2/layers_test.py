@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 
 from flax import nnx
@@ -145,28 +146,37 @@ def test_qk_norm_bounds_the_logits(architecture: str, qk_norm: bool):
 
 
 @pytest.mark.parametrize(
-  'architecture', ['gpt2', pytest.param('llama', marks=pytest.mark.slow)]
+  ('architecture', 'remats'),
+  [
+    ('gpt2', ('dots', 'none')),
+    pytest.param('gpt2', ('full', 'dots'), marks=pytest.mark.slow),
+    pytest.param('llama', ('full', 'dots', 'none'), marks=pytest.mark.slow),
+  ],
 )
-def test_remat_saves_memory_and_changes_no_numbers(architecture: str):
+def test_remat_saves_memory_and_changes_no_numbers(
+  architecture: str, remats: tuple[str, ...]
+):
   config = _config(architecture, qk_norm=True, num_layers=6)
   params, tokens = _params(config), np.tile(_TOKENS, (4, 1))
   compiled = {
     remat: _value_and_grad(dataclasses.replace(config, remat=remat))
     .lower(params, tokens)
     .compile()
-    for remat in ('full', 'dots', 'none')
+    for remat in remats
   }
   found = {k: run(params, tokens) for k, run in compiled.items()}
-  for remat in ('full', 'dots'):
+  for remat in remats[:-1]:
     for one, other in zip(
-      jax.tree.leaves(found[remat]), jax.tree.leaves(found['none']), strict=True
+      jax.tree.leaves(found[remat]),
+      jax.tree.leaves(found[remats[-1]]),
+      strict=True,
     ):
       np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-  full, dots, none = (
+  sizes = [
     run.memory_analysis().temp_size_in_bytes for run in compiled.values()
-  )
-  assert full < 0.8 * dots
-  assert dots < 0.6 * none
+  ]
+  for less, more in itertools.pairwise(sizes):
+    assert less < 0.8 * more
 
 
 @_ARCHITECTURES
@@ -253,8 +263,9 @@ def test_the_order_of_earlier_tokens_counts(architecture: str):
 
 def test_layers_start_as_gpt2s():
   config = dataclasses.replace(_config(), num_layers=8, width=128, num_heads=4)
-  model = Transformer(config, rngs=nnx.Rngs(0))
-  blocks = nnx.as_pure(nnx.state(model))['blocks']
+  blocks = jax.jit(
+    lambda: nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+  )()['blocks']
   for module, name, std in (
     ('attention', 'qkv', 0.02),
     ('attention', 'out', 0.02 / 4),

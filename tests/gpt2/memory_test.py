@@ -106,7 +106,10 @@ def test_weights_and_moments_are_counted_by_device():
   [
     {'devices': 1},
     {'devices': 1, 'remat': 'full', 'context_length': 256, 'batch_size': 4},
-    {'mesh': 'fsdp=4,tensor=2', 'architecture': 'llama', 'batch_size': 32},
+    pytest.param(
+      {'mesh': 'fsdp=4,tensor=2', 'architecture': 'llama', 'batch_size': 32},
+      marks=pytest.mark.slow,
+    ),
     pytest.param(
       {'devices': 1, 'remat': 'dots', 'width': 128}, marks=pytest.mark.slow
     ),

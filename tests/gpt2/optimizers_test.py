@@ -122,7 +122,11 @@ def test_the_schedule_warms_up_and_ends_near_zero(
 
 @_ALL
 def test_settings_reach_the_optimizer(optimizer: str):
-  params, gradients = _trees()
+  # A parameter of Muon's, and one of its Adam.
+  names = ('token_embedding', 'blocks')
+  shapes = {name: _SHAPES[name] for name in names}
+  shapes['blocks'] = {'mlp': _SHAPES['blocks']['mlp']}
+  params, gradients = _trees(shapes)
   base = dict(optimizer=optimizer, learning_rate=1e-3, weight_decay=0.0)
 
   def updates(**settings):
@@ -294,7 +298,8 @@ def test_dimension_numbers_fit_layers_that_are_not_stacked():
 
 
 def test_muon_has_moments_of_hidden_matrices_only():
-  params, _ = _trees(_model_shapes())
+  params, _ = _trees(_model_shapes(untied_head=True))
+  assert 'head' in params
   state = make_optimizer(_config(optimizer='muon')).init(params)
   momentum = _named(optax.tree.get(state, 'MuonState').mu)
   hidden = {
@@ -353,7 +358,7 @@ def test_an_infinite_clip_threshold_is_no_clip():
 
 @_ALL
 def test_the_gradient_is_clipped_to_its_global_norm(optimizer: str):
-  params, gradients = _trees()
+  params, gradients = _trees({'blocks': {'mlp': _SHAPES['blocks']['mlp']}})
   found, expected = (
     _updates(
       make_optimizer(_config(optimizer=optimizer, max_gradient_norm=norm)),

@@ -193,6 +193,8 @@ def test_a_folder_that_comes_back_gets_all_lines(tmp_path: Path):
 
 def test_one_process_of_several_writes(tmp_path: Path):
   path = tmp_path / 'run'
+  RunFolder(tmp_path, is_writer=False).log({'step': 1})
+  assert not _files(tmp_path)
   with RunFolder(path, is_writer=False) as folder:
     folder.start(_SETTINGS, fresh=True)
     folder.keep_metrics(0)
