@@ -12,6 +12,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+import shutil
 import textwrap
 from typing import Any
 import warnings
@@ -58,14 +59,21 @@ class Checkpoints:
     policy = checkpoint_managers.AnyPreservationPolicy(
       [checkpoint_managers.LatestN(self._keep), _Best(self._losses)]
     )
-    options = ocp.CheckpointManagerOptions(
-      preservation_policy=policy, cleanup_tmp_directories=True
-    )
+    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
+    self._clear_up()
     self._manager = ocp.CheckpointManager(self._folder, options=options)
     for step in self._manager.all_steps():
       # Whatever is wrong with one, ``restore`` finds out and says.
       with contextlib.suppress(Exception):
         self._losses[step] = self._load(step)['record']['loss']
+
+  def _clear_up(self) -> None:
+    """Deletes unfinished checkpoints; no save must be under way."""
+    # Orbax would do so beside the next save, and may hit that.
+    if jax.process_index() == 0:
+      for unfinished in self._folder.glob('*.orbax-checkpoint-tmp*'):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    multihost_utils.sync_global_devices('unfinished checkpoints are deleted')
 
   def save(self, step: int, state: Any, loss: float | None = None) -> bool:
     """Starts a save, once the one before it is over.
@@ -84,6 +92,7 @@ class Checkpoints:
       if the save cannot start.
     """
     self.wait()
+    self._clear_up()
     if step in self._manager.all_steps():
       return True
     arrays = _by_name(state)

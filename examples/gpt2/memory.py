@@ -91,9 +91,11 @@ def _whole_layer_bytes(config: Config, tensor: int) -> int:
   # Norms compute in float32, and so does the softmax.
   stream = config.width * (4 * size + 4 * 4)
   inner = 4 * config.width * size + 6 * config.mlp_width * size
-  is_fused = jax.default_backend() == 'gpu' and config.dtype == 'bfloat16'
-  if not is_fused:
-    inner += config.num_heads * config.context_length * (size + 4)
+  backend = jax.default_backend()
+  if not (backend == 'gpu' and config.dtype == 'bfloat16'):
+    # On CPU, attention keeps its weights once.
+    weights = config.num_heads * config.context_length
+    inner += weights * (4 if backend == 'cpu' else size + 4)
   return stream + inner // tensor
 
 

@@ -179,7 +179,7 @@ def test_identity_holds_what_decides_the_numbers(name: str, value):
     ('out_dir', '/elsewhere'),
     ('fresh', True),
     ('mesh', 'fsdp=2'),
-    ('micro_batch_size', 8),
+    ('micro_batch_size', 16),
     ('remat', 'full'),
     ('unroll', 1),
     ('watch_every', 3),

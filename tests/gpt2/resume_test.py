@@ -154,6 +154,7 @@ def test_fresh_starts_over(config: Config, monkeypatch, capsys):
   assert len(_metrics(config.out_dir)) == config.steps
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(_Killed):
     _kill_at(patch, 6)

@@ -26,10 +26,10 @@ _STEPS = 4
 # in some programs and not in others.
 _ROUND_AS_WRITTEN = {'xla_allow_excess_precision': False}
 _SPEC = optax.contrib.MuonDimensionNumbers
-# Shape, sharding and dimension numbers of parameters that a model may hold. Each
-# device gets 12 elements or more of the last axis: with fewer, XLA on CPU may
-# fuse a product with a sum in one program and not in the other since jax 0.12,
-# for AdamW too.
+# Shape, sharding and dimension numbers of parameters that a model may hold.
+# Each device gets 12 elements or more of the last axis: with fewer, XLA on CPU
+# may fuse a product with a sum in one program and not in the other since jax
+# 0.12, for AdamW too.
 _LAYOUTS = {
   'replicated': ((16, 96), P(), _SPEC()),
   'rows': ((16, 96), P('fsdp'), _SPEC()),
