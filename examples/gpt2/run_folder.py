@@ -187,9 +187,9 @@ class RunFolder:
     self._unwritten = []
 
   def read_metrics(self) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl."""
-    lines = (self.path / _METRICS).read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """Returns the lines of metrics.jsonl, without one that is not whole yet."""
+    lines = (self.path / _METRICS).read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith('\n')]
 
   def read_settings(self) -> dict[str, Any]:
     """Returns what ``start`` was given."""
