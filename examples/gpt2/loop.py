@@ -53,6 +53,7 @@ class Loop:
     self._held_out, self._num_held_out = batches.validation_batch(
       tokens.validation, config, by_batch
     )
+    self._weights = self._load_weights(tokens)
     self._compile()
 
   def _compile(self) -> None:
@@ -109,33 +110,42 @@ class Loop:
       hardware.say(f'going on after step {found[0]}, from its checkpoint')
       return found
     state = self._trainer.init()
-    if self._config.init_from is not None:
-      state = self._with_weights(state)
+    if self._weights is not None:
+      params = jax.tree.map(
+        lambda x, like: jax.make_array_from_callback(
+          x.shape, like.sharding, x.__getitem__
+        ),
+        self._weights,
+        self._trainer.shapes.params,
+      )
+      state = state._replace(params=params)
     return 0, state
 
-  def _with_weights(self, state: TrainState) -> TrainState:
-    """Returns the state with the weights of another model."""
-    model = load_model(self._config.init_from)
-    if model.config != self._trainer.model_config:
-      ours = vars(self._trainer.model_config)
-      changes = ', '.join(
-        f'{k}: {v} -> {ours[k]}'
-        for k, v in vars(model.config).items()
-        if v != ours[k] and k not in ('dtype', 'remat', 'unroll')
-      )
-      if changes:
-        raise UsageError(
-          f'--init-from {self._config.init_from} holds another model than the '
-          f'settings say ({changes}).'
-        )
-    params = jax.tree.map(
-      lambda x, like: jax.make_array_from_callback(
-        x.shape, like.sharding, lambda index: np.asarray(x)[index]
-      ),
-      model.params,
-      self._trainer.shapes.params,
+  def _load_weights(self, tokens: Tokens) -> Any:
+    """Returns the parameters to start from, None for random ones."""
+    path = self._config.init_from
+    if path is None:
+      return None
+    model = load_model(path)
+    found, expected = vars(model.config), vars(self._trainer.model_config)
+    changes = ', '.join(
+      f'{k}: {found[k]} -> {expected[k]}'
+      for k in sorted(found)
+      if found[k] != expected[k] and k not in ('dtype', 'remat', 'unroll')
     )
-    return state._replace(params=params)
+    if changes:
+      raise UsageError(
+        f'--init-from {path} holds another model than the settings say '
+        f'({changes}).'
+      )
+    tokenizers = [x for x in (model.tokenizer, tokens.tokenizer) if x]
+    if len({tokenizer.to_str() for tokenizer in tokenizers}) > 1:
+      raise UsageError(
+        f'--init-from {path} has another tokenizer than --data '
+        f'{self._config.data}: make tokens with it, by python -m '
+        f'examples.gpt2.prepare --tokenizer {path}.'
+      )
+    return model.params
 
   def _step(self, step: int) -> None:
     """Takes a step, and does what is due after it."""

@@ -156,6 +156,8 @@ def _plot_losses(
 def _plot_layers(axes: plt.Axes, lines: list[Line], values: Values) -> None:
   seen = [line for line in lines if values(line) is not None]
   count = len(values(seen[0]))
+  # A legend of many layers would hide the curves.
+  named = range(count) if count <= 6 else (0, count // 2, count - 1)
   for layer in range(count):
     axes.plot(
       [line['step'] for line in seen],
@@ -163,8 +165,7 @@ def _plot_layers(axes: plt.Axes, lines: list[Line], values: Values) -> None:
       color=plt.cm.viridis(layer / count),
       marker='o',
       markersize=3,
-      # A legend of many layers would hide the curves.
-      label=f'layer {layer + 1}' if layer in (0, count // 2, count - 1) else '',
+      label=f'layer {layer + 1}' if layer in named else '',
     )
 
 

@@ -139,6 +139,7 @@ def test_documents_that_cannot_be_read_can_be_skipped(tmp_path: Path):
     gzip.compress(b'text' * 99)[:-9],
     gzip.compress(b'text')[:10] + b'\xff' * 20,
   ],
+  ids=['not compressed', 'cut off', 'changed'],
 )
 def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes):
   (tmp_path / 'a.txt.gz').write_bytes(content)

@@ -10,10 +10,12 @@ from matplotlib import image
 import pytest
 import safetensors.numpy
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, UsageError
 from examples.gpt2.evaluate import EvaluateConfig, evaluate
+from examples.gpt2.loop import Loop
 from examples.gpt2.presets import identity
 from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.tokens import load_tokens
 from examples.gpt2.train import default_folder, main, train
 from examples.gpt2.training import Trainer
 
@@ -166,3 +168,42 @@ def test_help_explains_every_flag():
                'weight-decay', 'batch-size', 'micro-batch-size', 'steps',
                'seed', 'eval-every', 'mesh'):  # fmt: skip
     assert f'--{name} ' in run.stdout
+
+
+def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
+  prepared = tmp_path / 'tokens'
+  prepared.mkdir()
+  tokens = load_tokens(finished)
+  tokens.train.tofile(prepared / 'train.bin')
+  tokens.validation.tofile(prepared / 'val.bin')
+  tokens.tokenizer.save(str(prepared / 'tokenizer.json'))
+  again = dataclasses.replace(
+    finished,
+    data=str(prepared),
+    out_dir=tmp_path / 'run',
+    init_from=finished.out_dir,
+    learning_rate=1e-9,
+  )
+  folder = train(again)
+  before = RunFolder(finished.out_dir).read_metrics()[-1]['val_loss']
+  after = folder.read_metrics()[-1]['val_loss']
+  assert after == pytest.approx(before, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    ({'width': 32, 'mlp_width': 128}, r'another model.*width: 16 -> 32'),
+    ({'data': 'other'}, 'another tokenizer.*--tokenizer'),
+  ],
+)
+def test_a_model_that_does_not_fit_is_refused(
+  finished: Config, tmp_path: Path, change: dict, words: str, monkeypatch
+):
+  monkeypatch.setattr(Loop, '_compile', lambda _: pytest.fail('compiled'))
+  if 'data' in change:
+    (tmp_path / 'other.txt').write_text('another text. ' * 500)
+    change = {'data': str(tmp_path / 'other.txt')}
+  settings = {'out_dir': tmp_path / 'run', 'init_from': finished.out_dir}
+  with pytest.raises(UsageError, match=words):
+    train(dataclasses.replace(finished, **settings, **change))
