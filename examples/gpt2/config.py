@@ -170,7 +170,7 @@ class Config:
   """Write the metrics for TensorBoard too."""
 
   profile: bool = False
-  """Write a trace of steps 10 to 15, for TensorBoard or xprof."""
+  """Write a trace of six steps, from the tenth on, for TensorBoard or xprof."""
 
   describe: bool = False
   """Print how MERIT sees each parameter, before the first step."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import signal
 import time
 from typing import Any
@@ -21,7 +22,7 @@ from examples.gpt2.training import Trainer, TrainState
 from examples.gpt2.watch import Watch
 
 _PROFILED = (10, 15)
-"""First and last step of a trace."""
+"""First and last step of a trace, after those that were done before."""
 
 
 class StoppedError(Exception):
@@ -88,6 +89,8 @@ class Loop:
         Checkpoints(self._folder.checkpoints, self._config.keep)
       )
       done, self._state = self._restore()
+      self._first, self._is_tracing = done, False
+      stack.callback(self._end_profile)
       self._folder.keep_metrics(done)
       self._log = stack.enter_context(
         StepLog(self._config, self._trainer, self._folder, done)
@@ -164,6 +167,8 @@ class Loop:
     if is_last or step % self._config.eval_every == 0:
       with self._log.paused():
         evaluation = {'val_loss': self._evaluate()}
+      if not math.isfinite(evaluation['val_loss']):
+        raise NotFiniteError(f'at step {step} {evaluation}.', step)
       self._log.finish_step(evaluation)
     is_due = step % self._config.checkpoint_every == 0
     if is_last or is_due or received is not None:
@@ -213,22 +218,30 @@ class Loop:
     """Starts and ends the trace."""
     if not self._config.profile:
       return
-    if step == _PROFILED[0]:
+    if step == self._first + _PROFILED[0]:
       jax.profiler.start_trace(str(self._folder.path / 'profile'))
-    elif step == _PROFILED[1] + 1:
+      self._is_tracing = True
+    elif step == self._first + _PROFILED[1] + 1:
+      self._end_profile()
+
+  def _end_profile(self) -> None:
+    if self._is_tracing:
       jax.block_until_ready(self._state)
       jax.profiler.stop_trace()
+      self._is_tracing = False
 
   def _explained(self, error: NotFiniteError) -> NotFiniteError:
     """Returns the error with the state of attention and what to try."""
     seen = self._watch.attention(self._state.params, self._held_out)
     logits = jnp.array(seen['max_attention_logit'])
     layer = int(jnp.argmax(logits))
+    has_checkpoint = any(self._folder.checkpoints.glob('[0-9]*'))
     return NotFiniteError(
       f'{error} With the weights before that step, the largest attention '
       f'logit on held-out text is {logits[layer]:.1f}, in layer {layer + 1} of '
-      f'{len(logits)}. The last checkpoint is sound. Try a smaller '
-      '--learning-rate or --qk-norm (a new run), or --not-finite skip (goes on '
-      'from the checkpoint and leaves such steps out).',
+      f'{len(logits)}. '
+      + ('The last checkpoint is sound. ' if has_checkpoint else '')
+      + 'Try a smaller --learning-rate or --qk-norm (a new run), or '
+      '--not-finite skip (leaves such steps out).',
       error.step,
     )

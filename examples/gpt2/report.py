@@ -56,6 +56,8 @@ def after(folder: RunFolder) -> str:
 def _losses(
   lines: list[dict[str, Any]], settings: dict[str, Any]
 ) -> dict[str, str]:
+  if not lines or 'val_loss' not in lines[-1]:
+    return {'validation loss': 'not known, since metrics are lost'}
   entropy = settings['corpus']['unigram_entropy']
   rows = {
     'validation loss': f'{lines[-1]["val_loss"]:.4f} nats per token '
@@ -109,6 +111,8 @@ def noise_scale_tokens(lines: list[dict[str, Any]]) -> float | None:
 
 
 def _speed(lines: list[dict[str, Any]]) -> dict[str, str]:
+  if not lines:
+    return {}
   speeds = sorted(line['tokens_per_second'] for line in lines)
   waited = max(line['waited_share'] for line in lines[len(lines) // 2 :])
   mfu = sorted(line['mfu'] or math.nan for line in lines)[len(lines) // 2]

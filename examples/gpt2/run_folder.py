@@ -1,5 +1,6 @@
 """The folder of a run: its settings, metrics and results."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -132,17 +133,31 @@ class RunFolder:
     except (ValueError, TypeError, KeyError) as error:
       raise UsageError(
         f'--out-dir {self.path} holds a {_CONFIG} that no run of this trainer '
-        'wrote: choose another folder.'
+        'wrote, or a damaged one: restore or delete the folder, or choose '
+        'another.'
       ) from error
 
   def keep_metrics(self, step: int) -> None:
-    """Cuts off the lines of metrics.jsonl after a step, also a torn one."""
+    """Cuts off the lines of metrics.jsonl after a step, also torn ones.
+
+    Args:
+      step: Steps that are done, each of which should have a line.
+
+    Warns:
+      UserWarning: If lines of those steps are lost.
+    """
     if not self._is_writer:
       return
     path = self.path / _METRICS
-    content = path.read_bytes() if path.is_file() else b''
-    lines = content.splitlines(keepends=True)[:step]
-    write_whole(path, b''.join(lines))
+    lines = self.read_metrics() if path.is_file() else []
+    kept = {line['step']: line for line in lines if line['step'] <= step}
+    if len(kept) < step:
+      warnings.warn(
+        f'{path} has lost {step - len(kept)} of the lines up to step {step}.',
+        stacklevel=2,
+      )
+    text = ''.join(json.dumps(line) + '\n' for line in kept.values())
+    write_whole(path, text.encode())
 
   def log(self, metrics: dict[str, Any]) -> None:
     """Appends a line to metrics.jsonl, or later if the disk is full."""
@@ -187,9 +202,14 @@ class RunFolder:
     self._unwritten = []
 
   def read_metrics(self) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, without one that is not whole yet."""
-    lines = (self.path / _METRICS).read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith('\n')]
+    """Returns the lines of metrics.jsonl, without those that are torn."""
+    content = (self.path / _METRICS).read_text(errors='replace')
+    lines = []
+    for text in content.splitlines(keepends=True):
+      if text.endswith('\n'):
+        with contextlib.suppress(ValueError):
+          lines.append(json.loads(text))
+    return [x for x in lines if isinstance(x, dict) and 'step' in x]
 
   def read_settings(self) -> dict[str, Any]:
     """Returns what ``start`` was given."""
@@ -201,7 +221,10 @@ class RunFolder:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-  """Writes a file that is whole or not there, even if the run is killed."""
+  """Writes a file that is whole or not there, even if the machine stops."""
   scratch = path.with_name(f'.{path.name}.partial')
-  scratch.write_bytes(content)
+  with scratch.open('wb') as file:
+    file.write(content)
+    file.flush()
+    os.fsync(file.fileno())
   os.replace(scratch, path)

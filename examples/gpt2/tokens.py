@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 import shutil
 import tempfile
+import warnings
 
 import numpy as np
 import tokenizers
@@ -25,7 +26,8 @@ from examples.gpt2.tokenizer import (
 
 _TOKENS_AT_ONCE = 1 << 24
 _PARTS = ('train.bin', 'val.bin')
-_CACHED = (*_PARTS, 'tokenizer.json')
+_HASH = 'tokens.sha256'
+_CACHED = (*_PARTS, 'tokenizer.json', _HASH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +100,14 @@ def load_tokens(config: Config) -> Tokens:
   if not all((cache / name).is_file() for name in _CACHED):
     shutil.rmtree(cache, ignore_errors=True)
     _fill_cache(cache, corpus, config.vocab_size)
+  tokens = _open_tokens(cache, config)
+  if tokens.sha256 != (cache / _HASH).read_text():
+    warnings.warn(f'{cache} is damaged, and made anew.', stacklevel=2)
+    shutil.rmtree(cache)
+    _fill_cache(cache, corpus, config.vocab_size)
+    tokens = _open_tokens(cache, config)
   return dataclasses.replace(
-    _open_tokens(cache, config),
+    tokens,
     source=corpus.source,
     num_bytes=corpus.num_bytes,
     sha256=corpus.sha256,
@@ -120,6 +128,8 @@ def _fill_cache(cache: Path, corpus: Corpus, vocab_size: int) -> None:
         with (folder / part).open('wb') as file:
           for document in tqdm.tqdm(documents, f'tokenizing for {part}'):
             encode(tokenizer, [document]).tofile(file)
+      parts = [np.fromfile(folder / part, TOKEN_DTYPE) for part in _PARTS]
+      (folder / _HASH).write_text(_hash(parts))
   except OSError:
     if not cache.is_dir():  # Another run may have been quicker.
       raise
@@ -233,21 +243,27 @@ def _write_survey(cache: Path, survey: Survey) -> None:
 def _survey(parts: list[np.ndarray]) -> Survey:
   """Reads all tokens once."""
   counts = np.zeros(np.iinfo(TOKEN_DTYPE).max + 1, np.int64)
-  sha256 = hashlib.sha256()
   total = sum(map(len, parts))
   with tqdm.tqdm(total=total, desc='counting tokens', delay=2) as progress:
     for part in parts:
-      sha256.update(f'{len(part)} tokens'.encode())
       for start in range(0, len(part), _TOKENS_AT_ONCE):
         chunk = part[start : start + _TOKENS_AT_ONCE]
         counts += np.bincount(chunk, minlength=len(counts))
-        sha256.update(chunk)
         progress.update(len(chunk))
   return Survey(
     largest_token=int(np.flatnonzero(counts)[-1]),
-    sha256=sha256.hexdigest(),
+    sha256=_hash(parts),
     unigram_entropy=_entropy(counts),
   )
+
+
+def _hash(parts: list[np.ndarray]) -> str:
+  sha256 = hashlib.sha256()
+  for part in parts:
+    sha256.update(f'{len(part)} tokens'.encode())
+    for start in range(0, len(part), _TOKENS_AT_ONCE):
+      sha256.update(part[start : start + _TOKENS_AT_ONCE])
+  return sha256.hexdigest()
 
 
 def _entropy(frequencies: np.ndarray) -> float:

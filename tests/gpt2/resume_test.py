@@ -312,3 +312,37 @@ def test_two_processes_go_on_after_one_was_killed(tmp_path: Path, monkeypatch):
     assert run.wait() == 0
   assert 'going on after step' in (tmp_path / 'killed.log').read_text()
   _assert_same_run(tmp_path / 'whole', tmp_path / 'killed')
+
+
+def test_lost_lines_of_metrics_are_told_and_none_is_doubled(
+  config: Config, monkeypatch
+):
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 8)
+    train(config)
+  path = config.out_dir / 'metrics.jsonl'
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join([lines[0], lines[1][:30] + '\n', *lines[3:]]))
+  with pytest.warns(UserWarning, match='lost 2 of the lines up to step 6'):
+    train(config)
+  steps = [m['step'] for m in _metrics(config.out_dir)]
+  assert steps == [1, 4, 5, 6, 7, 8]
+
+
+def test_weights_that_are_not_finite_are_never_results(
+  config: Config, monkeypatch
+):
+  monkeypatch.setattr(Loop, '_evaluate', lambda _: float('nan'))
+  with pytest.raises(NotFiniteError, match="step 4 {'val_loss': nan}"):
+    train(dataclasses.replace(config, not_finite='skip'))
+  assert not (config.out_dir / 'weights.safetensors').exists()
+
+
+def test_a_trace_is_written_though_the_run_is_stopped(
+  config: Config, monkeypatch
+):
+  monkeypatch.setattr('examples.gpt2.loop._PROFILED', (2, 6))
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 5)
+    train(dataclasses.replace(config, profile=True))
+  assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))

@@ -232,3 +232,15 @@ def test_text_that_is_just_long_enough_is_taken(tiny: Config):
   Path(tiny.data).write_text('\n'.join(['a'] * 152) + 'b' * 17)
   config = dataclasses.replace(tiny, vocab_size=257)
   assert len(load_tokens(config).validation) == 17
+
+
+@pytest.mark.parametrize('size', [-10, None])
+def test_a_damaged_cache_is_made_anew(tiny: Config, size: int | None):
+  before = load_tokens(tiny)
+  expected = np.array(before.train)
+  (path,) = tiny.cache_dir.glob('*/train.bin')
+  content = bytearray(path.read_bytes())
+  content[20] ^= 1
+  path.write_bytes(content[:size])
+  with pytest.warns(UserWarning, match='damaged'):
+    np.testing.assert_array_equal(load_tokens(tiny).train, expected)
