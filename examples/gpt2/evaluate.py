@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-import sys
 from typing import Any
 
 import jax
@@ -18,16 +17,13 @@ import tqdm
 import tyro
 
 from examples.gpt2.batches import validation_starts, windows
+from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import UsageError
 from examples.gpt2.corpus import END_OF_TEXT, load_corpus
 from examples.gpt2.layers import ModelConfig
 from examples.gpt2.loss import token_losses
 from examples.gpt2.models import Model, as_module, load_model
-from examples.gpt2.text import table
 from examples.gpt2.tokenizer import MAX_VOCAB_SIZE, TOKEN_DTYPE, encode
-
-INTERRUPTED = 130
-"""Exit status after control-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,19 +92,13 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read, and ``INTERRUPTED`` after control-C.
+      cannot be read, and 130 after control-C.
   """
   config = tyro.cli(
     EvaluateConfig, args=args, prog='python -m examples.gpt2.evaluate'
   )
-  try:
+  with exit_on_error():
     print(table(_rows(evaluate(config))))
-  except (UsageError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    raise SystemExit(2) from error
-  except KeyboardInterrupt as error:
-    print('interrupted', file=sys.stderr)
-    raise SystemExit(INTERRUPTED) from error
 
 
 def evaluate(config: EvaluateConfig) -> Evaluation:

@@ -12,6 +12,7 @@ import numpy as np
 import tokenizers
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError
 from examples.gpt2.corpus import END_OF_TEXT
 from examples.gpt2.decoding import generate_tokens
@@ -19,9 +20,6 @@ from examples.gpt2.layers import ModelConfig
 from examples.gpt2.model import Transformer
 from examples.gpt2.models import Model, load_model
 from examples.gpt2.tokens import Tokens
-
-INTERRUPTED = 130
-"""Exit status after control-C."""
 
 _TEMPERATURE = 0.8
 _PROMPT_SHARE = 8  # An eighth of the sample is the prompt.
@@ -63,22 +61,16 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read, and ``INTERRUPTED`` after control-C.
+      cannot be read, and 130 after control-C.
   """
   config = tyro.cli(
     GenerateConfig, args=args, prog='python -m examples.gpt2.generate'
   )
-  try:
+  with exit_on_error():
     for number, text in enumerate(generate(config), start=1):
       if config.num_samples > 1:
         print(f'[sample {number}]')
       print(text)
-  except (UsageError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    raise SystemExit(2) from error
-  except KeyboardInterrupt as error:
-    print('interrupted', file=sys.stderr)
-    raise SystemExit(INTERRUPTED) from error
 
 
 def generate(config: GenerateConfig) -> list[str]:

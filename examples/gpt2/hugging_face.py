@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 import re
-import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,6 +10,7 @@ import numpy as np
 import safetensors.numpy
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError
 from examples.gpt2.corpus import END_OF_TEXT
 from examples.gpt2.hugging_face_config import read_settings, to_settings
@@ -37,9 +37,6 @@ from examples.gpt2.models import (
 )
 from examples.gpt2.tokenizer import new_folder
 
-INTERRUPTED = 130
-"""Exit status after control-C."""
-
 _CONFIG = 'config.json'
 _WEIGHTS = 'model.safetensors'
 _INDEX = 'model.safetensors.index.json'
@@ -62,21 +59,15 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read or written, and ``INTERRUPTED`` after control-C.
+      cannot be read or written, and 130 after control-C.
   """
-  try:
+  with exit_on_error():
     tyro.extras.subcommand_cli_from_dict(
       {'export': export_model, 'import': import_model},
       args=args,
       prog='python -m examples.gpt2.hugging_face',
       description='Turns models into and out of folders of Hugging Face.',
     )
-  except (UsageError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    raise SystemExit(2) from error
-  except KeyboardInterrupt as error:
-    print('interrupted', file=sys.stderr)
-    raise SystemExit(INTERRUPTED) from error
 
 
 def export_model(

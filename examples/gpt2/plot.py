@@ -3,7 +3,6 @@
 from collections.abc import Callable
 import dataclasses
 from pathlib import Path
-import sys
 from typing import Any
 
 import matplotlib
@@ -12,8 +11,11 @@ matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402
 import tyro  # noqa: E402
 
+from examples.gpt2.command import exit_on_error  # noqa: E402
 from examples.gpt2.config import UsageError  # noqa: E402
 from examples.gpt2.run_folder import RunFolder  # noqa: E402
+
+_FORMATS = ('.png', '.pdf', '.svg')
 
 Line = dict[str, Any]
 Values = Callable[[Line], Any]
@@ -33,12 +35,9 @@ class PlotConfig:
 def main(args: list[str] | None = None) -> None:
   """Runs the command line; status 2 for a folder that holds no run."""
   config = tyro.cli(PlotConfig, args=args, prog='python -m examples.gpt2.plot')
-  try:
+  with exit_on_error():
     plot_runs(config.runs, config.out)
-  except (UsageError, OSError, ValueError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    raise SystemExit(2) from error
-  print(config.out)
+    print(config.out)
 
 
 def plot_runs(runs: tuple[Path, ...], out: Path) -> None:
@@ -53,6 +52,8 @@ def plot_runs(runs: tuple[Path, ...], out: Path) -> None:
   """
   if not runs:
     raise UsageError('Name the folder of a run, or of several.')
+  if out.suffix not in _FORMATS:
+    raise UsageError(f'--out must end in one of {_FORMATS}, got {out}.')
   found = {str(run): _read(run) for run in runs}
   if len(runs) > 1:
     _plot_together({name: lines for name, (lines, _) in found.items()}, out)

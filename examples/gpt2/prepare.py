@@ -5,19 +5,18 @@ import hashlib
 import heapq
 import os
 from pathlib import Path
-import sys
 from typing import NamedTuple
 
 import tokenizers
 import tyro
 
+from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import UsageError
 from examples.gpt2.documents import (
   DocumentReader,
   in_groups,
   read_with_progress,
 )
-from examples.gpt2.text import table
 from examples.gpt2.tokenizer import (
   MAX_VOCAB_SIZE,
   TOKEN_DTYPE,
@@ -26,9 +25,6 @@ from examples.gpt2.tokenizer import (
   new_folder,
   train_tokenizer,
 )
-
-INTERRUPTED = 130
-"""Exit status after control-C."""
 
 _GPT2_VOCAB_SIZE = 50257
 
@@ -100,20 +96,14 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or the text or a
-      file that cannot be read or written, ``INTERRUPTED`` after control-C.
+      file that cannot be read or written, 130 after control-C.
   """
   config = tyro.cli(
     PrepareConfig, args=args, prog='python -m examples.gpt2.prepare'
   )
   os.environ['TOKENIZERS_PARALLELISM'] = 'true'
-  try:
+  with exit_on_error():
     print(table(_rows(config, prepare(config))))
-  except (UsageError, OSError) as error:
-    print(f'error: {error}', file=sys.stderr)
-    raise SystemExit(2) from error
-  except KeyboardInterrupt as error:
-    print('interrupted', file=sys.stderr)
-    raise SystemExit(INTERRUPTED) from error
 
 
 def prepare(config: PrepareConfig) -> Prepared:

@@ -6,9 +6,9 @@ from typing import Any
 import jax
 
 from examples.gpt2 import hardware
+from examples.gpt2.command import table
 from examples.gpt2.config import Config
 from examples.gpt2.run_folder import RunFolder
-from examples.gpt2.text import table
 from examples.gpt2.tokens import Tokens
 from examples.gpt2.training import Trainer
 

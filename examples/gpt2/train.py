@@ -2,7 +2,6 @@
 
 import hashlib
 from pathlib import Path
-import sys
 from typing import Any
 
 import jax
@@ -11,6 +10,7 @@ import numpy as np
 import tyro
 
 from examples.gpt2 import hardware, memory, report, sharding
+from examples.gpt2.command import exit_on_error, leave
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.generate import sample_text
 from examples.gpt2.loop import Loop, StoppedError
@@ -43,23 +43,15 @@ def main(args: list[str] | None = None) -> None:
       130) after one.
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
-  try:
-    train(config)
-  except (UsageError, OSError) as error:
-    _exit(2, f'error: {error}', error)
-  except NotFiniteError as error:
-    _exit(NOT_FINITE, f'stopped: {error}', error)
-  except memory.OutOfMemoryError as error:
-    _exit(OUT_OF_MEMORY, f'stopped: {error}', error)
-  except StoppedError as error:
-    _exit(128 + error.signal, f'stopped: {error}', error)
-  except KeyboardInterrupt as error:
-    _exit(130, 'interrupted', error)
-
-
-def _exit(status: int, message: str, cause: BaseException) -> None:
-  print(message, file=sys.stderr)
-  raise SystemExit(status) from cause
+  with exit_on_error():
+    try:
+      train(config)
+    except NotFiniteError as error:
+      leave(NOT_FINITE, f'stopped: {error}', error)
+    except memory.OutOfMemoryError as error:
+      leave(OUT_OF_MEMORY, f'stopped: {error}', error)
+    except StoppedError as error:
+      leave(128 + error.signal, f'stopped: {error}', error)
 
 
 def train(config: Config) -> RunFolder:

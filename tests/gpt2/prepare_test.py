@@ -342,5 +342,5 @@ def test_control_c_has_its_own_status(config, monkeypatch, capsys):
   monkeypatch.setattr(prepare_module, 'prepare', interrupt)
   with pytest.raises(SystemExit) as exit_info:
     main(['--data', 'x', '--out-dir', 'y'])
-  assert exit_info.value.code == prepare_module.INTERRUPTED
+  assert exit_info.value.code == 130
   assert 'interrupted' in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""What the commands have in common: tables, and how they end."""
+
+from collections.abc import Iterator
+import contextlib
+import sys
+
+from examples.gpt2.config import UsageError
+
+USAGE = 2
+"""Exit status for a mistake in the settings or a file that cannot be used."""
+INTERRUPTED = 130
+"""Exit status after control-C."""
+
+
+def table(rows: dict[str, str]) -> str:
+  """Returns names and values in two columns."""
+  width = max(map(len, rows))
+  return '\n'.join(f'{name:{width}}  {value}' for name, value in rows.items())
+
+
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+  """Ends the process with a message where the user can mend what is wrong.
+
+  Raises:
+    SystemExit: With status ``USAGE`` for a mistake in the settings or a file
+      that cannot be read or written, and ``INTERRUPTED`` after control-C.
+  """
+  try:
+    yield
+  except (UsageError, OSError) as error:
+    leave(USAGE, f'error: {error}', error)
+  except KeyboardInterrupt as error:
+    leave(INTERRUPTED, 'interrupted', error)
+
+
+def leave(status: int, message: str, cause: BaseException) -> None:
+  """Ends the process with a status and a message."""
+  print(message, file=sys.stderr)
+  raise SystemExit(status) from cause
