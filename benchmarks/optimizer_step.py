@@ -120,9 +120,24 @@ def make_optimizer(name: Name, layers: str) -> optax.GradientTransformation:
       _RATE, weight_decay=0.01, weight_dimension_numbers=specs
     ),
     'muon': lambda: optax.contrib.muon(
-      _RATE, weight_decay=0.01, muon_weight_dimension_numbers=specs
+      _RATE,
+      weight_decay=0.01,
+      muon_weight_dimension_numbers=lambda params: _of_hidden_matrices(
+        specs(params), params
+      ),
     ),
   }[name]()
+
+
+def _of_hidden_matrices(specs: Any, params: Any) -> Any:
+  """Returns the specs of the layers' kernels, and None for the rest."""
+
+  def keep(path: tuple[Any, ...], _: Any, spec: Any) -> Any:
+    name = sharding.path_name(path)
+    is_kernel = name.startswith('blocks.') and name.endswith('.kernel')
+    return spec if is_kernel else None
+
+  return jax.tree.map_with_path(keep, params, specs)
 
 
 def compile_step(

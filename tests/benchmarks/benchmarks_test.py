@@ -1,0 +1,55 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import optimizer_step, train_step
+from benchmarks.rounds import Timing, race, ratio
+
+
+def test_a_ratio_compares_rounds():
+  timings = {'a': Timing((2.0, 30.0, 4.0)), 'b': Timing((1.0, 10.0, 2.0))}
+  assert ratio(timings, 'a', 'b') == 2.0
+  assert timings['a'].median == 4.0
+
+
+def test_each_contender_has_its_turn_in_each_round():
+  turns: list[str] = []
+  names = ('a', 'b', 'c')
+  contenders = {x: lambda x=x: turns.append(x) for x in names}
+  timings = race(contenders, 4)
+  assert turns[:3] == ['a', 'b', 'c']
+  for first in range(3, 15, 3):
+    assert sorted(turns[first : first + 3]) == ['a', 'b', 'c']
+  assert {turns[first] for first in range(3, 12, 3)} == set(names)
+  assert all(len(t.seconds) == 4 for t in timings.values())
+
+
+@pytest.mark.parametrize('layers', ['stacked', 'unstacked'])
+def test_optimizer_steps_are_compared(tmp_path: Path, layers: str):
+  out = tmp_path / 'results.json'
+  optimizer_step.main([
+    '--preset', 'demo', '--num-layers', '1', '--layers', layers,
+    '--optimizers', 'adamw', 'lamb', 'merit', 'muon',
+    '--rounds', '2', '--steps', '1', '--out', str(out),
+  ])  # fmt: skip
+  results = json.loads(out.read_text())
+  rows = {row['name']: row for row in results['rows']}
+  assert list(rows) == ['adamw', 'lamb', 'merit', 'muon']
+  # Parameters, moments and gradients are read, all but the last written.
+  assert rows['adamw']['bytes_moved_per_parameter'] >= 28
+  assert rows['adamw']['time_ratio'] == 1
+  assert results['machine']['versions']['jax']
+  assert out.with_suffix('.png').stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_training_steps_are_compared(tmp_path: Path):
+  out = tmp_path / 'results.json'
+  train_step.main([
+    '--batch-size', '8', '--optimizers', 'merit', '--rounds', '1',
+    '--steps', '1', '--out', str(out),
+  ])  # fmt: skip
+  rows = json.loads(out.read_text())['rows']
+  assert rows[0]['tokens_per_second'] > 0
+  assert 'watch' in rows[1]['name']
