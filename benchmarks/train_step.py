@@ -17,6 +17,7 @@ import tyro
 from benchmarks.rounds import Timing, race, ratio, write_json
 from examples.gpt2 import hardware, sharding
 from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.layers import padded_vocab_size
 from examples.gpt2.presets import resolve
 from examples.gpt2.training import Trainer
 from examples.gpt2.watch import Watch
@@ -187,7 +188,7 @@ def _peer(config: Config, steps: int) -> Callable[[], None] | None:
 
 def _peer_config(transformers: Any, config: Config) -> Any:
   return transformers.GPT2Config(
-    vocab_size=-(-config.vocab_size // 64) * 64,
+    vocab_size=padded_vocab_size(config.vocab_size),
     n_positions=config.context_length,
     n_embd=config.width,
     n_layer=config.num_layers,

@@ -18,7 +18,7 @@ import tyro
 
 from examples.gpt2.batches import validation_starts, windows
 from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, flag
 from examples.gpt2.corpus import END_OF_TEXT, load_corpus
 from examples.gpt2.layers import ModelConfig
 from examples.gpt2.loss import token_losses
@@ -142,8 +142,7 @@ def _check(config: EvaluateConfig) -> None:
   for name in ('context_length', 'sequences', 'micro_batch_size'):
     value = getattr(config, name)
     if value is not None and value < 1:
-      flag = '--' + name.replace('_', '-')
-      raise UsageError(f'{flag} must be at least 1, got {value}.')
+      raise UsageError(f'{flag(name)} must be at least 1, got {value}.')
 
 
 def _context_length(config: EvaluateConfig, model: ModelConfig) -> int:

@@ -13,7 +13,7 @@ import tokenizers
 import tyro
 
 from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, flag
 from examples.gpt2.corpus import END_OF_TEXT
 from examples.gpt2.decoding import generate_tokens
 from examples.gpt2.layers import ModelConfig
@@ -113,8 +113,7 @@ def _check(config: GenerateConfig) -> None:
   for name, least in dict(tokens=1, num_samples=1, top_k=0).items():
     value = getattr(config, name)
     if value < least:
-      flag = '--' + name.replace('_', '-')
-      raise UsageError(f'{flag} must be at least {least}, got {value}.')
+      raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
   if not 0 <= config.temperature < math.inf:
     raise UsageError(
       f'--temperature must be finite and at least 0, got {config.temperature}.'

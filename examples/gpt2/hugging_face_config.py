@@ -5,12 +5,9 @@ from typing import Any
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.corpus import END_OF_TEXT
-from examples.gpt2.layers import ModelConfig
+from examples.gpt2.layers import ModelConfig, padded_vocab_size
 from examples.gpt2.model_files import read_json
 from examples.gpt2.models import Model
-
-# As the trainer rounds up.
-_VOCAB_MULTIPLE = 64
 
 _SIZES = {
   'gpt2': {
@@ -96,7 +93,7 @@ def read_settings(path: Path) -> tuple[ModelConfig, int]:
   is_tied = settings.get('tie_word_embeddings', architecture == 'gpt2')
   num_rows = sizes.pop('vocab_size')
   config = ModelConfig(
-    vocab_size=-(-num_rows // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+    vocab_size=padded_vocab_size(num_rows),
     architecture=architecture,
     untied_head=not is_tied,
     **sizes,

@@ -1,11 +1,9 @@
 """Model folders: what a model is, its weights and its tokenizer, as files."""
 
-from collections.abc import Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
 import functools
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from examples.gpt2.model_files import (
   read_config,
   read_tokenizer,
 )
+from examples.gpt2.run_folder import whole_file
 from examples.gpt2.sharding import path_name
 
 TOKENIZER = 'tokenizer.json'
@@ -75,22 +74,14 @@ def save_model(
   folder.mkdir(parents=True, exist_ok=True)
   for name in (_MODEL, TOKENIZER):
     (folder / name).unlink(missing_ok=True)
-  with _whole(folder / _WEIGHTS) as path:
+  with whole_file(folder / _WEIGHTS) as path:
     safetensors.numpy.save_file(arrays_by_path(params), path)
   if tokenizer is not None:
-    with _whole(folder / TOKENIZER) as path:
+    with whole_file(folder / TOKENIZER) as path:
       tokenizer.save(str(path))
   settings = {'num_tokens': num_tokens, 'config': dataclasses.asdict(config)}
-  with _whole(folder / _MODEL) as path:
+  with whole_file(folder / _MODEL) as path:
     path.write_text(json.dumps(settings, indent=2))
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-  """Gives a scratch file that is renamed to ``path`` if all goes well."""
-  scratch = path.with_name(f'.{path.name}.partial')
-  yield scratch
-  os.replace(scratch, path)
 
 
 def load_model(folder: Path) -> Model:

@@ -1,5 +1,6 @@
 """The folder of a run: its settings, metrics and results."""
 
+from collections.abc import Iterator
 import contextlib
 import fcntl
 import json
@@ -222,9 +223,15 @@ class RunFolder:
 
 def write_whole(path: Path, content: bytes) -> None:
   """Writes a file that is whole or not there, even if the machine stops."""
+  with whole_file(path) as scratch:
+    scratch.write_bytes(content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+  """Gives a scratch file, which takes its place if all goes well."""
   scratch = path.with_name(f'.{path.name}.partial')
-  with scratch.open('wb') as file:
-    file.write(content)
-    file.flush()
+  yield scratch
+  with scratch.open('rb') as file:
     os.fsync(file.fileno())
   os.replace(scratch, path)

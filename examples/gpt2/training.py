@@ -14,13 +14,10 @@ import optax
 
 from examples.gpt2 import sharding
 from examples.gpt2.config import Config
-from examples.gpt2.layers import ModelConfig
+from examples.gpt2.layers import ModelConfig, padded_vocab_size
 from examples.gpt2.loss import mean_cross_entropy, token_losses
 from examples.gpt2.model import Transformer
 from examples.gpt2.optimizers import make_optimizer
-
-# Sizes that a power of two divides are quicker, and split over a tensor axis.
-_VOCAB_MULTIPLE = 64
 
 
 class TrainState(NamedTuple):
@@ -170,6 +167,6 @@ def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
     'architecture', 'qk_norm', 'untied_head', 'dtype', 'remat', 'unroll',
   )  # fmt: skip
   return ModelConfig(
-    vocab_size=-(-vocab_size // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE,
+    vocab_size=padded_vocab_size(vocab_size),
     **{name: getattr(config, name) for name in names},
   )
