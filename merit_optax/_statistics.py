@@ -15,7 +15,6 @@ from merit_optax._dimension_numbers import MatrixAxes, path_name
 from merit_optax._merit import merit
 from merit_optax._trust_ratio import (
   RATIOS,
-  TrustRatio,
   check_ratios,
   largest_ratio,
   trust_ratios,
@@ -110,11 +109,11 @@ def _leaf_statistics(
   axes: MatrixAxes | None,
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
-  parts: dict[str, TrustRatio] = {}
+  parts: dict[str, jax.Array] = {}
   if axes is not None:
     ratios = check_ratios(settings['ratios'])
     parts = trust_ratios(z, param, axes, ratios, settings['min_norm'])
-  ratio = largest_ratio(parts) if parts else jnp.ones(())
+  ratio = largest_ratio(parts.values()) if parts else jnp.ones(())
   ratio = jnp.broadcast_to(ratio, param.shape)
   update = ratio * z
   clipped = update
@@ -135,19 +134,18 @@ def _leaf_statistics(
 
 
 def _shares(
-  parts: dict[str, TrustRatio], shape: tuple[int, ...]
+  parts: dict[str, jax.Array], shape: tuple[int, ...]
 ) -> dict[str, jax.Array]:
   """Returns the share of elements that each ratio decides."""
-  void = jnp.zeros(shape, bool)
-  for part in parts.values():
-    void |= part.vanished
   shares = {f'decided_by_{name}': jnp.zeros(()) for name in RATIOS}
-  if parts:
-    ratios = [jnp.broadcast_to(part.ratio, shape) for part in parts.values()]
-    first = jnp.argmax(jnp.stack(ratios), axis=0)
-    for i, name in enumerate(parts):
-      shares[f'decided_by_{name}'] = jnp.mean((first == i) & ~void)
-  return shares | {'fallback': jnp.mean(void)}
+  if not parts:
+    return shares | {'fallback': jnp.zeros(())}
+  ratios = jnp.stack([jnp.broadcast_to(x, shape) for x in parts.values()])
+  is_void = jnp.max(ratios, axis=0) == jnp.inf
+  first = jnp.argmax(ratios, axis=0)
+  for i, name in enumerate(parts):
+    shares[f'decided_by_{name}'] = jnp.mean((first == i) & ~is_void)
+  return shares | {'fallback': jnp.mean(is_void)}
 
 
 def _decayed_direction(

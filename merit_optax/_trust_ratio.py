@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ def scale_by_max_norm_trust_ratio(
       update, param, axes, ratios, min_norm, trust_coefficient, eps
     )
     dtype = jnp.promote_types(update.dtype, param.dtype)
-    return (largest_ratio(parts) * update).astype(dtype)
+    return (largest_ratio(parts.values()) * update).astype(dtype)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     check_params(weight_dimension_numbers, params)
@@ -147,18 +147,6 @@ def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
   return tuple(name for name in RATIOS if name in names)
 
 
-class TrustRatio(NamedTuple):
-  """One of the three ratios of a parameter, broadcastable to its shape.
-
-  Attributes:
-    ratio: Quotient of the max-norms, float32 or wider, finite for finite norms.
-    vanished: Where one of the norms is zero, so that the ratio is void.
-  """
-
-  ratio: jax.Array
-  vanished: jax.Array
-
-
 def trust_ratios(
   update: jax.Array,
   param: jax.Array,
@@ -167,8 +155,12 @@ def trust_ratios(
   min_norm: jax.typing.ArrayLike = 0.0,
   trust_coefficient: jax.typing.ArrayLike = 1.0,
   eps: jax.typing.ArrayLike = 0.0,
-) -> dict[str, TrustRatio]:
+) -> dict[str, jax.Array]:
   """Returns the trust ratios of a parameter by their names.
+
+  Each has float32 or a wider dtype, broadcasts to the parameter's shape, and is
+  infinite where one of its norms is zero; all others are finite if the norms
+  are.
 
   Args:
     update: Update, of any shape.
@@ -192,13 +184,10 @@ def trust_ratios(
   }
 
 
-def largest_ratio(parts: dict[str, TrustRatio]) -> jax.Array:
-  """Returns the largest of the ratios, and 1 where one of them is void."""
-  ratio = functools.reduce(jnp.maximum, [p.ratio for p in parts.values()])
-  vanished = functools.reduce(
-    jnp.logical_or, [p.vanished for p in parts.values()]
-  )
-  return jnp.where(vanished, 1, ratio)
+def largest_ratio(ratios: Iterable[jax.Array]) -> jax.Array:
+  """Returns the largest of the ratios, and 1 where one of them is infinite."""
+  ratio = functools.reduce(jnp.maximum, ratios)
+  return jnp.where(ratio == jnp.inf, 1, ratio)
 
 
 def _max_norms(
@@ -209,28 +198,51 @@ def _max_norms(
   The reduced axes stay, with size 1, so that any sharding of the array passes
   through.
   """
-  size = jnp.abs(x)
-  largest = functools.partial(jnp.max, keepdims=True, initial=0)
-  row = largest(size, axis=axes.columns)
+  row = _max_abs(x, axes.columns)
   norms = {
-    'weight': largest(row, axis=axes.rows),
+    'weight': _max_abs(row, axes.rows),
     'row': row,
-    'column': largest(size, axis=axes.rows),
+    'column': _max_abs(x, axes.rows),
   }
-  dtype = jnp.promote_types(size.dtype, jnp.float32)
+  dtype = jnp.promote_types(row.dtype, jnp.float32)
   return {
     name: jnp.maximum(norm.astype(dtype), min_norm)
     for name, norm in norms.items()
   }
 
 
+def _max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the largest magnitudes along some axes, which stay with size 1."""
+  options: Any = {'axis': axis, 'keepdims': True, 'initial': 0}
+
+  def on_cpu(x: jax.Array) -> jax.Array:
+    # XLA on CPU would store |x|. Elsewhere this would double what devices
+    # exchange.
+    return jnp.maximum(jnp.max(x, **options), -jnp.min(x, **options))
+
+  def by_default(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), **options)
+
+  if jnp.iscomplexobj(x):
+    return by_default(x)
+  largest: jax.Array = jax.lax.platform_dependent(
+    x, cpu=on_cpu, default=by_default
+  )
+  return largest
+
+
 def _ratio(
   param_norm: jax.Array, update_norm: jax.Array, eps: jax.typing.ArrayLike
-) -> TrustRatio:
+) -> jax.Array:
+  """Returns the ratio of two norms, infinite where one of them is zero."""
   limits = jnp.finfo(update_norm.dtype)
   # Subnormal norms count as zero, since most hardware flushes them.
   vanished = (param_norm < limits.tiny) | (update_norm < limits.tiny)
-  divisor = jnp.where(vanished, 1, update_norm + eps)
-  # An infinite ratio would turn the zeros of the update into NaN.
-  ratio = jnp.minimum(param_norm / divisor, limits.max)
-  return TrustRatio(ratio, vanished)
+  # An infinite ratio would turn the zeros of the update into NaN, so quotients
+  # that overflow are bounded by 1 / tiny.
+  least = jnp.maximum(update_norm + eps, param_norm * limits.tiny)
+  # The division comes last: XLA does it once for each norm, and what comes
+  # after it, once for each element.
+  return jnp.where(
+    vanished, jnp.inf, jnp.minimum(param_norm, limits.max)
+  ) / jnp.where(vanished, 1, least)
