@@ -6,21 +6,31 @@ python -m benchmarks.optimizer_step --help
 from collections.abc import Callable
 import dataclasses
 import functools
+import itertools
 from pathlib import Path
 import time
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import matplotlib
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
 import optax  # noqa: E402
 import tqdm  # noqa: E402
 import tyro  # noqa: E402
 
-from benchmarks.rounds import Timing, race, ratio, write_json  # noqa: E402
+from benchmarks.rounds import (  # noqa: E402
+  Timing,
+  free_memory,
+  race,
+  ratio,
+  write_json,
+)
 from examples.gpt2 import sharding  # noqa: E402
+from examples.gpt2.command import columns  # noqa: E402
 from examples.gpt2.config import Config, Preset  # noqa: E402
 from examples.gpt2.optimizers import dimension_numbers  # noqa: E402
 from examples.gpt2.presets import resolve  # noqa: E402
@@ -31,23 +41,30 @@ Name = Literal['adamw', 'lamb', 'merit', 'muon']
 _RATE = 1e-3
 
 
+Layers = Literal['stacked', 'unstacked']
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Times update and apply, jitted and donated, in turns."""
+  """Times update and apply, jitted and donated, in turns.
 
-  preset: Preset = 'small'
-  """Model whose parameters to update."""
+  Every preset is measured with every layout and depth. Where memory is short,
+  steps are compiled only.
+  """
 
-  layers: Literal['stacked', 'unstacked'] = 'stacked'
+  presets: tuple[Preset, ...] = ('small',)
+  """Models whose parameters to update."""
+
+  layers: tuple[Layers, ...] = ('stacked', 'unstacked')
   """Whether the layers' parameters are stacked on a leading axis."""
 
-  num_layers: int | None = None
-  """Layers instead of the preset's."""
+  num_layers: tuple[int, ...] = ()
+  """Layers instead of the presets'."""
 
   optimizers: tuple[Name, ...] = ('adamw', 'lamb', 'merit')
   """Optimizers; ratios are to the first."""
 
-  steps: int = 3
+  steps: int = 2
   """Steps in a round."""
 
   rounds: int = 7
@@ -57,58 +74,117 @@ class Settings:
   """File of the results; a bar chart stands beside it."""
 
 
+class Case(NamedTuple):
+  """A tree of parameters.
+
+  Attributes:
+    name: What it is, for people.
+    layers: How the layers lie.
+    shapes: Shapes of the parameters.
+    count: Number of parameters.
+  """
+
+  name: str
+  layers: Layers
+  shapes: Any
+  count: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
   """A compiled step.
 
   Attributes:
-    run: Function that takes some steps and waits for their end.
+    init: Optimizer's initialization.
+    step: From parameters, state (both donated) and gradients to the new ones.
     figures: What the compiler says of it.
   """
 
-  run: Callable[[], None]
+  init: Callable[[Any], Any]
+  step: Callable[[Any, Any, Any], tuple[Any, Any]]
   figures: dict[str, float]
 
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   settings = tyro.cli(Settings, args=args, prog='benchmarks.optimizer_step')
-  params = make_shapes(settings)
-  programs = {
-    name: compile_step(make_optimizer(name, settings.layers), params, settings)
-    for name in tqdm.tqdm(settings.optimizers, 'compiling', leave=False)
-  }
-  timings = {}
-  if settings.rounds:
-    timings = race({n: p.run for n, p in programs.items()}, settings.rounds)
-  rows = [_row(name, programs, timings, settings) for name in programs]
-  count = sum(x.size for x in jax.tree.leaves(params))
-  print(f'{settings.preset}, {settings.layers}, {count:,} parameters')
-  for row in rows:
-    print('  '.join(f'{k} {_shown(v)}' for k, v in row.items()))
+  rows = []
+  for preset, layers, depth in itertools.product(
+    settings.presets, settings.layers, settings.num_layers or (None,)
+  ):
+    rows += _measure(make_case(preset, layers, depth), settings)
   values = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
   write_json(settings.out, {'settings': values, 'rows': rows})
   _draw(rows, settings.out.with_suffix('.png'))
+  print(f'wrote {settings.out} and {settings.out.with_suffix(".png")}')
 
 
-def make_shapes(settings: Settings) -> Any:
-  """Returns the shapes of the parameters of a model."""
-  config = resolve(
-    Config(preset=settings.preset, num_layers=settings.num_layers)
-  )
-  params = Trainer(config, config.vocab_size, sharding.make_mesh('')).shapes
+def make_case(preset: Preset, layers: Layers, num_layers: int | None) -> Case:
+  """Returns the parameters of a preset's model."""
+  config = resolve(Config(preset=preset, num_layers=num_layers))
+  state = Trainer(config, config.vocab_size, sharding.make_mesh('')).shapes
   params = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(params.params)
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(state.params)
   )
-  if settings.layers == 'unstacked':
+  if layers == 'unstacked':
     layer = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params['blocks']
     )
     params['blocks'] = {str(i): layer for i in range(config.num_layers)}
-  return params
+  count = sum(x.size for x in jax.tree.leaves(params))
+  name = f'{preset}, {config.num_layers} layers {layers}'
+  return Case(name, layers, params, count)
 
 
-def make_optimizer(name: Name, layers: str) -> optax.GradientTransformation:
+def _measure(case: Case, settings: Settings) -> list[dict[str, Any]]:
+  """Compiles and times the optimizers' steps; prints and returns a table."""
+  programs = {
+    name: compile_step(make_optimizer(name, case.layers), case)
+    for name in tqdm.tqdm(settings.optimizers, case.name, leave=False)
+  }
+  timings = {}
+  if settings.rounds and _fits(case, programs):
+    gradients = _random(case.shapes)
+    runs = {
+      name: _runner(program, gradients, settings.steps)
+      for name, program in programs.items()
+    }
+    timings = race(runs, settings.rounds)
+  rows = [
+    {'case': case.name, 'parameters': case.count, 'optimizer': name}
+    | programs[name].figures
+    | _times(name, timings, settings)
+    for name in programs
+  ]
+  print(f'{case.name}, {case.count:,} parameters')
+  shown = [
+    {
+      k.replace('_', ' ').replace(' per parameter', '/parameter'): _shown(v)
+      for k, v in row.items()
+      if k not in ('case', 'parameters')
+    }
+    for row in rows
+  ]
+  print(columns(shown))
+  return rows
+
+
+def _fits(case: Case, programs: dict[str, Program]) -> bool:
+  """Whether parameters, gradients, states and temporaries fit into memory."""
+  temporary = max(
+    x.figures['temporary_bytes_per_parameter'] for x in programs.values()
+  )
+  need = case.count * (4 + 12 * len(programs) + temporary)
+  has = free_memory()
+  if need > has:
+    print(
+      f'{case.name}: compiled only, since it would take {need / 1e9:.1f} GB '
+      f'and {has / 1e9:.1f} GB are free'
+    )
+  return need <= has
+
+
+def make_optimizer(name: Name, layers: Layers) -> optax.GradientTransformation:
   """Returns an optimizer by its name, with weight decay."""
   specs = functools.partial(
     dimension_numbers, qkv='fused', stacked=layers == 'stacked'
@@ -141,7 +217,7 @@ def _of_hidden_matrices(specs: Any, params: Any) -> Any:
 
 
 def compile_step(
-  optimizer: optax.GradientTransformation, shapes: Any, settings: Settings
+  optimizer: optax.GradientTransformation, case: Case
 ) -> Program:
   """Compiles update and apply, which donate parameters and state."""
 
@@ -149,71 +225,59 @@ def compile_step(
     updates, state = optimizer.update(gradients, state, params)
     return optax.apply_updates(params, updates), state
 
-  state_shapes = jax.eval_shape(optimizer.init, shapes)
+  state_shapes = jax.eval_shape(optimizer.init, case.shapes)
   start = time.perf_counter()
-  lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
-    shapes, state_shapes, shapes
+  compiled = (
+    jax.jit(step, donate_argnums=(0, 1))
+    .lower(case.shapes, state_shapes, case.shapes)
+    .compile()
   )
-  compiled = lowered.compile()
   seconds = time.perf_counter() - start
-  count = sum(x.size for x in jax.tree.leaves(shapes))
   cost = compiled.cost_analysis() or {}
-  memory = compiled.memory_analysis()
+  temporary = compiled.memory_analysis().temp_size_in_bytes
   figures = {
     'compile_seconds': seconds,
     'hlo_kilobytes': len(compiled.as_text()) / 1000,
-    'bytes_moved_per_parameter': cost.get('bytes accessed', 0) / count,
-    'temporary_bytes_per_parameter': memory.temp_size_in_bytes / count,
+    'bytes_moved_per_parameter': cost.get('bytes accessed', 0) / case.count,
+    'temporary_bytes_per_parameter': temporary / case.count,
   }
-  return Program(_runner(compiled, optimizer, shapes, settings.steps), figures)
+  return Program(optimizer.init, compiled, figures)
 
 
-def _runner(
-  compiled: Any,
-  optimizer: optax.GradientTransformation,
-  shapes: Any,
-  steps: int,
-) -> Callable[[], None]:
-  """Returns a function that takes steps; arrays are made on its first call."""
-  arrays: list[Any] = []
+def _runner(program: Program, gradients: Any, steps: int) -> Callable[[], None]:
+  """Returns a function that takes steps and waits for their end."""
+  params = jax.tree.map(jnp.copy, gradients)
+  state = program.init(params)
 
   def run() -> None:
-    if not arrays:
-      make = jax.jit(lambda: _random(shapes))
-      arrays.extend([make(), optimizer.init(make()), make()])
-    params, state, gradients = arrays
+    nonlocal params, state
     for _ in range(steps):
-      params, state = compiled(params, state, gradients)
+      params, state = program.step(params, state, gradients)
     jax.block_until_ready(params)
-    arrays[:2] = params, state
 
   return run
 
 
 def _random(shapes: Any) -> Any:
-  leaves, treedef = jax.tree.flatten(shapes)
-  keys = jax.random.split(jax.random.key(0), len(leaves))
-  arrays = [
-    0.02 * jax.random.normal(key, x.shape, x.dtype)
-    for key, x in zip(keys, leaves, strict=True)
-  ]
-  return jax.tree.unflatten(treedef, arrays)
+  generator = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: jnp.asarray(
+      0.02 * generator.standard_normal(x.shape, dtype=x.dtype)
+    ),
+    shapes,
+  )
 
 
-def _row(
-  name: str,
-  programs: dict[str, Program],
-  timings: dict[str, Timing],
-  settings: Settings,
-) -> dict[str, Any]:
-  row: dict[str, Any] = {'name': name} | programs[name].figures
-  if timings:
-    row |= {
-      'seconds': timings[name].median / settings.steps,
-      'spread': timings[name].spread,
-      'time_ratio': ratio(timings, name, settings.optimizers[0]),
-    }
-  return row
+def _times(
+  name: str, timings: dict[str, Timing], settings: Settings
+) -> dict[str, float]:
+  if not timings:
+    return {}
+  return {
+    'seconds': timings[name].median / settings.steps,
+    'spread': timings[name].spread,
+    'time_ratio': ratio(timings, name, settings.optimizers[0]),
+  }
 
 
 def _shown(value: Any) -> str:
@@ -221,12 +285,29 @@ def _shown(value: Any) -> str:
 
 
 def _draw(rows: list[dict[str, Any]], path: Path) -> None:
-  """Draws the figures as bars."""
-  names = [key for key in rows[0] if key not in ('name', 'spread', 'seconds')]
-  figure, all_axes = plt.subplots(1, len(names), figsize=(3 * len(names), 3))
-  for axes, key in zip(all_axes, names, strict=True):
-    axes.bar([row['name'] for row in rows], [row[key] for row in rows])
+  """Draws the figures as bars, a group for each case."""
+  keys = [
+    'time_ratio', 'temporary_bytes_per_parameter', 'bytes_moved_per_parameter',
+    'compile_seconds', 'hlo_kilobytes',
+  ]  # fmt: skip
+  cases = list(dict.fromkeys(row['case'] for row in rows))
+  names = list(dict.fromkeys(row['optimizer'] for row in rows))
+  figure, all_axes = plt.subplots(
+    1, len(keys), figsize=(3 * len(keys), 3 + 0.3 * len(cases)), sharey=True
+  )
+  for axes, key in zip(all_axes, keys, strict=True):
+    for i, name in enumerate(names):
+      bars = {
+        cases.index(row['case']) + (i + 0.5) / (len(names) + 1): row.get(key, 0)
+        for row in rows
+        if row['optimizer'] == name
+      }
+      height = 0.9 / (len(names) + 1)
+      axes.barh(bars.keys(), bars.values(), height, label=name)
     axes.set_title(key.replace('_', ' '), fontsize=9)
+    axes.set_yticks([i + 0.45 for i in range(len(cases))], cases)
+  all_axes[0].invert_yaxis()
+  all_axes[0].legend()
   figure.tight_layout()
   figure.savefig(path, dpi=120)
   plt.close(figure)

@@ -70,6 +70,16 @@ def ratio(timings: dict[str, Timing], name: str, base: str) -> float:
   return statistics.median(a / b for a, b in pairs)
 
 
+def free_memory() -> float:
+  """Returns the bytes that are free: of the first device, or of the machine."""
+  stats = jax.devices()[0].memory_stats() or {}
+  if 'bytes_limit' in stats:
+    return float(stats['bytes_limit'] - stats['bytes_in_use'])
+  lines = Path('/proc/meminfo').read_text().splitlines()
+  sizes = {x.split(':')[0]: float(x.split()[1]) for x in lines}
+  return sizes['MemAvailable'] * 1024
+
+
 def machine() -> dict[str, Any]:
   """Returns what the figures were measured on, as JSON values."""
   return hardware.versions() | {

@@ -18,6 +18,16 @@ def table(rows: dict[str, str]) -> str:
   return '\n'.join(f'{name:{width}}  {value}' for name, value in rows.items())
 
 
+def columns(rows: list[dict[str, str]]) -> str:
+  """Returns a table with a head, from rows that have the first one's keys."""
+  cells = [list(rows[0]), *(list(row.values()) for row in rows)]
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  return '\n'.join(
+    '  '.join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip()
+    for line in cells
+  )
+
+
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
   """Ends the process with a message where the user can mend what is wrong.
