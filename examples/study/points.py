@@ -1,0 +1,118 @@
+"""Points of comparison: a tuned optimizer at a batch size, with seeds."""
+
+import dataclasses
+import statistics
+from typing import Any
+
+from examples.study.plans import Plan, Result, Run
+from examples.study.scales import DECAY, Scale
+from examples.study.tuning import Tuned, tune
+
+CONTENDERS: dict[str, dict[str, Any]] = {
+  'AdamW': {'optimizer': 'adamw'},
+  'LAMB': {'optimizer': 'lamb'},
+  'MERIT': {'optimizer': 'merit'},
+  'Muon': {'optimizer': 'muon'},
+  'AdamW, QK-norm': {'optimizer': 'adamw', 'qk_norm': True},
+}
+"""Settings of the optimizers that are compared, by name."""
+PAPER = ('AdamW', 'LAMB', 'MERIT')
+"""Those that the paper compares."""
+OTHER_DECAYS = (0.0, 0.1)
+"""Weight decays that are tried beside the first, at the largest batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """What came out at a batch size.
+
+  Attributes:
+    name: Name of the contender.
+    batch_size: Global batch, sequences.
+    tuned: Losses by learning rate.
+    decays: Losses at the best rate by weight decay, those that were tried.
+    losses: Final losses at the best rate and decay, by seed.
+  """
+
+  name: str
+  batch_size: int
+  tuned: Tuned
+  decays: dict[float, float]
+  losses: tuple[float, ...]
+
+  @property
+  def weight_decay(self) -> float:
+    """The best weight decay."""
+    return min(self.decays, key=self.decays.__getitem__)
+
+  @property
+  def mean(self) -> float:
+    """Mean over seeds."""
+    return statistics.mean(self.losses)
+
+  @property
+  def std(self) -> float:
+    """Standard deviation over seeds, 0 for one."""
+    return statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0
+
+
+def find_point(
+  scale: Scale,
+  name: str,
+  batch_size: int,
+  *,
+  start: float | None = None,
+  budget: int | None = None,
+  **changes: Any,
+) -> Plan[Point]:
+  """Plans to tune a contender and to repeat it with several seeds.
+
+  The learning rate is tuned first; at the largest batch, the weight decay at
+  that rate after it, unless it is among the changes.
+
+  Args:
+    scale: Size of the study.
+    name: Name of the contender.
+    batch_size: Global batch, sequences.
+    start: First guess of the learning rate; that of the scale by default.
+    budget: Runs to tune it; those of the scale by default.
+    **changes: Further settings, as for :meth:`Scale.run`.
+  """
+  settings = CONTENDERS[name] | {'weight_decay': DECAY} | changes
+  optimizer = settings.pop('optimizer')
+
+  def run(rate: float, **others: Any) -> Run:
+    return scale.run(optimizer, batch_size, rate, **settings | others)
+
+  tuned = yield from tune(
+    run, start or scale.rates[optimizer], budget or scale.budget
+  )
+  decays = {settings['weight_decay']: tuned.losses[tuned.rate]}
+  if batch_size == scale.largest_batch and 'weight_decay' not in changes:
+    results = yield [run(tuned.rate, weight_decay=x) for x in OTHER_DECAYS]
+    decays |= dict(zip(OTHER_DECAYS, _losses(results), strict=True))
+  best_decay = min(decays, key=decays.__getitem__)
+  results = yield [
+    run(tuned.rate, weight_decay=best_decay, seed=seed)
+    for seed in range(scale.seeds)
+  ]
+  return Point(name, batch_size, tuned, decays, tuple(_losses(results)))
+
+
+def run_at(
+  scale: Scale, point: Point, rate_factor: float = 1.0, **changes: Any
+) -> Run:
+  """Returns a watched run at a point, or at a multiple of its rate."""
+  settings = CONTENDERS[point.name] | {'weight_decay': point.weight_decay}
+  settings |= changes
+  return scale.run(
+    settings.pop('optimizer'),
+    point.batch_size,
+    point.tuned.rate * rate_factor,
+    is_watched=True,
+    **settings,
+  )
+
+
+def _losses(results: list[Result]) -> list[float]:
+  return [result.loss for result in results]

@@ -1,0 +1,133 @@
+"""Sizes of the study: models, batches, tokens, and first guesses of rates."""
+
+import dataclasses
+from typing import Any
+
+from examples.gpt2.config import Config
+from examples.gpt2.presets import resolve
+from examples.study.plans import Run
+
+DECAY = 0.01
+"""Weight decay with which learning rates are tuned."""
+_WATCHES = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+  """What all runs of a study share.
+
+  Attributes:
+    settings: Settings of the trainer.
+    tokens: Tokens of a run, for every batch size.
+    batch_sizes: Global batches, sequences, the smallest first.
+    widths: Widths of the residual stream, of which learning rates are compared.
+    rates: First guess of the learning rate, by optimizer.
+    budget: Runs to tune a learning rate.
+    seeds: Runs at a tuned point.
+    steps: Steps of every run, whatever its tokens; None for all.
+  """
+
+  settings: dict[str, Any]
+  tokens: int
+  batch_sizes: tuple[int, ...]
+  widths: tuple[int, ...]
+  rates: dict[str, float]
+  budget: int = 7
+  seeds: int = 3
+  steps: int | None = None
+
+  @property
+  def largest_batch(self) -> int:
+    """Sequences of the largest global batch."""
+    return self.batch_sizes[-1]
+
+  def run(
+    self,
+    optimizer: str,
+    batch_size: int,
+    learning_rate: float,
+    *,
+    arm: str = '',
+    is_watched: bool = False,
+    token_share: float = 1.0,
+    **changes: Any,
+  ) -> Run:
+    """Returns a run.
+
+    Args:
+      optimizer: Name of the optimizer.
+      batch_size: Global batch, sequences.
+      learning_rate: Peak learning rate.
+      arm: Name of the study's own optimizer, if it is to replace that.
+      is_watched: Whether to look at attention and updates.
+      token_share: Tokens of the run over those of the scale.
+      **changes: Settings of the trainer.
+    """
+    config = Config(**self.settings, optimizer=optimizer)
+    config = dataclasses.replace(config, batch_size=batch_size)
+    config = resolve(
+      dataclasses.replace(
+        config, learning_rate=learning_rate, **{'weight_decay': DECAY} | changes
+      )
+    )
+    steps = self.steps or round(
+      self.tokens * token_share / (batch_size * config.context_length)
+    )
+    return Run(
+      dataclasses.replace(
+        config,
+        steps=steps,
+        eval_every=steps,
+        watch_every=max(1, steps // _WATCHES) if is_watched else 0,
+      ),
+      arm,
+      is_watched,
+    )
+
+
+_RATES = {'adamw': 4e-3, 'lamb': 2e-2, 'merit': 2e-2, 'muon': 1e-2}
+_OPEN_WEB_TEXT = dict(
+  data='openwebtext', eval_sequences=4096, checkpoint_every=100
+)
+
+SCALES = {
+  # A run takes about a minute on one core.
+  'nano': Scale(
+    settings=dict(
+      vocab_size=257, num_layers=3, num_heads=4, width=64, context_length=64,
+      micro_batch_size=8, unroll=3, eval_sequences=2048, checkpoint_every=10**6,
+    ),
+    tokens=2_500_000,
+    batch_sizes=(16, 32, 64, 128),
+    widths=(32, 64, 128),
+    rates=_RATES,
+  ),
+  # For one GPU: about a minute a run.
+  'micro': Scale(
+    settings=dict(
+      vocab_size=4096, num_layers=6, num_heads=6, width=384, context_length=256,
+      micro_batch_size=64, unroll=6, eval_sequences=1024, dtype='bfloat16',
+      checkpoint_every=10**6,
+    ),
+    tokens=40_000_000,
+    batch_sizes=(64, 128, 256, 512),
+    widths=(192, 384, 768),
+    rates=_RATES,
+    budget=3,
+    seeds=1,
+  ),
+  'small': Scale(
+    settings=dict(preset='small', **_OPEN_WEB_TEXT),
+    tokens=2_500_000_000,
+    batch_sizes=(128, 256, 512, 1024),
+    widths=(384, 768, 1536),
+    rates=_RATES,
+  ),
+  'medium': Scale(
+    settings=dict(preset='medium', **_OPEN_WEB_TEXT),
+    tokens=7_000_000_000,
+    batch_sizes=(512, 1024, 2048, 4096),
+    widths=(512, 1024, 2048),
+    rates=_RATES,
+  ),
+}  # fmt: skip
