@@ -290,26 +290,35 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     'time_ratio', 'temporary_bytes_per_parameter', 'bytes_moved_per_parameter',
     'compile_seconds', 'hlo_kilobytes',
   ]  # fmt: skip
+  keys = [key for key in keys if key in rows[0]]
   cases = list(dict.fromkeys(row['case'] for row in rows))
   names = list(dict.fromkeys(row['optimizer'] for row in rows))
+  height = 1 / (len(names) + 1)
   figure, all_axes = plt.subplots(
-    1, len(keys), figsize=(3 * len(keys), 3 + 0.3 * len(cases)), sharey=True
+    1,
+    len(keys),
+    figsize=(2 + 2.6 * len(keys), 1.5 + 0.6 * len(cases)),
+    sharey=True,
+    layout='constrained',
   )
   for axes, key in zip(all_axes, keys, strict=True):
     for i, name in enumerate(names):
       bars = {
-        cases.index(row['case']) + (i + 0.5) / (len(names) + 1): row.get(key, 0)
+        cases.index(row['case']) + (i + 0.5) * height: row.get(key, 0)
         for row in rows
         if row['optimizer'] == name
       }
-      height = 0.9 / (len(names) + 1)
-      axes.barh(bars.keys(), bars.values(), height, label=name)
+      axes.barh(bars.keys(), bars.values(), 0.9 * height, label=name)
     axes.set_title(key.replace('_', ' '), fontsize=9)
-    axes.set_yticks([i + 0.45 for i in range(len(cases))], cases)
+    axes.set_yticks([i + len(names) * height / 2 for i in range(len(cases))])
+    axes.set_yticklabels(cases)
   all_axes[0].invert_yaxis()
-  all_axes[0].legend()
-  figure.tight_layout()
-  figure.savefig(path, dpi=120)
+  figure.legend(
+    *all_axes[0].get_legend_handles_labels(),
+    loc='outside lower center',
+    ncols=len(names),
+  )
+  figure.savefig(path, dpi=100)
   plt.close(figure)
 
 

@@ -88,12 +88,16 @@ def study(settings: Settings) -> None:
   if settings.jobs is not None and settings.jobs < 1:
     raise UsageError(f'--jobs must be at least 1, got {settings.jobs}.')
   scale = _scale(settings)
-  store = Store(settings.results or _FOLDER / 'results' / settings.scale)
+  folder = settings.results or _FOLDER / 'results' / settings.scale
+  store = Store(folder)
   if settings.name != 'report':
     _make_runs(settings, scale, store)
   if settings.plan_only:
     return
-  for path in report.write(settings.scale, scale, store):
+  is_committed = settings.scale == 'nano' and settings.results is None
+  for path in report.write(
+    _FOLDER if is_committed else folder, settings.scale, scale, store
+  ):
     hardware.say(f'wrote {path}')
 
 
@@ -114,7 +118,7 @@ def _make_runs(settings: Settings, scale: Scale, store: Store) -> None:
 def _plan(name: str, scale: Scale) -> Plan[Any]:
   plans = report.EXPERIMENTS
   names = plans if name == 'all' else [name]
-  return together(*(plans[x](scale) for x in names))
+  return together(*(plans[x].plan(scale) for x in names))
 
 
 def _cost(count: int, store: Store) -> str:

@@ -3,10 +3,14 @@
 import math
 from typing import Any
 
+from matplotlib.figure import Figure
+
 from examples.study.plans import Plan, together
 from examples.study.points import Point, find_point
+from examples.study.render import markdown, panels, shown_point, shown_rate
 from examples.study.scales import Scale
 
+TITLE = 'Ablations'
 ARMS: dict[str, dict[str, Any]] = {
   'no clip': {'clip_threshold': math.inf},
   'no weight-wise floor': {'ratios': ('row', 'column')},
@@ -20,12 +24,12 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 """Settings of the arms, by name; Q, K and V are fused where not said else."""
 
+Outcome = tuple[Point, dict[str, Point]]
+"""MERIT as it is, and the arms by name."""
 
-def plan(scale: Scale) -> Plan[tuple[Point, dict[str, Point]]]:
-  """Plans the arms at the largest batch, each with a tuning of its own.
 
-  Returns MERIT as it is, and the arms by name.
-  """
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans the arms at the largest batch, each with a tuning of its own."""
   full = yield from find_point(scale, 'MERIT', scale.largest_batch)
   points = yield from together(
     *(find_variant(scale, full, **changes) for changes in ARMS.values())
@@ -43,3 +47,42 @@ def find_variant(scale: Scale, full: Point, **changes: Any) -> Plan[Point]:
     budget=max(3, scale.budget - 2),
     **{'weight_decay': full.weight_decay} | changes,
   )
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns a table of the arms, and of what each is worth."""
+  full, arms = outcome
+  rows = [
+    {
+      'arm': name,
+      'loss': shown_point(point),
+      'over MERIT': '' if point is full else f'{point.mean - full.mean:+.3f}',
+      'rate': shown_rate(point.tuned),
+    }
+    for name, point in ({'MERIT': full} | arms).items()
+  ]
+  return (
+    f'Batch {scale.largest_batch}, weight decay {full.weight_decay:g}; each '
+    'arm tuned around MERIT’s rate, then with the same seeds.\n\n'
+    + markdown(rows)
+  )
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws what each arm loses."""
+  del scale
+  full, arms = outcome
+  result, ((axes,),) = panels(1, 1)
+  result.set_size_inches(7, 0.8 + 0.35 * len(arms))
+  axes.barh(
+    list(arms),
+    [point.mean - full.mean for point in arms.values()],
+    xerr=[point.std for point in arms.values()],
+    capsize=3,
+    color='tab:green',
+    alpha=0.7,
+  )
+  axes.axvspan(-full.std, full.std, color='0.85', zorder=0)
+  axes.invert_yaxis()
+  axes.set_xlabel('validation loss over MERIT’s (grey: its standard deviation)')
+  return result

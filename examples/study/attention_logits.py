@@ -1,18 +1,25 @@
 """Attention logits over training, at tuned learning rates and beyond."""
 
+import math
+from typing import Any
+
+from matplotlib.figure import Figure
+
 from examples.study.plans import Plan, Result, together
 from examples.study.points import PAPER, find_point, run_at
+from examples.study.render import COLORS, markdown, panels, shown
 from examples.study.scales import Scale
 
+TITLE = 'Attention logits'
 FACTORS = (1, 2, 4)
 """Multiples of the tuned learning rate."""
 
+Outcome = dict[tuple[str, int], Result]
+"""Results by contender and factor."""
 
-def plan(scale: Scale) -> Plan[dict[tuple[str, int], Result]]:
-  """Plans runs at the largest batch.
 
-  Returns the results by contender and factor.
-  """
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans runs at the largest batch."""
   points = yield from together(
     *(find_point(scale, name, scale.largest_batch) for name in PAPER)
   )
@@ -20,3 +27,72 @@ def plan(scale: Scale) -> Plan[dict[tuple[str, int], Result]]:
   results = yield [run_at(scale, point, factor) for point, factor in pairs]
   names = [(point.name, factor) for point, factor in pairs]
   return dict(zip(names, results, strict=True))
+
+
+def peak(result: Result) -> list[float]:
+  """Returns the largest logit over training of each layer."""
+  return [
+    max(math.inf if x is None else x for x in layer)
+    for layer in zip(*result.watched['max_attention_logit'], strict=True)
+  ]
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns a table of the largest logits of each layer."""
+  rows = [
+    {
+      'optimizer': name,
+      'rate': f'{factor} × tuned',
+      'loss': shown(result.loss),
+      'largest logit over training, by layer': _numbers(peak(result)),
+      'at the end': _numbers(result.watched['max_attention_logit'][-1]),
+      'entropy at the end, nats': _numbers(
+        result.watched['attention_entropy'][-1], '.2f'
+      ),
+    }
+    for (name, factor), result in outcome.items()
+  ]
+  return (
+    f'Batch {scale.largest_batch}, one seed. Logits are raw, as in the paper, '
+    'the largest over heads, queries and keys of a batch.\n\n' + markdown(rows)
+  )
+
+
+def _numbers(values: list[float | None], form: str = ',.0f') -> str:
+  return ', '.join('not finite' if x is None else f'{x:{form}}' for x in values)
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws logit and entropy of three layers by factor."""
+  del scale
+  names = {'max_attention_logit': 'max logit', 'attention_entropy': 'entropy'}
+  layers = _layers(next(iter(outcome.values())))
+  result, all_axes = panels(
+    len(names) * len(layers), len(FACTORS), sharex=True, sharey='row'
+  )
+  rows = [(name, layer) for name in names for layer in layers]
+  for (key, layer), row in zip(rows, all_axes, strict=True):
+    for factor, axes in zip(FACTORS, row, strict=True):
+      for name in PAPER:
+        watched = outcome[name, factor].watched
+        values = _finite(watched[key], layers[layer])
+        axes.plot(
+          watched['step'], values, color=COLORS[name], label=name, lw=1.2
+        )
+      axes.set_title(f'{factor} × tuned rate, {layer} layer', fontsize=9)
+    row[0].set_ylabel(names[key])
+    if key == 'max_attention_logit':
+      row[0].set_yscale('log')
+  all_axes[0, 0].legend()
+  for axes in all_axes[-1]:
+    axes.set_xlabel('step')
+  return result
+
+
+def _layers(result: Result) -> dict[str, int]:
+  count = len(result.watched['max_attention_logit'][0])
+  return {'first': 0, 'middle': count // 2, 'last': count - 1}
+
+
+def _finite(values: list[Any], layer: int) -> list[float]:
+  return [math.nan if x[layer] is None else x[layer] for x in values]

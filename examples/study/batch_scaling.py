@@ -1,37 +1,140 @@
 """Final loss against global batch, at equal tokens."""
 
+import math
+
+from matplotlib.figure import Figure
+
 from examples.study.plans import Plan, together
 from examples.study.points import PAPER, Point, find_point
+from examples.study.render import (
+  COLORS,
+  draw_tuning,
+  limit_losses,
+  markdown,
+  panels,
+  shown,
+  shown_point,
+  shown_rate,
+)
 from examples.study.scales import Scale
 
+TITLE = 'Loss against batch size'
 RIVALS = ('Muon', 'AdamW, QK-norm')
 TOLERANCE = 0.02
 """Nats over its best that an optimizer may lose at its largest batch."""
 
+Outcome = dict[tuple[str, int], Point]
+"""Points by contender and batch size."""
 
-def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all batches for the paper's optimizers, the two largest for rivals.
 
-  Returns the points, by contender and then by batch size.
-  """
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans all batches for the paper's optimizers, two for their rivals."""
   pairs = [(name, size) for name in PAPER for size in scale.batch_sizes]
   pairs += [(name, size) for name in RIVALS for size in scale.batch_sizes[-2:]]
   points = yield from together(
     *(find_point(scale, name, size) for name, size in pairs)
   )
-  return points
+  return dict(zip(pairs, points, strict=True))
 
 
-def largest_batches(points: list[Point]) -> dict[str, int]:
-  """Returns each optimizer's largest batch that loses no more than TOLERANCE.
-
-  Args:
-    points: Points of the paper's optimizers; others are left out.
-  """
+def largest_batches(outcome: Outcome) -> dict[str, int]:
+  """Returns each optimizer's largest batch that loses at most TOLERANCE."""
   found = {}
   for name in PAPER:
-    own = [point for point in points if point.name == name]
+    own = [point for point in outcome.values() if point.name == name]
     best = min(point.mean for point in own)
     good = [point for point in own if point.mean <= best + TOLERANCE]
     found[name] = max(point.batch_size for point in good)
   return found
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns the tables, and the answer to the paper's question."""
+  largest = largest_batches(outcome)
+  return '\n\n'.join(
+    [
+      _answer(outcome, scale),
+      'Mean and standard deviation over seeds:',
+      markdown([_row(outcome, scale, x) for x in (*PAPER, *RIVALS)]),
+      'Largest batch whose loss is within '
+      f'{TOLERANCE:g} nats of the optimizer’s own best: '
+      + ', '.join(f'{name} {size}' for name, size in largest.items())
+      + '.',
+      'Tuned settings and all losses of the tuning, by learning rate:',
+      markdown([_tuning_row(point) for point in outcome.values()]),
+    ]
+  )
+
+
+def _answer(outcome: Outcome, scale: Scale) -> str:
+  most = scale.largest_batch
+  losses = {name: outcome[name, most] for name in PAPER}
+  order = sorted(PAPER, key=lambda name: losses[name].mean)
+  return (
+    f'At the largest batch, {most} sequences, the order is '
+    + ', '.join(f'{name} ({shown_point(losses[name])})' for name in order)
+    + '.'
+  )
+
+
+def _row(outcome: Outcome, scale: Scale, name: str) -> dict[str, str]:
+  return {'optimizer': name} | {
+    f'batch {size}': shown_point(outcome[name, size])
+    if (name, size) in outcome
+    else ''
+    for size in scale.batch_sizes
+  }
+
+
+def _tuning_row(point: Point) -> dict[str, str]:
+  return {
+    'optimizer': point.name,
+    'batch': str(point.batch_size),
+    'rate': shown_rate(point.tuned),
+    'weight decay': f'{point.weight_decay:g}',
+    'by weight decay': ', '.join(
+      f'{x:g}: {shown(loss)}' for x, loss in sorted(point.decays.items())
+    )
+    if len(point.decays) > 1
+    else '',
+    'by learning rate': ', '.join(
+      f'{x:g}: {shown(loss)}' for x, loss in point.tuned.losses.items()
+    ),
+  }
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws loss over batch, and over learning rate at the largest batch."""
+  result, ((left, right),) = panels(1, 2)
+  for name, color in COLORS.items():
+    own = [p for p in outcome.values() if p.name == name]
+    drawn = [p for p in own if math.isfinite(p.mean)]
+    left.errorbar(
+      [p.batch_size for p in drawn],
+      [p.mean for p in drawn],
+      [p.std for p in drawn],
+      fmt='o-',
+      capsize=3,
+      color=color,
+      label=name,
+    )
+    draw_tuning(
+      right, outcome[name, scale.largest_batch].tuned, name, color=color
+    )
+  left.set_xscale('log', base=2)
+  left.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
+  left.set_xlabel('global batch, sequences')
+  left.set_ylabel('validation loss')
+  left.set_title('tuned, equal tokens')
+  left.legend()
+  limit_losses(
+    right,
+    [
+      loss
+      for (_, size), point in outcome.items()
+      if size == scale.largest_batch
+      for loss in point.tuned.losses.values()
+    ],
+  )
+  right.set_title(f'tuning at batch {scale.largest_batch}')
+  return result

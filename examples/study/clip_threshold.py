@@ -2,19 +2,23 @@
 
 import math
 
+from matplotlib.figure import Figure
+
 from examples.study.ablation import find_variant
 from examples.study.plans import Plan, Result, together
 from examples.study.points import Point, find_point, run_at
+from examples.study.render import markdown, panels, shown_point, shown_rate
 from examples.study.scales import Scale
 
+TITLE = 'Threshold of the clip'
 THRESHOLDS = (0.5, 1.0, 2.0, 5.0, math.inf)
 
+Outcome = dict[float, tuple[Point, Result]]
+"""By threshold the point, and its watched run with the first seed."""
 
-def plan(scale: Scale) -> Plan[dict[float, tuple[Point, Result]]]:
-  """Plans the thresholds at the largest batch, each with a tuning of its own.
 
-  Returns by threshold the point, and its run with the first seed.
-  """
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans the thresholds at the largest batch, each with its own tuning."""
   full = yield from find_point(scale, 'MERIT', scale.largest_batch)
   others = [x for x in THRESHOLDS if x != 1]
   variants = yield from together(
@@ -28,3 +32,51 @@ def plan(scale: Scale) -> Plan[dict[float, tuple[Point, Result]]]:
     x: (points[x], result)
     for x, result in zip(THRESHOLDS, results, strict=True)
   }
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns a table of the thresholds."""
+  rows = [
+    {
+      'threshold': 'none' if math.isinf(x) else f'{x:g}',
+      'loss': shown_point(point),
+      'rate': shown_rate(point.tuned),
+      'largest share clipped, by layer': ', '.join(
+        f'{max(layer):.1%}' for layer in shares(result)
+      ),
+      'share clipped, mean over training': ', '.join(
+        f'{sum(layer) / len(layer):.1%}' for layer in shares(result)
+      ),
+    }
+    for x, (point, result) in outcome.items()
+  ]
+  return (
+    f'Batch {scale.largest_batch}. Shares are of a layer’s elements whose '
+    'update was clipped, in the first seed’s run.\n\n' + markdown(rows)
+  )
+
+
+def shares(result: Result) -> list[list[float]]:
+  """Returns the share of clipped elements by layer and watch step."""
+  return [
+    list(map(float, layer))
+    for layer in zip(*result.watched['clipped'], strict=True)
+  ]
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws the share of clipped elements over time, by threshold and layer."""
+  del scale
+  finite = [x for x in outcome if math.isfinite(x)]
+  result, (row,) = panels(1, len(finite), sharey=True)
+  for x, axes in zip(finite, row, strict=True):
+    watched = outcome[x][1]
+    for layer, values in enumerate(shares(watched)):
+      axes.plot(
+        watched.watched['step'], values, label=f'layer {layer + 1}', lw=1.2
+      )
+    axes.set_title(f'threshold {x:g}, loss {shown_point(outcome[x][0])}')
+    axes.set_xlabel('step')
+  row[0].set_ylabel('share of elements clipped')
+  row[0].legend()
+  return result

@@ -1,0 +1,75 @@
+"""Numbers as text, and figures, that all sections of the report share."""
+
+import math
+from typing import Any
+
+import matplotlib
+
+matplotlib.use('Agg')
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from examples.study.points import Point  # noqa: E402
+from examples.study.tuning import Tuned  # noqa: E402
+
+COLORS = {
+  'AdamW': 'tab:blue',
+  'LAMB': 'tab:orange',
+  'MERIT': 'tab:green',
+  'Muon': 'tab:red',
+  'AdamW, QK-norm': 'tab:cyan',
+}
+
+
+def markdown(rows: list[dict[str, str]]) -> str:
+  """Returns a table of rows that have the first one's keys."""
+  lines = [list(rows[0]), ['---'] * len(rows[0])]
+  lines += [list(row.values()) for row in rows]
+  return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
+
+
+def shown(loss: float) -> str:
+  """Returns a loss as text."""
+  return f'{loss:.3f}' if math.isfinite(loss) else 'diverged'
+
+
+def shown_point(point: Point) -> str:
+  """Returns mean and standard deviation of a point."""
+  if not math.isfinite(point.mean):
+    failed = sum(not math.isfinite(loss) for loss in point.losses)
+    return f'{failed} of {len(point.losses)} diverged'
+  return f'{point.mean:.3f} ± {point.std:.3f}'
+
+
+def shown_rate(tuned: Tuned) -> str:
+  """Returns the best learning rate, marked if it is at the edge."""
+  return f'{tuned.rate:g}' + (' (edge)' if tuned.is_at_edge else '')
+
+
+def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
+  """Returns a figure and its axes, shape (rows, columns)."""
+  return plt.subplots(
+    rows,
+    columns,
+    figsize=(0.6 + 3.4 * columns, 0.8 + 2.4 * rows),
+    squeeze=False,
+    layout='constrained',
+    **options,
+  )
+
+
+def draw_tuning(axes: Any, tuned: Tuned, label: str, **options: Any) -> None:
+  """Draws the loss over the learning rate, without runs that diverged."""
+  finite = {x: y for x, y in tuned.losses.items() if math.isfinite(y)}
+  axes.plot(finite.keys(), finite.values(), 'o-', ms=3, label=label, **options)
+  axes.set_xscale('log')
+  axes.set_xlabel('learning rate')
+  axes.set_ylabel('validation loss')
+
+
+def limit_losses(axes: Any, losses: list[float]) -> None:
+  """Cuts the axis of losses a little above the best ones."""
+  finite = sorted(x for x in losses if math.isfinite(x))
+  if finite:
+    span = finite[len(finite) // 2] - finite[0] + 0.05
+    axes.set_ylim(finite[0] - 0.1 * span, finite[0] + 3 * span)

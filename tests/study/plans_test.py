@@ -1,0 +1,85 @@
+import math
+
+from examples.study.plans import Result, carry_out, count_runs, together
+from examples.study.scales import SCALES
+
+_SCALE = SCALES['nano']
+
+
+def _run(rate, **changes):
+  return _SCALE.run('adamw', 128, rate, **changes)
+
+
+def _descend(rate, steps):
+  """Plans runs of ever smaller rates; returns their losses."""
+  losses = []
+  for _ in range(steps):
+    (result,) = yield [_run(rate)]
+    losses.append(result.loss)
+    rate /= 2
+  return losses
+
+
+def _rates_as_losses(runs):
+  return [Result(run.config.learning_rate, {}) for run in runs]
+
+
+def test_plans_together_ask_at_the_same_time_and_get_their_own_results():
+  asked = []
+
+  def run_all(runs):
+    asked.append([run.config.learning_rate for run in runs])
+    return _rates_as_losses(runs)
+
+  answers = carry_out(together(_descend(1.0, 1), _descend(0.8, 3)), run_all)
+  assert answers == [[1.0], [0.8, 0.4, 0.2]]
+  assert asked == [[1.0, 0.8], [0.4], [0.2]]
+
+
+def test_plans_that_ask_for_nothing_end():
+  def nothing():
+    return 3
+    yield
+
+  assert carry_out(together(nothing(), _descend(1.0, 1)), _rates_as_losses) == [
+    3,
+    [1.0],
+  ]
+
+
+def test_runs_are_counted_once_and_without_those_that_are_known():
+  def plan():
+    yield [_run(1.0), _run(1.0), _run(0.5)]
+    yield [_run(0.5), _run(0.25)]
+
+  def known(run):
+    is_known = run.config.learning_rate == 0.25
+    return Result(1.0, {}) if is_known else None
+
+  assert count_runs(plan(), known) == 2
+  assert count_runs(plan(), lambda run: Result(1.0, {})) == 0
+
+
+def test_a_key_follows_what_decides_the_numbers():
+  runs = [
+    _run(1.0),
+    _run(1.0, seed=1),
+    _run(1.0, weight_decay=0.5),
+    _run(1.0, is_watched=True),
+    _run(1.0, token_share=2.0),
+    _SCALE.run('merit', 128, 1.0),
+    _SCALE.run('merit', 128, 1.0, arm='l2'),
+    _SCALE.run('merit', 128, 1.0, clip_threshold=math.inf),
+  ]
+  assert len({run.key for run in runs}) == len(runs)
+  assert _run(1.0, unroll=1).key == _run(1.0).key
+
+
+def test_tokens_are_equal_and_schedules_end():
+  for size in _SCALE.batch_sizes:
+    config = _SCALE.run('lamb', size, 1.0).config
+    tokens = config.steps * config.batch_size * config.context_length
+    assert abs(tokens - _SCALE.tokens) <= size * config.context_length / 2
+    assert config.eval_every == config.steps
+  # Fewer steps decide nothing.
+  assert config.steps >= 300

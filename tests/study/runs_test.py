@@ -1,0 +1,89 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.study.plans import Result
+from examples.study.runs import Runner, Store, make
+from examples.study.scales import SCALES
+
+
+@pytest.fixture
+def scale(tmp_path: Path):
+  """A scale of two-step runs on a text of its own."""
+  text = tmp_path / 'text.txt'
+  text.write_text('The quick brown fox jumps over the lazy dog.\n' * 400)
+  nano = SCALES['nano']
+  settings = nano.settings | dict(
+    data=str(text), cache_dir=tmp_path / 'cache', num_layers=1, width=16,
+    num_heads=2, context_length=16, eval_sequences=8, unroll=1,
+  )  # fmt: skip
+  return dataclasses.replace(nano, settings=settings, steps=2)
+
+
+def test_a_run_leaves_its_loss_and_what_was_watched(scale, tmp_path):
+  run = scale.run('merit', 8, 0.01, is_watched=True)
+  record = make(run, tmp_path / 'work')
+  assert 4 < record['loss'] < 7
+  assert record['steps_done'] == 2
+  assert record['watched']['step'] == [1, 2]
+  for name in ('max_attention_logit', 'attention_entropy', 'clipped'):
+    assert [len(x) for x in record['watched'][name]] == [1, 1]
+  assert record['config']['arm'] == ''
+  assert record['versions']['jax']
+  json.dumps(record, allow_nan=False)
+
+
+def test_infinite_settings_are_strict_json(scale, tmp_path):
+  run = scale.run('merit', 8, 0.01, clip_threshold=float('inf'))
+  json.dumps(make(run, tmp_path / 'work'), allow_nan=False)
+
+
+def test_arms_train(scale, tmp_path):
+  losses = {
+    arm: make(scale.run('merit', 8, 0.1, arm=arm), tmp_path / 'w')['loss']
+    for arm in ('', 'l2', 'decay_outside')
+  }
+  assert len(set(losses.values())) == 3
+
+
+def test_a_run_that_diverges_is_a_result(scale, tmp_path):
+  run = scale.run('adamw', 8, 1e38)
+  store = Store(tmp_path / 'results')
+  with Runner(store, tmp_path / 'work', 1, 1) as runner:
+    assert runner([run]) == [Result(float('inf'), store.read(run)['watched'])]
+  assert store.read(run)['loss'] is None
+
+
+def test_finished_runs_are_not_repeated(scale, tmp_path, monkeypatch):
+  store = Store(tmp_path / 'results')
+  runs = [scale.run('adamw', 8, rate) for rate in (0.01, 0.02, 0.01)]
+  with Runner(store, tmp_path / 'work', 1, 2) as runner:
+    first = runner(runs)
+  assert first[0] == first[2] != first[1]
+  assert len(store.read_all()) == 2
+  assert not any((tmp_path / 'work').iterdir())
+  monkeypatch.delattr('examples.study.runs.make')
+  with Runner(store, tmp_path / 'work', 1, 0) as runner:
+    assert runner(runs) == first
+
+
+def test_results_of_another_text_are_refused(scale, tmp_path):
+  store = Store(tmp_path / 'results')
+  store.write(scale.run('adamw', 8, 0.01), {'corpus_sha256': 'abc'})
+  store.check_text('abc')
+  with pytest.raises(UsageError, match='another text'):
+    store.check_text('def')
+
+
+@pytest.mark.slow
+def test_processes_give_the_same_losses_as_one(scale, tmp_path):
+  runs = [scale.run('lamb', 8, rate) for rate in (0.01, 0.02, 0.04)]
+  losses = []
+  for jobs in (1, 2):
+    store = Store(tmp_path / f'results{jobs}')
+    with Runner(store, tmp_path / 'work', jobs, 3) as runner:
+      losses.append([result.loss for result in runner(runs)])
+  assert losses[0] == pytest.approx(losses[1], rel=1e-4)
