@@ -15,7 +15,7 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2 import hardware, sharding
+from examples.gpt2 import hardware, pod, sharding
 from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.layers import padded_vocab_size
 from examples.gpt2.presets import resolve
@@ -70,7 +70,7 @@ def main(args: list[str] | None = None) -> None:
   settings = tyro.cli(Settings, args=args, prog='benchmarks.train_step')
   config = _config(settings, 'merit')
   contenders = {
-    f'merit_optax trainer, {name}': _ours(_config(settings, name), settings)
+    _title(name): _ours(_config(settings, name), settings)
     for name in settings.optimizers
   }
   contenders['one watch step, merit'] = _watch(config)
@@ -79,11 +79,26 @@ def main(args: list[str] | None = None) -> None:
     contenders[_PEER] = peer
   timings = race(contenders, settings.rounds)
   rows = _rows(timings, config, settings)
+  peaks = {
+    _title(name): _peak_bytes(_config(settings, name))
+    for name in settings.optimizers
+  }
+  rows = [row | {'peak_bytes': peaks.get(row['name'])} for row in rows]
   _print(rows, config)
   write_json(
     settings.out,
     {'settings': _plain(dataclasses.asdict(settings)), 'rows': rows},
   )
+
+
+def _title(optimizer: Optimizer) -> str:
+  return f'merit_optax trainer, {optimizer}'
+
+
+def _peak_bytes(config: Config) -> int:
+  """Returns the bytes that the compiled step needs of a device."""
+  trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
+  return pod.peak_bytes(pod.compile_step(config, trainer))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -236,10 +251,12 @@ def _print(rows: list[dict[str, Any]], config: Config) -> None:
   )
   for row in rows:
     mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
+    peak = row['peak_bytes']
+    size = 'n/a' if peak is None else f'{peak / 2**20:,.0f} MiB'
     print(
       f'{row["name"]:32} {row["seconds_per_step"]:8.3f} s '
       f'(± {row["spread"]:.1%}) {row["tokens_per_second"]:10,.0f} tokens/s  '
-      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x'
+      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x  peak {size}'
     )
 
 

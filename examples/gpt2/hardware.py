@@ -19,38 +19,15 @@ import optax
 import orbax.checkpoint
 import tokenizers
 
+from examples.gpt2 import chips
 from examples.gpt2.config import Config
 from examples.gpt2.layers import ModelConfig
 import merit_optax
 
-# Dense FLOP/s of matrix products in bfloat16, by the makers' data sheets; by a
-# part of `device_kind`, the most special first. A TPU v3 chip is two devices.
-_PEAKS = {
-  'TPU v6': 918e12,
-  'TPU v5p': 459e12,
-  'TPU v5 lite': 197e12,
-  'TPU v5e': 197e12,
-  'TPU v5': 459e12,
-  'TPU v4': 275e12,
-  'TPU v3': 61.5e12,
-  'B200': 2250e12,
-  'H200 NVL': 835e12,
-  'H200': 989e12,
-  'H100 PCIe': 756e12,
-  'H100 NVL': 835e12,
-  'H100': 989e12,
-  'A100': 312e12,
-  'L40S': 362e12,
-  'L40': 181e12,
-  'L4': 121e12,
-  'V100': 125e12,
-}
-
 
 def peak_flops(device: jax.Device) -> float:
   """Returns the peak FLOP/s of a device in bfloat16, NaN if not known."""
-  kinds = [kind for kind in _PEAKS if kind in device.device_kind]
-  return _PEAKS[kinds[0]] if kinds else math.nan
+  return chips.find(device.device_kind).flops
 
 
 def flops_per_token(config: ModelConfig, params: Any) -> float:

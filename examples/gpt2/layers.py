@@ -124,10 +124,13 @@ def causal_attention(
   Returns:
     Weighted values, of the same shape, and None.
   """
-  if jax.default_backend() == 'cpu':
+  # That of the mesh, for which a program may be compiled elsewhere.
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  platform = (device and device.platform) or jax.default_backend()
+  if platform == 'cpu':
     return _attention_on_cpu(query, key, value), None
   # cuDNN's kernel never writes the logits to memory; it takes half precision.
-  is_fused = jax.default_backend() == 'gpu' and query.dtype == jnp.bfloat16
+  is_fused = platform == 'gpu' and query.dtype == jnp.bfloat16
   y_BTHK = jax.nn.dot_product_attention(
     query,
     key,

@@ -11,7 +11,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
-# Float32 logits of a chunk, of all sequences and devices together.
+from examples.gpt2.sharding import num_batch_shards
+
+# Float32 logits of a chunk, of all sequences of a device.
 _LOGITS_AT_ONCE = 1 << 27
 
 
@@ -128,7 +130,13 @@ _matmul: Callable[..., jax.Array] = functools.partial(
 
 
 def chunk_length(batch: int, length: int, vocab_size: int) -> int:
-  """Returns for how many tokens of each sequence logits exist at once."""
+  """Returns for how many tokens of each sequence logits exist at once.
+
+  Args:
+    batch: Sequences of a device.
+    length: Tokens of a sequence.
+    vocab_size: Size of the vocabulary.
+  """
   wanted = max(1, _LOGITS_AT_ONCE // (batch * vocab_size))
   # At least two chunks, so that all logits never exist at once.
   sizes = range(1, max(1, length // 2) + 1)
@@ -138,7 +146,10 @@ def chunk_length(batch: int, length: int, vocab_size: int) -> int:
 def _cut(x: jax.Array, head_VD: jax.Array) -> jax.Array:
   """Moves chunks of tokens, (B, T, ...), to a leading axis."""
   batch, length = x.shape[:2]
-  chunk = chunk_length(batch, length, len(head_VD))
+  # On many devices, few chunks: each gathers the head and sums its gradient.
+  mesh = jax.sharding.get_abstract_mesh()
+  shards = 1 if mesh.empty else num_batch_shards(mesh)
+  chunk = chunk_length(-(-batch // shards), length, len(head_VD))
   return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
 
 

@@ -66,7 +66,8 @@ def activation_bytes(config: Config, trainer: Trainer) -> int:
   sequences = config.micro_batch_size // shards
   size = jnp.dtype(config.dtype).itemsize
   up_projections = 2 if config.architecture == 'llama' else 1
-  whole = _whole_layer_bytes(config, tensor)
+  platform = trainer.mesh.devices.flat[0].platform
+  whole = _whole_layer_bytes(config, tensor, platform)
   kept = {
     'none': whole,
     'dots': size
@@ -77,25 +78,22 @@ def activation_bytes(config: Config, trainer: Trainer) -> int:
     'full': size * config.width,
   }[config.remat]
   vocab_size = trainer.model_config.vocab_size
-  chunk = loss.chunk_length(
-    config.micro_batch_size, config.context_length, vocab_size
-  )
+  chunk = loss.chunk_length(sequences, config.context_length, vocab_size)
   layers = config.context_length * (config.num_layers * kept + whole)
   logits = 2 * 4 * chunk * vocab_size // tensor
   return sequences * (layers + logits)
 
 
-def _whole_layer_bytes(config: Config, tensor: int) -> int:
+def _whole_layer_bytes(config: Config, tensor: int, platform: str) -> int:
   """Returns the bytes of what the backward pass reads of a layer, by token."""
   size = jnp.dtype(config.dtype).itemsize
   # Norms compute in float32, and so does the softmax.
   stream = config.width * (4 * size + 4 * 4)
   inner = 4 * config.width * size + 6 * config.mlp_width * size
-  backend = jax.default_backend()
-  if not (backend == 'gpu' and config.dtype == 'bfloat16'):
+  if not (platform == 'gpu' and config.dtype == 'bfloat16'):
     # On CPU, attention keeps its weights once.
     weights = config.num_heads * config.context_length
-    inner += weights * (4 if backend == 'cpu' else size + 4)
+    inner += weights * (4 if platform == 'cpu' else size + 4)
   return stream + inner // tensor
 
 
@@ -111,7 +109,7 @@ def _hints(config: Config, trainer: Trainer) -> Iterator[str]:
   if config.dtype == 'float32':
     yield '--dtype bfloat16 (a new run: half the activations)'
   mesh = trainer.mesh.shape
-  devices = jax.device_count()
+  devices = trainer.mesh.size
   if devices > mesh['fsdp'] * mesh['tensor']:
     yield f'--mesh fsdp={devices // mesh["tensor"]}' + (
       f',tensor={mesh["tensor"]}' if mesh['tensor'] > 1 else ''

@@ -33,11 +33,13 @@ class Finding(NamedTuple):
 
 
 def table(outcomes: Mapping[str, Any], scale: Scale) -> str:
-  """Returns the claims whose experiments have been made, as a table."""
+  """Returns the claims whose experiments have been made, as a table, or ''."""
   findings: list[Finding] = []
   for name, judge in _JUDGES.items():
     if name in outcomes:
       findings += judge(outcomes[name], scale)
+  if not findings:
+    return ''
   return markdown(
     [
       {'the paper': x.claim, 'measured': x.measured, 'verdict': x.verdict}

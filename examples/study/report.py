@@ -87,7 +87,7 @@ def text(
     else:
       left = count_runs(module.plan(scale), store.result)
       parts.append(f'Not complete: about {left} runs are to be made.')
-  return '\n\n'.join(parts) + '\n'
+  return '\n\n'.join(filter(None, parts)) + '\n'
 
 
 def _made(store: Store) -> str:

@@ -2,9 +2,11 @@ import dataclasses
 from pathlib import Path
 import re
 
+from matplotlib import pyplot
+import numpy as np
 import pytest
 
-from examples.study import __main__ as command
+from examples.study import __main__ as command, report
 from examples.study.scales import SCALES
 
 
@@ -22,24 +24,48 @@ def test_jobs_are_checked(tmp_path, capsys):
   assert '--jobs must be at least 1, got 0' in capsys.readouterr().err
 
 
-@pytest.mark.slow
+class _Experiment:
+  """An experiment of two runs."""
+
+  TITLE = 'Two rates'
+
+  @staticmethod
+  def plan(scale):
+    return (yield [scale.run('merit', 8, rate) for rate in (0.01, 0.02)])
+
+  @staticmethod
+  def section(results, scale):
+    return ', '.join(f'{result.loss:.3f}' for result in results)
+
+  @staticmethod
+  def figure(results, scale):
+    return pyplot.figure()
+
+
+@pytest.mark.parametrize('scale', ['nano', 'small'])
 def test_an_experiment_runs_from_beginning_to_end(
-  tmp_path: Path, monkeypatch, capsys
+  scale: str, tmp_path: Path, monkeypatch, capsys
 ):
-  nano = SCALES['nano']
-  text = tmp_path / 'text.txt'
-  text.write_text('The quick brown fox jumps over the lazy dog.\n' * 400)
-  settings = nano.settings | dict(
+  # Small is for a cluster: here on emulated devices, with OpenWebText's format.
+  mesh = 'fsdp=4,tensor=2' if scale == 'small' else ''
+  tokens = np.random.default_rng(0).integers(257, size=9000, dtype=np.uint16)
+  for name in ('train.bin', 'val.bin'):
+    tokens.tofile(tmp_path / name)
+  settings = SCALES[scale].settings | dict(
     cache_dir=tmp_path / 'cache', num_layers=1, width=16, num_heads=2,
-    context_length=16, eval_sequences=8, unroll=1,
+    context_length=16, eval_sequences=8, unroll=1, vocab_size=257,
+    micro_batch_size=8,
   )  # fmt: skip
-  tiny = dataclasses.replace(
-    nano, settings=settings, batch_sizes=(8, 16), budget=3, seeds=1
-  )
-  monkeypatch.setitem(command.SCALES, 'nano', tiny)
+  tiny = dataclasses.replace(SCALES[scale], settings=settings)
+  monkeypatch.setitem(command.SCALES, scale, tiny)
+  monkeypatch.setattr(report, 'EXPERIMENTS', {'hyperparameters': _Experiment})
   command.main([
-    'attention-logits', '--steps', '2', '--jobs', '1', '--data', str(text),
+    'hyperparameters', '--scale', scale, '--steps', '2', '--jobs', '1',
+    '--mesh', mesh, '--data', str(tmp_path),
     '--results', str(tmp_path / 'results'), '--work', str(tmp_path / 'work'),
   ])  # fmt: skip
-  assert '4 × tuned' in (tmp_path / 'results' / 'RESULTS.md').read_text()
-  assert 'wrote' in capsys.readouterr().out
+  text = (tmp_path / 'results' / 'RESULTS.md').read_text()
+  losses = [float(x) for x in text.splitlines()[-1].split(', ')]
+  assert all(5 < loss < 7 for loss in losses)
+  assert (tmp_path / 'results/figures/hyperparameters.png').is_file()
+  assert capsys.readouterr().out.count('wrote') == 2

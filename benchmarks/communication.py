@@ -1,0 +1,132 @@
+"""Bytes that devices send to each other in a training step, by mesh.
+
+python -m benchmarks.communication --help
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import tqdm
+import tyro
+
+from benchmarks.rounds import write_json
+from examples.gpt2 import pod, sharding
+from examples.gpt2.collectives import Collective, by_kind
+from examples.gpt2.command import columns, exit_on_error
+from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.presets import resolve
+from examples.gpt2.training import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Compiles training steps for emulated CPU devices, and runs none.
+
+  The compiler for CPU combines and places collectives unlike that for TPU, and
+  MERIT reduces twice as many numbers there: see examples.gpt2.plan for TPUs.
+  """
+
+  preset: Preset = 'demo'
+  """Sizes of the model."""
+
+  num_layers: int | None = None
+  """Blocks. Default: the preset's."""
+
+  optimizers: tuple[Optimizer, ...] = ('merit', 'lamb', 'adamw')
+  """Optimizers to compile."""
+
+  meshes: tuple[str, ...] = ('data=8', 'fsdp=8', 'data=2,tensor=4')
+  """Meshes of all devices."""
+
+  devices: int = 8
+  """Number of emulated devices."""
+
+  micro_batches: int = 2
+  """Micro-batches of a step, of one sequence a device."""
+
+  out: Path = Path('benchmarks/results/communication.json')
+  """File of the results."""
+
+
+def main(args: list[str] | None = None) -> None:
+  """Runs the command line."""
+  settings = tyro.cli(Settings, args=args, prog='benchmarks.communication')
+  jax.config.update('jax_platforms', 'cpu')
+  jax.config.update('jax_num_cpu_devices', settings.devices)
+  cases = [(m, o) for m in settings.meshes for o in settings.optimizers]
+  with exit_on_error():
+    rows = [
+      _row(settings, mesh, optimizer)
+      for mesh, optimizer in tqdm.tqdm(cases, 'compiling', leave=False)
+    ]
+  print(_table(rows))
+  write_json(
+    settings.out,
+    {'settings': dataclasses.asdict(settings) | {'out': str(settings.out)}}
+    | {'rows': rows},
+  )
+
+
+def _row(settings: Settings, mesh_text: str, optimizer: str) -> dict[str, Any]:
+  """Returns what a step and its update alone send."""
+  mesh = sharding.make_mesh(mesh_text)
+  config = resolve(
+    Config(
+      preset=settings.preset,
+      num_layers=settings.num_layers,
+      optimizer=optimizer,
+      batch_size=settings.devices * settings.micro_batches,
+      micro_batch_size=settings.devices,
+      unroll=1,
+    )
+  )
+  sharding.check_sizes(mesh, config)
+  trainer = Trainer(config, config.vocab_size, mesh)
+  step = pod.figures(pod.compile_step(config, trainer)).collectives
+  update = pod.figures(pod.compile_update(trainer)).collectives
+  return {
+    'mesh': mesh_text,
+    'optimizer': optimizer,
+    'step': by_kind(step),
+    'step_bytes': _sent(step),
+    'update': by_kind(update),
+    'update_bytes': _sent(update),
+    'update_numbers': sum(
+      x.executions * math.prod(shape) for x in update for shape in x.arrays
+    ),
+  }
+
+
+def _sent(collectives: list[Collective]) -> float:
+  return sum(x.sent_bytes for x in collectives)
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+  """Returns the bytes that a device sends, in MB, by kind."""
+  kinds = sorted({kind for row in rows for kind in row['step']})
+  return columns(
+    [
+      {'mesh': row['mesh'], 'optimizer': row['optimizer']}
+      | {
+        f'{kind}, MB': _megabytes(row['step'].get(kind, {}).get('bytes', 0.0))
+        for kind in kinds
+      }
+      | {
+        'step, MB': _megabytes(row['step_bytes']),
+        'update alone, MB': _megabytes(row['update_bytes']),
+        'of the step': f'{row["update_bytes"] / row["step_bytes"]:.2%}',
+      }
+      for row in rows
+    ]
+  )
+
+
+def _megabytes(size: float) -> str:
+  return f'{size / 1e6:.3f}'
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,142 @@
+"""Bytes that an optimizer's update moves on TPUs, by the compiled program.
+
+python -m benchmarks.pod_update --help
+"""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+import optax
+import tqdm
+import tyro
+
+from benchmarks.rounds import write_json
+from examples.gpt2 import pod, topology
+from examples.gpt2.command import columns, exit_on_error
+import merit_optax
+
+_MAKERS = {
+  'adamw': optax.adamw,
+  'lamb': optax.lamb,
+  'merit': merit_optax.merit,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Compiles update and application of one float32 matrix for TPU slices.
+
+  No TPU is needed, but libtpu: pip install -e '.[pod]'. Shards should be big,
+  or the compiler keeps parts of them on chip.
+  """
+
+  topologies: tuple[str, ...] = ('v5e:4x4', 'v5p:2x2x4')
+  """Slices to compile for."""
+
+  optimizers: tuple[Literal['adamw', 'lamb', 'merit'], ...] = (
+    'adamw', 'lamb', 'merit',
+  )  # fmt: skip
+  """Optimizers to compile."""
+
+  rows: int = 32768
+  """Rows of a device's shard."""
+
+  columns: int = 16384
+  """Columns of a device's shard."""
+
+  out: Path = Path('benchmarks/results/pod_update.json')
+  """File of the results."""
+
+
+def main(args: list[str] | None = None) -> None:
+  """Runs the command line."""
+  settings = tyro.cli(Settings, args=args, prog='benchmarks.pod_update')
+  with exit_on_error():
+    rows = [
+      _row(settings, name, optimizer)
+      for name in settings.topologies
+      for optimizer in tqdm.tqdm(settings.optimizers, name, leave=False)
+    ]
+  print(columns([{k: _text(x) for k, x in row.items()} for row in rows]))
+  write_json(
+    settings.out,
+    {'shard': [settings.rows, settings.columns], 'rows': rows},
+  )
+
+
+def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
+  mesh = _mesh(topology.devices(name))
+  compiled = _compile(settings, _MAKERS[optimizer](1e-3), mesh)
+  found = pod.figures(compiled)
+  size = settings.rows * settings.columns
+  arrays = [shape for x in found.collectives for shape in x.arrays]
+  return {
+    'topology': name,
+    'optimizer': optimizer,
+    'bytes moved per parameter': found.hbm_bytes / size,
+    'by cost_analysis': compiled.cost_analysis()['bytes accessed'] / size,
+    'temporary bytes per parameter': (
+      compiled.memory_analysis().temp_size_in_bytes / size
+    ),
+    'collectives': ', '.join(sorted({x.kind for x in found.collectives})),
+    'numbers reduced': sum(map(math.prod, arrays)),
+    'bytes sent per parameter': (
+      sum(x.sent_bytes for x in found.collectives) / size
+    ),
+  }
+
+
+def _mesh(devices: list[jax.Device]) -> Mesh:
+  """Returns a mesh of two axes, as near to a square as can be."""
+  count = len(devices)
+  rows = max(n for n in range(1, math.isqrt(count) + 1) if count % n == 0)
+  return jax.make_mesh(
+    (rows, count // rows),
+    ('rows', 'columns'),
+    axis_types=(AxisType.Auto,) * 2,
+    devices=devices,
+  )
+
+
+def _compile(
+  settings: Settings, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> jax.stages.Compiled:
+  def step(
+    param: jax.Array, state: Any, gradient: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    updates, state = optimizer.update(gradient, state, param)
+    return optax.apply_updates(param, updates), state
+
+  shape = (
+    settings.rows * mesh.shape['rows'],
+    settings.columns * (mesh.shape['columns']),
+  )
+  matrix = jax.ShapeDtypeStruct(
+    shape, 'float32', sharding=NamedSharding(mesh, P('rows', 'columns'))
+  )
+  state = jax.tree.map(
+    lambda x: (
+      matrix
+      if x.shape == shape
+      else jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, P())
+      )
+    ),
+    jax.eval_shape(optimizer.init, matrix),
+  )
+  shardings = jax.tree.map(lambda x: x.sharding, (matrix, state))
+  with jax.set_mesh(mesh):
+    compiled = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
+    return compiled.lower(matrix, state, matrix).compile()
+
+
+def _text(value: Any) -> str:
+  return f'{value:.5g}' if isinstance(value, float) else str(value)
+
+
+if __name__ == '__main__':
+  main()

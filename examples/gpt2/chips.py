@@ -1,0 +1,55 @@
+"""What chips can do: peak FLOP/s, memory and bandwidths."""
+
+import math
+from typing import NamedTuple
+
+
+class Chip(NamedTuple):
+  """Peaks of a device; NaN where a figure is not known.
+
+  Attributes:
+    flops: Dense FLOP/s of matrix products in bfloat16.
+    hbm: Bytes of memory that a program may use.
+    hbm_bandwidth: Bytes a second to and from memory.
+    link_bandwidth: Bytes a second of a link to a neighbour, one way.
+  """
+
+  flops: float
+  hbm: float = math.nan
+  hbm_bandwidth: float = math.nan
+  link_bandwidth: float = math.nan
+
+
+_GIB = 2**30
+
+# By a part of `device_kind`, the most special first. A TPU v3 chip is two
+# devices, each listed by itself. FLOP/s are the makers' data sheets'.
+# Bandwidths are those of "How to Scale Your Model",
+# https://jax-ml.github.io/scaling-book. Memory is what the TPU compiler says
+# that it may use, a little less than the data sheets' 32, 16 and 96 GB.
+_CHIPS = {
+  'TPU v6': Chip(918e12, 31.25 * _GIB, 1.6e12, 9e10),
+  'TPU v5p': Chip(459e12, 95.74 * _GIB, 2.8e12, 9e10),
+  'TPU v5 lite': Chip(197e12, 15.75 * _GIB, 8.1e11, 4.5e10),
+  'TPU v5e': Chip(197e12, 15.75 * _GIB, 8.1e11, 4.5e10),
+  'TPU v5': Chip(459e12, 95.74 * _GIB, 2.8e12, 9e10),
+  'TPU v4': Chip(275e12, 30.75 * _GIB, 1.2e12, 4.5e10),
+  'TPU v3': Chip(61.5e12),
+  'B200': Chip(2250e12),
+  'H200 NVL': Chip(835e12),
+  'H200': Chip(989e12),
+  'H100 PCIe': Chip(756e12),
+  'H100 NVL': Chip(835e12),
+  'H100': Chip(989e12),
+  'A100': Chip(312e12),
+  'L40S': Chip(362e12),
+  'L40': Chip(181e12),
+  'L4': Chip(121e12),
+  'V100': Chip(125e12),
+}
+
+
+def find(device_kind: str) -> Chip:
+  """Returns the peaks of a kind of device, as jax names it."""
+  kinds = [kind for kind in _CHIPS if kind in device_kind]
+  return _CHIPS[kinds[0]] if kinds else Chip(math.nan)

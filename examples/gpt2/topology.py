@@ -1,0 +1,64 @@
+"""Devices of a TPU slice that is not there, to compile for."""
+
+import importlib.metadata
+import importlib.util
+import os
+
+import jax
+from jax.experimental import topologies
+
+from examples.gpt2.config import UsageError
+
+_FORMS = 'v4:2x2x4, v5e:4x4, v5e:16x16, v5p:2x2x4, v5p:4x8x8, v6e:16x16'
+# What libtpu would otherwise ask the machine for, in vain and aloud; and that
+# several processes may compile at once, since there is no chip to share.
+_ENVIRONMENT = {
+  'TPU_SKIP_MDS_QUERY': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+  'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_STDERR_LOG_LEVEL': '3',
+  'TPU_MIN_LOG_LEVEL': '3',
+}
+
+
+def devices(name: str) -> list[jax.Device]:
+  """Returns the devices of a TPU topology, for compilation only.
+
+  To be called before the process uses a device: it keeps jax to the CPU, since
+  jax would start libtpu wherever it is installed.
+
+  Args:
+    name: Kind of chip and extents of the slice, such as ``'v5e:16x16'``.
+
+  Raises:
+    UsageError: If libtpu is missing, or there is no such topology.
+  """
+  if importlib.util.find_spec('libtpu') is None:
+    raise UsageError(
+      'the TPU compiler is missing. Install the extra: pip install -e '
+      f"'.[pod]', or pip install '{requirement()}'. The version must be the "
+      f'one that jax {jax.__version__} was built for: it may refuse programs '
+      'of any other.'
+    )
+  jax.config.update('jax_platforms', 'cpu')
+  for variable, value in _ENVIRONMENT.items():
+    os.environ.setdefault(variable, value)
+  # Or v4 would be listed by core, of which jax makes no mesh.
+  options = {'chip_config_name': 'megacore'} if name.startswith('v4') else {}
+  try:
+    return list(topologies.get_topology_desc(name, 'tpu', **options).devices)
+  except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+    reason = str(error).splitlines()[0]
+    raise UsageError(
+      f'--topology {name}: {reason}. Forms that work: {_FORMS}; extents are '
+      'whole hosts, 2x2 chips each.'
+    ) from error
+
+
+def requirement() -> str:
+  """Returns the libtpu that this jax asks for, as pip takes it."""
+  for line in importlib.metadata.requires('jax') or ():
+    if line.startswith('libtpu') and 'extra == "tpu"' in line.replace("'", '"'):
+      return line.partition(';')[0].strip()
+  return 'libtpu'
