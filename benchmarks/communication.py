@@ -13,10 +13,11 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2 import pod, sharding
-from examples.gpt2.collectives import Collective, by_kind
+from examples.gpt2 import sharding
 from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.plan import programs
+from examples.gpt2.plan.collectives import Collective, by_kind
 from examples.gpt2.presets import resolve
 from examples.gpt2.training import Trainer
 
@@ -85,8 +86,8 @@ def _row(settings: Settings, mesh_text: str, optimizer: str) -> dict[str, Any]:
   )
   sharding.check_sizes(mesh, config)
   trainer = Trainer(config, config.vocab_size, mesh)
-  step = pod.figures(pod.compile_step(config, trainer)).collectives
-  update = pod.figures(pod.compile_update(trainer)).collectives
+  step = programs.figures(programs.compile_step(config, trainer)).collectives
+  update = programs.figures(programs.compile_update(trainer)).collectives
   return {
     'mesh': mesh_text,
     'optimizer': optimizer,

@@ -15,8 +15,8 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2 import pod, topology
 from examples.gpt2.command import columns, exit_on_error
+from examples.gpt2.plan import programs, topology
 import merit_optax
 
 _MAKERS = {
@@ -71,7 +71,7 @@ def main(args: list[str] | None = None) -> None:
 def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
   mesh = _mesh(topology.devices(name))
   compiled = _compile(settings, _MAKERS[optimizer](1e-3), mesh)
-  found = pod.figures(compiled)
+  found = programs.figures(compiled)
   size = settings.rows * settings.columns
   arrays = [shape for x in found.collectives for shape in x.arrays]
   return {

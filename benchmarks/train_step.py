@@ -15,9 +15,10 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2 import hardware, pod, sharding
+from examples.gpt2 import hardware, sharding
 from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.layers import padded_vocab_size
+from examples.gpt2.plan import programs
 from examples.gpt2.presets import resolve
 from examples.gpt2.training import Trainer
 from examples.gpt2.watch import Watch
@@ -98,7 +99,7 @@ def _title(optimizer: Optimizer) -> str:
 def _peak_bytes(config: Config) -> int:
   """Returns the bytes that the compiled step needs of a device."""
   trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
-  return pod.peak_bytes(pod.compile_step(config, trainer))
+  return programs.peak_bytes(programs.compile_step(config, trainer))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:

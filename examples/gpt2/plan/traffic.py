@@ -7,8 +7,8 @@ compiler placed on chip do not count: what brings them there does.
 
 from collections.abc import Iterable, Iterator
 
-from examples.gpt2 import hlo
-from examples.gpt2.hlo import Array, Instruction, Program
+from examples.gpt2.plan import hlo
+from examples.gpt2.plan.hlo import Array, Instruction, Program
 
 # They name, group or wait for arrays and move nothing themselves.
 _STILL = {

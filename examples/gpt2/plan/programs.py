@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import optax
 
-from examples.gpt2 import hardware, hlo, roofline, traffic
+from examples.gpt2 import hardware
 from examples.gpt2.chips import Chip
-from examples.gpt2.collectives import Collective, by_kind, collectives
 from examples.gpt2.config import Config
+from examples.gpt2.plan import hlo, roofline, traffic
+from examples.gpt2.plan.collectives import Collective, by_kind, collectives
 from examples.gpt2.sharding import batch_sharding
 from examples.gpt2.training import Trainer, TrainState
 

@@ -2,11 +2,12 @@ import types
 
 import pytest
 
-from examples.gpt2 import chips, roofline
+from examples.gpt2 import chips
 from examples.gpt2.chips import Chip
-from examples.gpt2.collectives import Collective
 from examples.gpt2.config import Config
 from examples.gpt2.layers import ModelConfig
+from examples.gpt2.plan import roofline
+from examples.gpt2.plan.collectives import Collective
 from examples.gpt2.presets import resolve
 from examples.gpt2.training import make_model_config
 

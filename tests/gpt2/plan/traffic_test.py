@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from examples.gpt2.traffic import hbm_bytes
+from examples.gpt2.plan.traffic import hbm_bytes
 
 _LOOP = """
 HloModule step

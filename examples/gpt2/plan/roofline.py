@@ -22,8 +22,8 @@ from typing import NamedTuple
 import jax
 
 from examples.gpt2.chips import Chip
-from examples.gpt2.collectives import Collective
 from examples.gpt2.layers import ModelConfig
+from examples.gpt2.plan.collectives import Collective
 
 
 class Estimate(NamedTuple):

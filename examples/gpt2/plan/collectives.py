@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from examples.gpt2 import hlo
-from examples.gpt2.hlo import Instruction, Program
+from examples.gpt2.plan import hlo
+from examples.gpt2.plan.hlo import Instruction, Program
 
 KINDS = (
   'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',

@@ -16,18 +16,11 @@ import jax
 import tqdm
 import tyro
 
-from examples.gpt2 import (
-  chips,
-  hardware,
-  memory,
-  plan_report,
-  pod,
-  sharding,
-  topology,
-)
+from examples.gpt2 import chips, hardware, memory, sharding
 from examples.gpt2.chips import Chip
 from examples.gpt2.command import exit_on_error, leave
 from examples.gpt2.config import Config, UsageError
+from examples.gpt2.plan import programs, report, topology
 from examples.gpt2.presets import PRESETS, resolve
 from examples.gpt2.train import OUT_OF_MEMORY
 from examples.gpt2.training import Trainer
@@ -107,10 +100,10 @@ def plan(settings: Settings) -> dict[str, Any]:
   jax.config.update('jax_enable_compilation_cache', False)
   if settings.sweep:
     results = _sweep(settings, devices, chip)
-    print(plan_report.sweep(results))
+    print(report.sweep(results))
   else:
     results = _one(settings, devices, chip)
-    print(plan_report.one(results))
+    print(report.one(results))
   if settings.out:
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(results, indent=2) + '\n')
@@ -131,9 +124,9 @@ def _one(
   config, trainer = _trainer(settings, settings.config.mesh, devices)
   start = time.perf_counter()
   with memory.advice(config, trainer):
-    step = pod.measure_step(config, trainer, chip, quick=settings.quick)
+    step = programs.measure_step(config, trainer, chip, quick=settings.quick)
   seconds = time.perf_counter() - start
-  update = pod.measure_update(trainer, chip)
+  update = programs.measure_update(trainer, chip)
   share = update['estimate']['seconds'] / step['estimate']['seconds']
   return {
     **_head(settings, devices),
@@ -179,7 +172,7 @@ def _row(
   """Returns what the sweep says of a mesh, that it does not fit included."""
   row = _sizes(config, trainer)
   try:
-    step = pod.measure_step(config, trainer, chip, quick=settings.quick)
+    step = programs.measure_step(config, trainer, chip, quick=settings.quick)
   except jax.errors.JaxRuntimeError as error:
     return row | {'fits': False, 'error': str(error).splitlines()[0]}
   held = {k: step['memory'][k] for k in ('fits', 'needed', 'available')}

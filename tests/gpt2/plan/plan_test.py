@@ -13,9 +13,9 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 import pytest
 
-from examples.gpt2 import plan, pod, topology
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.layers import causal_attention
+from examples.gpt2.plan import __main__ as plan, programs, topology
 from examples.gpt2.presets import resolve
 from examples.gpt2.sharding import make_mesh
 from examples.gpt2.training import Trainer
@@ -37,7 +37,7 @@ def _run(module: str, *args: str) -> subprocess.CompletedProcess[str]:
     capture_output=True,
     text=True,
     check=False,
-    cwd=Path(__file__).parents[2],
+    cwd=Path(__file__).parents[3],
     env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
 
@@ -114,8 +114,8 @@ def test_attention_is_that_of_the_mesh(platform: str | None, monkeypatch):
 def test_the_update_alone_has_no_gradients():
   config = resolve(Config(num_layers=1, width=16, num_heads=2, vocab_size=257))
   trainer = Trainer(config, 257, make_mesh('fsdp=8'))
-  update = pod.figures(pod.compile_update(trainer))
-  step = pod.figures(pod.compile_step(config, trainer))
+  update = programs.figures(programs.compile_update(trainer))
+  step = programs.figures(programs.compile_step(config, trainer))
   assert 0 < update.hbm_bytes < step.hbm_bytes
   assert {x.kind for x in update.collectives} == {'all-reduce'}
 

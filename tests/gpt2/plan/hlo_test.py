@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import pytest
 
-from examples.gpt2 import hlo
-from examples.gpt2.collectives import by_kind, collectives, replica_groups
+from examples.gpt2.plan import hlo
+from examples.gpt2.plan.collectives import by_kind, collectives, replica_groups
 from examples.gpt2.sharding import make_mesh
 
 _NESTED = """
