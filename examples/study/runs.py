@@ -138,15 +138,29 @@ class Runner:
     return [result for result in results if result is not None]
 
   def _make(self, runs: list[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Yields runs and what came out, as they end."""
+    """Yields runs and what came out, as they end.
+
+    Raises:
+      RuntimeError: If runs failed; after all others.
+    """
     if self._executor is None:
       yield from ((run, make(run, self._work)) for run in runs)
       return
     futures = {
       self._executor.submit(_make_quietly, run, self._work): run for run in runs
     }
+    failed: dict[str, BaseException] = {}
     for future in concurrent.futures.as_completed(futures):
-      yield futures[future], future.result()
+      error = future.exception()
+      if error is None:
+        yield futures[future], future.result()
+      else:
+        failed[futures[future].key] = error
+    for key, error in failed.items():
+      raise RuntimeError(
+        f'{len(failed)} of {len(runs)} runs failed, the first with {error!r}; '
+        f'its log is {self._work / key / "log.txt"}'
+      ) from error
 
 
 def make(run: Run, work: Path) -> dict[str, Any]:

@@ -79,6 +79,22 @@ def test_results_of_another_text_are_refused(scale, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_that_fails_does_not_cost_the_others(scale, tmp_path):
+  bad = scale.run('lamb', 8, 0.01)
+  bad = dataclasses.replace(
+    bad, config=dataclasses.replace(bad.config, data=str(tmp_path / 'none'))
+  )
+  good = scale.run('lamb', 8, 0.02)
+  store = Store(tmp_path / 'results')
+  with (
+    Runner(store, tmp_path / 'work', 2, 2) as runner,
+    pytest.raises(RuntimeError, match='1 of 2 runs failed.*log.txt'),
+  ):
+    runner([bad, good])
+  assert store.result(good) is not None
+
+
+@pytest.mark.slow
 def test_processes_give_the_same_losses_as_one(scale, tmp_path):
   runs = [scale.run('lamb', 8, rate) for rate in (0.01, 0.02, 0.04)]
   losses = []
