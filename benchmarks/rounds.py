@@ -3,9 +3,9 @@
 from collections.abc import Callable
 import dataclasses
 import json
-import os
 from pathlib import Path
 import platform
+import random
 import statistics
 import subprocess
 import time
@@ -54,10 +54,10 @@ def race(
   for name in tqdm.tqdm(contenders, 'compiling', leave=False):
     contenders[name]()
   for number in tqdm.trange(rounds, desc='rounds', leave=False):
-    # Nobody always runs after the same neighbour.
     names = list(contenders)
-    shift = number % len(names)
-    for name in names[shift:] + names[:shift]:
+    # Nobody always runs after the same neighbour.
+    random.Random(number).shuffle(names)
+    for name in names:
       start = time.perf_counter()
       contenders[name]()
       seconds[name].append(time.perf_counter() - start)
@@ -84,9 +84,7 @@ def machine() -> dict[str, Any]:
   """Returns what the figures were measured on, as JSON values."""
   return hardware.versions() | {
     'processor': _processor(),
-    'threads': len(os.sched_getaffinity(0))
-    if hasattr(os, 'sched_getaffinity')
-    else os.cpu_count(),
+    'threads': len(hardware.usable_cores()),
     'backend': jax.default_backend(),
   }
 

@@ -36,6 +36,9 @@ class StoppedError(Exception):
     super().__init__(message)
     self.signal = number
 
+  def __reduce__(self) -> tuple[Any, ...]:
+    return type(self), (str(self), self.signal)
+
 
 class Loop:
   """The steps of a run, from its last checkpoint to its end."""

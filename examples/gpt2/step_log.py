@@ -32,6 +32,9 @@ class NotFiniteError(ArithmeticError):
     super().__init__(message)
     self.step = step
 
+  def __reduce__(self) -> tuple[Any, ...]:
+    return type(self), (str(self), self.step)
+
 
 class StepLog:
   """Logs one line a step, and leaves the device no time to wait.

@@ -1,26 +1,27 @@
 """Runs the experiments of the paper: python -m examples.study --help."""
 
 import dataclasses
-import os
 from pathlib import Path
 import statistics
 from typing import Annotated, Any, Literal
 
 import tyro
 
-from examples.gpt2 import hardware
-from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import UsageError
+from examples.gpt2 import hardware, memory
+from examples.gpt2.command import exit_on_error, leave
+from examples.gpt2.config import UsageError, flag
+from examples.gpt2.loop import StoppedError
 from examples.gpt2.tokens import load_tokens
+from examples.gpt2.train import OUT_OF_MEMORY
 from examples.study import report
 from examples.study.plans import Plan, carry_out, count_runs, together
-from examples.study.runs import Runner, Store
+from examples.study.runner import Runner, RunsFailedError
 from examples.study.scales import SCALES, Scale
+from examples.study.store import Store
 
-Name = Literal[
-  'all', 'batch-scaling', 'attention-logits', 'ablation', 'clip-threshold',
-  'hyperparameters', 'report',
-]  # fmt: skip
+FAILED = 1
+"""Exit status after runs that failed."""
+Name = Literal['all', *report.EXPERIMENTS, 'report']
 _FOLDER = Path(__file__).parent
 
 
@@ -35,7 +36,7 @@ class Settings:
   name: Annotated[Name, tyro.conf.Positional] = 'all'
   """Experiment; report only writes figures and RESULTS.md from the results."""
 
-  scale: Literal['nano', 'micro', 'small', 'medium'] = 'nano'
+  scale: Literal[*SCALES] = 'nano'
   """Size: nano for two CPU cores, micro for one GPU, small and medium are the
   paper's (OpenWebText in nanoGPT's format, see --data)."""
 
@@ -73,10 +74,26 @@ class Settings:
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line."""
+  """Runs the command line.
+
+  Args:
+    args: Arguments; those of the process by default.
+
+  Raises:
+    SystemExit: With status 2 for a mistake in the settings or a file that
+      cannot be read or written, ``FAILED`` and ``OUT_OF_MEMORY`` for what they
+      say, and 128 + the number of the signal after one.
+  """
   settings = tyro.cli(Settings, args=args, prog='python -m examples.study')
   with exit_on_error():
-    study(settings)
+    try:
+      study(settings)
+    except RunsFailedError as error:
+      leave(FAILED, str(error), error)
+    except memory.OutOfMemoryError as error:
+      leave(OUT_OF_MEMORY, f'stopped: {error}', error)
+    except StoppedError as error:
+      leave(128 + error.signal, f'stopped: {error}', error)
 
 
 def study(settings: Settings) -> None:
@@ -85,15 +102,17 @@ def study(settings: Settings) -> None:
   Raises:
     UsageError: If a setting is wrong, or results are of another text.
   """
-  if settings.jobs is not None and settings.jobs < 1:
-    raise UsageError(f'--jobs must be at least 1, got {settings.jobs}.')
+  _check(settings)
   scale = _scale(settings)
   folder = settings.results or _FOLDER / 'results' / settings.scale
   store = Store(folder)
-  if settings.name != 'report':
-    _make_runs(settings, scale, store)
   if settings.plan_only:
+    _say_cost(settings, scale, store)
     return
+  if settings.name != 'report':
+    with store.locked():
+      _say_cost(settings, scale, store)
+      _make_runs(settings, scale, store)
   is_committed = settings.scale == 'nano' and settings.results is None
   for path in report.write(
     _FOLDER if is_committed else folder, settings.scale, scale, store
@@ -101,34 +120,55 @@ def study(settings: Settings) -> None:
     hardware.say(f'wrote {path}')
 
 
+def _check(settings: Settings) -> None:
+  for name in ('jobs', 'steps'):
+    value = getattr(settings, name)
+    if value is not None and value < 1:
+      raise UsageError(f'{flag(name)} must be at least 1, got {value}.')
+  if settings.jobs not in (None, 1) and settings.mesh:
+    raise UsageError(
+      f'--mesh is for --jobs 1, which takes all devices, got --jobs '
+      f'{settings.jobs}.'
+    )
+  for name in ('steps', 'data', 'dtype'):
+    is_own = name == 'data' and settings.scale != 'nano'
+    if getattr(settings, name) and not (settings.results or is_own):
+      raise UsageError(
+        f'{flag(name)} makes other runs than those of the scale: give '
+        '--results a folder of its own.'
+      )
+
+
 def _make_runs(settings: Settings, scale: Scale, store: Store) -> None:
-  name = settings.name
-  count = count_runs(_plan(name, scale), store.result)
-  hardware.say(f'{name}, {settings.scale}: {_cost(count, store)}')
-  if settings.plan_only:
-    return
-  first = scale.run('merit', scale.largest_batch, scale.rates['merit'])
-  store.check_text(load_tokens(first.config).sha256)
-  is_small = settings.scale == 'nano'
-  jobs = settings.jobs or (len(os.sched_getaffinity(0)) if is_small else 1)
+  """Makes the runs that are missing."""
+  first = scale.run('merit', scale.largest_batch, scale.rates['merit']).config
+  hardware.connect(first)
+  store.check_text(load_tokens(first).sha256)
+  is_small = settings.scale == 'nano' and not settings.mesh
+  jobs = settings.jobs or (len(hardware.usable_cores()) if is_small else 1)
+  count = count_runs(_plan(settings.name, scale), store.result)
   with Runner(store, settings.work, jobs, count) as runner:
-    carry_out(_plan(name, scale), runner)
+    carry_out(_plan(settings.name, scale), runner)
 
 
 def _plan(name: str, scale: Scale) -> Plan[Any]:
-  plans = report.EXPERIMENTS
-  names = plans if name == 'all' else [name]
-  return together(*(plans[x].plan(scale) for x in names))
+  modules = report.EXPERIMENTS
+  names = modules if name in ('all', 'report') else [name]
+  return together(*(modules[x].plan(scale) for x in names))
 
 
-def _cost(count: int, store: Store) -> str:
-  """Returns how many runs are to be made, and how long that takes."""
-  done = store.read_all()
-  text = f'{len(done)} runs done, about {count} to make'
-  if not done:
-    return f'{text}; how long one takes is known after the first'
-  seconds = statistics.median(x['seconds'] for x in done)
-  return f'{text}, of {seconds:.0f} s: {count * seconds / 3600:.1f} core hours'
+def _say_cost(settings: Settings, scale: Scale, store: Store) -> None:
+  """Says how many runs are to be made, and how long that takes."""
+  count = count_runs(_plan(settings.name, scale), store.result)
+  done = [x['seconds'] for x in store.read_all()]
+  text = f'{settings.name}, {settings.scale}: about {count} runs to make'
+  if done:
+    seconds = statistics.median(done)
+    text += (
+      f', of {seconds:.0f} s each as the {len(done)} that are done: '
+      f'{count * seconds / 3600:.1f} hours, divided by --jobs'
+    )
+  hardware.say(text)
 
 
 def _scale(settings: Settings) -> Scale:

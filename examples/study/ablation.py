@@ -56,7 +56,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
     {
       'arm': name,
       'loss': shown_point(point),
-      'over MERIT': '' if point is full else f'{point.mean - full.mean:+.3f}',
+      'over MERIT': _over(point, full),
       'rate': shown_rate(point.tuned),
     }
     for name, point in ({'MERIT': full} | arms).items()
@@ -68,15 +68,25 @@ def section(outcome: Outcome, scale: Scale) -> str:
   )
 
 
+def _over(point: Point, full: Point) -> str:
+  difference = point.mean - full.mean
+  is_known = point is not full and math.isfinite(difference)
+  return f'{difference:+.3f}' if is_known else ''
+
+
 def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws what each arm loses."""
+  """Draws what each arm loses; those that diverged have no bar."""
   del scale
   full, arms = outcome
+  losses = {
+    name: point.mean - full.mean if _over(point, full) else 0.0
+    for name, point in arms.items()
+  }
   result, ((axes,),) = panels(1, 1)
   result.set_size_inches(7, 0.8 + 0.35 * len(arms))
   axes.barh(
-    list(arms),
-    [point.mean - full.mean for point in arms.values()],
+    list(losses),
+    list(losses.values()),
     xerr=[point.std for point in arms.values()],
     capsize=3,
     color='tab:green',

@@ -30,11 +30,14 @@ def plan(scale: Scale) -> Plan[Outcome]:
 
 
 def peak(result: Result) -> list[float]:
-  """Returns the largest logit over training of each layer."""
-  return [
-    max(math.inf if x is None else x for x in layer)
-    for layer in zip(*result.watched['max_attention_logit'], strict=True)
-  ]
+  """Returns the largest logit of each layer at watch steps.
+
+  It is infinite for a run that diverged, which no watch step may have seen.
+  """
+  layers = list(zip(*result.watched['max_attention_logit'], strict=True))
+  if math.isinf(result.loss):
+    return [math.inf] * max(1, len(layers))
+  return [max(math.inf if x is None else x for x in layer) for layer in layers]
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -44,10 +47,10 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'optimizer': name,
       'rate': f'{factor} × tuned',
       'loss': shown(result.loss),
-      'largest logit over training, by layer': _numbers(peak(result)),
-      'at the end': _numbers(result.watched['max_attention_logit'][-1]),
-      'entropy at the end, nats': _numbers(
-        result.watched['attention_entropy'][-1], '.2f'
+      'largest logit at watch steps, by layer': _numbers(peak(result)),
+      'at the last one': _numbers(_last(result, 'max_attention_logit')),
+      'entropy there, nats': _numbers(
+        _last(result, 'attention_entropy'), '.2f'
       ),
     }
     for (name, factor), result in outcome.items()
@@ -58,6 +61,10 @@ def section(outcome: Outcome, scale: Scale) -> str:
   )
 
 
+def _last(result: Result, name: str) -> list[float | None]:
+  return (result.watched[name] or [[]])[-1]
+
+
 def _numbers(values: list[float | None], form: str = ',.0f') -> str:
   return ', '.join('not finite' if x is None else f'{x:{form}}' for x in values)
 
@@ -66,7 +73,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws logit and entropy of three layers by factor."""
   del scale
   names = {'max_attention_logit': 'max logit', 'attention_entropy': 'entropy'}
-  layers = _layers(next(iter(outcome.values())))
+  layers = _layers(outcome)
   result, all_axes = panels(
     len(names) * len(layers), len(FACTORS), sharex=True, sharey='row'
   )
@@ -89,9 +96,12 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   return result
 
 
-def _layers(result: Result) -> dict[str, int]:
-  count = len(result.watched['max_attention_logit'][0])
-  return {'first': 0, 'middle': count // 2, 'last': count - 1}
+def _layers(outcome: Outcome) -> dict[str, int]:
+  """Returns the numbers of three layers by their names."""
+  count = max(
+    len(_last(result, 'max_attention_logit')) for result in outcome.values()
+  )
+  return {'first': 0, 'middle': count // 2, 'last': max(0, count - 1)}
 
 
 def _finite(values: list[Any], layer: int) -> list[float]:

@@ -38,13 +38,21 @@ def plan(scale: Scale) -> Plan[Outcome]:
 
 
 def largest_batches(outcome: Outcome) -> dict[str, int]:
-  """Returns each optimizer's largest batch that loses at most TOLERANCE."""
+  """Returns each optimizer's largest batch that loses at most TOLERANCE.
+
+  Losses are those of the tuned rate at the first weight decay, since others
+  were tried at the largest batch only; 0 if every batch diverged.
+  """
   found = {}
   for name in PAPER:
-    own = [point for point in outcome.values() if point.name == name]
-    best = min(point.mean for point in own)
-    good = [point for point in own if point.mean <= best + TOLERANCE]
-    found[name] = max(point.batch_size for point in good)
+    losses = {
+      point.batch_size: point.tuned.losses[point.tuned.rate]
+      for point in outcome.values()
+      if point.name == name
+    }
+    limit = min(losses.values()) + TOLERANCE
+    good = [size for size, x in losses.items() if x <= limit < math.inf]
+    found[name] = max(good, default=0)
   return found
 
 
@@ -68,8 +76,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 def _answer(outcome: Outcome, scale: Scale) -> str:
   most = scale.largest_batch
-  losses = {name: outcome[name, most] for name in PAPER}
-  order = sorted(PAPER, key=lambda name: losses[name].mean)
+  losses = {name: outcome[name, most] for name in (*PAPER, *RIVALS)}
+  order = sorted(losses, key=lambda name: losses[name].mean)
   return (
     f'At the largest batch, {most} sequences, the order is '
     + ', '.join(f'{name} ({shown_point(losses[name])})' for name in order)

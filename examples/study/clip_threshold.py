@@ -58,10 +58,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 def shares(result: Result) -> list[list[float]]:
   """Returns the share of clipped elements by layer and watch step."""
-  return [
-    list(map(float, layer))
-    for layer in zip(*result.watched['clipped'], strict=True)
-  ]
+  return [list(x) for x in zip(*result.watched['clipped'], strict=True)]
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

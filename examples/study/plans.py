@@ -33,11 +33,20 @@ class Run:
 
   @property
   def identity(self) -> dict[str, Any]:
-    """What decides the numbers of the run, but for its text."""
-    return identity(self.config) | {
-      'arm': self.arm,
-      'is_watched': self.is_watched,
+    """What decides the numbers of the run, but for its text.
+
+    Settings that have their default are left out, so that a new setting leaves
+    old runs what they are.
+    """
+    defaults = {
+      field.name: field.default for field in dataclasses.fields(Config)
     }
+    settings = {
+      name: value
+      for name, value in identity(self.config).items()
+      if value != defaults[name]
+    }
+    return settings | {'arm': self.arm, 'is_watched': self.is_watched}
 
   @property
   def key(self) -> str:

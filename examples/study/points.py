@@ -1,6 +1,7 @@
 """Points of comparison: a tuned optimizer at a batch size, with seeds."""
 
 import dataclasses
+import math
 import statistics
 from typing import Any
 
@@ -31,7 +32,8 @@ class Point:
     batch_size: Global batch, sequences.
     tuned: Losses by learning rate.
     decays: Losses at the best rate by weight decay, those that were tried.
-    losses: Final losses at the best rate and decay, by seed.
+    losses: Final losses at the best rate and decay, of seeds that took no part
+      in the tuning.
   """
 
   name: str
@@ -52,8 +54,9 @@ class Point:
 
   @property
   def std(self) -> float:
-    """Standard deviation over seeds, 0 for one."""
-    return statistics.stdev(self.losses) if len(self.losses) > 1 else 0.0
+    """Standard deviation over seeds, NaN for one or where one diverged."""
+    is_known = len(self.losses) > 1 and math.isfinite(self.mean)
+    return statistics.stdev(self.losses) if is_known else math.nan
 
 
 def find_point(
@@ -94,7 +97,8 @@ def find_point(
   best_decay = min(decays, key=decays.__getitem__)
   results = yield [
     run(tuned.rate, weight_decay=best_decay, seed=seed)
-    for seed in range(scale.seeds)
+    # The first has been chosen for its luck.
+    for seed in range(1, scale.seeds + 1)
   ]
   return Point(name, batch_size, tuned, decays, tuple(_losses(results)))
 

@@ -34,10 +34,12 @@ def shown(loss: float) -> str:
 
 
 def shown_point(point: Point) -> str:
-  """Returns mean and standard deviation of a point."""
+  """Returns mean and standard deviation of a point, as far as there are."""
   if not math.isfinite(point.mean):
     failed = sum(not math.isfinite(loss) for loss in point.losses)
     return f'{failed} of {len(point.losses)} diverged'
+  if math.isnan(point.std):
+    return f'{point.mean:.3f} (one seed)'
   return f'{point.mean:.3f} ± {point.std:.3f}'
 
 

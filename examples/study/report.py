@@ -16,8 +16,8 @@ from examples.study import (
   hyperparameters,
 )
 from examples.study.plans import Result, Run, carry_out, count_runs
-from examples.study.runs import Store
 from examples.study.scales import Scale
+from examples.study.store import Store
 
 EXPERIMENTS: dict[str, Any] = {
   'batch-scaling': batch_scaling,
@@ -41,42 +41,62 @@ def write(folder: Path, name: str, scale: Scale, store: Store) -> list[Path]:
   Returns:
     The files written.
   """
-  outcomes = read_outcomes(scale, store)
-  path = folder / 'RESULTS.md'
-  path.write_text(text(name, scale, store, outcomes))
+  outcomes, records = read_outcomes(scale, store)
   figures = folder / 'figures'
-  figures.mkdir(exist_ok=True)
+  figures.mkdir(parents=True, exist_ok=True)
+  path = folder / 'RESULTS.md'
+  path.write_text(text(name, scale, outcomes, records))
   return [path] + [
     _draw(figures / f'{experiment}.png', EXPERIMENTS[experiment], x, scale)
     for experiment, x in outcomes.items()
   ]
 
 
-def read_outcomes(scale: Scale, store: Store) -> dict[str, Any]:
-  """Returns what experiments found out, of those whose runs are all there."""
+def read_outcomes(
+  scale: Scale, store: Store
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """Returns what experiments found out, of those whose runs are all there.
+
+  Returns:
+    What they found out, by name, and the records of their runs.
+  """
+  used: dict[str, dict[str, Any]] = {}
 
   def read(runs: list[Run]) -> list[Result]:
+    used.update((run.key, store.read(run) or {}) for run in runs)
     found = [store.result(run) for run in runs]
     return [result for result in found if result is not None]
 
-  return {
+  outcomes = {
     name: carry_out(experiment.plan(scale), read)
     for name, experiment in EXPERIMENTS.items()
     if not count_runs(experiment.plan(scale), store.result)
   }
+  return outcomes, list(used.values())
 
 
 def text(
-  name: str, scale: Scale, store: Store, outcomes: dict[str, Any]
+  name: str,
+  scale: Scale,
+  outcomes: dict[str, Any],
+  records: list[dict[str, Any]],
 ) -> str:
-  """Returns the text of RESULTS.md."""
+  """Returns the text of RESULTS.md.
+
+  Args:
+    name: Name of the scale.
+    scale: Size of the study.
+    outcomes: What experiments found out, of those that are complete.
+    records: Records of their runs.
+  """
   parts = [
     f'# Results at scale {name}',
     f'Written by `python -m examples.study report --scale {name}` from the '
-    'results of runs; the [README](README.md) tells how they were made.',
+    'results of runs. The README of examples/study tells how they were made, '
+    'and when a difference counts.',
   ]
-  if outcomes:
-    parts += [claims.table(outcomes, scale), _made(store)]
+  if records:
+    parts += [claims.table(outcomes, scale), _made(records)]
   for experiment, module in EXPERIMENTS.items():
     parts.append(f'## {module.TITLE}')
     if experiment in outcomes:
@@ -85,14 +105,12 @@ def text(
         module.section(outcomes[experiment], scale),
       ]
     else:
-      left = count_runs(module.plan(scale), store.result)
-      parts.append(f'Not complete: about {left} runs are to be made.')
+      parts.append('Not complete: runs are still to be made.')
   return '\n\n'.join(filter(None, parts)) + '\n'
 
 
-def _made(store: Store) -> str:
+def _made(runs: list[dict[str, Any]]) -> str:
   """Returns how many runs there are, and what they were made with."""
-  runs = store.read_all()
   versions = Counter(
     ', '.join(
       f'{name} {run["versions"][name]}' for name in ('python', 'jax', 'optax')

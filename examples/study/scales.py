@@ -70,9 +70,10 @@ class Scale:
         config, learning_rate=learning_rate, **{'weight_decay': DECAY} | changes
       )
     )
-    steps = self.steps or round(
-      self.tokens * token_share / (batch_size * config.context_length)
-    )
+    per_step = batch_size * config.context_length
+    steps = round(self.tokens * token_share / per_step)
+    if self.steps is not None:
+      steps = self.steps
     return Run(
       dataclasses.replace(
         config,

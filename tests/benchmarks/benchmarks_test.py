@@ -21,7 +21,8 @@ def test_each_contender_has_its_turn_in_each_round():
   assert turns[:3] == ['a', 'b', 'c']
   for first in range(3, 15, 3):
     assert sorted(turns[first : first + 3]) == ['a', 'b', 'c']
-  assert {turns[first] for first in range(3, 12, 3)} == set(names)
+  orders = {tuple(turns[first : first + 3]) for first in range(3, 15, 3)}
+  assert len(orders) > 1
   assert all(len(t.seconds) == 4 for t in timings.values())
 
 

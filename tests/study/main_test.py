@@ -18,10 +18,22 @@ def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   assert not (tmp_path / 'results').exists()
 
 
-def test_jobs_are_checked(tmp_path, capsys):
-  with pytest.raises(SystemExit):
-    command.main(['--jobs', '0', '--results', str(tmp_path)])
-  assert '--jobs must be at least 1, got 0' in capsys.readouterr().err
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    ('--jobs 0 --results .', '--jobs must be at least 1, got 0'),
+    ('--steps 0 --results .', '--steps must be at least 1, got 0'),
+    ('--jobs 2 --mesh fsdp=2', '--mesh is for --jobs 1'),
+    ('--steps 3', '--results a folder of its own'),
+    ('--data x.txt', '--results a folder of its own'),
+    ('--scale small --dtype bfloat16', '--results a folder of its own'),
+  ],
+)
+def test_flags_are_checked(flags, message, capsys):
+  with pytest.raises(SystemExit) as error:
+    command.main(flags.split())
+  assert error.value.code == 2
+  assert message in capsys.readouterr().err
 
 
 class _Experiment:

@@ -73,6 +73,8 @@ def test_a_key_follows_what_decides_the_numbers():
   ]
   assert len({run.key for run in runs}) == len(runs)
   assert _run(1.0, unroll=1).key == _run(1.0).key
+  # What has its default is left out, so that a new setting changes no key.
+  assert 'qkv' not in runs[0].identity
 
 
 def test_tokens_are_equal_and_schedules_end():

@@ -1,13 +1,14 @@
+from collections import Counter
 import math
 from pathlib import Path
 
 import pytest
 
 from examples.study import claims, report
-from examples.study.plans import carry_out, together
+from examples.study.plans import Result, carry_out, together
 from examples.study.points import Point
-from examples.study.runs import Store
 from examples.study.scales import SCALES
+from examples.study.store import Store
 from examples.study.tuning import Tuned
 
 _STUDY = Path(report.__file__).parent
@@ -15,19 +16,25 @@ _BEST = {'adamw': 4e-3, 'lamb': 2e-2, 'merit': 3e-2, 'muon': 1e-2}
 _FLOOR = {'adamw': 2.0, 'lamb': 1.9, 'merit': 1.8, 'muon': 1.85}
 
 
-def _make_up(run):
+def _make_up(run, *, has_diverged=False):
   """Returns what a run could have left."""
   config = run.config
   distance = math.log2(config.learning_rate / _BEST[config.optimizer])
   loss = _FLOOR[config.optimizer] + 0.1 * distance**2 + 0.003 * config.seed
   layers = [[10.0 * loss, 20.0, 30.0], [40.0, None, 60.0 * loss]]
+  if has_diverged:
+    layers = []
   watched = {
-    'step': [1, 2], 'max_attention_logit': layers, 'attention_entropy': layers,
-  }  # fmt: skip
+    'step': [1, 2][: len(layers)],
+    'max_attention_logit': layers,
+    'attention_entropy': layers,
+  }
   if config.optimizer == 'merit':
-    watched['clipped'] = [[0.0, 0.01, 0.02], [0.03, 0.02, 0.11]]
+    clipped = [[0.0, 0.01, 0.02], [0.03, 0.02, 0.11]]
+    watched['clipped'] = clipped[: len(layers)]
   return {
-    'loss': None if distance > 3 else loss,
+    'config': {},
+    'loss': None if has_diverged else loss,
     'watched': watched,
     'seconds': 60.0,
     'corpus_sha256': 'c' * 64,
@@ -35,15 +42,13 @@ def _make_up(run):
   }
 
 
-@pytest.fixture(scope='module')
-def made_up(tmp_path_factory):
-  """Results of all runs of a study, made up."""
-  store = Store(tmp_path_factory.mktemp('results'))
+def _fill(store, diverges):
+  """Makes up results of all runs of a study."""
   scale = SCALES['nano']
 
   def run_all(runs):
     for run in runs:
-      store.write(run, _make_up(run))
+      store.write(run, _make_up(run, has_diverged=diverges(run)))
     return [store.result(run) for run in runs]
 
   plans = (module.plan(scale) for module in report.EXPERIMENTS.values())
@@ -51,7 +56,55 @@ def made_up(tmp_path_factory):
   return store
 
 
-def test_a_whole_study_is_reported(made_up, tmp_path):
+_DIVERGENCES = {
+  'none': lambda run: False,
+  'all': lambda run: True,
+  'merit': lambda run: run.config.optimizer == 'merit',
+  'rivals': lambda run: run.config.optimizer != 'merit',
+  'some seeds': lambda run: run.config.seed == 2,
+  'high rates': lambda run: run.config.learning_rate > 0.05,
+  'watched': lambda run: run.is_watched,
+}
+
+
+@pytest.mark.parametrize('name', _DIVERGENCES)
+def test_a_study_with_runs_that_diverged_is_reported(name, tmp_path):
+  store = _fill(Store(tmp_path / 'results'), _DIVERGENCES[name])
+  report.write(tmp_path, 'nano', SCALES['nano'], store)
+  text = (tmp_path / 'RESULTS.md').read_text()
+  assert 'Not complete' not in text
+  assert 'nan' not in text.replace('nano', '')
+  verdict = {'merit': 'contradicted', 'rivals': 'reproduced'}.get(name)
+  if verdict:
+    row = next(x for x in text.splitlines() if 'MERIT beats AdamW' in x)
+    assert row.endswith(f'| {verdict} |')
+
+
+def test_every_contender_has_as_many_runs_of_tuning(tmp_path):
+  asked = Counter()
+  scale = SCALES['nano']
+
+  def run_all(runs):
+    new = {run.key: run for run in runs if run.key not in asked}
+    for run in new.values():
+      config = run.config
+      if not config.seed and not run.is_watched:
+        name = (config.optimizer, config.qk_norm, config.batch_size)
+        counts[name] += 1
+      asked[run.key] += 1
+    return [Result(x['loss'], x['watched']) for x in map(_make_up, runs)]
+
+  counts = Counter()
+  carry_out(report.EXPERIMENTS['batch-scaling'].plan(scale), run_all)
+  by_size = {
+    size: {n for (_, _, x), n in counts.items() if x == size}
+    for size in scale.batch_sizes
+  }
+  assert by_size == {16: {7}, 32: {7}, 64: {7}, 128: {9}}
+
+
+def test_a_whole_study_is_reported(tmp_path):
+  made_up = _fill(Store(tmp_path / 'results'), _DIVERGENCES['none'])
   files = report.write(tmp_path, 'nano', SCALES['nano'], made_up)
   text = (tmp_path / 'RESULTS.md').read_text()
   assert 'Not complete' not in text
@@ -73,26 +126,39 @@ def test_what_is_not_complete_is_told(tmp_path):
 
 def test_the_committed_results_are_up_to_date():
   scale, store = SCALES['nano'], Store(_STUDY / 'results' / 'nano')
-  outcomes = report.read_outcomes(scale, store)
-  expected = report.text('nano', scale, store, outcomes)
+  expected = report.text('nano', scale, *report.read_outcomes(scale, store))
   assert (_STUDY / 'RESULTS.md').read_text() == expected
 
 
-def _point(*losses):
-  return Point('MERIT', 128, Tuned({1.0: losses[0]}), {0.0: losses[0]}, losses)
+def _point(*losses, at_edge=False):
+  rates = {1.0: 9.0, 2.0: 1.0} | ({} if at_edge else {4.0: 9.0})
+  return Point('MERIT', 128, Tuned(rates), {0.0: losses[0]}, losses)
 
 
 @pytest.mark.parametrize(
-  'first, second, verdict',
+  ('first', 'second', 'verdict'),
   [
     ((1.0, 1.01, 0.99), (1.1, 1.11, 1.09), 'reproduced'),
     ((1.1, 1.11, 1.09), (1.0, 1.01, 0.99), 'contradicted'),
     ((1.0, 1.1, 0.9), (1.05, 1.15, 0.95), 'not at this scale'),
     # The same to within what the grid of rates decides.
-    ((1.0, 1.0, 1.0), (1.004, 1.004, 1.004), 'not at this scale'),
+    ((1.0, 1.0, 1.0), (1.009, 1.009, 1.009), 'not at this scale'),
     ((1.0, 1.0), (math.inf, 1.0), 'reproduced'),
-    ((math.inf, 1.0), (1.0, 1.0), 'not at this scale'),
+    ((math.inf, 1.0), (1.0, 1.0), 'contradicted'),
+    ((math.inf, 1.0), (1.0, math.inf), 'not at this scale'),
+    # Of one seed, nobody knows the error.
+    ((1.0,), (2.0,), 'not at this scale'),
   ],
 )
 def test_differences_count_beyond_their_error(first, second, verdict):
   assert claims.compare(_point(*first), _point(*second)) == verdict
+
+
+def test_a_loser_that_is_not_tuned_to_the_end_loses_in_part():
+  better, worse = (1.0, 1.01, 0.99), (1.1, 1.11, 1.09)
+  assert (
+    claims.compare(_point(*better), _point(*worse, at_edge=True)) == 'partly'
+  )
+  assert claims.compare(_point(*better, at_edge=True), _point(*worse)) == (
+    'reproduced'
+  )

@@ -1,13 +1,23 @@
 import dataclasses
 import json
 from pathlib import Path
+import pickle
 
 import pytest
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.loop import StoppedError
+from examples.gpt2.step_log import NotFiniteError
 from examples.study.plans import Result
-from examples.study.runs import Runner, Store, make
+from examples.study.runner import Runner, RunsFailedError
+from examples.study.runs import make
 from examples.study.scales import SCALES
+from examples.study.store import Store
+
+_RECORD = {
+  'config': {}, 'corpus_sha256': 'abc', 'loss': 2.0, 'seconds': 1.0,
+  'versions': {'python': '3.11.7'}, 'watched': {},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -65,17 +75,48 @@ def test_finished_runs_are_not_repeated(scale, tmp_path, monkeypatch):
   assert first[0] == first[2] != first[1]
   assert len(store.read_all()) == 2
   assert not any((tmp_path / 'work').iterdir())
-  monkeypatch.delattr('examples.study.runs.make')
+  monkeypatch.delattr('examples.study.runner.make')
   with Runner(store, tmp_path / 'work', 1, 0) as runner:
     assert runner(runs) == first
 
 
 def test_results_of_another_text_are_refused(scale, tmp_path):
   store = Store(tmp_path / 'results')
-  store.write(scale.run('adamw', 8, 0.01), {'corpus_sha256': 'abc'})
+  store.write(scale.run('adamw', 8, 0.01), _RECORD)
   store.check_text('abc')
-  with pytest.raises(UsageError, match='another text'):
+  with pytest.raises(UsageError, match='another text.*made with 3.11.7'):
     store.check_text('def')
+
+
+@pytest.mark.parametrize('content', ['{', '[]', '{}', '', 'null'])
+def test_a_damaged_result_is_named(scale, tmp_path, content):
+  store = Store(tmp_path)
+  run = scale.run('adamw', 8, 0.01)
+  (tmp_path / f'{run.key}.json').write_text(content)
+  (tmp_path / 'package.json').write_text('{}')
+  for read in (store.read_all, lambda: store.read(run)):
+    with pytest.raises(UsageError, match=f'{run.key}.json is damaged'):
+      read()
+
+
+def test_one_study_at_a_time_has_the_results(tmp_path):
+  store = Store(tmp_path / 'results')
+  with (
+    store.locked(),
+    pytest.raises(UsageError, match='in use by a study'),
+    Store(store.folder).locked(),
+  ):
+    pass
+  with store.locked():
+    pass
+
+
+@pytest.mark.parametrize(
+  'error', [StoppedError('x', 15), NotFiniteError('x', 7)]
+)
+def test_what_ends_a_run_travels_between_processes(error):
+  copy = pickle.loads(pickle.dumps(error))
+  assert (str(copy), vars(copy)) == (str(error), vars(error))
 
 
 @pytest.mark.slow
@@ -88,7 +129,7 @@ def test_a_run_that_fails_does_not_cost_the_others(scale, tmp_path):
   store = Store(tmp_path / 'results')
   with (
     Runner(store, tmp_path / 'work', 2, 2) as runner,
-    pytest.raises(RuntimeError, match='1 of 2 runs failed.*log.txt'),
+    pytest.raises(RunsFailedError, match='1 of 2 runs failed.*log.txt'),
   ):
     runner([bad, good])
   assert store.result(good) is not None
