@@ -1,7 +1,11 @@
-"""Settings that every test needs before it touches a device."""
+"""Settings of all tests, made before one touches a device."""
+
+from collections.abc import Iterator
+import os
 
 import hypothesis
 import jax
+import pytest
 
 # Eight devices on one CPU, so that tests of sharding run everywhere. It has no
 # effect once a backend exists, hence here and not in the tests that need it.
@@ -13,3 +17,18 @@ hypothesis.settings.register_profile(
   'tests', deadline=None, derandomize=True, max_examples=50
 )
 hypothesis.settings.load_profile('tests')
+
+
+@pytest.fixture(scope='session', autouse=True)
+def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+  """Keeps compiled programs for the session: most time goes to making them."""
+  settings = {
+    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0.1,
+  }
+  for name, value in settings.items():
+    jax.config.update(name, value)
+    os.environ[name.upper()] = str(value)  # For processes that tests start.
+  yield
+  for name in settings:
+    del os.environ[name.upper()]

@@ -75,5 +75,6 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
     axes.set_title(f'threshold {x:g}, loss {shown_point(outcome[x][0])}')
     axes.set_xlabel('step')
   row[0].set_ylabel('share of elements clipped')
-  row[0].legend()
+  if row[0].lines:
+    row[0].legend()
   return result

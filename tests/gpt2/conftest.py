@@ -1,8 +1,5 @@
-from collections.abc import Iterator
-import os
 from pathlib import Path
 
-import jax
 import pytest
 
 from examples.gpt2.config import Config
@@ -10,21 +7,6 @@ from examples.gpt2.presets import resolve
 from examples.gpt2.train import train
 
 _WORDS = 'the quick brown fox jumps over a lazy dog while seven wizards sleep'
-
-
-@pytest.fixture(scope='session', autouse=True)
-def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Keeps compiled programs for the session: most time goes to making them."""
-  settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
-  }
-  for name, value in settings.items():
-    jax.config.update(name, value)
-    os.environ[name.upper()] = str(value)  # For processes that tests start.
-  yield
-  for name in settings:
-    del os.environ[name.upper()]
 
 
 @pytest.fixture

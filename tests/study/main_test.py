@@ -13,7 +13,7 @@ from examples.study.scales import SCALES
 def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   command.main(['--plan-only', '--results', str(tmp_path / 'results')])
   text = capsys.readouterr().out
-  count = int(re.search(r'about (\d+) to make', text)[1])
+  count = int(re.search(r'about (\d+) runs to make', text)[1])
   assert 250 < count < 320
   assert not (tmp_path / 'results').exists()
 
@@ -54,7 +54,9 @@ class _Experiment:
     return pyplot.figure()
 
 
-@pytest.mark.parametrize('scale', ['nano', 'small'])
+@pytest.mark.parametrize(
+  'scale', ['nano', pytest.param('small', marks=pytest.mark.slow)]
+)
 def test_an_experiment_runs_from_beginning_to_end(
   scale: str, tmp_path: Path, monkeypatch, capsys
 ):
