@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import datetime
 import json
 from pathlib import Path
 import platform
@@ -98,13 +99,17 @@ def _processor() -> str:
 
 
 def write_json(path: Path, results: dict[str, Any]) -> None:
-  """Writes results, with machine, versions and commit beside them."""
+  """Writes results, with date, machine, versions and commit beside them."""
   commit = subprocess.run(
     ['git', 'rev-parse', '--short', 'HEAD'],
     capture_output=True,
     text=True,
     check=False,
   ).stdout.strip()
-  content = results | {'machine': machine(), 'commit': commit}
+  content = results | {
+    'date': datetime.date.today().isoformat(),
+    'machine': machine(),
+    'commit': commit,
+  }
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(content, indent=2) + '\n')

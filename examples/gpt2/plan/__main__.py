@@ -112,9 +112,15 @@ def plan(settings: Settings) -> dict[str, Any]:
 
 def _check(settings: Settings) -> None:
   if settings.sequences_per_shard < 1:
-    raise UsageError('--sequences-per-shard must be at least 1.')
+    raise UsageError(
+      '--sequences-per-shard must be at least 1, got '
+      f'{settings.sequences_per_shard}.'
+    )
   if settings.sweep and settings.config.mesh:
-    raise UsageError('--sweep tries every mesh, so --mesh cannot be given.')
+    raise UsageError(
+      '--sweep tries every mesh, so --mesh cannot be given, got --mesh '
+      f'{settings.config.mesh}.'
+    )
 
 
 def _one(
