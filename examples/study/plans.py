@@ -24,7 +24,7 @@ class Run:
     config: Resolved settings.
     arm: Name of the study's own optimizer, if it is not the trainer's.
     is_watched: Whether attention and updates are looked at, which takes a
-      third of a short run.
+      program of its own and some time.
   """
 
   config: Config

@@ -103,7 +103,7 @@ SCALES = {
     widths=(32, 64, 128),
     rates=_RATES,
   ),
-  # For one GPU: about a minute a run.
+  # For one GPU.
   'micro': Scale(
     settings=dict(
       vocab_size=4096, num_layers=6, num_heads=6, width=384, context_length=256,
