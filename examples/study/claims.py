@@ -64,10 +64,10 @@ def compare(first: Point, second: Point) -> str:
   # Of one seed, the error is not known.
   if math.isnan(error) or abs(difference) <= max(_ERRORS * error, _LEAST):
     return _NOT_HERE
-  loser = first if difference > 0 else second
-  if loser.tuned.is_at_edge:
-    return _PARTLY
-  return _CONTRADICTED if loser is first else _REPRODUCED
+  # A loser whose rate is not tuned to the end might do better.
+  if difference > 0:
+    return _NOT_HERE if first.tuned.is_at_edge else _CONTRADICTED
+  return _PARTLY if second.tuned.is_at_edge else _REPRODUCED
 
 
 def _of_batches(outcome: batch_scaling.Outcome, scale: Scale) -> list[Finding]:

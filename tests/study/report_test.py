@@ -162,3 +162,7 @@ def test_a_loser_that_is_not_tuned_to_the_end_loses_in_part():
   assert claims.compare(_point(*better, at_edge=True), _point(*worse)) == (
     'reproduced'
   )
+  # Nor is the paper contradicted by such a loser, or supported.
+  assert claims.compare(_point(*worse, at_edge=True), _point(*better)) == (
+    'not at this scale'
+  )
