@@ -3,10 +3,13 @@
 from typing import Any
 
 from matplotlib.figure import Figure
+import numpy as np
 
 from examples.study.plans import Plan, together
 from examples.study.render import (
+  COLORS,
   draw_tuning,
+  label_decades,
   limit_losses,
   markdown,
   panels,
@@ -50,9 +53,16 @@ def _tune(scale: Scale, batch_size: int, **changes: Any) -> Plan[Tuned]:
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns tables of losses by learning rate."""
+  at_1000, power = fit_rate(outcome, scale)
+  best = ', '.join(
+    f'{steps:g}: {tuned.rate:g}' for steps, tuned in by_steps(outcome, scale)
+  )
   parts = [
     f'MERIT, weight decay {DECAY:g}, one seed. Batch {scale.batch_sizes[-2]}, '
-    'where the batch is not varied.'
+    'where the batch is not varied.',
+    'Best rate by the number of steps, whether batch or length sets it: '
+    f'{best}. The line through their logarithms is {at_1000:.2g} × '
+    f'(steps / 1000)^{power:.2f}.',
   ]
   for name, axis in outcome.items():
     rows = [
@@ -70,14 +80,61 @@ def section(outcome: Outcome, scale: Scale) -> str:
   return '\n\n'.join(parts)
 
 
+def by_steps(outcome: Outcome, scale: Scale) -> list[tuple[int, Tuned]]:
+  """Returns the tunings of batch sizes and lengths by their steps."""
+  middle = scale.batch_sizes[-2]
+  batches = [(x, 1.0, tuned) for x, tuned in outcome['batch size'].items()]
+  lengths = [
+    (middle, share, tuned)
+    for share, tuned in outcome['training length'].items()
+  ]
+  steps = [
+    (scale.run('merit', int(size), 1.0, token_share=share).config.steps, tuned)
+    for size, share, tuned in batches + lengths
+  ]
+  return sorted(steps, key=lambda pair: pair[0])
+
+
+def fit_rate(outcome: Outcome, scale: Scale) -> tuple[float, float]:
+  """Fits the best rate as a power of the number of steps.
+
+  Returns:
+    The rate at 1000 steps, and the exponent.
+  """
+  steps, tuned = zip(*by_steps(outcome, scale), strict=True)
+  power, offset = np.polyfit(
+    np.log(np.array(steps) / 1000), np.log([x.rate for x in tuned]), 1
+  )
+  return float(np.exp(offset)), float(power)
+
+
 def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws loss over learning rate along each axis."""
-  del scale
-  result, (row,) = panels(1, len(outcome))
-  for (name, axis), axes in zip(outcome.items(), row, strict=True):
+  """Draws loss over learning rate along each axis, and the best by steps."""
+  result, (row,) = panels(1, len(outcome) + 1)
+  _draw_fit(row[-1], outcome, scale)
+  for (name, axis), axes in zip(outcome.items(), row[:-1], strict=True):
     for x, tuned in axis.items():
       draw_tuning(axes, tuned, f'{x:g}')
     limit_losses(axes, [y for x in axis.values() for y in x.losses.values()])
     axes.set_title(name)
     axes.legend()
   return result
+
+
+def _draw_fit(axes: Any, outcome: Outcome, scale: Scale) -> None:
+  steps, tuned = zip(*by_steps(outcome, scale), strict=True)
+  at_1000, power = fit_rate(outcome, scale)
+  axes.loglog(steps, [x.rate for x in tuned], 'o', color=COLORS['MERIT'])
+  axes.loglog(
+    steps,
+    at_1000 * (np.array(steps) / 1000) ** power,
+    '--',
+    color='0.5',
+    label=f'{at_1000:.2g} × (steps / 1000)^{power:.2f}',
+  )
+  for axis in (axes.xaxis, axes.yaxis):
+    label_decades(axis)
+  axes.set_xlabel('steps')
+  axes.set_ylabel('best learning rate')
+  axes.set_title('batch and length')
+  axes.legend()

@@ -8,6 +8,7 @@ import matplotlib
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
 
 from examples.study.points import Point  # noqa: E402
 from examples.study.tuning import Tuned  # noqa: E402
@@ -65,8 +66,16 @@ def draw_tuning(axes: Any, tuned: Tuned, label: str, **options: Any) -> None:
   finite = {x: y for x, y in tuned.losses.items() if math.isfinite(y)}
   axes.plot(finite.keys(), finite.values(), 'o-', ms=3, label=label, **options)
   axes.set_xscale('log')
+  label_decades(axes.xaxis)
   axes.set_xlabel('learning rate')
   axes.set_ylabel('validation loss')
+
+
+def label_decades(axis: Any) -> None:
+  """Labels 1, 2 and 5 of each power of ten on a logarithmic axis."""
+  axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+  axis.set_major_formatter('{x:g}')
+  axis.set_minor_locator(NullLocator())
 
 
 def limit_losses(axes: Any, losses: list[float]) -> None:

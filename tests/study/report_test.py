@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.study import claims, report
+from examples.study import claims, hyperparameters, report
 from examples.study.plans import Result, carry_out, together
 from examples.study.points import Point
 from examples.study.scales import SCALES
@@ -115,6 +115,28 @@ def test_a_whole_study_is_reported(tmp_path):
   assert len(files) == 1 + len(report.EXPERIMENTS)
   for path in files[1:]:
     assert path.stat().st_size > 5000
+
+
+def test_the_rate_is_fitted_to_the_number_of_steps():
+  scale = SCALES['nano']
+
+  def tuned(steps):
+    return Tuned({0.02 * (steps / 1000) ** -0.7: 1.0, 1e-9: 2.0, 1.0: 2.0})
+
+  per_step = scale.settings['context_length']
+  outcome = {
+    'width': {},
+    'batch size': {
+      size: tuned(round(scale.tokens / size / per_step))
+      for size in scale.batch_sizes
+    },
+    'training length': {
+      share: tuned(round(scale.tokens * share / 64 / per_step))
+      for share in (0.5, 2.0)
+    },
+  }
+  at_1000, power = hyperparameters.fit_rate(outcome, scale)
+  assert (at_1000, power) == pytest.approx((0.02, -0.7))
 
 
 def test_what_is_not_complete_is_told(tmp_path):
