@@ -13,6 +13,7 @@ from examples.study import (
   batch_scaling,
   claims,
   clip_threshold,
+  conditions,
   hyperparameters,
 )
 from examples.study.plans import Result, Run, carry_out, count_runs
@@ -25,6 +26,7 @@ EXPERIMENTS: dict[str, Any] = {
   'ablation': ablation,
   'clip-threshold': clip_threshold,
   'hyperparameters': hyperparameters,
+  'conditions': conditions,
 }
 """Modules with ``plan``, ``section``, ``figure`` and ``TITLE``, by name."""
 
