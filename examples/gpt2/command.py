@@ -12,6 +12,16 @@ INTERRUPTED = 130
 """Exit status after control-C."""
 
 
+class CommandError(Exception):
+  """Ends a command with its message.
+
+  Attributes:
+    status: Exit status.
+  """
+
+  status = 1
+
+
 def table(rows: dict[str, str]) -> str:
   """Returns names and values in two columns."""
   width = max(map(len, rows))
@@ -34,17 +44,20 @@ def exit_on_error() -> Iterator[None]:
 
   Raises:
     SystemExit: With status ``USAGE`` for a mistake in the settings or a file
-      that cannot be read or written, and ``INTERRUPTED`` after control-C.
+      that cannot be read or written, that of a :class:`CommandError`, and
+      ``INTERRUPTED`` after control-C.
   """
   try:
     yield
   except (UsageError, OSError) as error:
-    leave(USAGE, f'error: {error}', error)
+    _leave(USAGE, f'error: {error}', error)
+  except CommandError as error:
+    _leave(error.status, f'stopped: {error}', error)
   except KeyboardInterrupt as error:
-    leave(INTERRUPTED, 'interrupted', error)
+    _leave(INTERRUPTED, 'interrupted', error)
 
 
-def leave(status: int, message: str, cause: BaseException) -> None:
+def _leave(status: int, message: str, cause: BaseException) -> None:
   """Ends the process with a status and a message."""
   print(message, file=sys.stderr)
   raise SystemExit(status) from cause

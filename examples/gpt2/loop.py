@@ -13,6 +13,7 @@ import numpy as np
 
 from examples.gpt2 import batches, hardware, sharding
 from examples.gpt2.checkpoints import Checkpoints
+from examples.gpt2.command import CommandError
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.models import load_model
 from examples.gpt2.run_folder import RunFolder
@@ -25,16 +26,18 @@ _PROFILED = (10, 15)
 """First and last step of a trace, after those that were done before."""
 
 
-class StoppedError(Exception):
+class StoppedError(CommandError):
   """A signal has stopped the run.
 
   Attributes:
     signal: Number of the signal.
+    status: 128 more, as shells have it (SIGTERM: 143, control-C: 130).
   """
 
   def __init__(self, message: str, number: int):
     super().__init__(message)
     self.signal = number
+    self.status = 128 + number
 
   def __reduce__(self) -> tuple[Any, ...]:
     return type(self), (str(self), self.signal)

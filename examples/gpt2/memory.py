@@ -7,12 +7,15 @@ import jax
 import jax.numpy as jnp
 
 from examples.gpt2 import hardware, loss, sharding
+from examples.gpt2.command import CommandError
 from examples.gpt2.config import Config
 from examples.gpt2.training import Trainer
 
 
-class OutOfMemoryError(Exception):
+class OutOfMemoryError(CommandError):
   """A device has too little memory; the message says what to change."""
+
+  status = 4
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ import numpy as np
 import tqdm
 
 from examples.gpt2 import hardware
+from examples.gpt2.command import CommandError
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.optimizers import make_schedule
 from examples.gpt2.run_folder import RunFolder
@@ -21,12 +22,14 @@ MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 """Metrics that differ between two runs of the same settings."""
 
 
-class NotFiniteError(ArithmeticError):
+class NotFiniteError(CommandError):
   """A loss or gradient is infinite or not a number.
 
   Attributes:
     step: Step whose loss or gradient it is.
   """
+
+  status = 3
 
   def __init__(self, message: str, step: int):
     super().__init__(message)

@@ -10,24 +10,18 @@ import numpy as np
 import tyro
 
 from examples.gpt2 import hardware, memory, report, sharding
-from examples.gpt2.command import exit_on_error, leave
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.generate import sample_text
-from examples.gpt2.loop import Loop, StoppedError
+from examples.gpt2.loop import Loop
 from examples.gpt2.models import save_model
 from examples.gpt2.optimizers import merit_settings
 from examples.gpt2.plot import plot_run
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run_folder import RunFolder
-from examples.gpt2.step_log import NotFiniteError
 from examples.gpt2.tokens import Tokens, load_tokens
 from examples.gpt2.training import Trainer
 import merit_optax
-
-NOT_FINITE = 3
-"""Exit status of a run that a loss or gradient that is not finite stopped."""
-OUT_OF_MEMORY = 4
-"""Exit status of a run that did not fit into the memory of a device."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -38,20 +32,13 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read or written, ``NOT_FINITE`` and ``OUT_OF_MEMORY`` for what
-      they say, and 128 + the number of the signal (SIGTERM: 143, control-C:
-      130) after one.
+      cannot be read or written, 3 if a loss or gradient was not finite, 4 if a
+      device ran out of memory, and 128 + the number of the signal (SIGTERM:
+      143, control-C: 130) after one.
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   with exit_on_error():
-    try:
-      train(config)
-    except NotFiniteError as error:
-      leave(NOT_FINITE, f'stopped: {error}', error)
-    except memory.OutOfMemoryError as error:
-      leave(OUT_OF_MEMORY, f'stopped: {error}', error)
-    except StoppedError as error:
-      leave(128 + error.signal, f'stopped: {error}', error)
+    train(config)
 
 
 def train(config: Config) -> RunFolder:

@@ -7,20 +7,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from examples.gpt2 import hardware, memory
-from examples.gpt2.command import exit_on_error, leave
+from examples.gpt2 import hardware
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError, flag
-from examples.gpt2.loop import StoppedError
 from examples.gpt2.tokens import load_tokens
-from examples.gpt2.train import OUT_OF_MEMORY
 from examples.study import report
 from examples.study.plans import Plan, carry_out, count_runs, together
-from examples.study.runner import Runner, RunsFailedError
+from examples.study.runner import Runner
 from examples.study.scales import SCALES, Scale
 from examples.study.store import Store
 
-FAILED = 1
-"""Exit status after runs that failed."""
 Name = Literal['all', *report.EXPERIMENTS, 'report']
 _FOLDER = Path(__file__).parent
 
@@ -81,19 +77,12 @@ def main(args: list[str] | None = None) -> None:
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read or written, ``FAILED`` and ``OUT_OF_MEMORY`` for what they
-      say, and 128 + the number of the signal after one.
+      cannot be read or written, 1 if runs failed, 4 if a device ran out of
+      memory, and 128 + the number of the signal after one.
   """
   settings = tyro.cli(Settings, args=args, prog='python -m examples.study')
   with exit_on_error():
-    try:
-      study(settings)
-    except RunsFailedError as error:
-      leave(FAILED, str(error), error)
-    except memory.OutOfMemoryError as error:
-      leave(OUT_OF_MEMORY, f'stopped: {error}', error)
-    except StoppedError as error:
-      leave(128 + error.signal, f'stopped: {error}', error)
+    study(settings)
 
 
 def study(settings: Settings) -> None:

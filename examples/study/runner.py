@@ -15,12 +15,13 @@ from jax.experimental import multihost_utils
 import tqdm
 
 from examples.gpt2 import hardware
+from examples.gpt2.command import CommandError
 from examples.study.plans import Result, Run
 from examples.study.runs import make
 from examples.study.store import Store
 
 
-class RunsFailedError(RuntimeError):
+class RunsFailedError(CommandError):
   """Runs ended with an error; the message says which, and where its log is."""
 
 

@@ -18,11 +18,10 @@ import tyro
 
 from examples.gpt2 import chips, hardware, memory, sharding
 from examples.gpt2.chips import Chip
-from examples.gpt2.command import exit_on_error, leave
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.plan import programs, report, topology
 from examples.gpt2.presets import PRESETS, resolve
-from examples.gpt2.train import OUT_OF_MEMORY
 from examples.gpt2.training import Trainer
 
 
@@ -69,10 +68,7 @@ def main(args: list[str] | None = None) -> None:
   """
   settings = tyro.cli(Settings, args=args, prog='python -m examples.gpt2.plan')
   with exit_on_error():
-    try:
-      plan(settings)
-    except memory.OutOfMemoryError as error:
-      leave(OUT_OF_MEMORY, f'does not fit: {error}', error)
+    plan(settings)
 
 
 def plan(settings: Settings) -> dict[str, Any]:
