@@ -107,7 +107,8 @@ def _plot_together(runs: dict[str, list[Line]], path: Path) -> None:
     'validation loss (nats per token)': _of('val_loss'),
     'train loss (nats per token)': _of('train_loss'),
     'largest attention logit': lambda m: max(
-      m.get('max_attention_logit', []), default=None
+      (x for x in m.get('max_attention_logit', []) if x is not None),
+      default=None,
     ),
     'gradient norm': _of('gradient_norm'),
   }

@@ -74,7 +74,10 @@ def _watched(lines: list[dict[str, Any]]) -> dict[str, str]:
   watched = [line for line in lines if 'max_attention_logit' in line]
   if not watched:
     return {}
-  logits = ', '.join(f'{x:.1f}' for x in watched[-1]['max_attention_logit'])
+  logits = ', '.join(
+    'not finite' if x is None else f'{x:.1f}'
+    for x in watched[-1]['max_attention_logit']
+  )
   rows = {'max attention logit': f'{logits} (first to last layer)'}
   scale = noise_scale_tokens(watched)
   if scale is not None:

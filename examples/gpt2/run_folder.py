@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import contextlib
 import fcntl
 import json
+import math
 import os
 from pathlib import Path
 import shutil
@@ -157,13 +158,13 @@ class RunFolder:
         f'{path} has lost {step - len(kept)} of the lines up to step {step}.',
         stacklevel=2,
       )
-    text = ''.join(json.dumps(line) + '\n' for line in kept.values())
+    text = ''.join(map(_line, kept.values()))
     write_whole(path, text.encode())
 
   def log(self, metrics: dict[str, Any]) -> None:
     """Appends a line to metrics.jsonl, or later if the disk is full."""
     if self._is_writer:
-      self._unwritten.append(json.dumps(metrics) + '\n')
+      self._unwritten.append(_line(metrics))
       self._try_to_write()
 
   def flush(self) -> None:
@@ -219,6 +220,20 @@ class RunFolder:
   def write_sample(self, text: str) -> None:
     """Writes the sample, which marks the run as finished."""
     write_whole(self.path / _SAMPLE, text.encode())
+
+
+def _line(metrics: dict[str, Any]) -> str:
+  return json.dumps(_without_nan(metrics), allow_nan=False) + '\n'
+
+
+def _without_nan(value: Any) -> Any:
+  """Returns None for numbers that are not finite: JSON has none."""
+  if isinstance(value, dict):
+    return {name: _without_nan(x) for name, x in value.items()}
+  if isinstance(value, list):
+    return [_without_nan(x) for x in value]
+  is_lost = isinstance(value, float) and not math.isfinite(value)
+  return None if is_lost else value
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -99,6 +99,6 @@ def _short(value: Any) -> Any:
   """Returns numbers with four digits, None for those that are not finite."""
   if isinstance(value, list):
     return [_short(x) for x in value]
-  if isinstance(value, int):
+  if value is None or isinstance(value, int):
     return value
-  return float(f'{value:.4g}') if math.isfinite(value) else None
+  return float(f'{value:.4g}')

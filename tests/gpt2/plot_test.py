@@ -132,8 +132,13 @@ def test_a_legend_names_few_layers(tmp_path: Path, drawn, layers: int):
 def test_steps_that_are_not_finite_leave_gaps(tmp_path: Path, drawn):
   lines = _lines()
   lines[2] |= {'train_loss': float('nan'), 'gradient_norm': float('inf')}
-  plot_run(tmp_path / 'picture.png', lines, 'title', 5.0)
-  assert _ink(tmp_path / 'picture.png') > 0.01
+  lines[3]['max_attention_logit'] = [float('nan')] * 4
+  for name in ('one', 'two'):
+    _run(tmp_path / name, lines)
+  for names in (['one'], ['one', 'two']):
+    picture = tmp_path / f'{len(names)}.png'
+    main([*(str(tmp_path / name) for name in names), '--out', str(picture)])
+    assert _ink(picture) > 0.01
 
 
 @pytest.mark.parametrize(

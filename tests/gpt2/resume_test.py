@@ -242,6 +242,7 @@ def test_an_infinite_gradient_can_be_left_out(config, monkeypatch, capsys):
   assert '1 steps whose loss or gradient was not finite' in out
   metrics = _metrics(config.out_dir)
   assert [m['step'] for m in metrics if m.get('skipped')] == [5]
+  assert [m['step'] for m in metrics if m['gradient_norm'] is None] == [5]
   assert all(np.isfinite(m['train_loss']) for m in metrics)
 
 

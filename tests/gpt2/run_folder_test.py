@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 import resource
@@ -44,6 +45,15 @@ def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
     folder.log(line)
   assert folder.read_metrics() == lines
   assert folder.read_settings() == _SETTINGS
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path: Path):
+  folder = RunFolder(tmp_path / 'run')
+  folder.start(_SETTINGS)
+  folder.log({'step': 1, 'loss': math.nan, 'layers': {'x': [1.0, math.inf]}})
+  folder.keep_metrics(1)
+  text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
+  assert text == '{"step": 1, "loss": null, "layers": {"x": [1.0, null]}}\n'
 
 
 @pytest.mark.parametrize('missing', [*_RESULTS, 'sample.txt', 'config.json'])
