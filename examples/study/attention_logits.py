@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from examples.study.plans import Plan, Result, together
 from examples.study.points import PAPER, find_point, run_at
-from examples.study.render import COLORS, markdown, panels, shown
+from examples.study.render import COLORS, markdown, panels, shown, shown_logit
 from examples.study.scales import Scale
 
 TITLE = 'Attention logits'
@@ -47,10 +47,15 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'optimizer': name,
       'rate': f'{factor} × tuned',
       'loss': shown(result.loss),
-      'largest logit at watch steps, by layer': _numbers(peak(result)),
-      'at the last one': _numbers(_last(result, 'max_attention_logit')),
-      'entropy there, nats': _numbers(
-        _last(result, 'attention_entropy'), '.2f'
+      'largest logit at watch steps, by layer': ', '.join(
+        map(shown_logit, peak(result))
+      ),
+      'at the last one': ', '.join(
+        map(shown_logit, _last(result, 'max_attention_logit'))
+      ),
+      'entropy there, nats': ', '.join(
+        'not finite' if x is None else f'{x:.2f}'
+        for x in _last(result, 'attention_entropy')
       ),
     }
     for (name, factor), result in outcome.items()
@@ -63,10 +68,6 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 def _last(result: Result, name: str) -> list[float | None]:
   return (result.watched[name] or [[]])[-1]
-
-
-def _numbers(values: list[float | None], form: str = ',.0f') -> str:
-  return ', '.join('not finite' if x is None else f'{x:{form}}' for x in values)
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

@@ -1,13 +1,13 @@
 """What the paper claims, beside what was measured."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import math
 from typing import Any, NamedTuple
 
 from examples.study import attention_logits, batch_scaling
 from examples.study.clip_threshold import shares
 from examples.study.points import PAPER, Point
-from examples.study.render import markdown, shown_point
+from examples.study.render import markdown, shown, shown_logit, shown_point
 from examples.study.scales import Scale
 
 # A difference counts if it exceeds this many standard errors (of three seeds),
@@ -135,37 +135,40 @@ def _of_logits(
     Finding(
       'MERIT has the smallest attention logits in deep layers (GPT-2 medium, '
       'layer 12: AdamW 560, LAMB 450, MERIT 122)',
-      f'last layer, tuned rates: {_listed(last)}',
-      _judge_smallest(last, _FACTOR),
+      f'last layer, tuned rates: {_listed(last, shown_logit)}',
+      _judge_smallest(last, _is_larger_logit),
     ),
     Finding(
       'MERIT keeps attention logits bounded, where others let them explode',
-      f'largest at 4 times the tuned rates: {_listed(at_four)}',
-      _judge_smallest(at_four, _FACTOR),
+      f'largest at 4 times the tuned rates: {_listed(at_four, shown_logit)}',
+      _judge_smallest(at_four, _is_larger_logit),
     ),
     Finding(
       'So MERIT is the more stable at high rates',
       'loss at 4 times the tuned rate over that at the tuned one: '
-      + _listed(lost, '+.3f'),
-      _judge_smallest({name: math.exp(x) for name, x in lost.items()}, 1.01),
+      + _listed(lost, shown),
+      _judge_smallest(lost, lambda x, y: x > y + _LEAST),
     ),
   ]
 
 
-def _judge_smallest(values: dict[str, float], factor: float) -> str:
+def _is_larger_logit(x: float, y: float) -> bool:
+  return x > y * _FACTOR
+
+
+def _judge_smallest(
+  values: dict[str, float], is_larger: Callable[[float, float], bool]
+) -> str:
   """Returns the verdict on the claim that MERIT has the smallest value."""
   others = [value for name, value in values.items() if name != 'MERIT']
   return _judge_all(
-    [values['MERIT'] * factor < x for x in others],
-    [values['MERIT'] > x * factor for x in others],
+    [is_larger(x, values['MERIT']) for x in others],
+    [is_larger(values['MERIT'], x) for x in others],
   )
 
 
-def _listed(values: dict[str, float], form: str = ',.0f') -> str:
-  return ', '.join(
-    f'{name} {value:{form}}' if math.isfinite(value) else f'{name} diverged'
-    for name, value in values.items()
-  )
+def _listed(values: dict[str, float], form: Callable[[float], str]) -> str:
+  return ', '.join(f'{name} {form(value)}' for name, value in values.items())
 
 
 def _of_parts(outcome: Any, scale: Scale) -> list[Finding]:

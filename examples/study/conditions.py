@@ -1,9 +1,10 @@
-"""The claims on loss and logits again: a deeper model, a larger batch."""
+"""The claims again: in a deeper model, and at a larger batch."""
 
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
+from examples.study.ablation import find_variant
 from examples.study.attention_logits import peak
 from examples.study.plans import Plan, Result, Run, together
 from examples.study.points import (
@@ -20,6 +21,7 @@ from examples.study.render import (
   markdown,
   panels,
   shown,
+  shown_logit,
   shown_rate,
 )
 from examples.study.scales import Scale
@@ -27,6 +29,9 @@ from examples.study.tuning import Tuned, tune
 
 TITLE = 'Other conditions'
 _BUDGET = 4
+_WEIGHT_ONLY = 'MERIT, weight-wise ratio only'
+_CHANGES: dict[str, dict[str, Any]] = {_WEIGHT_ONLY: {'ratios': ('weight',)}}
+"""Settings beside those of the optimizer, by contender."""
 
 
 class Found(NamedTuple):
@@ -48,10 +53,17 @@ Outcome = dict[str, dict[str, Found]]
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune the paper's optimizers under each condition."""
   most = scale.largest_batch
-  points = yield from together(
+  found = yield from together(
     *(find_point(scale, name, most) for name in PAPER)
   )
-  results = yield [run_at(scale, point) for point in points]
+  points = dict(zip(PAPER, found, strict=True))
+  points[_WEIGHT_ONLY] = yield from find_variant(
+    scale, points['MERIT'], **_CHANGES[_WEIGHT_ONLY]
+  )
+  results = yield [
+    run_at(scale, point, **_CHANGES.get(name, {}))
+    for name, point in points.items()
+  ]
   num_layers = scale.run('merit', most, 1.0).config.num_layers
   deeper, larger = yield from together(
     _tune_all(scale, points, num_layers=2 * num_layers),
@@ -59,8 +71,8 @@ def plan(scale: Scale) -> Plan[Outcome]:
   )
   return {
     f'{num_layers} layers, batch {most}': {
-      point.name: Found(point.tuned, result)
-      for point, result in zip(points, results, strict=True)
+      name: Found(points[name].tuned, result)
+      for name, result in zip(points, results, strict=True)
     },
     f'{2 * num_layers} layers, batch {most}': deeper,
     f'{num_layers} layers, batch {2 * most}': larger,
@@ -68,13 +80,16 @@ def plan(scale: Scale) -> Plan[Outcome]:
 
 
 def _tune_all(
-  scale: Scale, points: list[Point], **changes: Any
+  scale: Scale, points: dict[str, Point], **changes: Any
 ) -> Plan[dict[str, Found]]:
-  """Plans to tune some optimizers with other settings."""
+  """Plans to tune all contenders with other settings."""
   found = yield from together(
-    *(_tune(scale, point, **changes) for point in points)
+    *(
+      _tune(scale, point, **_CHANGES.get(name, {}) | changes)
+      for name, point in points.items()
+    )
   )
-  return {point.name: x for point, x in zip(points, found, strict=True)}
+  return dict(zip(points, found, strict=True))
 
 
 def _tune(scale: Scale, point: Point, **changes: Any) -> Plan[Found]:
@@ -99,9 +114,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'optimizer': name,
       'loss': shown(found.best.loss),
       'rate': shown_rate(found.tuned),
-      'largest logit, by layer': ', '.join(
-        f'{x:,.0f}' for x in peak(found.best)
-      ),
+      'largest logit, by layer': ', '.join(map(shown_logit, peak(found.best))),
     }
     for condition, by_name in outcome.items()
     for name, found in by_name.items()
@@ -134,7 +147,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   result, (row,) = panels(1, len(outcome), sharey=True)
   for (condition, by_name), axes in zip(outcome.items(), row, strict=True):
     for name, found in by_name.items():
-      draw_tuning(axes, found.tuned, name, color=COLORS[name])
+      draw_tuning(axes, found.tuned, name, color=COLORS.get(name, 'tab:olive'))
     axes.set_title(condition)
   limit_losses(
     row[0],

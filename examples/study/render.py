@@ -31,7 +31,16 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 def shown(loss: float) -> str:
   """Returns a loss as text."""
-  return f'{loss:.3f}' if math.isfinite(loss) else 'diverged'
+  if not math.isfinite(loss):
+    return 'diverged'
+  return f'{loss:.3f}' if loss < 100 else f'{loss:.0e}'
+
+
+def shown_logit(logit: float | None) -> str:
+  """Returns an attention logit as text."""
+  if logit is None or not math.isfinite(logit):
+    return 'not finite'
+  return f'{logit:,.0f}' if logit < 1e6 else f'{logit:.0e}'
 
 
 def shown_point(point: Point) -> str:

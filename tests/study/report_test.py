@@ -1,6 +1,8 @@
 from collections import Counter
+import json
 import math
 from pathlib import Path
+import re
 
 import pytest
 
@@ -78,6 +80,21 @@ def test_a_study_with_runs_that_diverged_is_reported(name, tmp_path):
   if verdict:
     row = next(x for x in text.splitlines() if 'MERIT beats AdamW' in x)
     assert row.endswith(f'| {verdict} |')
+
+
+def test_losses_and_logits_that_explode_are_reported(tmp_path):
+  store = _fill(Store(tmp_path / 'results'), _DIVERGENCES['none'])
+  for path in (tmp_path / 'results').glob('*.json'):
+    record = json.loads(path.read_text())
+    if record['watched']['step'] and record['loss'] > 2:
+      record['loss'] = 2e8
+      record['watched']['max_attention_logit'][-1] = [3e29] * 3
+      path.write_text(json.dumps(record))
+  report.write(tmp_path, 'nano', SCALES['nano'], store)
+  text = (tmp_path / 'RESULTS.md').read_text()
+  assert '2e+08' in text
+  assert '3e+29' in text
+  assert max(map(len, re.findall(r'\d+', text))) < 20
 
 
 def test_every_contender_has_as_many_runs_of_tuning(tmp_path):
