@@ -4,12 +4,14 @@ PYTHON ?= python3
 VENV ?= .venv
 # Versions of the dependencies; /dev/null takes the newest.
 CONSTRAINTS ?= constraints.txt
+# jax 0.12 and later need Python 3.12.
+NEWEST_PYTHON ?= python3.12
 RUN := $(VENV)/bin/python -m
 # Further flags, for example: make train ARGS='--steps 20 --optimizer adamw'
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-newest lint
+.PHONY: help train test test-all test-oldest test-newest lint docs package
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' \
@@ -21,19 +23,38 @@ train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
 test: $(VENV)/.test ## Run the tests, in under ten minutes.
 	$(RUN) pytest -n 2 $(ARGS)
 
-test-all: $(VENV)/.test ## Run the tests, the slow ones too.
+test-all: $(VENV)/.dev ## Run the tests, the slow ones too.
 	$(RUN) pytest -n 2 -m '' $(ARGS)
 
-test-newest: ## Run the tests with the newest jax that Python 3.12 gets.
-	$(MAKE) test VENV=.venv-newest CONSTRAINTS=/dev/null PYTHON=python3.12
+test-oldest: ## Run the tests with the oldest jax, optax and flax supported.
+	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt
 
-lint: $(VENV)/.dev ## Check format, style and types.
+test-newest: ## Run the tests with the newest that Python 3.12 gets.
+	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
+	  PYTHON=$(NEWEST_PYTHON)
+
+lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	$(RUN) ruff format --check
 	$(RUN) ruff check
 	$(RUN) mypy
+	$(RUN) check_jsonschema .github/workflows/*.yml \
+	  --builtin-schema vendor.github-workflows
+	$(RUN) check_jsonschema .github/ISSUE_TEMPLATE/*.yml \
+	  --builtin-schema vendor.github-issue-forms
+	$(RUN) check_jsonschema CITATION.cff \
+	  --builtin-schema vendor.citation-file-format
 
-# $(VENV)/.test and $(VENV)/.dev mark that the extra of that name is installed.
-$(VENV)/.%: pyproject.toml constraints.txt
+docs: $(VENV)/.docs ## Build the documentation; it fails on any warning.
+	$(RUN) sphinx -n -W --keep-going docs docs/_build/html
+	@echo 'Open docs/_build/html/index.html in a browser.'
+
+package: $(VENV)/.dev ## Build wheel and sdist into dist/, and check them.
+	rm -rf dist
+	$(RUN) build
+	$(RUN) twine check --strict dist/*
+
+# $(VENV)/.test and so on mark that the extra of that name is installed.
+$(VENV)/.%: pyproject.toml $(wildcard constraints*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'Python 3.11 or newer is needed: make PYTHON=python3.12 ...'; exit 1; }
 	@echo 'Installing into $(VENV), which takes a few minutes.'

@@ -9,7 +9,7 @@ from merit_optax._merit import merit
 from merit_optax._statistics import merit_statistics
 from merit_optax._trust_ratio import scale_by_max_norm_trust_ratio
 
-__version__ = '0.1.0.dev0'
+__version__ = '0.1.0'
 
 __all__ = (
   'AttentionStatistics',
