@@ -55,7 +55,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Rates of merit, adamw and lamb are the best of four each on the demo preset;
-# those of lion and muon are usual ones and were not tuned.
+# those of lion and muon are usual ones and were not tuned. That of merit falls
+# with the number of steps.
 OPTIMIZERS: dict[str, dict[str, float]] = {
   'merit': dict(learning_rate=3e-2, weight_decay=0.01, b1=0.9, b2=0.95),
   'adamw': dict(learning_rate=4e-3, weight_decay=0.1, b1=0.9, b2=0.95),
@@ -63,6 +64,9 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
   'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   'muon': dict(learning_rate=2e-2, weight_decay=0.1, b1=0.95, b2=0.95),
 }
+
+# Of examples/study: the best rate of MERIT goes with steps to this power.
+_MERIT_POWER = -0.7
 
 # Settings of some optimizers only, with the value that others must leave.
 _ONLY_FOR = {
@@ -97,6 +101,9 @@ def resolve(config: Config) -> Config:
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
+  if config.optimizer == 'merit':
+    steps = defaults['steps'] if config.steps is None else config.steps
+    defaults['learning_rate'] = _merit_rate(steps)
   missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
   if 'batch_size' not in missing and 'micro_batch_size' in missing:
     missing['micro_batch_size'] = math.gcd(
@@ -118,6 +125,13 @@ def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
   fields = dataclasses.asdict(config)
   return {k: v for k, v in fields.items() if k not in _NOT_IDENTITY}
+
+
+def _merit_rate(steps: int) -> float:
+  """Returns MERIT's learning rate: that of the demo, or less for more steps."""
+  ratio = max(1.0, steps / PRESETS['demo']['steps'])
+  rate = OPTIMIZERS['merit']['learning_rate'] * ratio**_MERIT_POWER
+  return float(f'{rate:.2g}')
 
 
 def _mlp_width(config: Config) -> int:

@@ -75,9 +75,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   del scale
   names = {'max_attention_logit': 'max logit', 'attention_entropy': 'entropy'}
   layers = _layers(outcome)
-  result, all_axes = panels(
-    len(names) * len(layers), len(FACTORS), sharex=True, sharey='row'
-  )
+  result, all_axes = panels(len(names) * len(layers), len(FACTORS), sharex=True)
   rows = [(name, layer) for name in names for layer in layers]
   for (key, layer), row in zip(rows, all_axes, strict=True):
     for factor, axes in zip(FACTORS, row, strict=True):
@@ -88,9 +86,11 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
           watched['step'], values, color=COLORS[name], label=name, lw=1.2
         )
       axes.set_title(f'{factor} × tuned rate, {layer} layer', fontsize=9)
+      if key == 'max_attention_logit':
+        axes.set_yscale('log')
+      else:
+        axes.set_ylim(bottom=-0.1)
     row[0].set_ylabel(names[key])
-    if key == 'max_attention_logit':
-      row[0].set_yscale('log')
   all_axes[0, 0].legend()
   for axes in all_axes[-1]:
     axes.set_xlabel('step')

@@ -40,13 +40,12 @@ def plan(scale: Scale) -> Plan[Outcome]:
 def largest_batches(outcome: Outcome) -> dict[str, int]:
   """Returns each optimizer's largest batch that loses at most TOLERANCE.
 
-  Losses are those of the tuned rate at the first weight decay, since others
-  were tried at the largest batch only; 0 if every batch diverged.
+  Losses are means over seeds; 0 if every batch diverged.
   """
   found = {}
   for name in PAPER:
     losses = {
-      point.batch_size: point.tuned.losses[point.tuned.rate]
+      point.batch_size: point.mean
       for point in outcome.values()
       if point.name == name
     }

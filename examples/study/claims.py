@@ -90,7 +90,7 @@ def _of_batches(outcome: batch_scaling.Outcome, scale: Scale) -> list[Finding]:
     )
     for claim, (first, second) in pairs.items()
   ]
-  return [*compared, _of_largest_batch(outcome)]
+  return [*compared, _of_largest_batch(outcome, scale)]
 
 
 def _shown(point: Point) -> str:
@@ -98,15 +98,22 @@ def _shown(point: Point) -> str:
   return shown_point(point) + edge
 
 
-def _of_largest_batch(outcome: batch_scaling.Outcome) -> Finding:
+def _of_largest_batch(outcome: batch_scaling.Outcome, scale: Scale) -> Finding:
   largest = batch_scaling.largest_batches(outcome)
   beaten = [largest['MERIT'] > largest[name] for name in ('AdamW', 'LAMB')]
   lost = [largest['MERIT'] < largest[name] for name in ('AdamW', 'LAMB')]
+  ends = scale.batch_sizes[0], scale.largest_batch
+  grown = {
+    name: outcome[name, ends[1]].mean - outcome[name, ends[0]].mean
+    for name in PAPER
+  }
   return Finding(
     'MERIT keeps its loss up to larger batches (GPT-2 medium: as good at 6K as '
     'at 480)',
     f'within {batch_scaling.TOLERANCE:g} nats of its own best up to batch '
-    + ', '.join(f'{size} ({name})' for name, size in largest.items()),
+    + ', '.join(f'{size} ({name})' for name, size in largest.items())
+    + f'; from batch {ends[0]} to {ends[1]} the loss rises by '
+    + _listed(grown, shown),
     _judge_all(beaten, lost),
   )
 

@@ -103,7 +103,10 @@ def test_settings_not_given_come_from_preset_and_optimizer(
   missing = {k for k, v in vars(config).items() if v is None}
   assert missing == _OPTIONAL
   assert PRESETS[preset].items() <= vars(config).items()
-  assert OPTIMIZERS[optimizer].items() <= vars(config).items()
+  defaults = dict(OPTIMIZERS[optimizer])
+  if optimizer == 'merit':
+    del defaults['learning_rate']
+  assert defaults.items() <= vars(config).items()
 
 
 @hypothesis.given(
@@ -192,3 +195,20 @@ def test_identity_leaves_out_what_does_not(name: str, value):
   other = dataclasses.replace(one, **{name: value})
   assert getattr(one, name) != value
   assert identity(resolve(other)) == identity(one)
+
+
+# Best rates of the study, at scale nano.
+@pytest.mark.parametrize(
+  ('steps', 'best'),
+  [(305, 0.04), (610, 0.0283), (1221, 0.0141), (2441, 0.01)],
+)
+def test_the_rate_of_merit_follows_the_steps(steps: int, best: float):
+  found = resolve(Config(steps=steps)).learning_rate
+  assert best / 2**0.5 < found < best * 2**0.5
+
+
+def test_the_rate_of_merit_is_that_of_the_demo_for_short_runs():
+  for steps in (1, 400):
+    assert resolve(Config(steps=steps)).learning_rate == 0.03
+  assert resolve(Config(steps=9999, learning_rate=0.5)).learning_rate == 0.5
+  assert resolve(Config(preset='small')).learning_rate == 0.0086
