@@ -169,6 +169,15 @@ def test_the_committed_results_are_up_to_date():
   assert (_STUDY / 'RESULTS.md').read_text() == expected
 
 
+@pytest.mark.parametrize('page', ['README.md', 'docs/hyperparameters.md'])
+def test_pages_say_what_the_results_say(page):
+  text = (_STUDY.parents[1] / page).read_text()
+  quoted = re.findall(r'\d\.\d{3} ± \d\.\d{3}', text)
+  assert len(quoted) > 10
+  results = (_STUDY / 'RESULTS.md').read_text()
+  assert [x for x in quoted if x not in results] == []
+
+
 def _point(*losses, at_edge=False):
   rates = {1.0: 9.0, 2.0: 1.0} | ({} if at_edge else {4.0: 9.0})
   return Point('MERIT', 128, Tuned(rates), {0.0: losses[0]}, losses)
