@@ -34,9 +34,10 @@ def describe(
     mask: As given to ``merit``.
 
   Returns:
-    Text with a line for each parameter: path, shape, how many matrices of which
-    rows and columns (or vectors of which length), which ratios apply (none:
-    masked out, plain Adam step), and whether it is decayed.
+    Text with a line for each parameter, which has its path, its shape, how many
+    matrices of which rows and columns it holds (or vectors of which length),
+    which ratios apply (none: masked out, plain Adam step), and whether it is
+    decayed.
 
   Raises:
     ValueError: If a spec does not fit its parameter, or ``ratios`` is wrong.

@@ -1,0 +1,120 @@
+"""The documentation site in a browser, on a desk and on a phone."""
+
+from collections.abc import Iterator
+import functools
+import http.server
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+import threading
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_PAGES = [path.stem for path in sorted(_ROOT.glob('docs/*.md'))]
+_CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
+_FLAGS = (
+  '--no-sandbox',
+  '--disable-gpu',
+  '--disable-quic',
+  '--no-first-run',
+  '--disable-background-networking',
+  '--disable-component-update',
+  '--disable-sync',
+)
+
+pytest.importorskip('sphinx', reason='needs the extra docs')
+sync_api = pytest.importorskip(
+  'playwright.sync_api', reason='needs the extra docs'
+)
+pytestmark = [
+  pytest.mark.slow,
+  pytest.mark.skipif(_CHROMIUM is None, reason='needs Chromium'),
+]
+
+
+class _QuietHandler(http.server.SimpleHTTPRequestHandler):
+  def log_message(self, *args):
+    pass
+
+
+@pytest.fixture(scope='module')
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+  """Builds the site, without running notebooks, and serves it."""
+  folder = tmp_path_factory.mktemp('site') / 'html'
+  subprocess.run(
+    [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-n', '-q']
+    + ['-D', 'nb_execution_mode=off', 'docs', folder],
+    cwd=_ROOT,
+    check=True,
+  )
+  handler = functools.partial(_QuietHandler, directory=folder)
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.shutdown()
+
+
+@pytest.fixture(scope='module')
+def browser() -> Iterator[sync_api.Browser]:
+  with sync_api.sync_playwright() as playwright:
+    browser = playwright.chromium.launch(
+      executable_path=_CHROMIUM, args=list(_FLAGS)
+    )
+    yield browser
+    browser.close()
+
+
+@pytest.fixture(params=[1280, 390], ids=['desk', 'phone'])
+def page(
+  browser: sync_api.Browser, request: pytest.FixtureRequest
+) -> Iterator[sync_api.Page]:
+  with browser.new_context(
+    viewport={'width': request.param, 'height': 844}
+  ) as context:
+    yield context.new_page()
+
+
+@pytest.mark.parametrize('name', _PAGES)
+def test_page(name, page, site):
+  errors, requests = [], []
+  page.on('pageerror', lambda error: errors.append(str(error)))
+  page.on(
+    'console', lambda x: errors.append(x.text) if x.type == 'error' else None
+  )
+  page.on('requestfailed', lambda request: errors.append(request.url))
+  page.on('request', lambda request: requests.append(request.url))
+  page.goto(f'{site}/{name}.html', wait_until='networkidle')
+
+  assert not errors
+  # Not even fonts or scripts from elsewhere: the site works offline.
+  assert all(url.startswith((site, 'data:')) for url in requests), requests
+  assert not page.evaluate(
+    'document.scrollingElement.scrollWidth > window.innerWidth'
+  )
+  assert not page.evaluate(
+    '[...document.images].filter(x => !x.naturalWidth).map(x => x.src)'
+  )
+  # Each equation has a size, and no TeX is left on the page.
+  assert not page.evaluate(
+    "[...document.querySelectorAll('article math')]"
+    '.filter(x => !x.getBoundingClientRect().width)'
+    '.map(x => x.textContent)'
+  )
+  assert '\\frac' not in page.inner_text('article')
+
+
+def test_equations_are_there(page, site):
+  for name in ('algorithm', 'api'):
+    page.goto(f'{site}/{name}.html')
+    assert page.locator('article math').count() > 5
+
+
+def test_links_between_pages_and_into_the_repository(page, site):
+  page.goto(f'{site}/trainer.html')
+  links = page.locator('article a').evaluate_all('x => x.map(a => a.href)')
+  assert f'{site}/pods.html' in links
+  page.goto(f'{site}/benchmarks.html')
+  links = page.locator('article a').evaluate_all('x => x.map(a => a.href)')
+  assert any(x.endswith('/blob/main/benchmarks/results') for x in links)
