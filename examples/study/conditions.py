@@ -28,7 +28,7 @@ from examples.study.scales import Scale
 from examples.study.tuning import Tuned, tune
 
 TITLE = 'Other conditions'
-_BUDGET = 4
+_BUDGET = 3
 _WEIGHT_ONLY = 'MERIT, weight-wise ratio only'
 _CHANGES: dict[str, dict[str, Any]] = {_WEIGHT_ONLY: {'ratios': ('weight',)}}
 """Settings beside those of the optimizer, by contender."""
