@@ -47,6 +47,8 @@ nb_execution_cache_path = str(
 nb_execution_mode = 'cache'
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
+# Outputs in Markdown may be tables.
+nb_render_markdown_format = 'myst'
 
 html_context = {'default_mode': 'auto'}
 html_css_files = ['site.css']

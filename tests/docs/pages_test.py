@@ -12,7 +12,11 @@ import threading
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-_PAGES = [path.stem for path in sorted(_ROOT.glob('docs/*.md'))]
+_PAGES = [
+  str(path.relative_to(_ROOT / 'docs').with_suffix(''))
+  for pattern in ('docs/*.md', 'docs/notebooks/*.ipynb')
+  for path in sorted(_ROOT.glob(pattern))
+]
 _CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
 _FLAGS = (
   '--no-sandbox',
