@@ -45,7 +45,8 @@ lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	  --builtin-schema vendor.citation-file-format
 
 docs: $(VENV)/.docs ## Build the documentation; it fails on any warning.
-	$(RUN) sphinx -n -W --keep-going docs docs/_build/html
+	$(RUN) sphinx -n -W --keep-going -d docs/_build/doctrees $(ARGS) \
+	  docs docs/_build/html
 	@echo 'Open docs/_build/html/index.html in a browser.'
 
 package: $(VENV)/.dev ## Build wheel and sdist into dist/, and check them.
