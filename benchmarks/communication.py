@@ -13,13 +13,13 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2 import sharding
-from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import Config, Optimizer, Preset
-from examples.gpt2.plan import programs
-from examples.gpt2.plan.collectives import Collective, by_kind
+from examples.gpt2.devices import sharding
 from examples.gpt2.presets import resolve
-from examples.gpt2.training import Trainer
+from examples.gpt2.run.command import columns, exit_on_error
+from examples.gpt2.run.step import Trainer
+from examples.plan import programs
+from examples.plan.collectives import Collective, by_kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Settings:
   """Compiles training steps for emulated CPU devices, and runs none.
 
   The compiler for CPU combines and places collectives unlike that for TPU, and
-  MERIT reduces twice as many numbers there: see examples.gpt2.plan for TPUs.
+  MERIT reduces twice as many numbers there: see examples.plan for TPUs.
   """
 
   preset: Preset = 'demo'

@@ -15,8 +15,8 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.plan import programs, topology
+from examples.gpt2.run.command import columns, exit_on_error
+from examples.plan import programs, topology
 import merit_optax
 
 _MAKERS = {

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import tqdm
 
-from examples.gpt2 import hardware
+from examples.gpt2.devices import hardware
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,13 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2 import hardware, sharding
 from examples.gpt2.config import Config, Optimizer, Preset
-from examples.gpt2.layers import padded_vocab_size
-from examples.gpt2.plan import programs
+from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.model.layers import padded_vocab_size
+from examples.gpt2.optim.diagnostics import Watch
 from examples.gpt2.presets import resolve
-from examples.gpt2.training import Trainer
-from examples.gpt2.watch import Watch
+from examples.gpt2.run.step import Trainer
+from examples.plan import programs
 
 _PEER = 'transformers, PyTorch'
 

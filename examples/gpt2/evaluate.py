@@ -16,14 +16,14 @@ import tokenizers
 import tqdm
 import tyro
 
-from examples.gpt2.batches import validation_starts, windows
-from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import UsageError, flag
-from examples.gpt2.corpus import END_OF_TEXT, load_corpus
-from examples.gpt2.layers import ModelConfig
-from examples.gpt2.loss import token_losses
-from examples.gpt2.models import Model, as_module, load_model
-from examples.gpt2.tokenizer import MAX_VOCAB_SIZE, TOKEN_DTYPE, encode
+from examples.gpt2.data.batches import validation_starts, windows
+from examples.gpt2.data.corpus import END_OF_TEXT, load_corpus
+from examples.gpt2.data.tokenizer import MAX_VOCAB_SIZE, TOKEN_DTYPE, encode
+from examples.gpt2.model.files import Model, as_module, load_model
+from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.loss import token_losses
+from examples.gpt2.run.command import exit_on_error, table
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,14 @@ import numpy as np
 import tokenizers
 import tyro
 
-from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError, flag
-from examples.gpt2.corpus import END_OF_TEXT
-from examples.gpt2.decoding import generate_tokens
-from examples.gpt2.layers import ModelConfig
-from examples.gpt2.model import Transformer
-from examples.gpt2.models import Model, load_model
-from examples.gpt2.tokens import Tokens
+from examples.gpt2.data.corpus import END_OF_TEXT
+from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.model.decoding import generate_tokens
+from examples.gpt2.model.files import Model, load_model
+from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.run.command import exit_on_error
 
 _TEMPERATURE = 0.8
 _PROMPT_SHARE = 8  # An eighth of the sample is the prompt.

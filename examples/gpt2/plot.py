@@ -11,9 +11,9 @@ matplotlib.use('Agg')
 from matplotlib import pyplot as plt  # noqa: E402
 import tyro  # noqa: E402
 
-from examples.gpt2.command import exit_on_error  # noqa: E402
 from examples.gpt2.config import UsageError  # noqa: E402
-from examples.gpt2.run_folder import RunFolder  # noqa: E402
+from examples.gpt2.run.command import exit_on_error  # noqa: E402
+from examples.gpt2.run.folder import RunFolder  # noqa: E402
 
 _FORMATS = ('.png', '.pdf', '.svg')
 

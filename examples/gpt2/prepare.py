@@ -10,14 +10,13 @@ from typing import NamedTuple
 import tokenizers
 import tyro
 
-from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import UsageError
-from examples.gpt2.documents import (
+from examples.gpt2.data.documents import (
   DocumentReader,
   in_groups,
   read_with_progress,
 )
-from examples.gpt2.tokenizer import (
+from examples.gpt2.data.tokenizer import (
   MAX_VOCAB_SIZE,
   TOKEN_DTYPE,
   encode,
@@ -25,6 +24,7 @@ from examples.gpt2.tokenizer import (
   new_folder,
   train_tokenizer,
 )
+from examples.gpt2.run.command import exit_on_error, table
 
 _GPT2_VOCAB_SIZE = 50257
 

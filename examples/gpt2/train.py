@@ -9,18 +9,19 @@ from jax.experimental import multihost_utils
 import numpy as np
 import tyro
 
-from examples.gpt2 import hardware, memory, report, sharding
-from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.data.tokens import Tokens, load_tokens
+from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.generate import sample_text
-from examples.gpt2.loop import Loop
-from examples.gpt2.models import save_model
-from examples.gpt2.optimizers import merit_settings
+from examples.gpt2.model.files import save_model
+from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.plot import plot_run
 from examples.gpt2.presets import identity, resolve
-from examples.gpt2.run_folder import RunFolder
-from examples.gpt2.tokens import Tokens, load_tokens
-from examples.gpt2.training import Trainer
+from examples.gpt2.run import memory, report
+from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.loop import Loop
+from examples.gpt2.run.step import Trainer
 import merit_optax
 
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from examples.gpt2 import hardware
-from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError, flag
-from examples.gpt2.tokens import load_tokens
+from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.devices import hardware
+from examples.gpt2.run.command import exit_on_error
 from examples.study import report
 from examples.study.plans import Plan, carry_out, count_runs, together
 from examples.study.runner import Runner

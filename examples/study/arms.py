@@ -9,7 +9,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from examples.gpt2.config import Config
-from examples.gpt2.optimizers import merit_settings
+from examples.gpt2.optim.optimizers import merit_settings
 import merit_optax
 
 

@@ -14,8 +14,8 @@ import jax
 from jax.experimental import multihost_utils
 import tqdm
 
-from examples.gpt2 import hardware
-from examples.gpt2.command import CommandError
+from examples.gpt2.devices import hardware
+from examples.gpt2.run.command import CommandError
 from examples.study.plans import Result, Run
 from examples.study.runs import make
 from examples.study.store import Store

@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 
-from examples.gpt2 import hardware, memory, sharding
-from examples.gpt2.loop import Loop
-from examples.gpt2.run_folder import RunFolder
-from examples.gpt2.step_log import NotFiniteError
-from examples.gpt2.tokens import load_tokens
-from examples.gpt2.training import Trainer
+from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.run import memory
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.log import NotFiniteError
+from examples.gpt2.run.loop import Loop
+from examples.gpt2.run.step import Trainer
 from examples.study.arms import make_optimizer
 from examples.study.plans import Run
 

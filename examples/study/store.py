@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.run_folder import write_whole
+from examples.gpt2.run.folder import write_whole
 from examples.study.plans import Result, Run
 
 

@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from examples.gpt2.batches import validation_starts
 from examples.gpt2.config import UsageError
-from examples.gpt2.corpus import END_OF_TEXT, load_corpus
+from examples.gpt2.data.batches import validation_starts
+from examples.gpt2.data.corpus import END_OF_TEXT, load_corpus
+from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.evaluate import EvaluateConfig, evaluate, main
-from examples.gpt2.layers import ModelConfig
-from examples.gpt2.model import Transformer
-from examples.gpt2.models import as_module, load_model, save_model
-from examples.gpt2.tokenizer import train_tokenizer
+from examples.gpt2.model.files import as_module, load_model, save_model
+from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.transformer import Transformer
 
 _CONFIG = ModelConfig(
   vocab_size=320,

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.corpus import END_OF_TEXT
-from examples.gpt2.decoding import empty_cache, extend, generate_tokens
+from examples.gpt2.data.corpus import END_OF_TEXT
+from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
 from examples.gpt2.generate import (
   GenerateConfig,
   generate,
   main,
   sample_text,
 )
-from examples.gpt2.layers import ModelConfig
-from examples.gpt2.models import as_module, save_model, shapes
-from examples.gpt2.sharding import make_mesh, parameter_shardings
-from examples.gpt2.tokenizer import train_tokenizer
+from examples.gpt2.model.decoding import empty_cache, extend, generate_tokens
+from examples.gpt2.model.files import as_module, save_model, shapes
+from examples.gpt2.model.layers import ModelConfig
 
 _GPT2 = ModelConfig(
   vocab_size=320,

@@ -6,7 +6,7 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.plot import main, plot_run, plot_runs
-from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.run.folder import RunFolder
 
 
 def _lines(layers: int = 4, watch_every: int = 2, steps: int = 6) -> list[dict]:

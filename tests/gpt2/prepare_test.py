@@ -15,15 +15,13 @@ import numpy as np
 import pytest
 import tokenizers
 
-from examples.gpt2 import (
-  documents as documents_module,
-  prepare as prepare_module,
-)
+from examples.gpt2 import prepare as prepare_module
 from examples.gpt2.config import Config, UsageError
+from examples.gpt2.data import documents as documents_module
+from examples.gpt2.data.tokenizer import encode, train_tokenizer
+from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.prepare import PrepareConfig, Prepared, main, prepare
 from examples.gpt2.presets import resolve
-from examples.gpt2.tokenizer import encode, train_tokenizer
-from examples.gpt2.tokens import load_tokens
 
 END = '<|endoftext|>'
 # With this share of 0.5, some of these fall into each part.

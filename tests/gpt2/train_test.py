@@ -11,13 +11,13 @@ import pytest
 import safetensors.numpy
 
 from examples.gpt2.config import Config, UsageError
+from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.evaluate import EvaluateConfig, evaluate
-from examples.gpt2.loop import Loop
 from examples.gpt2.presets import identity
-from examples.gpt2.run_folder import RunFolder
-from examples.gpt2.tokens import load_tokens
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.loop import Loop
+from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import default_folder, main, train
-from examples.gpt2.training import Trainer
 
 
 def _arguments(config: Config, **changes) -> list[str]:
@@ -127,7 +127,7 @@ def test_what_is_to_come_is_said_and_control_c_has_a_status(
   def interrupt(*_):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr('examples.gpt2.loop.Loop.run', interrupt)
+  monkeypatch.setattr('examples.gpt2.run.loop.Loop.run', interrupt)
   with pytest.raises(SystemExit) as stop:
     main([*_arguments(tiny), '--describe'])
   assert stop.value.code == 130

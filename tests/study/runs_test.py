@@ -6,8 +6,8 @@ import pickle
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.loop import StoppedError
-from examples.gpt2.step_log import NotFiniteError
+from examples.gpt2.run.log import NotFiniteError
+from examples.gpt2.run.loop import StoppedError
 from examples.study.plans import Result
 from examples.study.runner import Runner, RunsFailedError
 from examples.study.runs import make

@@ -1,0 +1,1 @@
+"""Meshes, processes, and what the hardware can do."""

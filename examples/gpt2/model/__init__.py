@@ -1,0 +1,1 @@
+"""The model: its layers, loss, decoding, and the files it is kept in."""

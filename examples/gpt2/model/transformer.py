@@ -1,0 +1,129 @@
+"""A decoder of language, GPT-2 or Llama, in Flax NNX, with scanned layers.
+
+Letters at the end of a name give the axes of an array: B sequences, T tokens,
+D features, V vocabulary, L layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from examples.gpt2.devices.sharding import constrain
+from examples.gpt2.model import layers
+from examples.gpt2.model.layers import Attend, ModelConfig
+
+
+class Block(nnx.Module):
+  """Pre-norm transformer block."""
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    is_gpt2 = config.architecture == 'gpt2'
+    self.attention_norm = layers.norm(config, rngs)
+    self.attention = layers.Attention(config, rngs)
+    self.mlp_norm = layers.norm(config, rngs)
+    self.mlp = (layers.MLP if is_gpt2 else layers.GatedMLP)(config, rngs)
+
+  def __call__(
+    self, x_BTD: jax.Array, positions_T: jax.Array, attend: Attend
+  ) -> tuple[jax.Array, Any]:
+    """Returns the residual stream after the block, and what attend saw."""
+    y_BTD, seen = self.attention(
+      self.attention_norm(x_BTD), positions_T, attend
+    )
+    x_BTD = constrain(x_BTD + y_BTD)
+    return constrain(x_BTD + self.mlp(self.mlp_norm(x_BTD))), seen
+
+
+class Transformer(nnx.Module):
+  """Embedding, blocks and a norm; the head is the embedding unless untied.
+
+  Parameters of the blocks are stacked on a leading axis of layers.
+  """
+
+  def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+    self.config = config
+    self.token_embedding = layers.embedding(config, config.vocab_size, rngs)
+    if config.architecture == 'gpt2':
+      self.position_embedding = layers.embedding(
+        config, config.context_length, rngs
+      )
+    self.blocks = _stacked_blocks(config, rngs)
+    self.final_norm = layers.norm(config, rngs)
+    if config.untied_head:
+      self.head = layers.linear(
+        config, config.width, config.vocab_size, rngs, use_bias=False
+      )
+
+  def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the logits of each next token, float32, shape (B, T, V)."""
+    features_BTD, _ = self.features(tokens_BT)
+    return self.logits(features_BTD)
+
+  def features(
+    self,
+    tokens_BT: jax.Array,
+    attend: Callable[..., tuple[jax.Array, Any]] = layers.causal_attention,
+    *,
+    first_position: jax.typing.ArrayLike = 0,
+    by_layer: Any = (),
+  ) -> tuple[jax.Array, Any]:
+    """Runs all blocks.
+
+    Args:
+      tokens_BT: Tokens.
+      attend: Function from queries, keys, values and the layer's part of
+        ``by_layer`` to weighted values and anything to be returned by layer.
+      first_position: Position of the first token.
+      by_layer: Arguments of ``attend`` with a leading axis of layers.
+
+    Returns:
+      Features that the head reads, shape (B, T, D), and what ``attend``
+      returned, with a leading axis of layers.
+    """
+    positions_T = first_position + jnp.arange(tokens_BT.shape[1])
+    x_BTD = self.token_embedding(tokens_BT)
+    if self.config.architecture == 'gpt2':
+      x_BTD += self.position_embedding(positions_T)
+    graphdef, blocks = nnx.split(self.blocks)
+
+    def run(x_BTD: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, Any]:
+      block, given = nnx.merge(graphdef, layer[0]), layer[1]
+      return block(x_BTD, positions_T, lambda *qkv: attend(*qkv, *given))
+
+    x_BTD, seen = jax.lax.scan(
+      layers.remat(self.config, run),
+      constrain(x_BTD),
+      (blocks, by_layer),
+      unroll=self.config.unroll,
+    )
+    return self.final_norm(x_BTD), seen
+
+  @property
+  def head_VD(self) -> jax.Array:
+    """Matrix whose products with features are logits, float32."""
+    if self.config.untied_head:
+      return self.head.kernel.get_value().T
+    return self.token_embedding.embedding.get_value()
+
+  def logits(self, features_BTD: jax.Array) -> jax.Array:
+    """Returns the logits of features, float32, shape (B, T, V)."""
+    return jnp.einsum(
+      'BTD,VD->BTV',
+      features_BTD,
+      self.head_VD.astype(features_BTD.dtype),
+      preferred_element_type=jnp.float32,
+    )
+
+
+def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
+  """Makes the blocks of all layers as one, with a leading axis of layers."""
+
+  @nnx.split_rngs(splits=config.num_layers)
+  @nnx.vmap
+  def make(rngs: nnx.Rngs) -> Block:
+    return Block(config, rngs)
+
+  return make(rngs)

@@ -1,0 +1,1 @@
+"""Optimizers by name, and diagnostics of what they do."""

@@ -1,0 +1,146 @@
+"""Optimizers by name, with schedule, masks and dimension numbers."""
+
+import math
+from typing import Any
+
+import jax
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import path_name
+import merit_optax
+
+_MATRICES = ('kernel', 'embedding')
+# Gives Muon's updates the size of Adam's, so that both share a learning rate.
+_MUON_RMS = 0.2
+
+
+def make_schedule(config: Config) -> optax.Schedule:
+  """Returns the learning rate by step: linear warm-up, then cosine to zero."""
+  warmup_steps = round(config.warmup_share * config.steps)
+  return optax.warmup_cosine_decay_schedule(
+    init_value=config.learning_rate / max(1, warmup_steps),
+    peak_value=config.learning_rate,
+    warmup_steps=warmup_steps,
+    # All of it may be warm-up; the schedule wants a step of cosine.
+    decay_steps=max(config.steps, warmup_steps + 1),
+  )
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+  """Returns the optimizer, behind a clip of the gradient's global norm."""
+  return optax.chain(
+    optax.clip_by_global_norm(config.max_gradient_norm),
+    _MAKERS[config.optimizer](config),
+  )
+
+
+def merit_settings(config: Config, *, stacked: bool = True) -> dict[str, Any]:
+  """Returns the arguments of :func:`merit_optax.merit`.
+
+  Args:
+    config: Resolved settings.
+    stacked: Whether the blocks have a leading axis of layers.
+  """
+  is_unbounded = math.isinf(config.clip_threshold)
+  matrices_only = config.trust_ratio == 'matrices'
+  return _adam_settings(config) | dict(
+    clip_threshold=None if is_unbounded else config.clip_threshold,
+    ratios=config.ratios,
+    min_norm=config.min_norm,
+    trust_ratio_mask=is_matrix if matrices_only else None,
+    weight_dimension_numbers=lambda params: dimension_numbers(
+      params, config.qkv, stacked=stacked
+    ),
+  )
+
+
+def dimension_numbers(params: Any, qkv: str, *, stacked: bool = True) -> Any:
+  """Returns which axes of each parameter are rows and columns of a matrix.
+
+  Args:
+    params: Tree of parameters.
+    qkv: Whether query, key and value count as one matrix (``'fused'``), as
+      three (``'split'``), or as three for each head (``'heads'``).
+    stacked: Whether the blocks have a leading axis of layers.
+
+  Returns:
+    Tree like ``params`` of :class:`optax.contrib.MuonDimensionNumbers`.
+  """
+  # The kernel's axes are (width, heads, 3, head features), after the layers.
+  columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
+  rows = {'kernel': (-4,), 'bias': ()}
+  names = [
+    path_name(path, '/') for path, _ in jax.tree.leaves_with_path(params)
+  ]
+  # optax.tree.map_params asks for those of a placeholder.
+  has_layers = stacked and any(name.startswith('blocks/') for name in names)
+  return merit_optax.flax_dimension_numbers(
+    params,
+    stacked={'^blocks/': 1} if has_layers else None,
+    overrides={
+      f'^{name}$': MuonDimensionNumbers(rows[name.split('/')[-1]], columns)
+      for name in names
+      if '/qkv/' in name
+    },
+  )
+
+
+def is_matrix(params: Any) -> Any:
+  """Returns a tree of whether each parameter is a weight matrix."""
+  return jax.tree.map_with_path(
+    lambda path, _: path_name(path).split('.')[-1] in _MATRICES, params
+  )
+
+
+def _muon_dimension_numbers(config: Config, params: Any) -> Any:
+  """Returns those of hidden matrices, and None for what Adam updates."""
+  specs = dimension_numbers(params, config.qkv)
+  return jax.tree.map_with_path(
+    lambda path, _, spec: spec if _is_hidden_matrix(path_name(path)) else None,
+    params,
+    specs,
+  )
+
+
+def _is_hidden_matrix(name: str) -> bool:
+  return name.startswith('blocks.') and name.endswith('.kernel')
+
+
+def _adam_settings(config: Config) -> dict[str, Any]:
+  return dict(
+    learning_rate=make_schedule(config),
+    b1=config.b1,
+    b2=config.b2,
+    weight_decay=config.weight_decay,
+    mask=is_matrix if config.decay == 'matrices' else None,
+  )
+
+
+def _muon(config: Config) -> optax.GradientTransformation:
+  settings = _adam_settings(config)
+  learning_rate = settings['learning_rate']
+  muon = optax.contrib.muon(
+    learning_rate,
+    beta=config.b1,
+    adam_b2=config.b2,
+    muon_weight_dimension_numbers=lambda params: _muon_dimension_numbers(
+      config, params
+    ),
+    consistent_rms=_MUON_RMS,
+  )
+  # Its own decay takes no mask for what Adam updates.
+  decay = optax.add_decayed_weights(
+    lambda step: -config.weight_decay * learning_rate(step), settings['mask']
+  )
+  return optax.chain(muon, decay)
+
+
+_MAKERS = {
+  'merit': lambda config: merit_optax.merit(**merit_settings(config)),
+  'adamw': lambda config: optax.adamw(**_adam_settings(config)),
+  'lamb': lambda config: optax.lamb(**_adam_settings(config)),
+  'lion': lambda config: optax.lion(**_adam_settings(config)),
+  'muon': _muon,
+}

@@ -1,0 +1,1 @@
+"""A run: its step, loop, checkpoints, folder and log."""

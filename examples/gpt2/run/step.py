@@ -1,0 +1,172 @@
+"""The state of training, and the compiled steps.
+
+Letters at the end of a name give the axes of an array: A micro-batches, B
+sequences, T tokens.
+"""
+
+from typing import Any, NamedTuple
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+import optax
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices import sharding
+from examples.gpt2.model.layers import ModelConfig, padded_vocab_size
+from examples.gpt2.model.loss import mean_cross_entropy, token_losses
+from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.optim.optimizers import make_optimizer
+
+
+class TrainState(NamedTuple):
+  """What a step changes.
+
+  Attributes:
+    params: Tree of float32 parameters.
+    opt_state: State of the optimizer.
+  """
+
+  params: Any
+  opt_state: Any
+
+
+class Trainer:
+  """A model and its optimizer on a mesh, and their compiled steps.
+
+  Attributes:
+    mesh: Device mesh.
+    optimizer: Optimizer of the parameters.
+    model_config: What the model is.
+    shapes: :class:`TrainState` of shapes and shardings.
+    num_params: Number of parameters.
+    init: Compiled function from nothing to the first :class:`TrainState`.
+    step: Compiled function from a state, which is donated, and tokens of shape
+      (A, B, T + 1) to the next state and a dictionary with the mean loss before
+      the step in nats a token (``'train_loss'``) and the norm of the gradient
+      before it is clipped (``'gradient_norm'``). If one of them is not finite,
+      the state stays as it was but for its counters.
+    sequence_losses: Compiled function from parameters and tokens of shape
+      (A, B, T + 1) to the mean loss of each sequence, shape (A, B).
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    vocab_size: int,
+    mesh: Mesh,
+    optimizer: optax.GradientTransformation | None = None,
+  ):
+    """Makes a trainer; nothing is computed yet.
+
+    Args:
+      config: Resolved settings.
+      vocab_size: Number of token identifiers; the model's is rounded up.
+      mesh: Device mesh.
+      optimizer: Optimizer to take instead of that of the settings.
+
+    Raises:
+      UsageError: If the mesh does not fit the sizes.
+    """
+    self.mesh = mesh
+    self.optimizer = optimizer or make_optimizer(config)
+    self.model_config = make_model_config(config, vocab_size)
+    self._seed = config.seed
+    model = nnx.eval_shape(self._make_model)
+    self._graphdef, variables = nnx.split(model)
+    self.shapes = self._shapes(nnx.as_pure(variables))
+    self.num_params = sum(x.size for x in jax.tree.leaves(self.shapes.params))
+    state_sharding = jax.tree.map(lambda x: x.sharding, self.shapes)
+    everywhere = sharding.replicated(mesh)
+    self.init = jax.jit(self._init, out_shardings=state_sharding)
+    self.step = jax.jit(
+      self._step, donate_argnums=0, out_shardings=(state_sharding, everywhere)
+    )
+    self.sequence_losses = jax.jit(
+      self._sequence_losses, out_shardings=everywhere
+    )
+
+  def model(self, params: Any) -> Transformer:
+    """Returns the model with some parameters; to be traced."""
+    return nnx.merge(self._graphdef, params)
+
+  def loss(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the mean loss of tokens of shape (B, T + 1); to be traced."""
+    model = self.model(params)
+    features_BTD, _ = model.features(tokens_BT[:, :-1])
+    return mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
+
+  def loss_and_gradients(
+    self, params: Any, tokens_ABT: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Returns mean loss and gradient of tokens of shape (A, B, T + 1)."""
+
+    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, None]:
+      one = jax.value_and_grad(self.loss)(params, tokens_BT)
+      return jax.tree.map(jnp.add, total, one), None
+
+    zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
+    total, _ = jax.lax.scan(add, zero, tokens_ABT)
+    return jax.tree.map(lambda x: x / len(tokens_ABT), total)
+
+  def _make_model(self) -> Transformer:
+    return Transformer(self.model_config, rngs=nnx.Rngs(self._seed))
+
+  def _shapes(self, params: Any) -> TrainState:
+    shardings = sharding.parameter_shardings(self.mesh, params)
+    opt_state = jax.eval_shape(self.optimizer.init, params)
+    state_shardings = sharding.state_shardings(
+      self.mesh, self.optimizer, opt_state, shardings
+    )
+    return jax.tree.map(
+      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+      TrainState(params, opt_state),
+      TrainState(shardings, state_shardings),
+    )
+
+  def _init(self) -> TrainState:
+    params = nnx.as_pure(nnx.state(self._make_model()))
+    return TrainState(params, self.optimizer.init(params))
+
+  def _step(
+    self, state: TrainState, tokens_ABT: jax.Array
+  ) -> tuple[TrainState, dict[str, jax.Array]]:
+    loss, gradients = self.loss_and_gradients(state.params, tokens_ABT)
+    norm = optax.tree.norm(gradients)
+    updates, opt_state = self.optimizer.update(
+      gradients, state.opt_state, state.params
+    )
+    params = optax.apply_updates(state.params, updates)
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+    def keep(new: jax.Array, old: jax.Array) -> jax.Array:
+      # Counters go on, so that the schedule stays a function of the step.
+      is_counter = jnp.issubdtype(new.dtype, jnp.integer)
+      return new if is_counter else jnp.where(is_finite, new, old)
+
+    state = jax.tree.map(keep, TrainState(params, opt_state), state)
+    return state, {'train_loss': loss, 'gradient_norm': norm}
+
+  def _sequence_losses(self, params: Any, tokens_ABT: jax.Array) -> jax.Array:
+    """Returns the mean loss of each sequence, nats a token, shape (A, B)."""
+
+    def measure(tokens_BT: jax.Array) -> jax.Array:
+      model = self.model(params)
+      features_BTD, _ = model.features(tokens_BT[:, :-1])
+      losses = token_losses(features_BTD, model.head_VD, tokens_BT[:, 1:])
+      return losses.mean(axis=-1)
+
+    return jax.lax.map(measure, tokens_ABT)
+
+
+def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
+  """Returns what the model is, with a rounded-up vocabulary."""
+  names = (
+    'context_length', 'num_layers', 'num_heads', 'width', 'mlp_width',
+    'architecture', 'qk_norm', 'untied_head', 'dtype', 'remat', 'unroll',
+  )  # fmt: skip
+  return ModelConfig(
+    vocab_size=padded_vocab_size(vocab_size),
+    **{name: getattr(config, name) for name in names},
+  )

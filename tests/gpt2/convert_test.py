@@ -1,0 +1,389 @@
+from collections.abc import Callable
+import dataclasses
+import json
+import math
+from pathlib import Path
+import types
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.convert import export_model, import_model, main
+from examples.gpt2.data.corpus import END_OF_TEXT
+from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.model.decoding import generate_tokens
+from examples.gpt2.model.files import (
+  arrays_by_path,
+  as_module,
+  by_path,
+  load_model,
+  save_model,
+  shapes,
+)
+from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.step import make_model_config
+
+_GPT2 = ModelConfig(
+  vocab_size=320,
+  context_length=16,
+  num_layers=2,
+  num_heads=2,
+  width=16,
+  mlp_width=24,
+)
+_LLAMA = dataclasses.replace(_GPT2, architecture='llama')
+_CONFIGS = {
+  'gpt2': _GPT2,
+  'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True),
+  'llama': dataclasses.replace(_LLAMA, untied_head=True),
+  'llama-tied': _LLAMA,
+}
+_NUM_TOKENS = 270
+_PADDED = {'token_embedding.embedding': 0, 'head.kernel': 1}
+_TEXT = 'some text, and some more text; the text ends — here'
+
+
+def _params(config: ModelConfig) -> dict:
+  generator = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: generator.normal(0.1, 0.3, x.shape).astype(np.float32),
+    shapes(config),
+  )
+
+
+def _save(folder: Path, config: ModelConfig) -> Path:
+  """Writes a model with a tokenizer."""
+  tokenizer = train_tokenizer([_TEXT], _NUM_TOKENS)
+  assert tokenizer.get_vocab_size() == _NUM_TOKENS
+  save_model(folder, config, _NUM_TOKENS, _params(config), tokenizer)
+  return folder
+
+
+def _export(folder: Path, kind: str) -> Path:
+  export_model(_save(folder / 'model', _CONFIGS[kind]), folder / 'exported')
+  return folder / 'exported'
+
+
+def _without_padding(params: dict) -> dict[str, np.ndarray]:
+  return {
+    path: x
+    if path not in _PADDED
+    else x.take(range(_NUM_TOKENS), axis=_PADDED[path])
+    for path, x in arrays_by_path(params).items()
+  }
+
+
+def _tokens() -> np.ndarray:
+  return np.random.default_rng(1).integers(_NUM_TOKENS, size=(3, 16))
+
+
+def _logits(folder: Path) -> np.ndarray:
+  model = load_model(folder)
+  logits = as_module(model.config, model.params)(_tokens())
+  return np.asarray(logits[..., : model.num_tokens])
+
+
+def _change_json(path: Path, **entries: object):
+  path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def _change_weights(folder: Path, change: Callable[[dict], dict]):
+  path = folder / 'model.safetensors'
+  safetensors.numpy.save_file(change(safetensors.numpy.load_file(path)), path)
+
+
+@pytest.mark.parametrize('kind', _CONFIGS)
+def test_a_model_goes_out_and_comes_back_bit_for_bit(tmp_path: Path, kind: str):
+  exported = _export(tmp_path, kind)
+  import_model(exported, tmp_path / 'imported')
+  model = load_model(tmp_path / 'imported')
+  assert (model.config, model.num_tokens) == (_CONFIGS[kind], _NUM_TOKENS)
+  expected = _without_padding(_params(_CONFIGS[kind]))
+  chex.assert_trees_all_equal(_without_padding(model.params), expected)
+  before = load_model(tmp_path / 'model')
+  assert model.tokenizer.to_str() == before.tokenizer.to_str()
+  export_model(tmp_path / 'imported', tmp_path / 'again')
+  for path in exported.iterdir():
+    assert (tmp_path / 'again' / path.name).read_bytes() == path.read_bytes()
+
+
+def test_imported_vocabularies_are_rounded_up_as_the_trainers(tmp_path: Path):
+  import_model(_export(tmp_path, 'gpt2'), tmp_path / 'imported')
+  config = resolve(Config())
+  for size in (_NUM_TOKENS, 320):
+    assert make_model_config(config, size).vocab_size == 320
+  assert load_model(tmp_path / 'imported').config.vocab_size == 320
+
+
+def test_rounding_up_leaves_logits_and_hardly_moves_the_loss(tmp_path: Path):
+  params = _params(_GPT2)
+  # Logits far below zero, which is what rows of zeros would have.
+  params['token_embedding']['embedding'] -= 1
+  params['final_norm']['bias'] += 1
+  save_model(tmp_path / 'model', _GPT2, _NUM_TOKENS, params)
+  export_model(tmp_path / 'model', tmp_path / 'exported')
+  import_model(tmp_path / 'exported', tmp_path / 'imported')
+  model = load_model(tmp_path / 'imported')
+  logits = as_module(model.config, model.params)(_tokens())
+  assert logits.max() < -5
+  np.testing.assert_array_equal(
+    logits[..., :_NUM_TOKENS], _logits(tmp_path / 'model')
+  )
+  sums = jax.nn.logsumexp(logits, axis=-1)
+  growth = sums - jax.nn.logsumexp(logits[..., :_NUM_TOKENS], axis=-1)
+  assert growth.min() > 0
+  assert growth.max() <= math.log(320 / _NUM_TOKENS) + 1e-5
+
+
+def test_rows_that_no_token_has_are_padding(tmp_path: Path):
+  exported = _export(tmp_path, 'gpt2')
+  _change_json(exported / 'config.json', vocab_size=300)
+  _change_weights(
+    exported,
+    lambda x: (
+      x
+      | {
+        'transformer.wte.weight': np.pad(
+          x['transformer.wte.weight'], ((0, 30), (0, 0))
+        )
+      }
+    ),
+  )
+  import_model(exported, tmp_path / 'imported')
+  model = load_model(tmp_path / 'imported')
+  assert (model.num_tokens, model.config.vocab_size) == (_NUM_TOKENS, 320)
+  (exported / 'tokenizer.json').unlink()
+  import_model(exported, tmp_path / 'without')
+  model = load_model(tmp_path / 'without')
+  assert (model.num_tokens, model.tokenizer) == (300, None)
+
+
+def test_models_of_other_versions_are_read(tmp_path: Path):
+  exported = _export(tmp_path, 'gpt2')
+  weights = safetensors.numpy.load_file(exported / 'model.safetensors')
+  bare = {k.removeprefix('transformer.'): x for k, x in weights.items()}
+  bare |= {
+    'h.0.attn.bias': np.tril(np.ones((1, 1, 16, 16), bool)),
+    'h.1.attn.masked_bias': np.float32([-1e4]),
+    'lm_head.weight': bare['wte.weight'],
+  }
+  _change_weights(exported, lambda _: bare)
+  import_model(exported, tmp_path / 'imported')
+  np.testing.assert_array_equal(
+    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
+  )
+
+
+def test_weights_in_parts_and_of_half_precision_are_read(tmp_path: Path):
+  exported = _export(tmp_path, 'llama')
+  weights = safetensors.numpy.load_file(exported / 'model.safetensors')
+  half = {k: x.astype(jnp.bfloat16) for k, x in weights.items()}
+  names, parts = sorted(half), {}
+  for number in range(2):
+    part = f'model-{number}.safetensors'
+    safetensors.numpy.save_file(
+      {name: half[name] for name in names[number::2]}, exported / part
+    )
+    parts |= dict.fromkeys(names[number::2], part)
+  index = exported / 'model.safetensors.index.json'
+  index.write_text(json.dumps({'weight_map': parts}))
+  (exported / 'model.safetensors').unlink()
+  import_model(exported, tmp_path / 'imported')
+  got = by_path(load_model(tmp_path / 'imported').params)
+  expected = _params(_CONFIGS['llama'])['final_norm']['scale']
+  np.testing.assert_array_equal(
+    got['final_norm.scale'], expected.astype(jnp.bfloat16).astype(np.float32)
+  )
+  assert all(x.dtype == np.float32 for x in got.values())
+
+
+def test_qk_norm_cannot_be_exported(tmp_path: Path):
+  config = dataclasses.replace(_GPT2, qk_norm=True)
+  _save(tmp_path / 'model', config)
+  with pytest.raises(UsageError, match='has qk_norm, which neither'):
+    export_model(tmp_path / 'model', tmp_path / 'exported')
+  assert not (tmp_path / 'exported').exists()
+
+
+@pytest.mark.parametrize(
+  ('kind', 'entries', 'message'),
+  [
+    ('gpt2', dict(model_type='opt'), "model_type must be .* got 'opt'"),
+    ('gpt2', dict(n_layer='2'), "n_layer must be .* got '2'"),
+    ('gpt2', dict(n_head=3), 'got 16 for 3 heads'),
+    ('gpt2', dict(activation_function='gelu'), 'activation_function must be'),
+    ('gpt2', dict(layer_norm_epsilon=1e-6), 'layer_norm_epsilon must be 1e-05'),
+    (
+      'gpt2',
+      dict(scale_attn_by_inverse_layer_idx=True),
+      'inverse_layer_idx must be False',
+    ),
+    ('gpt2', dict(n_inner=None), r'mlp.c_fc.bias is float32\[24\], .*\[64\]'),
+    ('gpt2', dict(n_positions=8), r'wpe.weight is float32\[16, 16\], .*\[8,'),
+    ('llama', dict(rms_norm_eps=1e-5), 'rms_norm_eps must be 1e-06'),
+    ('llama', dict(num_key_value_heads=1), 'num_key_value_heads must be 2'),
+    ('llama', dict(head_dim=4), 'head_dim must be 8'),
+    ('llama', dict(attention_bias=True), 'attention_bias must be False'),
+    ('llama', dict(rope_theta=5e5), 'rope_theta must be 10000.0, .* 500000.0'),
+    ('llama', dict(rope_scaling={'type': 'linear'}), 'rope_scaling must be'),
+    (
+      'llama',
+      dict(rope_parameters={'rope_type': 'default', 'rope_theta': 1.0}),
+      'rope_theta must be 10000.0, .* got 1.0',
+    ),
+    (
+      'llama',
+      dict(rope_parameters={'rope_type': 'yarn', 'rope_theta': 1e4}),
+      'rope_scaling must be None',
+    ),
+    ('llama', dict(num_attention_heads=16), 'must have .* got 16 for 16'),
+    ('llama', dict(tie_word_embeddings=True), 'lm_head.weight that is not'),
+    ('llama-tied', dict(tie_word_embeddings=False), 'lm_head.weight is not'),
+    ('llama', dict(num_hidden_layers=1), 'model.layers.1.* expected not there'),
+  ],
+)
+def test_models_that_are_not_ours_are_refused(
+  tmp_path: Path, kind: str, entries: dict, message: str
+):
+  exported = _export(tmp_path, kind)
+  _change_json(exported / 'config.json', **entries)
+  with pytest.raises(UsageError, match=message) as caught:
+    import_model(exported, tmp_path / 'imported')
+  assert str(exported) in str(caught.value)
+  assert not (tmp_path / 'imported').exists()
+
+
+def test_pickles_are_refused(tmp_path: Path):
+  exported = _export(tmp_path, 'gpt2')
+  (exported / 'model.safetensors').rename(exported / 'pytorch_model.bin')
+  with pytest.raises(
+    UsageError, match=r'pytorch_model\.bin is not read, since'
+  ):
+    import_model(exported, tmp_path / 'imported')
+  (exported / 'pytorch_model.bin').unlink()
+  with pytest.raises(UsageError, match=r'no model\.safetensors: expected'):
+    import_model(exported, tmp_path / 'imported')
+
+
+def test_an_index_reads_nothing_outside_of_its_folder(tmp_path: Path):
+  exported = _export(tmp_path, 'gpt2')
+  (exported / 'model.safetensors').rename(tmp_path / 'other.safetensors')
+  index = exported / 'model.safetensors.index.json'
+  index.write_text('{"weight_map": {"a": "../other.safetensors"}}')
+  with pytest.raises(UsageError, match=r'exported/other\.safetensors is miss'):
+    import_model(exported, tmp_path / 'imported')
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(
+  tmp_path: Path, capsys: pytest.CaptureFixture
+):
+  (tmp_path / 'out').mkdir()
+  (tmp_path / 'out' / 'mine.txt').write_text('mine')
+  for command in ('export', 'import'):
+    with pytest.raises(SystemExit) as caught:
+      main([command, str(tmp_path / 'nowhere'), str(tmp_path / 'out')])
+    assert caught.value.code == 2
+    assert 'not an empty folder' in capsys.readouterr().err
+  assert [p.name for p in (tmp_path / 'out').iterdir()] == ['mine.txt']
+
+
+def test_commands_reach_their_functions(tmp_path: Path):
+  _save(tmp_path / 'model', _GPT2)
+  out = tmp_path / 'exported'
+  main(['export', str(tmp_path / 'model'), str(out)])
+  main(['import', str(out), str(tmp_path / 'imported')])
+  assert load_model(tmp_path / 'imported').config == _GPT2
+  with safetensors.safe_open(out / 'model.safetensors', 'np') as file:
+    assert file.metadata() == {'format': 'pt'}  # Some versions insist on it.
+  settings = json.loads((out / 'config.json').read_text())
+  end = load_model(tmp_path / 'model').tokenizer.token_to_id(END_OF_TEXT)
+  assert settings['eos_token_id'] == settings['bos_token_id'] == end
+
+
+def _transformers() -> types.ModuleType:
+  reason = 'needs torch and transformers, to compare with'
+  pytest.importorskip('torch', reason=reason)
+  return pytest.importorskip('transformers', reason=reason)
+
+
+def _their_logits(model: object) -> np.ndarray:
+  torch = pytest.importorskip('torch')
+  with torch.no_grad():
+    return model.eval()(torch.tensor(_tokens())).logits.numpy()
+
+
+@pytest.mark.parametrize('kind', _CONFIGS)
+def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
+  transformers = _transformers()
+  torch = pytest.importorskip('torch')
+  exported = _export(tmp_path, kind)
+  theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
+    exported, output_loading_info=True
+  )
+  assert not info['unexpected_keys']
+  assert set(info['missing_keys']) <= {'lm_head.weight'}
+  np.testing.assert_allclose(
+    _their_logits(theirs), _logits(tmp_path / 'model'), atol=1e-4
+  )
+  tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
+  model = load_model(tmp_path / 'model')
+  ids = tokenizer('some text', return_tensors='pt')
+  assert ids['input_ids'].tolist() == [model.tokenizer.encode('some text').ids]
+  length = ids['input_ids'].shape[1]
+  written = theirs.generate(
+    **ids, do_sample=False, max_length=16, eos_token_id=-1, pad_token_id=0
+  )
+  ours = generate_tokens(
+    model.config,
+    model.params,
+    ids['input_ids'][0].numpy(),
+    16 - length,
+    num_identifiers=_NUM_TOKENS,
+    temperature=0.0,
+    key=jax.random.key(0),
+  )
+  assert torch.equal(written[0, length:], torch.tensor(np.asarray(ours[0])))
+  text = tokenizer.decode(written[0, length:])
+  assert text == model.tokenizer.decode(ours[0].tolist(), False)
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-tied'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
+  transformers = _transformers()
+  torch = pytest.importorskip('torch')
+  torch.manual_seed(0)
+  if kind == 'gpt2':
+    config = transformers.GPT2Config(
+      vocab_size=_NUM_TOKENS, n_positions=16, n_embd=16, n_layer=2, n_head=2
+    )
+  else:
+    config = transformers.LlamaConfig(
+      vocab_size=_NUM_TOKENS,
+      hidden_size=16,
+      intermediate_size=24,
+      num_hidden_layers=2,
+      num_attention_heads=2,
+      max_position_embeddings=16,
+      tie_word_embeddings=kind == 'llama-tied',
+    )
+  theirs = transformers.AutoModelForCausalLM.from_config(config)
+  with torch.no_grad():
+    for parameter in theirs.parameters():
+      parameter.add_(0.2 * torch.randn(parameter.shape))
+  theirs.to(getattr(torch, dtype)).save_pretrained(tmp_path / 'theirs')
+  import_model(tmp_path / 'theirs', tmp_path / 'imported')
+  # Half precision would round the frequencies of rotary positions too.
+  theirs = transformers.AutoModelForCausalLM.from_pretrained(
+    tmp_path / 'theirs', dtype=torch.float32
+  )
+  np.testing.assert_allclose(
+    _logits(tmp_path / 'imported'), _their_logits(theirs), atol=1e-4
+  )

@@ -1,0 +1,154 @@
+import gzip
+import json
+from pathlib import Path
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.data.documents import DocumentReader
+
+
+def _read(*paths: Path, **options) -> list[str]:
+  return list(DocumentReader(paths, **options).read(lambda _: None))
+
+
+def test_json_lines_are_documents(tmp_path: Path):
+  path = tmp_path / 'a.jsonl'
+  path.write_text('{"text": "one"}\n\n{"id": 2, "text": "t\\u0077o\\n"}')
+  assert _read(path) == ['one', 'two\n']
+  path.write_text('{"body": {}, "text": "one", "content": "two"}')
+  assert _read(path, text_field='content') == ['two']
+
+
+def test_lines_with_the_end_of_text_token_part_documents(tmp_path: Path):
+  path = tmp_path / 'a.txt'
+  path.write_bytes(
+    b'<|endoftext|>\none\ntwo\n<|endoftext|>\r\n\n'
+    b'x = "<|endoftext|>"\n <|endoftext|> \n<|endoftext|>\nlast <|endoftext|>'
+  )
+  assert _read(path) == [
+    'one\ntwo\n',
+    '\nx = "<|endoftext|>"\n',
+    'last <|endoftext|>',
+  ]
+
+
+@hypothesis.given(
+  words=st.lists(
+    st.sampled_from(['w' * 99, '\n' * 3, 'ä' * 7, '漢' * 999, 'b' * 200_000]),
+    max_size=99,
+  ),
+  separator=st.sampled_from(['', ' ', '\n']),
+)
+@hypothesis.example(words=['a' * (1 << 14)], separator='')
+def test_long_texts_are_cut_and_nothing_is_lost(
+  tmp_path_factory, words: list[str], separator: str
+):
+  path = tmp_path_factory.mktemp('long') / 'a.txt'
+  text = separator.join(words)
+  path.write_bytes(text.encode())
+  assert ''.join(_read(path)) == text
+
+
+@pytest.mark.parametrize('end', ['\n', ' '])
+def test_long_texts_are_cut_at_the_end_of_a_line_or_word(tmp_path: Path, end):
+  path = tmp_path / 'a.txt'
+  path.write_text(('ninety nine' + end) * 50_000)
+  documents = _read(path)
+  assert len(documents) == 5
+  assert all(text.startswith('ninety') for text in documents)
+  assert all(text.endswith(end) for text in documents)
+
+
+def test_compressed_files_are_unpacked(tmp_path: Path):
+  for name in ('a.txt.gz', 'b.json.gz'):
+    with gzip.open(tmp_path / name, 'wt') as file:
+      file.write(json.dumps({'text': name}))
+  assert _read(tmp_path) == ['{"text": "a.txt.gz"}', 'b.json.gz']
+
+
+def test_files_are_read_in_order_and_without_hidden_ones(tmp_path: Path):
+  for name in ('b', 'a/z', '.git/c', '.d', 'a/.e'):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text(name)
+  assert _read(tmp_path) == ['a/z', 'b']
+  assert _read(tmp_path / 'b', tmp_path / 'a') == ['b', 'a/z']
+  assert _read(tmp_path / '.d') == ['.d']
+
+
+@pytest.mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz', 'a.jsonl.gz'])
+def test_progress_ends_at_the_size_of_the_files(tmp_path: Path, name: str):
+  content = b'{"text": "word"}\n' * 200_000
+  if name.endswith('.gz'):
+    content = gzip.compress(content, 1)
+  (tmp_path / name).write_bytes(content)
+  read: list[int] = []
+  reader = DocumentReader([tmp_path])
+  for _ in reader.read(read.append):
+    pass
+  assert sum(read) == reader.num_bytes == len(content)
+
+
+def test_documents_are_streamed(tmp_path: Path):
+  path = tmp_path / 'a.jsonl'
+  path.write_bytes(b'{"text": "word"}\n' * 200_000)
+  read: list[int] = []
+  next(DocumentReader([path]).read(read.append))
+  assert sum(read) < path.stat().st_size / 2
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  [
+    ('a.txt', b'a\nb\ncaf\xe9\n', 'a.txt, line 3: .*UTF-8 text.*0xe9'),
+    ('a.txt', b'a\n<|endoftext|>\nb\n\xff', 'line 4: '),
+    ('a.txt', b'a\n\xe6\xbc', 'line 2: '),
+    ('a.txt', b'long ' * 50_000 + b'\n\xff', 'line 2: '),
+    ('a.jsonl', b'{"text": ""}\n\n{"text": 1', 'a.jsonl, line 3: .*JSON obj'),
+    ('a.jsonl', b'{"text": ""}\n{"txt": "a"}', "line 2: .*field 'text'.*txt"),
+    ('a.jsonl', b'{"text": 1}', "line 1: .*field 'text'"),
+    ('a.jsonl', b'["text"]', 'line 1: '),
+    ('a.jsonl', b'\n{"text": "\xe9"}', 'line 2: .*0xe9'),
+    ('a.jsonl', b'{"text": "\\ud800"}', 'line 1: .*surrogates'),
+    ('a.jsonl', b'[' * 100_000, 'line 1: .*recursion'),
+  ],
+)
+def test_a_document_that_cannot_be_read_is_named(
+  tmp_path: Path, name: str, content: bytes, message: str
+):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(UsageError, match=message + '.*--skip-bad'):
+    _read(tmp_path)
+
+
+def test_documents_that_cannot_be_read_can_be_skipped(tmp_path: Path):
+  (tmp_path / 'a.jsonl').write_bytes(b'{"text": "one"}\n\xff\n{}\n')
+  (tmp_path / 'b.txt').write_bytes(b'x\xff\ny\n<|endoftext|>\ntwo')
+  reader = DocumentReader([tmp_path], skip_bad=True)
+  for _ in range(2):
+    assert list(reader.read(lambda _: None)) == ['one', 'two']
+    assert reader.num_skipped == 3
+
+
+@pytest.mark.parametrize(
+  'content',
+  [
+    b'no gzip',
+    gzip.compress(b'text' * 99)[:-9],
+    gzip.compress(b'text')[:10] + b'\xff' * 20,
+  ],
+  ids=['not compressed', 'cut off', 'changed'],
+)
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes):
+  (tmp_path / 'a.txt.gz').write_bytes(content)
+  with pytest.raises(UsageError, match=r'a\.txt\.gz is damaged'):
+    _read(tmp_path, skip_bad=True)
+
+
+def test_missing_documents_are_refused(tmp_path: Path):
+  with pytest.raises(UsageError, match='nothing does not exist: expected'):
+    DocumentReader([tmp_path / 'nothing'])
+  with pytest.raises(UsageError, match='holds no files'):
+    DocumentReader([tmp_path])

@@ -1,0 +1,246 @@
+import dataclasses
+import math
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.data import tokens as tokens_module
+from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.data.tokens import load_tokens
+
+
+def _with_bins(config: Config, folder: Path, train, val, dtype=np.uint16):
+  np.array(train, dtype).tofile(folder / 'train.bin')
+  np.array(val, dtype).tofile(folder / 'val.bin')
+  return dataclasses.replace(config, data=str(folder))
+
+
+def _cache_entry(config: Config) -> Path:
+  (path,) = config.cache_dir.glob('*/tokenizer.json')
+  return path.parent
+
+
+def _survey_file(config: Config) -> Path:
+  (path,) = (config.cache_dir / 'surveys').iterdir()
+  return path
+
+
+def test_tokens_decode_to_the_text(tiny: Config):
+  tokens = load_tokens(tiny)
+  text = Path(tiny.data).read_text()
+  ids = tokens.train.tolist() + tokens.validation.tolist()
+  assert tokens.tokenizer.decode(ids) == text
+  assert tokens.vocab_size == tiny.vocab_size
+  assert tokens.num_bytes == len(text.encode())
+
+
+def test_the_smallest_vocabulary_gives_bytes(tiny: Config):
+  tokens = load_tokens(dataclasses.replace(tiny, vocab_size=257))
+  text = Path(tiny.data).read_bytes()
+  # An end-of-text token follows each part.
+  assert len(tokens.train) + len(tokens.validation) == len(text) + 2
+
+
+def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
+  first = load_tokens(tiny)
+  Path(tiny.data).write_text('other text ' * 500)
+  assert load_tokens(tiny).sha256 != first.sha256
+  monkeypatch.setattr(tokens_module, '_fill_cache', None)
+  load_tokens(tiny)
+
+
+def test_an_interrupted_tokenization_leaves_no_cache(tiny: Config, monkeypatch):
+  def fail(*_):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch:
+    patch.setattr(tokens_module, 'encode', fail)
+    with pytest.raises(KeyboardInterrupt):
+      load_tokens(tiny)
+  assert not list(tiny.cache_dir.iterdir())
+  load_tokens(tiny)
+
+
+def test_of_two_runs_at_once_the_quicker_fills_the_cache(tiny, monkeypatch):
+  def train(*args):
+    with monkeypatch.context() as patch:
+      patch.setattr(tokens_module, 'train_tokenizer', train_tokenizer)
+      load_tokens(tiny)
+    return train_tokenizer(*args)
+
+  monkeypatch.setattr(tokens_module, 'train_tokenizer', train)
+  assert len(load_tokens(tiny).train) > 0
+  assert not list(tiny.cache_dir.glob('partial-*'))
+
+
+def test_a_cache_of_tokens_that_cannot_be_written_is_an_error(tiny: Config):
+  tiny.cache_dir.write_text('a file, no folder')
+  with pytest.raises(OSError, match='cache'):
+    load_tokens(tiny)
+
+
+def test_training_the_tokenizer_twice_gives_the_same(tiny: Config, tmp_path):
+  again = dataclasses.replace(tiny, cache_dir=tmp_path / 'another')
+  first, second = load_tokens(tiny), load_tokens(again)
+  np.testing.assert_array_equal(first.train, second.train)
+  assert first.tokenizer.to_str() == second.tokenizer.to_str()
+
+
+def test_unigram_entropy(tiny: Config, tmp_path: Path):
+  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
+  entropy = 0.5 * math.log(2) + 0.5 * math.log(4)
+  assert load_tokens(config).unigram_entropy == pytest.approx(entropy)
+
+
+def test_nanogpt_files_are_read(tiny: Config, tmp_path: Path):
+  train = np.arange(200) % 288
+  tokens = load_tokens(_with_bins(tiny, tmp_path, train, train[:50]))
+  np.testing.assert_array_equal(tokens.train, train)
+  assert tokens.validation.dtype == np.uint16
+  assert tokens.tokenizer is None
+  assert tokens.vocab_size == 288
+
+
+def test_a_token_outside_the_vocabulary_is_refused(tiny: Config, tmp_path):
+  config = _with_bins(tiny, tmp_path, [288] * 100, [0] * 100)
+  with pytest.raises(UsageError, match='288.*--vocab-size'):
+    load_tokens(config)
+
+
+@pytest.mark.parametrize(
+  ('train', 'val', 'part'), [(9, 99, 'training'), (99, 9, 'validation')]
+)
+def test_too_short_a_part_is_refused(tiny, tmp_path, train, val, part):
+  config = _with_bins(tiny, tmp_path, [0] * train, [0] * val)
+  with pytest.raises(
+    UsageError, match=f'{part}.*9 tokens.*--context-length 16'
+  ):
+    load_tokens(config)
+
+
+def test_a_torn_token_file_is_refused(tiny: Config, tmp_path: Path):
+  config = _with_bins(tiny, tmp_path, [0] * 99, [0] * 99, np.uint8)
+  with pytest.raises(UsageError, match=r'train\.bin has 99 bytes.*uint16'):
+    load_tokens(config)
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_half_of_the_token_files_is_refused(tiny, tmp_path, name: str):
+  config = _with_bins(tiny, tmp_path, [0] * 99, [0] * 99)
+  (tmp_path / name).unlink()
+  with pytest.raises(UsageError, match=f'no {name}'):
+    load_tokens(config)
+
+
+def test_a_cache_with_a_lost_file_is_filled_again(tiny: Config):
+  first = load_tokens(tiny)
+  entry = _cache_entry(tiny)
+  (entry / 'val.bin').unlink()
+  np.testing.assert_array_equal(load_tokens(tiny).validation, first.validation)
+
+
+def test_a_damaged_tokenizer_is_named(tiny: Config):
+  load_tokens(tiny)
+  entry = _cache_entry(tiny)
+  (entry / 'tokenizer.json').write_text('junk')
+  with pytest.raises(UsageError, match=r'tokenizer\.json.*delete it'):
+    load_tokens(tiny)
+
+
+def test_token_files_are_surveyed_once(tiny: Config, tmp_path, monkeypatch):
+  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
+  first = load_tokens(config)
+  monkeypatch.setattr(tokens_module, '_survey', None)
+  second = load_tokens(config)
+  assert (second.sha256, second.unigram_entropy) == (
+    first.sha256,
+    first.unigram_entropy,
+  )
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_changed_token_files_are_surveyed_again(tiny, tmp_path, name: str):
+  config = _with_bins(tiny, tmp_path, [0] * 100, [1] * 100)
+  before = load_tokens(config)
+  path = tmp_path / name
+  stat = path.stat()
+  _wait_for_another_time(path)
+  np.full(100, 7, np.uint16).tofile(path)
+  # As cp --preserve does it.
+  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+  assert load_tokens(config).sha256 != before.sha256
+
+
+def _wait_for_another_time(path: Path) -> None:
+  """Waits until a change of the file is seen in its times."""
+  last = path.stat().st_ctime_ns
+  while path.stat().st_ctime_ns == last:
+    path.touch()
+
+
+def test_the_survey_of_other_files_is_not_taken(tiny: Config, tmp_path: Path):
+  folders = tmp_path / 'one', tmp_path / 'two'
+  hashes = set()
+  for i, folder in enumerate(folders):
+    folder.mkdir()
+    config = _with_bins(tiny, folder, [i] * 100, [0] * 100)
+    hashes.add(load_tokens(config).sha256)
+  assert len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+  'content',
+  [b'', b'junk', b'\xff', b'{}', b'[]', b'{"largest_token": 1}']
+  + [b'{"largest_token": "1", "sha256": "a", "unigram_entropy": 0.5}'],
+)
+def test_a_damaged_survey_is_made_again(tiny, tmp_path, content: bytes):
+  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
+  first = load_tokens(config)
+  whole = _survey_file(config).read_bytes()
+  _survey_file(config).write_bytes(content)
+  assert load_tokens(config).sha256 == first.sha256
+  assert _survey_file(config).read_bytes() == whole
+
+
+def test_a_cache_that_cannot_be_written_does_not_stop_a_run(tiny, tmp_path):
+  config = _with_bins(tiny, tmp_path, [0] * 100, [2] * 100)
+  config.cache_dir.write_text('a file, no folder')
+  assert load_tokens(config).unigram_entropy == pytest.approx(math.log(2))
+
+
+@pytest.mark.parametrize('text', ['ä' * 60, 'word ' * 60])
+def test_text_that_is_certainly_too_short_is_refused_before_the_work(
+  tiny: Config, monkeypatch, text: str
+):
+  monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
+  Path(tiny.data).write_text(text)
+  with pytest.raises(UsageError, match=r'validation.*at most .*few.*length 16'):
+    load_tokens(tiny)
+
+
+def test_characters_of_more_bytes_can_be_long_enough(tiny: Config):
+  Path(tiny.data).write_text('ä' * 200)
+  config = dataclasses.replace(tiny, vocab_size=257)
+  assert len(load_tokens(config).validation) == 21
+
+
+def test_text_that_is_just_long_enough_is_taken(tiny: Config):
+  # The last twentieth: 16 bytes, which are 16 tokens, and an end-of-text token.
+  Path(tiny.data).write_text('\n'.join(['a'] * 152) + 'b' * 17)
+  config = dataclasses.replace(tiny, vocab_size=257)
+  assert len(load_tokens(config).validation) == 17
+
+
+@pytest.mark.parametrize('size', [-10, None])
+def test_a_damaged_cache_is_made_anew(tiny: Config, size: int | None):
+  before = load_tokens(tiny)
+  expected = np.array(before.train)
+  (path,) = tiny.cache_dir.glob('*/train.bin')
+  content = bytearray(path.read_bytes())
+  content[20] ^= 1
+  path.write_bytes(content[:size])
+  with pytest.warns(UserWarning, match='damaged'):
+    np.testing.assert_array_equal(load_tokens(tiny).train, expected)

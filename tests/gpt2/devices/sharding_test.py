@@ -1,0 +1,173 @@
+from flax import nnx
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices.sharding import (
+  batch_sharding,
+  check_sizes,
+  constrain,
+  make_mesh,
+  num_batch_shards,
+  parameter_shardings,
+  path_name,
+  replicated,
+)
+from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.presets import OPTIMIZERS, resolve
+from examples.gpt2.run.step import Trainer
+
+
+@pytest.mark.parametrize(
+  ('text', 'shape'),
+  [
+    ('', (8, 1, 1)),
+    ('fsdp=4,tensor=2', (1, 4, 2)),
+    ('tensor=2', (4, 1, 2)),
+    ('data=2, fsdp=2, tensor=2', (2, 2, 2)),
+    ('fsdp=8', (1, 8, 1)),
+  ],
+)
+def test_mesh_shapes(text: str, shape: tuple[int, ...]):
+  mesh = make_mesh(text)
+  assert mesh.axis_names == ('data', 'fsdp', 'tensor')
+  assert tuple(mesh.shape.values()) == shape
+  assert num_batch_shards(mesh) == shape[0] * shape[1]
+
+
+@hypothesis.given(
+  st.permutations(['data', 'fsdp', 'tensor']),
+  st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3),
+)
+def test_a_mesh_has_all_devices_or_says_why_not(
+  axes: list[str], sizes: list[int]
+):
+  given = dict(zip(axes, sizes, strict=False))
+  text = ','.join(f'{k}={v}' for k, v in given.items())
+  product = int(np.prod(sizes))
+  if product != 8 if 'data' in given else 8 % product:
+    with pytest.raises(UsageError, match=f'{product}, must be'):
+      make_mesh(text)
+    return
+  mesh = make_mesh(text)
+  assert given.items() <= dict(mesh.shape).items()
+  assert set(mesh.devices.flat) == set(jax.devices())
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    ('fsdp=3', ['fsdp=3', '3', '8', 'divide']),
+    ('data=2,fsdp=2', ['product', '4', '8']),
+    ('tensor=16', ['16', '8']),
+    ('model=2', ['model=2', 'data', 'fsdp', 'tensor']),
+    ('fsdp=0', ['fsdp=0', 'at least 1']),
+    ('fsdp=-2', ["'fsdp=-2'"]),
+    ('fsdp=two', ['fsdp=two']),
+    ('fsdp', ["'fsdp'"]),
+    ('fsdp=2,fsdp=2', ['once']),
+  ],
+)
+def test_a_wrong_mesh_is_explained(text: str, words: list[str]):
+  with pytest.raises(UsageError, match='--mesh') as error:
+    make_mesh(text)
+  for word in words:
+    assert word in str(error.value)
+
+
+def test_the_batch_must_fit_the_mesh():
+  config = resolve(Config(batch_size=12, micro_batch_size=12))
+  with pytest.raises(UsageError, match='8 of --mesh must divide.*size 12'):
+    check_sizes(make_mesh(''), config)
+  check_sizes(make_mesh('fsdp=4,tensor=2'), config)
+
+
+def test_heads_must_fit_the_mesh():
+  with pytest.raises(UsageError, match='tensor = 8 .*--num-heads 4'):
+    check_sizes(make_mesh('tensor=8'), resolve(Config()))
+
+
+def test_a_dimension_that_does_not_fit_is_named():
+  params = {'mlp': {'up': {'kernel': jax.ShapeDtypeStruct((6, 24), 'float32')}}}
+  with pytest.raises(UsageError, match=r'fsdp = 4.*6.*mlp\.up\.kernel'):
+    parameter_shardings(make_mesh('fsdp=4,tensor=2'), params)
+
+
+@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
+def test_every_matrix_is_split_over_all_devices(architecture: str):
+  config = ModelConfig(
+    256, 16, 3, 4, 64, 128, architecture, qk_norm=True, untied_head=True
+  )
+  params = nnx.as_pure(
+    nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+  )
+  shardings = parameter_shardings(make_mesh('fsdp=4,tensor=2'), params)
+  for (path, param), sharding in zip(
+    jax.tree.leaves_with_path(params), jax.tree.leaves(shardings), strict=True
+  ):
+    name = path_name(path)
+    shard = sharding.shard_shape(param.shape)
+    parts = param.size // int(np.prod(shard))
+    if name == 'position_embedding.embedding':
+      assert parts == 4
+    elif name.endswith(('kernel', 'embedding')):
+      assert parts == 8, name
+    elif 'norm' in name:
+      assert parts == 1, name
+    if name.startswith('blocks.'):
+      assert shard[0] == 3, 'layers stay whole'
+    if name == 'blocks.attention.qkv.kernel':
+      assert shard == (3, 16, 2, 3, 16), 'heads stay whole'
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_moments_lie_as_their_parameters(optimizer: str):
+  mesh = make_mesh('fsdp=4,tensor=2')
+  config = resolve(
+    Config(optimizer=optimizer, num_layers=1, width=64, micro_batch_size=8)
+  )
+  shapes = Trainer(config, 512, mesh).shapes
+  params = {
+    path_name(path): x for path, x in jax.tree.leaves_with_path(shapes.params)
+  }
+  moments = 0
+  for path, leaf in jax.tree.leaves_with_path(shapes.opt_state):
+    name = path_name(path)
+    owner = [param for param in params if name.endswith('.' + param)]
+    if owner:
+      moments += 1
+      assert leaf.sharding == params[owner[0]].sharding, name
+      assert leaf.shape == params[owner[0]].shape
+    else:
+      assert leaf.sharding.is_fully_replicated, name
+  hidden = sum(
+    name.startswith('blocks.') and name.endswith('kernel') for name in params
+  )
+  by_optimizer = {'lion': len(params), 'muon': 2 * len(params) - hidden}
+  assert moments == by_optimizer.get(optimizer, 2 * len(params))
+  kernel = shapes.params['blocks']['mlp']['up']['kernel']
+  assert kernel.sharding.spec == P(None, 'fsdp', 'tensor')
+  assert kernel.sharding.shard_shape(kernel.shape) == (1, 16, 128)
+
+
+def test_batches_are_split_and_metrics_are_not():
+  mesh = make_mesh('data=2,fsdp=2,tensor=2')
+  assert batch_sharding(mesh).shard_shape((3, 8, 17)) == (3, 2, 17)
+  assert replicated(mesh).shard_shape((3, 8)) == (3, 8)
+
+
+def test_constrain_pins_an_activation():
+  mesh = make_mesh('fsdp=4,tensor=2')
+  x = jnp.zeros((8, 5, 4, 6))
+  assert constrain(x) is x
+  with jax.set_mesh(mesh):
+    features = jax.jit(constrain)(x)
+    heads = jax.jit(lambda x: constrain(x, 'heads'))(x)
+  assert features.sharding.shard_shape(x.shape) == (2, 5, 4, 6)
+  assert heads.sharding.shard_shape(x.shape) == (2, 5, 2, 6)

@@ -1,0 +1,179 @@
+import re
+from unittest import mock
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.model import loss
+from examples.gpt2.model.loss import (
+  chunk_length,
+  mean_cross_entropy,
+  token_losses,
+)
+
+
+def _plain(features, head, targets):
+  """Cross-entropy of all logits at once, in float32."""
+  logits = jnp.einsum('BTD,VD->BTV', features.astype('float32'), head)
+  return optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+
+
+def _plain_mean(*args):
+  return _plain(*args).mean()
+
+
+def _inputs(batch, length, width, vocab_size, dtype='float32', scale=1.0):
+  generator = np.random.default_rng((batch, length, vocab_size))
+  features = scale * generator.normal(size=(batch, length, width))
+  return (
+    jnp.asarray(features, dtype),
+    jnp.asarray(generator.normal(size=(vocab_size, width)), 'float32'),
+    jnp.asarray(generator.integers(vocab_size, size=(batch, length)), 'int32'),
+  )
+
+
+def _jit(function):
+  # A new function each time: the old would remember the size of its chunks.
+  def run(*args):
+    return function(*args)
+
+  return jax.jit(run)
+
+
+def _value_and_grad(function):
+  return _jit(jax.value_and_grad(function, argnums=(0, 1)))
+
+
+@hypothesis.given(
+  batch=st.integers(1, 3),
+  length=st.integers(1, 12),
+  vocab_size=st.integers(1, 20),
+  at_once=st.integers(0, 200),
+)
+@hypothesis.settings(max_examples=6)
+def test_loss_and_gradients_equal_those_of_full_logits(
+  batch: int, length: int, vocab_size: int, at_once: int
+):
+  inputs = _inputs(batch, length, 4, vocab_size)
+
+  def everything(mean, each):
+    gradients = jax.value_and_grad(mean, argnums=(0, 1))
+    return _jit(lambda *inputs: (gradients(*inputs), each(*inputs)))(*inputs)
+
+  expected = everything(_plain_mean, _plain)
+  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once):
+    found = everything(mean_cross_entropy, token_losses)
+  for one, other in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    assert one.dtype == other.dtype
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('at_once', [1, 1 << 27])
+def test_bfloat16_is_close_to_float32(at_once: int):
+  features, head, targets = _inputs(4, 8, 16, 32, 'bfloat16')
+  head = head.astype('bfloat16').astype('float32')
+  expected, gradients = _value_and_grad(_plain_mean)(
+    features.astype('float32'), head, targets
+  )
+  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once):
+    value, found = _value_and_grad(mean_cross_entropy)(features, head, targets)
+  assert value.dtype == 'float32'
+  assert [x.dtype for x in found] == ['bfloat16', 'float32']
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  for one, other in zip(found, gradients, strict=True):
+    largest = np.abs(other).max()
+    np.testing.assert_allclose(
+      one.astype('float32'), other, rtol=0, atol=0.01 * largest
+    )
+
+
+def test_huge_logits_stay_finite():
+  inputs = _inputs(2, 6, 8, 16, scale=1e4)
+  assert float(jnp.abs(jnp.einsum('BTD,VD', *inputs[:2])).max()) > 1e4
+  value, gradients = _value_and_grad(mean_cross_entropy)(*inputs)
+  expected, others = _value_and_grad(_plain_mean)(*inputs)
+  assert value > 1e3
+  np.testing.assert_allclose(value, expected, rtol=1e-5)
+  for one, other in zip(gradients, others, strict=True):
+    assert np.isfinite(one).all()
+    np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_gradient_scales_with_the_loss(dtype: str):
+  inputs = _inputs(2, 6, 8, 16, dtype)
+  _, once = _value_and_grad(mean_cross_entropy)(*inputs)
+  _, thrice = _value_and_grad(lambda *x: 3 * mean_cross_entropy(*x))(*inputs)
+  for one, three in zip(once, thrice, strict=True):
+    assert one.dtype == three.dtype
+    tolerance = 1e-6 if one.dtype == 'float32' else 0.01
+    np.testing.assert_allclose(
+      three.astype('float32'), 3 * one.astype('float32'), rtol=tolerance
+    )
+
+
+@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=2', 'data=2,tensor=4'])
+def test_a_mesh_gives_the_loss_of_one_device(mesh: str):
+  features, head, targets = inputs = _inputs(8, 6, 8, 16)
+  mesh = make_mesh(mesh)
+  specs = (
+    (features, P(('data', 'fsdp'))),
+    (head, P('tensor', 'fsdp')),
+    (targets, P(('data', 'fsdp'))),
+  )
+  sharded = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in specs]
+  expected = _value_and_grad(_plain_mean)(*inputs)
+  with mock.patch.object(loss, '_LOGITS_AT_ONCE', 300), jax.set_mesh(mesh):
+    value = _value_and_grad(mean_cross_entropy)(*sharded)
+    losses = _jit(token_losses)(*sharded)
+  for one, other in zip(
+    jax.tree.leaves(value), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(losses, _plain(*inputs), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('at_once', [4096, 1 << 27])
+def test_all_logits_never_exist_at_once(at_once: int):
+  inputs = _inputs(4, 32, 8, 512)
+  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once):
+    lean = _value_and_grad(mean_cross_entropy)
+    lowered, jaxpr = lean.lower(*inputs), str(lean.trace(*inputs).jaxpr)
+  plain = _value_and_grad(_plain_mean)
+  everything = 4 * 32 * 512
+  for text in (lowered.compile().as_text(), jaxpr):
+    assert _largest(text) <= everything / 2
+  assert _largest(plain.lower(*inputs).compile().as_text()) >= everything
+  assert _largest(str(plain.trace(*inputs).jaxpr)) >= everything
+
+
+def _largest(text: str) -> int:
+  """Returns the size of the largest array in the text of a program."""
+  shapes = re.findall(r'\w\[(\d+(?:,\d+)*)\]', text)
+  return max(np.prod([int(n) for n in x.split(',')]) for x in shapes)
+
+
+@hypothesis.given(
+  batch=st.integers(1, 64),
+  length=st.integers(1, 4096),
+  vocab_size=st.integers(1, 65536),
+)
+def test_a_chunk_is_the_largest_that_fits(
+  batch: int, length: int, vocab_size: int
+):
+  chunk = chunk_length(batch, length, vocab_size)
+  assert length % chunk == 0
+  assert chunk * 2 <= length or length == 1
+  limit = 1 << 27
+  assert chunk == 1 or batch * chunk * vocab_size <= limit
+  larger = [n for n in range(chunk + 1, length // 2 + 1) if length % n == 0]
+  assert all(batch * n * vocab_size > limit for n in larger)

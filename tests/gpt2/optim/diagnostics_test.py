@@ -1,0 +1,320 @@
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.optim.diagnostics import Watch
+from examples.gpt2.optim.optimizers import make_schedule
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.step import Trainer, TrainState
+import merit_optax
+
+_SHARES = (
+  'decided_by_weight', 'decided_by_row', 'decided_by_column', 'clipped',
+  'fallback',
+)  # fmt: skip
+_MERIT_KEYS = ('trust_ratio_min', 'trust_ratio_max', *_SHARES)
+
+
+def _config(**settings) -> Config:
+  defaults = dict(
+    num_layers=3,
+    num_heads=2,
+    width=16,
+    context_length=16,
+    batch_size=16,
+    micro_batch_size=16,
+    steps=10,
+    warmup_share=0.0,
+    max_gradient_norm=0.05,
+    decay='matrices',
+    unroll=1,
+  )
+  return resolve(Config(**defaults | settings))
+
+
+def _trainer(config: Config, kind: type[Trainer] = Trainer) -> Trainer:
+  devices = jax.devices() if config.mesh else jax.devices()[:1]
+  return kind(config, 64, make_mesh(config.mesh, devices))
+
+
+def _tokens(shape=(1, 16, 17), seed: int = 0) -> np.ndarray:
+  generator = np.random.default_rng(seed)
+  return generator.integers(64, size=shape).astype(np.int32)
+
+
+def _state(trainer: Trainer) -> TrainState:
+  """Returns random parameters and moments, placed as the trainer's."""
+  generator = np.random.default_rng(0)
+
+  def make(x: jax.ShapeDtypeStruct) -> jax.Array:
+    values = np.square(0.3 * generator.normal(size=x.shape))
+    if jnp.issubdtype(x.dtype, jnp.integer):
+      values = np.full(x.shape, 2)
+    return jax.device_put(values.astype(x.dtype), x.sharding)
+
+  state = jax.tree.map(make, trainer.shapes)
+  params = jax.tree.map(
+    lambda x: x * generator.choice([-1.0, 1.0], size=x.shape).astype(x.dtype),
+    state.params,
+  )
+  # Attention that is far from even, and of each head another.
+  params['blocks']['attention']['qkv']['kernel'] *= 10
+  return state._replace(params=params)
+
+
+@pytest.fixture(scope='module')
+def seen():
+  """Returns a trainer, its state, a batch and what a watch step measures."""
+  config = _config()
+  trainer = _trainer(config)
+  state, tokens = _state(trainer), jnp.asarray(_tokens())
+  return config, trainer, state, tokens, Watch(config, trainer)(state, tokens)
+
+
+@pytest.fixture(scope='module')
+def gradients(seen):
+  _, trainer, state, tokens, _ = seen
+  return jax.jit(trainer.loss_and_gradients)(state.params, tokens)[1]
+
+
+def test_it_measures_json_values_of_each_layer(seen):
+  _, _, _, _, measured = seen
+  assert json.loads(json.dumps(measured, allow_nan=False)) == measured
+  lists = ('max_attention_logit', 'max_centred_attention_logit')
+  for name in (*lists, 'attention_entropy'):
+    assert len(measured[name]) == 3
+  keys = {'gradient_norm', 'update_to_weight', *_MERIT_KEYS}
+  assert {k: len(v) for k, v in measured['layers'].items()} == dict.fromkeys(
+    keys, 3
+  )
+  assert set(measured['others']) == {
+    'token_embedding', 'position_embedding', 'final_norm',
+  }  # fmt: skip
+  for values in measured['others'].values():
+    assert set(values) == keys
+    assert all(isinstance(x, float) for x in values.values())
+
+
+def test_attention_equals_a_plain_computation(seen):
+  config, trainer, state, tokens, measured = seen
+  params = jax.tree.map(lambda x: x.astype(float), jax.device_get(state.params))
+  inputs = np.asarray(tokens)[0, :, :-1]
+  x = params['token_embedding']['embedding'][inputs]
+  x = x + params['position_embedding']['embedding'][:16]
+  block = jax.tree.map(lambda x: x[0], params['blocks'])
+  x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+  x = x * block['attention_norm']['scale'] + block['attention_norm']['bias']
+  qkv = block['attention']['qkv']
+  q, k, _ = np.moveaxis(
+    np.einsum('BTD,DHXK->BTHXK', x, qkv['kernel']) + qkv['bias'], 3, 0
+  )
+  largest, centred, entropies = [], [], []
+  for b, h, t in np.ndindex(16, config.num_heads, 16):
+    logits = k[b, : t + 1, h] @ q[b, t, h] / math.sqrt(8)
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    largest.append(logits.max())
+    centred.append((logits - logits.mean()).max())
+    entropies.append(-np.sum(p * np.log(np.maximum(p, 1e-300))))
+  for name, value in (
+    ('max_attention_logit', max(largest)),
+    ('max_centred_attention_logit', max(centred)),
+    ('attention_entropy', np.mean(entropies)),
+  ):
+    assert measured[name][0] == pytest.approx(value, rel=1e-4)
+  alone = Watch(config, trainer).attention(state.params, tokens)
+  assert set(alone) <= set(measured)
+  for name, values in alone.items():
+    np.testing.assert_allclose(values, measured[name], rtol=1e-5)
+
+
+def test_gradient_norms_add_up_to_the_global_one(seen, gradients):
+  _, _, _, _, measured = seen
+  norms = measured['layers']['gradient_norm']
+  for layer, norm in enumerate(norms):
+    alone = jax.tree.map(lambda x, i=layer: x[i], gradients['blocks'])
+    assert norm == pytest.approx(float(optax.tree.norm(alone)), rel=1e-4)
+  others = [x['gradient_norm'] for x in measured['others'].values()]
+  total = math.sqrt(sum(x**2 for x in norms + others))
+  assert total == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-4)
+  assert total > 0.05, 'the clip does something'
+
+
+def test_updates_are_those_of_the_step(seen):
+  _, trainer, state, tokens, measured = seen
+  copy = jax.tree.map(jnp.copy, state)
+  new, _ = trainer.step(copy, tokens)
+
+  def ratio(new, old) -> float:
+    change = jax.tree.map(jnp.subtract, new, old)
+    return float(optax.tree.norm(change) / optax.tree.norm(old))
+
+  for layer, found in enumerate(measured['layers']['update_to_weight']):
+    trees = [
+      jax.tree.map(lambda x, i=layer: x[i], s.params['blocks'])
+      for s in (new, state)
+    ]
+    assert found == pytest.approx(ratio(*trees), rel=1e-3)
+  for name, values in measured['others'].items():
+    expected = ratio(new.params[name], state.params[name])
+    assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
+
+
+def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
+  config, _, state, _, measured = seen
+  norm = optax.tree.norm(gradients)
+  gradients = optax.tree.scale(jnp.minimum(1, 0.05 / norm), gradients)
+  adam = optax.tree.get(state.opt_state, 'ScaleByAdamState')
+  statistics = jax.jit(
+    merit_optax.merit_statistics(
+      make_schedule(config),
+      b1=config.b1,
+      b2=config.b2,
+      weight_decay=config.weight_decay,
+      mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    )
+  )
+
+  def measure(part) -> dict[str, float]:
+    g, mu, nu, w = map(part, (gradients, adam.mu, adam.nu, state.params))
+    found = statistics(g, optax.ScaleByAdamState(adam.count, mu, nu), w)
+    by_key = {
+      key: [v for k, v in found.items() if k.endswith('/' + key)]
+      for key in _MERIT_KEYS
+    }
+    sizes = [
+      w[k.rsplit('/', 1)[0]].size for k in found if k.endswith('clipped')
+    ]
+    return {
+      'trust_ratio_min': min(by_key['trust_ratio_min']),
+      'trust_ratio_max': max(by_key['trust_ratio_max']),
+      **{k: np.average(by_key[k], weights=sizes) for k in _SHARES},
+    }
+
+  def flat(tree) -> dict[str, jax.Array]:
+    found = {}
+    for path, x in jax.tree.leaves_with_path(tree):
+      name = jax.tree_util.keystr(path, simple=True, separator='.')
+      rows = (len(x), -1) if name.endswith('kernel') else (-1,)
+      found[name] = x.reshape(rows) if 'qkv' in name else x
+    return found
+
+  expected = {
+    layer: measure(
+      lambda t, i=layer: flat(jax.tree.map(lambda x: x[i], t['blocks']))
+    )
+    for layer in range(3)
+  }
+  assert len({float(x['trust_ratio_min']) for x in expected.values()}) == 3
+  assert all(x['decided_by_row'] > 0 for x in expected.values())
+  for layer, values in expected.items():
+    for key, value in values.items():
+      found = measured['layers'][key][layer]
+      assert found == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
+  for name, found in measured['others'].items():
+    for key, value in measure(lambda t, n=name: flat(t[n])).items():
+      assert found[key] == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
+
+
+def test_gradient_noise_is_the_variance_between_parts(seen):
+  config, trainer, state, tokens, measured = seen
+  gradient = jax.jit(jax.grad(trainer.loss))
+  parts = np.stack(
+    [
+      np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]).astype(float)
+      for g in (
+        gradient(state.params, part) for part in tokens.reshape(8, 2, 17)
+      )
+    ]
+  )
+  # The mean of two sequences has half the variance of one.
+  trace = 2 * parts.var(axis=0, ddof=1).sum()
+  square = np.sum(parts.mean(0) ** 2) - trace / 16
+  noise = measured['gradient_noise']
+  assert noise['trace'] == pytest.approx(trace, rel=1e-3)
+  assert noise['squared_norm'] == pytest.approx(square, rel=1e-3, abs=1e-4)
+  if square > 0:
+    scale = noise['trace'] / noise['squared_norm'] * config.context_length
+    assert measured['noise_scale_tokens'] == pytest.approx(scale)
+
+
+_TABLE = np.array([[1.0, -2.0], [0.5, 3.0], [-4.0, 0.25]])
+
+
+class _Linear(Trainer):
+  """A trainer whose gradients of a sequence are rows of a table."""
+
+  def loss(self, params, tokens_BT):
+    rows = jnp.asarray(_TABLE, jnp.float32)[tokens_BT[:, 0]]
+    return jnp.mean(rows @ params['final_norm']['bias'][:2])
+
+
+@pytest.mark.parametrize(
+  'shape',
+  [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)],
+)
+def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
+  config = _config(
+    optimizer='lion',
+    num_layers=1,
+    batch_size=4,
+    micro_batch_size=shape[1],
+  )
+  trainer = _trainer(config, _Linear)
+  state, watch = _state(trainer), Watch(config, trainer)
+  found = []
+  # The mean over all batches that may be drawn.
+  for rows in itertools.product(range(3), repeat=4):
+    tokens = np.zeros(shape, np.int32)
+    tokens[..., 0] = np.reshape(rows, shape[:2])
+    noise = watch(state, jnp.asarray(tokens))['gradient_noise']
+    found.append((noise['trace'], noise['squared_norm']))
+  trace, square = np.mean(found, axis=0)
+  assert trace == pytest.approx(_TABLE.var(axis=0).sum(), rel=1e-4)
+  assert square == pytest.approx(np.sum(_TABLE.mean(0) ** 2), rel=1e-3)
+
+
+def test_a_batch_that_cannot_be_cut_has_no_noise():
+  config = _config(optimizer='lion', num_layers=1)
+  trainer = _trainer(config, _Linear)
+  watch = Watch(config, trainer)
+  measured = watch(_state(trainer), jnp.asarray(_tokens((1, 1, 17)) % 3))
+  assert measured['gradient_noise'] is None
+  assert measured['noise_scale_tokens'] is None
+  assert set(measured['layers']) == {'gradient_norm', 'update_to_weight'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=2', 'data=8'])
+def test_a_mesh_measures_what_one_device_does(seen, mesh: str):
+  _, _, _, tokens, measured = seen
+  config = _config(mesh=mesh)
+  trainer = _trainer(config)
+  with jax.set_mesh(trainer.mesh):
+    batch = jax.device_put(np.asarray(tokens), batch_sharding(trainer.mesh))
+    found = Watch(config, trainer)(_state(trainer), batch)
+  # Of the noise the mesh makes another estimate, from fewer parts.
+  leave_out = ('gradient_noise', 'noise_scale_tokens')
+  one, other = (
+    {k: v for k, v in x.items() if k not in leave_out}
+    for x in (found, measured)
+  )
+  assert jax.tree.structure(one) == jax.tree.structure(other)
+  for path, value in jax.tree.leaves_with_path(one):
+    expected = other
+    for key in path:
+      expected = expected[getattr(key, 'key', getattr(key, 'idx', None))]
+    assert value == pytest.approx(expected, rel=1e-3, abs=1e-3), path
+
+
+def test_the_state_is_not_donated(seen):
+  config, trainer, state, tokens, measured = seen
+  assert not any(x.is_deleted() for x in jax.tree.leaves(state))

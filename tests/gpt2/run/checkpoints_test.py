@@ -1,0 +1,671 @@
+import itertools
+import os
+from pathlib import Path
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+import warnings
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.run import checkpoints
+from examples.gpt2.run.checkpoints import Checkpoints
+from examples.gpt2.run.checksums import checksum
+
+_SPECS = {
+  'kernel': P('fsdp', 'tensor'),
+  'moment': P('tensor'),
+  'bits': P(('fsdp', 'tensor')),
+}
+_SHAPES = [(), (1,), (8,), (3, 5), (8, 16), (2, 3, 4)]
+_DTYPES = [
+  'bool', 'uint8', 'int8', 'int32', 'uint32', 'bfloat16', 'float16', 'float32',
+  'float8_e4m3fn', 'complex64', 'float64', 'int64',
+]  # fmt: skip
+# Orbax drops what it was reading when a read of another array fails.
+pytestmark = pytest.mark.filterwarnings(
+  'ignore::pytest.PytestUnraisableExceptionWarning'
+)
+# With this in front, a program of its own has the devices of these tests.
+_DEVICES = "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
+
+
+def _state(seed: int, mesh: str = 'fsdp=4,tensor=2') -> dict[str, Any]:
+  """Returns about 100 kB of numbers that do not compress."""
+  rng = np.random.default_rng(seed)
+  state = {
+    'params': {
+      'kernel': rng.standard_normal((64, 32), np.float32),
+      'bias': rng.standard_normal(7).astype(jnp.bfloat16),
+      'bits': rng.integers(2**32, size=20_000, dtype=np.uint32),
+    },
+    'moment': rng.standard_normal((16, 3)).astype(jnp.bfloat16),
+    'mask': rng.integers(2, size=9).astype(bool),
+    'counts': (np.int32(seed), np.arange(seed, seed + 5, dtype=np.int32)),
+    'scale': np.float32(seed + 0.1),
+  }
+  return jax.tree.map(jax.device_put, state, _shardings(state, mesh))
+
+
+def _shardings(state: Any, mesh: str) -> Any:
+  devices = make_mesh(mesh)
+  return jax.tree.map_with_path(
+    lambda path, _: NamedSharding(
+      devices, _SPECS.get(getattr(path[-1], 'key', ''), P())
+    ),
+    state,
+  )
+
+
+def _like(state: Any, mesh: str = 'fsdp=4,tensor=2') -> Any:
+  return jax.tree.map(
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
+    ),
+    state,
+    _shardings(state, mesh),
+  )
+
+
+def _assert_same(found: Any, expected: Any) -> None:
+  assert jax.tree.structure(found) == jax.tree.structure(expected)
+  for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    assert (x.dtype, x.shape) == (y.dtype, y.shape)
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+def _save(folder: Path, *steps: int) -> None:
+  with Checkpoints(folder, keep=len(steps)) as saved:
+    for step in steps:
+      assert saved.save(step, _state(step))
+
+
+def _restore(folder: Path) -> tuple[int, Any] | None:
+  with Checkpoints(folder, keep=9) as saved:
+    return saved.restore(_like(_state(0)))
+
+
+def _steps(folder: Path) -> list[int]:
+  return sorted(int(path.name) for path in folder.iterdir())
+
+
+def _files(folder: Path) -> list[Path]:
+  """Returns the files of a checkpoint, the largest first."""
+  files = [path for path in folder.rglob('*') if path.is_file()]
+  return sorted(files, key=lambda path: (-path.stat().st_size, str(path)))
+
+
+def _flip(file: Path, position: int, bit: int) -> None:
+  content = bytearray(file.read_bytes())
+  content[position] ^= 1 << bit
+  file.write_bytes(content)
+
+
+def _flip_number(folder: Path, numbers: np.ndarray, place: float) -> None:
+  """Flips a bit of numbers that a checkpoint holds, which do not compress."""
+  content = np.asarray(numbers).tobytes()
+  (file,) = (f for f in _files(folder) if content in f.read_bytes())
+  start = file.read_bytes().index(content)
+  _flip(file, start + int(place * (len(content) - 1)), 5)
+
+
+def _run(program: str, *arguments: object, **options: Any) -> subprocess.Popen:
+  """Starts a program with the names of this file."""
+  names = (
+    f'import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n'
+    'import checkpoints_test; globals().update(vars(checkpoints_test))\n'
+  )
+  return subprocess.Popen(
+    [sys.executable, '-W', 'always', '-c',
+     _DEVICES + names + program,
+     *map(str, arguments)],
+    cwd=Path(__file__).parents[3],
+    text=True,
+    **options,
+  )  # fmt: skip
+
+
+@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=2', 'fsdp=2,tensor=1', ''])
+def test_restores_every_bit_on_any_mesh(tmp_path: Path, mesh: str):
+  folder = tmp_path / 'run' / 'checkpoints'
+  state = _state(3)
+  with Checkpoints(folder, keep=1) as saved:
+    assert saved.save(3, state)
+  with Checkpoints(folder, keep=1) as saved, warnings.catch_warnings():
+    warnings.simplefilter('error')
+    like = _like(state, mesh)
+    step, restored = saved.restore(like)
+  assert step == 3
+  _assert_same(restored, state)
+  assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+    lambda x: x.sharding, like
+  )
+
+
+def test_an_empty_folder_restores_nothing(tmp_path: Path):
+  assert _restore(tmp_path / 'checkpoints') is None
+
+
+def test_a_relative_folder_is_allowed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+  monkeypatch.chdir(tmp_path)
+  _save(Path('c'), 1)
+  assert _restore(Path('c'))[0] == 1
+
+
+def test_no_file_is_a_pickle(tmp_path: Path):
+  _save(tmp_path / 'c', 1)
+  for file in _files(tmp_path / 'c'):
+    assert not file.read_bytes().startswith(b'\x80')
+
+
+def test_the_state_may_be_donated(tmp_path: Path):
+  step = jax.jit(
+    lambda state: jax.tree.map(lambda x: x + x.astype(bool), state),
+    donate_argnums=0,
+  )
+  state = _state(1)
+  before = jax.device_get(jax.tree.map(jnp.copy, state))
+  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+    assert saved.save(1, state)
+    for _ in range(5):
+      state = step(state)
+    _, restored = saved.restore(_like(state))
+    _assert_same(restored, before)
+    for _ in range(5):
+      restored = step(restored)
+  _assert_same(restored, state)
+
+
+def test_keeps_the_last_and_the_best(tmp_path: Path):
+  folder = tmp_path / 'c'
+  losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5, 7: None}
+  kept = []
+  for steps in ((1, 2, 3, 4), (5, 6, 7)):  # What is best outlives a restart.
+    with Checkpoints(folder, keep=2) as saved:
+      for step in steps:
+        assert saved.save(step, _state(step), losses[step])
+        saved.wait()
+        kept.append(_steps(folder))
+  assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6],
+                  [2, 6, 7]]  # fmt: skip
+
+
+def test_without_losses_only_the_last_are_kept(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+    for step in range(5):
+      assert saved.save(step, _state(step))
+  assert _steps(tmp_path / 'c') == [3, 4]
+
+
+def test_a_better_checkpoint_takes_the_place_of_the_best(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+    for step, loss in enumerate([3.0, 2.0, 2.5, 1.0, 1.0, 4.0]):
+      assert saved.save(step, _state(step), loss)
+  assert _steps(tmp_path / 'c') == [4, 5]
+
+
+def test_a_step_is_saved_once(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+    assert saved.save(4, _state(4))
+    assert saved.save(4, _state(5))
+  step, state = _restore(tmp_path / 'c')
+  assert step == 4
+  _assert_same(state, _state(4))
+
+
+@pytest.mark.parametrize('bad', ['nan', 'inf', '-inf'])
+@pytest.mark.parametrize('path', [('params', 'kernel'), ('moment',)])
+def test_a_state_that_is_not_finite_is_refused(
+  tmp_path: Path, bad: str, path: tuple[str, ...]
+):
+  state = _state(2)
+  inner = state
+  for key in path[:-1]:
+    inner = inner[key]
+  inner[path[-1]] = inner[path[-1]].at[-1, -1].set(float(bad))
+  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+    assert saved.save(1, _state(1))
+    name = '.'.join(path)
+    with pytest.warns(RuntimeWarning, match=f'step 2: {name} is not finite'):
+      assert not saved.save(2, state)
+    assert _restore(tmp_path / 'c')[0] == 1
+
+
+def _assert_falls_back(folder: Path, *reasons: str) -> None:
+  """Asserts that checkpoint 2 is set aside, and 1 is used."""
+  with Checkpoints(folder, keep=2) as saved:
+    with pytest.warns(RuntimeWarning) as caught:
+      step, state = saved.restore(_like(_state(0)))
+    (warning,) = caught
+    moved = folder.parent / f'damaged-{folder.name}' / '2-1'
+    for text in ('step 2', str(folder), str(moved), *reasons):
+      assert text in str(warning.message)
+    assert step == 1
+    _assert_same(state, _state(1))
+    assert moved.is_dir()
+    assert _steps(folder) == [1]
+    assert saved.save(2, _state(2))
+  assert _restore(folder)[0] == 2
+
+
+@pytest.mark.parametrize('place', [0.0, 0.3, 0.77, 1.0])
+def test_a_flipped_bit_of_an_array_is_found(tmp_path: Path, place: float):
+  folder = tmp_path / 'c'
+  _save(folder, 1, 2)
+  shards = _state(2)['params']['bits'].addressable_shards
+  _flip_number(folder / '2', shards[int(place * 7)].data, place)
+  _assert_falls_back(folder, 'params.bits is not as it was saved', 'checksum')
+
+
+@pytest.mark.slow
+@hypothesis.given(
+  number=st.integers(0, 99), place=st.floats(0, 1), bit=st.integers(0, 7)
+)
+@hypothesis.settings(max_examples=100)
+def test_no_flipped_bit_is_restored(
+  tmp_path_factory: pytest.TempPathFactory, number: int, place: float, bit: int
+):
+  folder = tmp_path_factory.mktemp('flipped') / 'c'
+  _save(folder, 1, 2)
+  files = _files(folder / '2')
+  file = files[number % len(files)]
+  if file.stat().st_size:
+    _flip(file, int(place * (file.stat().st_size - 1)), bit)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    step, state = _restore(folder)
+  assert step == (1 if any('damaged' in str(w.message) for w in caught) else 2)
+  _assert_same(state, _state(step))
+
+
+@pytest.mark.parametrize('size', [0, 50])
+@pytest.mark.parametrize(
+  'name', ['', 'state/manifest.ocdbt', 'state/_METADATA', 'record/metadata']
+)
+def test_a_truncated_file_is_found(tmp_path: Path, name: str, size: int):
+  folder = tmp_path / 'c'
+  _save(folder, 1, 2)
+  largest = _files(folder / '2')[0]
+  os.truncate(folder / '2' / name if name else largest, size)
+  _assert_falls_back(folder)
+
+
+@pytest.mark.parametrize('name', ['state', 'record'])
+def test_a_missing_part_is_found(tmp_path: Path, name: str):
+  folder = tmp_path / 'c'
+  _save(folder, 1, 2)
+  for file in _files(folder / '2' / name):
+    file.unlink()
+  _assert_falls_back(folder)
+
+
+def test_damaged_checkpoints_of_one_step_are_all_kept(tmp_path: Path):
+  folder = tmp_path / 'c'
+  _save(folder, 1)
+  for _ in range(2):
+    _save(folder, 2, 1)
+    os.truncate(_files(folder / '2')[0], 0)
+    with pytest.warns(RuntimeWarning, match='damaged'):
+      assert _restore(folder)[0] == 1
+  names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
+  assert names == ['2-1', '2-2']
+
+
+def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
+  folder = tmp_path / 'c'
+  _save(folder, 1, 2)
+  for step in (1, 2):
+    os.truncate(_files(folder / str(step))[0], 10)
+  for _ in range(2):  # A second try does not start over in silence either.
+    with pytest.raises(UsageError, match='--fresh') as error:
+      _restore(folder)
+    assert all(s in str(error.value) for s in ('Step 1', 'Step 2', str(folder)))
+  assert _steps(folder) == [1, 2]
+
+
+@pytest.mark.parametrize(
+  ('change', 'reason'),
+  [
+    ({'scale': None}, 'scale is float32[], expected nothing'),
+    ({'more': np.zeros(3, 'int32')}, 'more is missing, expected int32[3]'),
+    ({'scale': np.zeros(1, 'float32')}, r'float32[], expected float32[1]'),
+    ({'moment': np.zeros((16, 3), 'float32')}, 'expected float32[16, 3]'),
+  ],
+)
+def test_a_state_of_another_form_is_refused(
+  tmp_path: Path, change: dict[str, Any], reason: str
+):
+  _save(tmp_path / 'c', 1)
+  with (
+    Checkpoints(tmp_path / 'c', keep=1) as saved,
+    pytest.raises(UsageError) as error,
+  ):
+    saved.restore(_like(_state(1) | change))
+  assert reason in str(error.value)
+
+
+# The folder and RLIMIT_FSIZE are of this program only: other tests write too.
+_FULL_DISK = """
+import resource
+folder = Path(sys.argv[1])
+saved = Checkpoints(folder, keep=1)
+assert saved.save(1, _state(1), 1.0)
+saved.wait()
+hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+with warnings.catch_warnings(record=True) as caught:
+  warnings.simplefilter('always')
+  for step, size in ((2, 5_000), (3, 10)):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    saved.save(step, _state(step), 0.5)
+    saved.wait()
+  saved.wait()
+  resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+texts = [str(warning.message) for warning in caught]
+assert len(texts) == 2, texts
+for step, text in zip((2, 3), texts):
+  assert f'step {step} is not saved' in text, text
+assert saved.restore(_like(_state(1)))[0] == 1
+assert saved.save(4, _state(4), 2.0)
+saved.close()
+assert _steps(folder) == [1, 4]
+assert len(list(folder.iterdir())) == 2
+assert Checkpoints(folder, keep=1).restore(_like(_state(1)))[0] == 4
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path):
+  run = _run(_FULL_DISK, tmp_path / 'c', stderr=subprocess.PIPE)
+  _, errors = run.communicate(timeout=120)
+  assert run.returncode == 0, errors
+  assert 'pickle' not in errors
+
+
+@pytest.mark.parametrize('when', ['starts', 'ends'])
+def test_a_failed_save_does_not_end_the_run(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+):
+  folder = tmp_path / 'c'
+
+  def fail(*_: object, **__: object) -> None:
+    raise OSError(28, 'No space left on device')
+
+  with Checkpoints(folder, keep=1) as saved:
+    assert saved.save(1, _state(1), 1.0)
+    saved.wait()
+    name = 'save' if when == 'starts' else '_make_on_commit_callback'
+    with monkeypatch.context() as patch:
+      patch.setattr(
+        saved._manager._checkpointer,
+        name,
+        fail if when == 'starts' else lambda *_, **__: fail,
+      )
+      with pytest.warns(
+        RuntimeWarning, match='step 2.*No space left'
+      ) as caught:
+        assert saved.save(2, _state(2), 0.5) == (when == 'ends')
+        saved.wait()
+        saved.wait()
+      assert len(caught) == 1
+    assert saved.restore(_like(_state(0)))[0] == 1
+    assert saved.save(3, _state(3), 2.0)
+  assert _steps(folder) == [1, 3]
+
+
+@pytest.mark.parametrize('last', [True, False])
+def test_a_failed_save_is_told_by_what_comes_next(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+):
+  def fail(*_: object, **__: object) -> None:
+    raise OSError(28, 'No space left on device')
+
+  saved = Checkpoints(tmp_path / 'c', keep=2)
+  with monkeypatch.context() as patch:
+    patch.setattr(
+      saved._manager._checkpointer,
+      '_make_on_commit_callback',
+      lambda *_, **__: fail,
+    )
+    assert saved.save(1, _state(1))
+  with pytest.warns(RuntimeWarning, match='step 1 is not saved'):
+    assert last or saved.save(2, _state(2))
+    saved.close()
+  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+    assert saved.save(3, _state(3))
+  assert _steps(tmp_path / 'c') == ([3] if last else [2, 3])
+
+
+def test_what_is_being_saved_is_restored(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+    for step in (1, 2, 3):
+      assert saved.save(step, _state(step))
+      assert saved.restore(_like(_state(0)))[0] == step
+
+
+def test_a_step_before_the_last_can_be_saved(tmp_path: Path):
+  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+    for step in (5, 3):
+      assert saved.save(step, _state(step))
+  assert _steps(tmp_path / 'c') == [3, 5]
+
+
+_KILLED = """
+saved = Checkpoints(Path(sys.argv[1]), keep=2)
+found = saved.restore(_like(_large(0)))
+step = found[0] if found else 0
+if found:
+  _assert_same(found[1], _large(step))
+for step in range(step + 1, 1000):
+  saved.save(step, _large(step), loss=-step)
+  print(step, flush=True)
+"""
+
+
+def _large(step: int) -> dict[str, Any]:
+  """Returns 16 MB, so that a save takes some time."""
+  kernel = jnp.arange(2**22, dtype=jnp.float32).reshape(2048, -1) * step
+  mesh = make_mesh('fsdp=4,tensor=2')
+  sharding = NamedSharding(mesh, _SPECS['kernel'])
+  return {'kernel': jax.device_put(kernel, sharding)}
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on(tmp_path: Path):
+  folder = tmp_path / 'c'
+  rng = np.random.default_rng(0)
+  reached = []
+  unfinished = 0
+  for _ in range(6):
+    run = _run(_KILLED, folder, stdout=subprocess.PIPE)
+    first = int(run.stdout.readline())
+    time.sleep(rng.uniform(0.0, 0.4))
+    run.send_signal(signal.SIGKILL)
+    last = int((f'{first}\n' + run.communicate()[0]).split()[-1])
+    unfinished += any('tmp' in path.name for path in folder.iterdir())
+    reached.append((first, last))
+  for (_, last), (first, _) in itertools.pairwise(reached):
+    assert last - 1 <= first <= last + 2
+  assert unfinished, 'no run was killed during a save'
+  with Checkpoints(folder, keep=2) as saved:
+    step, state = saved.restore(_like(_large(0)))
+    _assert_same(state, _large(step))
+    assert saved.save(step + 1, _large(step + 1))
+  assert not any('tmp' in path.name for path in folder.iterdir())
+
+
+_PROCESSES = """
+from jax.experimental import multihost_utils
+jax.config.update('jax_num_cpu_devices', 4)
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+folder = Path(sys.argv[1])
+sharding = NamedSharding(make_mesh('fsdp=4,tensor=2'), P(('fsdp', 'tensor')))
+
+def value(step):
+  numbers = jax.random.bits(jax.random.key(step), (80_000,))
+  return {'bits': jax.device_put(numbers, sharding)}
+
+with Checkpoints(folder, keep=3) as saved:
+  for step in (1, 2, 3, 4):
+    assert saved.save(step, value(step))
+if jax.process_index() == 0:
+  # Process 1 alone reads this shard of 3, and this one of 4 is not readable.
+  shard = np.asarray(jax.random.bits(jax.random.key(3), (80_000,)))[-10_000:]
+  _flip_number(folder / '3', shard, 0.5)
+  for file in _files(folder / '4' / 'state' / 'ocdbt.process_1'):
+    os.truncate(file, 0)
+multihost_utils.sync_global_devices('damaged')
+with Checkpoints(folder, keep=3) as saved:
+  like = jax.ShapeDtypeStruct((80_000,), 'uint32', sharding=sharding)
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    step, state = saved.restore({'bits': like})
+  texts = ' '.join(str(warning.message) for warning in caught)
+  assert ('another process' in texts) == (jax.process_index() == 0), texts
+  assert 'checksum' in texts, texts
+  assert step == 2, step
+  for x, y in zip(state['bits'].addressable_shards,
+                  value(2)['bits'].addressable_shards, strict=True):
+    assert np.array_equal(x.data, y.data)
+  inf = jax.device_put(np.full(80_000, np.inf, np.float32), sharding)
+  assert not saved.save(3, {'bits': inf})
+  assert saved.save(3, value(3))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_agree(tmp_path: Path):
+  with socket.socket() as server:
+    server.bind(('localhost', 0))
+    address = f'localhost:{server.getsockname()[1]}'
+  runs = [
+    _run(_PROCESSES, tmp_path / 'c', address, i, stderr=subprocess.PIPE)
+    for i in range(2)
+  ]
+  try:
+    for run in runs:
+      _, errors = run.communicate(timeout=240)
+      assert run.returncode == 0, errors
+  finally:
+    for run in runs:
+      run.kill()
+  assert _steps(tmp_path / 'c') == [2, 3]
+  names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
+  assert names == ['3-1', '4-1']
+
+
+def _bytes_as(dtype: str, content: bytes, shape: tuple[int, ...]) -> np.ndarray:
+  size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+  content = (content * (size + 1))[:size]
+  if dtype == 'bool':
+    content = bytes(byte & 1 for byte in content)
+  return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+
+
+def _flipped(x: np.ndarray, bit: int) -> np.ndarray:
+  """Returns an array with a bit, counted modulo their number, flipped."""
+  content = bytearray(x.tobytes())
+  bits = 1 if x.dtype == bool else 8
+  bit %= len(content) * bits
+  content[bit // bits] ^= 1 << bit % bits
+  return np.frombuffer(content, x.dtype).reshape(x.shape)
+
+
+_checksum = jax.jit(checksum)
+
+
+def _sum(x: np.ndarray, sharding: NamedSharding | None = None) -> int:
+  return int(_checksum(jax.device_put(x, sharding)))
+
+
+@pytest.mark.parametrize('dtype', _DTYPES)
+@hypothesis.given(
+  content=st.binary(min_size=1, max_size=64),
+  shape=st.sampled_from(_SHAPES),
+  bit=st.integers(0, 10**4),
+)
+def test_every_flipped_bit_changes_the_checksum(
+  dtype: str, content: bytes, shape: tuple[int, ...], bit: int
+):
+  x = _bytes_as(dtype, content, shape)
+  with jax.enable_x64(dtype in {'float64', 'int64'}):
+    assert _sum(x) != _sum(_flipped(x, bit))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'bool', 'complex64'])
+@hypothesis.given(content=st.binary(min_size=1, max_size=64))
+@hypothesis.settings(max_examples=10)
+def test_the_checksum_is_the_same_for_any_sharding(dtype: str, content: bytes):
+  x = _bytes_as(dtype, content, (8, 16))
+  sums = {
+    _sum(x, NamedSharding(make_mesh(mesh), spec))
+    for mesh in ('fsdp=4,tensor=2', 'fsdp=8', '')
+    for spec in (P(), P('fsdp', 'tensor'), P('tensor', ('data', 'fsdp')))
+  }
+  assert len(sums | {_sum(x)}) == 1
+
+
+@hypothesis.given(
+  values=st.lists(st.floats(width=32), min_size=2, max_size=24),
+  data=st.data(),
+)
+def test_swapped_elements_change_the_checksum(
+  values: list[float], data: st.DataObject
+):
+  x = np.zeros(24, np.float32)
+  x[: len(values)] = values
+  i = data.draw(st.integers(0, 23))
+  j = data.draw(st.integers(0, 23))
+  y = x.copy()
+  y[[i, j]] = x[[j, i]]
+  same = x.tobytes() == y.tobytes()
+  shape = data.draw(st.sampled_from([(24,), (4, 6), (2, 3, 4)]))
+  assert (_sum(x.reshape(shape)) == _sum(y.reshape(shape))) == same
+
+
+def test_opposite_signs_do_not_hide_in_the_checksum():
+  # The same power of two is added to both, which a plain sum does not see.
+  x = np.array([1.0, -1.0, 2.0, 3.0], np.float32)
+  others = [x[[1, 0, 2, 3]], x * [1, 1, -1, -1], -x, x[::-1]]
+  sums = {_sum(np.asarray(y, np.float32)) for y in (x, *others)}
+  assert len(sums) == 5
+
+
+def test_the_checksum_of_nothing_is_a_number():
+  assert _sum(np.zeros((0, 3), np.float32)) == 0
+
+
+def test_the_checksum_gathers_nothing():
+  mesh = make_mesh('fsdp=4,tensor=2')
+  sharding = NamedSharding(mesh, P('fsdp', 'tensor'))
+  x = jax.ShapeDtypeStruct((64, 32), 'float32', sharding=sharding)
+  text = _checksum.lower(x).compile().as_text()
+  assert 'all-reduce' in text
+  assert 'all-gather' not in text
+
+
+def test_orbax_alone_restores_a_flipped_bit(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+  """The reason for the checksums; if this fails, they may go."""
+  folder = tmp_path / 'c'
+  _save(folder, 1, 2)
+  shards = _state(2)['params']['bits'].addressable_shards
+  _flip_number(folder / '2', shards[0].data, 0.5)
+  monkeypatch.setattr(checkpoints, 'survey', lambda _: {'checksums': {}})
+  step, state = _restore(folder)
+  assert step == 2
+  with pytest.raises(AssertionError):
+    _assert_same(state, _state(2))

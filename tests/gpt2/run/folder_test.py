@@ -1,0 +1,270 @@
+import contextlib
+import json
+import math
+import os
+from pathlib import Path
+import resource
+import warnings
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.run import folder as run_folder
+from examples.gpt2.run.folder import RunFolder, write_whole
+
+_SETTINGS = {'config': {'steps': 3, 'seed': 0}}
+_RESULTS = ('metrics.jsonl', 'model.json', 'weights.safetensors', 'curves.png')
+
+
+def _finish(path: Path) -> None:
+  with RunFolder(path) as folder:
+    folder.start(_SETTINGS)
+    folder.log({'step': 1})
+    for name in _RESULTS[1:]:
+      (path / name).write_text(name)
+    assert not folder.finished
+    folder.write_sample('text')
+    assert folder.finished
+
+
+def _files(path: Path) -> dict[str, bytes]:
+  return {
+    str(x.relative_to(path)): x.read_bytes()
+    for x in path.rglob('*')
+    if x.is_file()
+  }
+
+
+def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
+  folder = RunFolder(tmp_path / 'deep' / 'run')
+  folder.start(_SETTINGS)
+  lines = [{'step': 1, 'loss': 0.5}, {'step': 2, 'text': 'a\nb\u2028c'}]
+  for line in lines:
+    folder.log(line)
+  assert folder.read_metrics() == lines
+  assert folder.read_settings() == _SETTINGS
+
+
+def test_metrics_that_are_not_finite_are_null(tmp_path: Path):
+  folder = RunFolder(tmp_path / 'run')
+  folder.start(_SETTINGS)
+  folder.log({'step': 1, 'loss': math.nan, 'layers': {'x': [1.0, math.inf]}})
+  folder.keep_metrics(1)
+  text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
+  assert text == '{"step": 1, "loss": null, "layers": {"x": [1.0, null]}}\n'
+
+
+@pytest.mark.parametrize('missing', [*_RESULTS, 'sample.txt', 'config.json'])
+def test_a_run_is_finished_once_all_files_are_there(
+  tmp_path: Path, missing: str
+):
+  _finish(tmp_path)
+  (tmp_path / missing).unlink()
+  assert not RunFolder(tmp_path).finished
+
+
+def test_a_finished_run_is_kept(tmp_path: Path):
+  _finish(tmp_path)
+  before = _files(tmp_path)
+  with RunFolder(tmp_path) as again:
+    again.start(_SETTINGS | {'versions': 'others'})
+    assert again.finished
+    assert again.read_metrics() == [{'step': 1}]
+  assert _files(tmp_path) == before
+
+
+def test_fresh_deletes_what_a_run_writes_and_nothing_else(tmp_path: Path):
+  _finish(tmp_path)
+  for name in (
+    'checkpoints/3/state', 'damaged-checkpoints/2/state', 'tensorboard/events',
+    'profile/trace', 'tokenizer.json',
+  ):  # fmt: skip
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(name)
+  mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too'}
+  for name, content in mine.items():
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+  with RunFolder(tmp_path) as folder:
+    folder.start(_SETTINGS, fresh=True)
+    assert not folder.finished
+    assert folder.read_settings() == _SETTINGS
+  left = _files(tmp_path)
+  assert set(left) == {*mine, 'config.json', '.lock'}
+  assert mine.items() <= left.items()
+
+
+def test_without_fresh_the_rest_of_a_killed_run_stays(tmp_path: Path):
+  with RunFolder(tmp_path) as folder:
+    folder.start(_SETTINGS)
+    folder.log({'step': 1})
+  (folder.checkpoints / '1').mkdir(parents=True)
+  with RunFolder(tmp_path) as again:
+    again.start(_SETTINGS)
+    assert not again.finished
+    assert again.read_metrics() == [{'step': 1}]
+  assert (folder.checkpoints / '1').is_dir()
+
+
+@hypothesis.given(
+  count=st.integers(0, 6), torn=st.integers(0, 8), step=st.integers(0, 6)
+)
+@hypothesis.settings(
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+def test_later_lines_and_torn_ones_are_cut_off(
+  tmp_path: Path, count: int, torn: int, step: int
+):
+  step = min(step, count)
+  path = tmp_path / 'metrics.jsonl'
+  lines = [json.dumps({'step': i + 1}) + '\n' for i in range(count)]
+  path.write_text(''.join(lines) + '{"step": 99}'[:torn])
+  folder = RunFolder(tmp_path)
+  folder.keep_metrics(step)
+  assert path.read_text() == ''.join(lines[:step])
+  folder.log({'step': step + 1})
+  assert [x['step'] for x in folder.read_metrics()] == [*range(1, step + 2)]
+
+
+def test_metrics_start_empty(tmp_path: Path):
+  RunFolder(tmp_path).keep_metrics(0)
+  assert RunFolder(tmp_path).read_metrics() == []
+
+
+@contextlib.contextmanager
+def _full_disk(path: Path, room: int):
+  """Lets no file grow beyond a size, as if the disk were full."""
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(
+    resource.RLIMIT_FSIZE, (path.stat().st_size + room, limits[1])
+  )
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize('room', [0, 1, 5, 20, 30])
+def test_a_log_survives_a_full_disk(tmp_path: Path, room: int):
+  folder = RunFolder(tmp_path)
+  path = tmp_path / 'metrics.jsonl'
+  folder.log({'step': 1})
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    with _full_disk(path, room):
+      for step in (2, 3, 4):
+        folder.log({'step': step})
+      with pytest.raises(OSError, match='arge'):
+        folder.flush()
+      torn = path.read_bytes()
+    # Every line on the disk is whole, at any time.
+    seen = [json.loads(line)['step'] for line in torn.splitlines()]
+    assert torn.endswith(b'\n')
+    folder.log({'step': 5})
+  assert seen == list(range(1, len(seen) + 1))
+  assert len(seen) < 4
+  assert [x['step'] for x in folder.read_metrics()] == [1, 2, 3, 4, 5]
+  assert path.read_bytes().count(b'\n') == 5
+  assert len(caught) == 1, 'one warning, not one a line'
+  assert 'wait in memory' in str(caught[0].message)
+
+
+def test_a_line_that_may_not_have_reached_the_disk_is_written_again(
+  tmp_path: Path, monkeypatch
+):
+  folder = RunFolder(tmp_path)
+  folder.log({'step': 1})
+
+  def fail(_):
+    raise OSError('no space')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(os, 'fsync', fail)
+    with pytest.warns(UserWarning, match='no space'):
+      folder.log({'step': 2})
+    assert folder.read_metrics() == [{'step': 1}]
+  folder.flush()
+  assert folder.read_metrics() == [{'step': 1}, {'step': 2}]
+
+
+def test_a_folder_that_comes_back_gets_all_lines(tmp_path: Path):
+  folder = RunFolder(tmp_path / 'run')
+  with pytest.warns(UserWarning, match='cannot be written'):
+    folder.log({'step': 1})
+  folder.log({'step': 2})
+  with pytest.raises(OSError, match='No such file'):
+    folder.flush()
+  folder.path.mkdir()
+  folder.flush()
+  assert folder.read_metrics() == [{'step': 1}, {'step': 2}]
+
+
+def test_one_process_of_several_writes(tmp_path: Path):
+  path = tmp_path / 'run'
+  RunFolder(tmp_path, is_writer=False).log({'step': 1})
+  assert not _files(tmp_path)
+  with RunFolder(path, is_writer=False) as folder:
+    folder.start(_SETTINGS, fresh=True)
+    folder.keep_metrics(0)
+    folder.log({'step': 1})
+    folder.flush()
+  assert not path.exists()
+
+
+def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
+  with RunFolder(tmp_path) as folder:
+    folder.start(_SETTINGS)
+  for fresh in (False, True):
+    with pytest.raises(UsageError, match='seed: 0 -> 1'):
+      RunFolder(tmp_path).start(
+        {'config': {'steps': 3, 'seed': 1}}, fresh=fresh
+      )
+
+
+@pytest.mark.parametrize('name', [*_RESULTS, 'sample.txt', 'tokenizer.json'])
+def test_files_of_something_else_are_not_touched(tmp_path: Path, name: str):
+  (tmp_path / name).write_text('mine')
+  for fresh in (False, True):
+    with pytest.raises(UsageError, match=f'{name} of something else'):
+      RunFolder(tmp_path).start(_SETTINGS, fresh=fresh)
+  assert (tmp_path / name).read_text() == 'mine'
+  assert not (tmp_path / 'config.json').exists()
+
+
+@pytest.mark.parametrize('text', ['no json', '[1, 2]', '{"model": "llama"}'])
+def test_a_config_of_something_else_is_refused(tmp_path: Path, text: str):
+  (tmp_path / 'config.json').write_text(text)
+  with pytest.raises(UsageError, match='no run of this trainer wrote'):
+    RunFolder(tmp_path).start(_SETTINGS)
+
+
+def test_a_second_run_is_kept_out_while_the_first_goes_on(tmp_path: Path):
+  with RunFolder(tmp_path) as first:
+    first.start(_SETTINGS)
+    with pytest.raises(UsageError, match='in use'):
+      RunFolder(tmp_path).start(_SETTINGS)
+  with RunFolder(tmp_path) as second:
+    second.start(_SETTINGS)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
+  (tmp_path / 'file').write_text('mine')
+  with pytest.raises(UsageError, match='--out-dir .*file/run'):
+    RunFolder(tmp_path / 'file' / 'run').start(_SETTINGS)
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch):
+  write_whole(tmp_path / 'a', b'old')
+
+  def fail(*_):
+    raise OSError('killed before the file is in its place')
+
+  with monkeypatch.context() as patch:
+    patch.setattr(run_folder.os, 'replace', fail)
+    with pytest.raises(OSError, match='killed'):
+      write_whole(tmp_path / 'a', b'new')
+  assert (tmp_path / 'a').read_bytes() == b'old'
+  write_whole(tmp_path / 'a', b'newer')
+  assert _files(tmp_path) == {'a': b'newer'}

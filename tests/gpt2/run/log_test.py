@@ -1,0 +1,266 @@
+import json
+import math
+from pathlib import Path
+import struct
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices import hardware
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.optim.optimizers import make_schedule
+from examples.gpt2.presets import resolve
+from examples.gpt2.run import log as step_log
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.log import MEASURED, NotFiniteError, StepLog
+from examples.gpt2.run.step import Trainer
+
+
+def _config(**settings) -> Config:
+  defaults = dict(
+    num_layers=1, num_heads=1, width=16, context_length=16, batch_size=8,
+    steps=10,
+  )  # fmt: skip
+  return resolve(Config(**defaults | settings))
+
+
+@pytest.fixture(scope='module')
+def trainer() -> Trainer:
+  return Trainer(_config(), 64, make_mesh('', jax.devices()[:1]))
+
+
+class _Clock:
+  """Stands in for the module ``time``."""
+
+  def __init__(self) -> None:
+    self.now = 100.0
+
+  def perf_counter(self) -> float:
+    return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> _Clock:
+  clock = _Clock()
+  monkeypatch.setattr(step_log, 'time', clock)
+  return clock
+
+
+def _metrics(loss: float = 2.0, norm: float = 1.0) -> dict[str, jax.Array]:
+  return {
+    'train_loss': jnp.float32(loss),
+    'gradient_norm': jnp.float32(norm),
+  }
+
+
+def test_a_step_is_a_line(tmp_path: Path, trainer: Trainer):
+  config, folder = _config(), RunFolder(tmp_path)
+  with StepLog(config, trainer, folder, 0) as log:
+    for step in range(1, 11):
+      watched = {'attention_entropy': [1.0]} if step == 3 else {}
+      log.begin_step(step, _metrics(loss=1 / step), watched, 0.0)
+      # The step itself is on the device, the one before it is logged.
+      lines = folder.read_metrics() if step > 1 else []
+      assert [line['step'] for line in lines] == [*range(1, step)]
+    log.finish_step({'val_loss': 0.5})
+    log.finish_step({'val_loss': 0.25})
+  lines = folder.read_metrics()
+  assert [line['step'] for line in lines] == [*range(1, 11)]
+  for step, line in enumerate(lines, start=1):
+    assert line['train_loss'] == pytest.approx(1 / step)
+    assert line['gradient_norm'] == 1.0
+    assert line['tokens'] == step * 8 * 16
+    assert line['batch_size'] == 8
+    assert ('attention_entropy' in line) == (step == 3)
+    assert ('val_loss' in line) == (step == 10)
+    assert 'skipped' not in line
+    assert set(MEASURED) <= set(line)
+    assert line['peak_bytes'] > 0
+  assert lines[-1]['val_loss'] == 0.5
+  schedule = make_schedule(config)
+  rates = [line['learning_rate'] for line in lines]
+  assert rates == pytest.approx([float(schedule(i)) for i in range(10)])
+
+
+@pytest.mark.parametrize(
+  ('loss', 'norm', 'words'),
+  [
+    (math.nan, 1.0, 'train_loss is nan'),
+    (math.inf, 1.0, 'train_loss is inf'),
+    (2.0, math.nan, 'gradient_norm is nan'),
+    (2.0, -math.inf, 'gradient_norm is -inf'),
+  ],
+)
+def test_a_step_that_is_not_finite_stops_the_run(
+  tmp_path: Path, trainer: Trainer, loss: float, norm: float, words: str
+):
+  folder = RunFolder(tmp_path)
+  with StepLog(_config(), trainer, folder, 0) as log:
+    log.begin_step(1, _metrics(), {}, 0.0)
+    log.finish_step({'val_loss': 1.25})
+    log.begin_step(2, _metrics(loss, norm), {}, 0.0)
+    with pytest.raises(NotFiniteError, match='at step 2') as error:
+      log.begin_step(3, _metrics(), {}, 0.0)
+  assert error.value.step == 2
+  assert words in str(error.value)
+  assert 'step 1: validation loss 1.2500' in str(error.value)
+  assert str(tmp_path) in str(error.value)
+  assert [line['step'] for line in folder.read_metrics()] == [1]
+
+
+def test_a_step_that_is_not_finite_can_be_left_out(
+  tmp_path: Path, trainer: Trainer
+):
+  folder = RunFolder(tmp_path)
+  with StepLog(_config(not_finite='skip'), trainer, folder, 0) as log:
+    for step, loss in ((1, 2.0), (2, math.nan), (3, 1.0)):
+      log.begin_step(step, _metrics(loss), {}, 0.0)
+    log.finish_step()
+  lines = folder.read_metrics()
+  assert [line.get('skipped') for line in lines] == [None, True, None]
+
+
+def test_the_speed_leaves_pauses_out(
+  tmp_path: Path, trainer: Trainer, clock: _Clock, monkeypatch
+):
+  monkeypatch.setattr(hardware, 'peak_flops', lambda _: 1e9)
+  folder = RunFolder(tmp_path)
+  with StepLog(_config(), trainer, folder, 0) as log:
+    for step, (seconds, pause, waited) in enumerate(
+      [(2.0, 0.0, 0.5), (4.0, 100.0, 0.5), (0.5, 0.0, 2.5)], start=1
+    ):
+      log.begin_step(step, _metrics(), {}, waited)
+      clock.now += seconds
+      with log.paused():
+        clock.now += pause
+      log.finish_step()
+  lines = folder.read_metrics()
+  speeds = [128 / 2, 128 / 4, 128 / 0.5]
+  assert [x['tokens_per_second'] for x in lines] == speeds
+  flops = hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+  for line, speed in zip(lines, speeds, strict=True):
+    share = flops * speed / (1e9 * jax.device_count())
+    assert line['mfu'] == pytest.approx(share)
+  # Seconds waited are counted from the start, and no share is above 1.
+  assert [x['waited_share'] for x in lines] == [0.25, 0.0, 1.0]
+
+
+def test_a_pause_lets_the_step_end_first(
+  tmp_path: Path, trainer: Trainer, clock: _Clock, monkeypatch
+):
+  folder = RunFolder(tmp_path)
+  waited = []
+
+  def wait(arrays):
+    waited.append(arrays)
+    clock.now += 8.0
+
+  with StepLog(_config(), trainer, folder, 0) as log:
+    metrics = _metrics()
+    log.begin_step(1, metrics, {}, 0.0)
+    monkeypatch.setattr(jax, 'block_until_ready', wait)
+    with log.paused():
+      clock.now += 50.0
+    log.finish_step()
+  assert waited == [metrics]
+  assert folder.read_metrics()[0]['tokens_per_second'] == 128 / 8
+
+
+def test_an_unknown_device_has_no_mfu(tmp_path: Path, trainer, monkeypatch):
+  monkeypatch.setattr(hardware, 'peak_flops', lambda _: math.nan)
+  folder = RunFolder(tmp_path)
+  with StepLog(_config(), trainer, folder, 0) as log:
+    log.begin_step(1, _metrics(), {}, 0.0)
+    log.finish_step()
+  assert folder.read_metrics()[0]['mfu'] is None
+
+
+def test_a_resumed_run_goes_on_where_it_was(
+  tmp_path: Path, trainer: Trainer, capsys
+):
+  folder = RunFolder(tmp_path)
+  with StepLog(_config(), trainer, folder, 6) as log:
+    log.finish_step({'val_loss': 1.0})
+    log.begin_step(7, _metrics(), {'max_attention_logit': [1.5, 2.5]}, 0.0)
+    log.finish_step({'val_loss': 1.0})
+  (line,) = folder.read_metrics()
+  assert (line['step'], line['tokens']) == (7, 7 * 128)
+  captured = capsys.readouterr()
+  assert '6/10' in captured.err
+  assert '7/10' in captured.err
+  assert (
+    'step 7: validation loss 1.0000, max attention logit by layer 1.5 2.5'
+    in captured.out + captured.err
+  )
+
+
+def _read_events(folder: Path) -> list[tuple[int, str, float]]:
+  """Returns step, name and value of the scalars in TensorBoard's files."""
+  event_pb2 = pytest.importorskip('tensorboardX.proto.event_pb2')
+  found = []
+  for path in sorted(folder.iterdir()):
+    content = path.read_bytes()
+    while content:
+      # Length and its checksum, the event and its checksum.
+      (size,) = struct.unpack('<Q', content[:8])
+      event = event_pb2.Event.FromString(content[12 : 12 + size])
+      content = content[16 + size :]
+      for value in event.summary.value:
+        found.append((event.step, value.tag, value.simple_value))
+  return found
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path, trainer: Trainer):
+  pytest.importorskip('tensorboardX')
+  folder, config = RunFolder(tmp_path), _config(tensorboard=True)
+  watched = {
+    'layers': {'gradient_norm': [0.25, 0.5]},
+    'others': {'head': {'clipped': 0.75}},
+    'gradient_noise': None,
+  }
+  with StepLog(config, trainer, folder, 4) as log:
+    log.begin_step(5, _metrics(), watched, 0.0)
+    log.begin_step(6, _metrics(1.5), {}, 0.0)
+    log.finish_step({'val_loss': 3.5})
+  events = _read_events(tmp_path / 'tensorboard')
+  for expected in (
+    (5, 'train_loss', 2.0),
+    (5, 'layers/gradient_norm/1', 0.25),
+    (5, 'layers/gradient_norm/2', 0.5),
+    (5, 'others/head/clipped', 0.75),
+    (6, 'train_loss', 1.5),
+    (6, 'val_loss', 3.5),
+  ):
+    assert expected in events
+  assert {step for step, _, _ in events} == {5, 6}
+  assert not any('noise' in name for _, name, _ in events)
+
+
+def test_tensorboard_is_not_written_unless_wanted(tmp_path: Path, trainer):
+  with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
+    log.begin_step(1, _metrics(), {}, 0.0)
+    log.finish_step()
+  assert [x.name for x in tmp_path.iterdir()] == ['metrics.jsonl']
+
+
+def test_tensorboard_without_its_package_is_explained(
+  tmp_path: Path, trainer: Trainer, monkeypatch
+):
+  monkeypatch.setitem(sys.modules, 'tensorboardX', None)
+  with pytest.raises(UsageError, match='pip install tensorboardX'):
+    StepLog(_config(tensorboard=True), trainer, RunFolder(tmp_path), 0)
+
+
+def test_lines_are_json(tmp_path: Path, trainer: Trainer):
+  with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
+    log.begin_step(1, _metrics(), {}, 0.0)
+    log.finish_step()
+
+  def refuse(name: str):
+    raise ValueError(f'{name} is no JSON')
+
+  text = (tmp_path / 'metrics.jsonl').read_text()
+  assert json.loads(text, parse_constant=refuse)['step'] == 1

@@ -1,0 +1,146 @@
+import jax
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices import hardware
+from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.memory import (
+  OutOfMemoryError,
+  activation_bytes,
+  advice,
+  explain,
+)
+from examples.gpt2.run.step import Trainer
+
+_EXHAUSTED = 'RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.\nmore'
+
+
+def _make(devices: int = 8, **settings) -> tuple[Config, Trainer]:
+  defaults = dict(
+    num_layers=3,
+    num_heads=4,
+    width=64,
+    context_length=64,
+    batch_size=16,
+    micro_batch_size=16,
+    steps=10,
+    vocab_size=512,
+    unroll=1,
+  )
+  config = resolve(Config(**defaults | settings))
+  mesh = make_mesh(config.mesh, jax.devices()[:devices])
+  return config, Trainer(config, config.vocab_size, mesh)
+
+
+@pytest.mark.parametrize(
+  'error', [jax.errors.JaxRuntimeError(_EXHAUSTED), MemoryError()], ids=type
+)
+def test_a_failed_allocation_becomes_advice(error: Exception):
+  config, trainer = _make()
+  with pytest.raises(OutOfMemoryError) as found, advice(config, trainer):
+    raise error
+  text = str(found.value)
+  assert '12345' in text or isinstance(error, MemoryError)
+  assert 'more' not in text.splitlines()[0]
+  assert '--micro-batch-size 8' in text
+  assert '--remat dots' in text
+  assert '--dtype bfloat16' in text
+  assert '--mesh fsdp=8' in text
+  assert found.value.__cause__ is error
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    jax.errors.JaxRuntimeError('INTERNAL: broken'),
+    ValueError('RESOURCE_EXHAUSTED'),
+  ],
+  ids=type,
+)
+def test_other_errors_pass(error: Exception):
+  with pytest.raises(type(error)) as found, advice(*_make()):
+    raise error
+  assert found.value is error
+
+
+def test_without_an_error_nothing_happens():
+  with advice(*_make()):
+    pass
+
+
+@pytest.mark.parametrize(
+  ('settings', 'there', 'missing'),
+  [
+    ({'micro_batch_size': 8}, [], ['--micro-batch-size']),
+    ({'micro_batch_size': 8, 'devices': 1}, ['--micro-batch-size 4'], []),
+    ({'micro_batch_size': 1, 'devices': 1}, [], ['--micro-batch-size']),
+    ({'remat': 'dots'}, ['--remat full'], []),
+    ({'remat': 'full'}, [], ['--remat']),
+    ({'dtype': 'bfloat16'}, [], ['--dtype']),
+    ({'mesh': 'tensor=2'}, ['--mesh fsdp=4,tensor=2'], []),
+    ({'mesh': 'fsdp=4,tensor=2'}, [], ['--mesh']),
+  ],
+)
+def test_only_what_helps_is_advised(
+  settings: dict, there: list[str], missing: list[str]
+):
+  text = explain(*_make(**settings))
+  assert all(flag in text for flag in there)
+  assert not any(flag in text for flag in missing)
+
+
+def test_weights_and_moments_are_counted_by_device():
+  config, trainer = _make(width=1024, mesh='fsdp=8', num_layers=12)
+  params = hardware.bytes_per_device(trainer.shapes.params) / 2**30
+  text = explain(config, trainer)
+  assert params > 0.05
+  assert f'weights: {params:.2f} GiB' in text
+  assert f'moments: {2 * params:.2f} GiB' in text
+  assert f'gradients: {params:.2f} GiB' in text
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'devices': 1},
+    {'devices': 1, 'remat': 'full', 'context_length': 256, 'batch_size': 4},
+    pytest.param(
+      {'mesh': 'fsdp=4,tensor=2', 'architecture': 'llama', 'batch_size': 32},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      {'devices': 1, 'remat': 'dots', 'width': 128}, marks=pytest.mark.slow
+    ),
+    pytest.param(
+      {'devices': 1, 'vocab_size': 8192, 'remat': 'full'},
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      {'devices': 1, 'architecture': 'llama', 'remat': 'dots'},
+      marks=pytest.mark.slow,
+    ),
+  ],
+)
+def test_the_estimate_is_near_what_is_compiled(settings: dict):
+  settings = dict(settings)
+  settings['micro_batch_size'] = min(16, settings.get('batch_size', 16))
+  config, trainer = _make(**settings)
+  batch = jax.ShapeDtypeStruct(
+    (
+      config.batch_size // config.micro_batch_size,
+      config.micro_batch_size,
+      config.context_length + 1,
+    ),
+    np.int32,
+    sharding=batch_sharding(trainer.mesh),
+  )
+  with jax.set_mesh(trainer.mesh):
+    compiled = trainer.step.lower(trainer.shapes, batch).compile()
+  measured = compiled.memory_analysis().temp_size_in_bytes
+  # Gradients of a micro-batch, and their sum.
+  gradients = 2 * hardware.bytes_per_device(trainer.shapes.params)
+  assert gradients < measured / 2
+  ratio = activation_bytes(config, trainer) / (measured - gradients)
+  assert 1 / 1.6 < ratio < 1.6

@@ -1,0 +1,150 @@
+from pathlib import Path
+import types
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import pytest
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.presets import resolve
+from examples.gpt2.run import report
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.step import Trainer
+
+
+def _line(step: int, **more) -> dict:
+  return {
+    'step': step,
+    'tokens': step * 512,
+    'batch_size': 16,
+    'tokens_per_second': 1000.0 * step,
+    'mfu': 0.1 * step,
+    'waited_share': 0.01,
+    'peak_bytes': 3 * 2**30,
+    **more,
+  }
+
+
+def _watched(step: int, trace: float, square: float, **more) -> dict:
+  noise = {'trace': trace, 'squared_norm': square}
+  return _line(
+    step, max_attention_logit=[1.0, 2.25], gradient_noise=noise, **more
+  )
+
+
+def _after(folder: Path, lines: list[dict]) -> str:
+  run = RunFolder(folder)
+  with run:
+    run.start({'config': {'seed': 0}, 'corpus': {'unigram_entropy': 5.25}})
+    for line in lines:
+      run.log(line)
+    run.write_sample('And so it goes.')
+    return report.after(run)
+
+
+def test_before_a_run_its_size_is_told(tmp_path: Path):
+  config = resolve(Config(num_layers=2, width=64, num_heads=2, steps=1500))
+  trainer = Trainer(config, 64, make_mesh('fsdp=4,tensor=2'))
+  tokens = types.SimpleNamespace(
+    source='a book',
+    num_bytes=1_234_567,
+    sha256='0123456789abcdef' * 4,
+    train=range(300_000),
+    validation=range(2_000),
+    vocab_size=64,
+    unigram_entropy=4.125,
+  )
+  text = report.before(config, tokens, trainer, RunFolder(tmp_path))
+  for part in (
+    f'{trainer.num_params:,} parameters, 2 layers of width 64',
+    'a book, 1,234,567 bytes, sha256 0123456789abcdef',
+    '300,000 to train on, 2,000 held out, vocabulary 64',
+    'unigram entropy 4.125 nats',
+    '1,500 of 64 x 128 = 8,192 tokens, 12,288,000 in all',
+    'merit, learning rate 0.012, weight decay 0.01',
+    f'8 x {jax.devices()[0].device_kind}, 1 process(es), float32',
+    'data 1, fsdp 4, tensor 2',
+    'of weights and moments on each device',
+    str(tmp_path),
+  ):
+    assert part in text
+  starts = {
+    len(line) - len(line.split('  ', 1)[1].lstrip())
+    for line in text.splitlines()
+  }
+  assert len(starts) == 1, 'values stand in a column'
+
+
+def test_after_a_run_its_results_are_told(tmp_path: Path):
+  lines = [
+    _line(1),
+    _watched(2, 1.0, 1.0),
+    _line(3, skipped=True, waited_share=0.2),
+    _watched(4, 6.0, 2.0, val_loss=3.14159),
+    _watched(5, 2.0, 2.0, val_loss=3.0),
+  ]
+  text = _after(tmp_path, lines)
+  for part in (
+    '3.0000 nats per token (unigram entropy 5.2500)',
+    '1 steps whose loss or gradient was not finite',
+    '1.0, 2.2 (first to last layer)',
+    # (6 + 2) / (2 + 2), times 32 tokens of a sequence.
+    'critical batch about 64 tokens; a step has 512',
+    '3,000 tokens/s (median), MFU 30.0%',
+    'at most 20.0% of a step',
+    '3 GiB',
+    str(tmp_path / 'curves.png'),
+    str(tmp_path / 'sample.txt'),
+  ):
+    assert part in text
+  assert text.endswith('\n\nAnd so it goes.')
+
+
+def test_what_was_not_measured_is_not_told(tmp_path: Path):
+  text = _after(tmp_path, [_line(1, mfu=None, val_loss=2.0)])
+  assert 'MFU n/a' in text
+  for part in ('left out', 'attention', 'noise'):
+    assert part not in text
+
+
+@pytest.mark.parametrize(
+  ('lines', 'expected'),
+  [
+    ([_watched(1, 8.0, 2.0)], 128.0),
+    # The first half is from before the weights have settled.
+    ([_watched(1, 1e9, 1.0), _watched(2, 8.0, 2.0)], 128.0),
+    (
+      [_watched(1, 0.0, 1.0), _watched(2, 8.0, 4.0), _watched(3, 8.0, 0.0)],
+      128.0,
+    ),
+    ([_watched(1, 8.0, -2.0)], None),
+    ([_watched(1, -8.0, 2.0)], None),
+    ([_line(1, gradient_noise=None)], None),
+    (
+      [
+        _watched(1, 8.0, 2.0),
+        _watched(2, 8.0, 2.0),
+        _watched(3, float('nan'), 1.0, skipped=True),
+      ],
+      128.0,
+    ),
+  ],
+)
+def test_the_noise_scale_is_a_ratio_of_means(lines, expected: float | None):
+  assert report.noise_scale_tokens(lines) == expected
+
+
+@hypothesis.given(st.integers(1, 2**55))
+def test_bytes_have_three_digits(size: int):
+  rows = report._speed([_line(1, peak_bytes=size)])
+  number, unit = rows['peak memory'].split()
+  power = ('B', 'KiB', 'MiB', 'GiB', 'TiB').index(unit)
+  assert float(number) * 1024**power == pytest.approx(size, rel=0.006)
+  assert 'e' not in number
+  assert float(number) <= 1024 or unit == 'TiB'
+
+
+def test_a_table_has_two_columns():
+  assert report.table({'a': '1', 'long': '2'}) == 'a     1\nlong  2'

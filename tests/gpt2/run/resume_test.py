@@ -1,0 +1,351 @@
+"""A run that was stopped goes on to the numbers of one that was not."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.data import batches
+from examples.gpt2.devices import sharding
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.log import MEASURED, NotFiniteError
+from examples.gpt2.run.loop import Loop
+from examples.gpt2.run.step import Trainer
+from examples.gpt2.train import main, train
+
+_ROOT = Path(__file__).parents[3]
+
+
+class _Killed(BaseException):
+  pass
+
+
+@pytest.fixture
+def config(tiny: Config) -> Config:
+  return dataclasses.replace(tiny, steps=8, checkpoint_every=2, watch_every=3)
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory) -> Path:
+  """The folder of a run that was never stopped."""
+  folder = tmp_path_factory.mktemp('whole')
+  (folder / 'text.txt').write_text('a few words, ' * 2000)
+  assert _start(folder, 'whole').wait() == 0
+  return folder
+
+
+def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
+  """Starts a run of some seconds in a process of its own."""
+  arguments = (
+    '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
+    '--vocab-size', '288', '--num-layers', '2', '--num-heads', '2',
+    '--width', '32', '--context-length', '16', '--batch-size', '16',
+    '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
+    '--watch-every', '20', '--eval-sequences', '24',
+  )  # fmt: skip
+  with (folder / f'{name}.log').open('a') as log:
+    return subprocess.Popen(
+      [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
+      cwd=folder,
+      env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
+      stdout=log,
+      stderr=log,
+    )
+
+
+def _metrics(folder: Path) -> list[dict]:
+  """Returns the metrics of a run, without what a clock decides."""
+  lines = (folder / 'metrics.jsonl').read_text().splitlines()
+  return [
+    {k: v for k, v in json.loads(line).items() if k not in MEASURED}
+    for line in lines
+  ]
+
+
+def _assert_same_run(one: Path, other: Path):
+  assert _metrics(one) == _metrics(other)
+  for name in ('weights.safetensors', 'sample.txt', 'model.json'):
+    assert (one / name).read_bytes() == (other / name).read_bytes()
+
+
+def _kill_at(monkeypatch, step: int):
+  """Makes a run end without any clearing up before a step."""
+  take = Loop._step
+
+  def killed(self, number):
+    if number == step:
+      raise _Killed
+    take(self, number)
+
+  monkeypatch.setattr(Loop, '_step', killed)
+
+
+def _train_uninterrupted(config: Config, folder: Path) -> Path:
+  train(dataclasses.replace(config, out_dir=folder))
+  return folder
+
+
+@pytest.mark.parametrize('step', [2, 6, 8])
+def test_a_run_goes_on_from_its_checkpoint(
+  config: Config, step: int, tmp_path: Path, monkeypatch, capsys
+):
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, step)
+    train(config)
+  with (config.out_dir / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 7, "torn')
+  train(config)
+  done = (step - 1) // 2 * 2
+  if done:
+    assert f'going on after step {done}' in capsys.readouterr().out
+  _assert_same_run(
+    config.out_dir, _train_uninterrupted(config, tmp_path / 'other')
+  )
+
+
+@pytest.mark.parametrize(
+  'number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+)
+def test_a_signal_saves_a_checkpoint(
+  config: Config, number: int, status: int, tmp_path, monkeypatch, capsys
+):
+  take = Loop._step
+
+  def signalled(self, step):
+    if step == 3:
+      os.kill(os.getpid(), number)
+    take(self, step)
+
+  flags = ['--data', config.data, '--out-dir', str(config.out_dir)]
+  for name in ('vocab_size', 'num_layers', 'num_heads', 'width',
+               'context_length', 'batch_size', 'steps', 'eval_every',
+               'eval_sequences', 'cache_dir', 'watch_every',
+               'unroll'):  # fmt: skip
+    flags += ['--' + name.replace('_', '-'), str(getattr(config, name))]
+  with monkeypatch.context() as patch:
+    patch.setattr(Loop, '_step', signalled)
+    with pytest.raises(SystemExit) as stop:
+      main(flags)
+  assert stop.value.code == status
+  assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
+  main(flags)
+  assert 'going on after step 3' in capsys.readouterr().out
+  _assert_same_run(
+    config.out_dir, _train_uninterrupted(config, tmp_path / 'other')
+  )
+
+
+def test_fresh_starts_over(config: Config, monkeypatch, capsys):
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 6)
+    train(config)
+  train(dataclasses.replace(config, fresh=True))
+  assert 'going on' not in capsys.readouterr().out
+  assert len(_metrics(config.out_dir)) == config.steps
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 6)
+    train(dataclasses.replace(config, mesh='fsdp=8'))
+  train(dataclasses.replace(config, mesh='data=2,fsdp=2,tensor=2'))
+  other = _train_uninterrupted(
+    dataclasses.replace(config, mesh='fsdp=8'), tmp_path / 'other'
+  )
+  np.testing.assert_allclose(
+    [m['train_loss'] for m in _metrics(config.out_dir)],
+    [m['train_loss'] for m in _metrics(other)],
+    rtol=1e-5,
+  )
+
+
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    ({'seed': 1}, 'seed: 0 -> 1'),
+    ({'width': 32, 'mlp_width': 64}, 'width: 16 -> 32'),
+    ({'learning_rate': 0.5}, 'learning_rate: 0.03 -> 0.5'),
+    ({'data': 'other'}, 'corpus_sha256'),
+  ],
+)
+def test_another_model_data_or_seed_is_refused(
+  config: Config, change, words: str, tmp_path, monkeypatch
+):
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 3)
+    train(config)
+  if 'data' in change:
+    other = tmp_path / 'other.txt'
+    other.write_text('another text. ' * 500)
+    change = {'data': str(other)}
+  with pytest.raises(UsageError, match=words):
+    train(dataclasses.replace(config, **change))
+
+
+def _break_gradients(monkeypatch, step: int):
+  """Makes the gradient of a step infinite, as a model's overflow would."""
+  original = Trainer.loss_and_gradients
+  first_tokens = {}
+
+  def broken(self, params, tokens):
+    loss, gradients = original(self, params, tokens)
+    is_bad = tokens.sum() == first_tokens['sum']
+    return loss, jax.tree.map(
+      lambda x: jax.numpy.where(is_bad, jax.numpy.inf, x), gradients
+    )
+
+  make = Loop.__init__
+
+  def remember(self, trainer, config, tokens, folder):
+    batch = batches.training_batch(
+      tokens.train, config, step, sharding.batch_sharding(trainer.mesh)
+    )
+    first_tokens['sum'] = int(batch.sum())
+    make(self, trainer, config, tokens, folder)
+
+  monkeypatch.setattr(Trainer, 'loss_and_gradients', broken)
+  monkeypatch.setattr(Loop, '__init__', remember)
+
+
+def test_an_infinite_gradient_stops_the_run_with_advice(config, monkeypatch):
+  _break_gradients(monkeypatch, 5)
+  with pytest.raises(NotFiniteError) as error:
+    train(config)
+  message = str(error.value)
+  assert 'at step 5' in message
+  assert 'gradient_norm is inf' in message
+  assert 'in layer' in message
+  assert '--not-finite skip' in message
+  saved = sorted(p.name for p in (config.out_dir / 'checkpoints').iterdir())
+  assert saved == ['2', '4']
+  assert not RunFolder(config.out_dir).finished
+
+
+def test_an_infinite_gradient_can_be_left_out(config, monkeypatch, capsys):
+  _break_gradients(monkeypatch, 5)
+  with pytest.raises(NotFiniteError):
+    train(config)
+  train(dataclasses.replace(config, not_finite='skip'))
+  out = capsys.readouterr().out
+  assert 'going on after step 4' in out
+  assert '1 steps whose loss or gradient was not finite' in out
+  metrics = _metrics(config.out_dir)
+  assert [m['step'] for m in metrics if m.get('skipped')] == [5]
+  assert [m['step'] for m in metrics if m['gradient_norm'] is None] == [5]
+  assert all(np.isfinite(m['train_loss']) for m in metrics)
+
+
+def _num_lines(path: Path) -> int:
+  return path.read_bytes().count(b'\n') if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_ends_with_the_same_bits(whole: Path):
+  moments = random.Random(0)
+  metrics = whole / 'killed' / 'metrics.jsonl'
+  # Checkpoints come every five steps: often one is being written.
+  for step in sorted(moments.sample(range(6, 56), 6)):
+    run = _start(whole, 'killed')
+    while run.poll() is None and _num_lines(metrics) < step:
+      time.sleep(0.002)
+    time.sleep(moments.uniform(0, 0.05))
+    run.kill()
+    run.wait()
+  assert _start(whole, 'killed').wait() == 0
+  log = (whole / 'killed.log').read_text()
+  assert log.count('going on after step') >= 2
+  _assert_same_run(whole / 'whole', whole / 'killed')
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_run_within_30_seconds(whole: Path):
+  run = _start(whole, 'terminated')
+  metrics = whole / 'terminated' / 'metrics.jsonl'
+  while not metrics.exists() or not metrics.stat().st_size:
+    time.sleep(0.05)
+  run.terminate()
+  assert run.wait(timeout=30) == 128 + signal.SIGTERM
+  assert 'has been saved' in (whole / 'terminated.log').read_text()
+  assert _start(whole, 'terminated').wait() == 0
+  _assert_same_run(whole / 'whole', whole / 'terminated')
+
+
+def _start_pair(folder: Path, name: str) -> list[subprocess.Popen]:
+  """Starts a run of two processes with four devices each."""
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    port = free.getsockname()[1]
+  return [
+    _start(
+      folder, name, '--coordinator', f'localhost:{port}', '--num-processes',
+      '2', '--process-id', str(i), '--mesh', 'fsdp=4,tensor=2',
+    )
+    for i in range(2)
+  ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_after_one_was_killed(tmp_path: Path, monkeypatch):
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '4')
+  (tmp_path / 'text.txt').write_text('a few words, ' * 2000)
+  for run in _start_pair(tmp_path, 'whole'):
+    assert run.wait() == 0
+  first, second = _start_pair(tmp_path, 'killed')
+  checkpoints = tmp_path / 'killed' / 'checkpoints'
+  while not (checkpoints / '10').exists():
+    assert first.poll() is None
+    time.sleep(0.05)
+  second.kill()
+  second.wait()
+  first.kill()
+  first.wait()
+  for run in _start_pair(tmp_path, 'killed'):
+    assert run.wait() == 0
+  assert 'going on after step' in (tmp_path / 'killed.log').read_text()
+  _assert_same_run(tmp_path / 'whole', tmp_path / 'killed')
+
+
+def test_lost_lines_of_metrics_are_told_and_none_is_doubled(
+  config: Config, monkeypatch
+):
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 8)
+    train(config)
+  path = config.out_dir / 'metrics.jsonl'
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join([lines[0], lines[1][:30] + '\n', *lines[3:]]))
+  with pytest.warns(UserWarning, match='lost 2 of the lines up to step 6'):
+    train(config)
+  steps = [m['step'] for m in _metrics(config.out_dir)]
+  assert steps == [1, 4, 5, 6, 7, 8]
+
+
+def test_weights_that_are_not_finite_are_never_results(
+  config: Config, monkeypatch
+):
+  monkeypatch.setattr(Loop, '_evaluate', lambda _: float('nan'))
+  with pytest.raises(NotFiniteError, match="step 4 {'val_loss': nan}"):
+    train(dataclasses.replace(config, not_finite='skip'))
+  assert not (config.out_dir / 'weights.safetensors').exists()
+
+
+def test_a_trace_is_written_though_the_run_is_stopped(
+  config: Config, monkeypatch
+):
+  monkeypatch.setattr('examples.gpt2.run.loop._PROFILED', (2, 6))
+  with monkeypatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 5)
+    train(dataclasses.replace(config, profile=True))
+  assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))

@@ -1,0 +1,233 @@
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.presets import OPTIMIZERS, resolve
+from examples.gpt2.run.step import Trainer, TrainState, make_model_config
+
+# A first token that makes something of the step infinite or not a number.
+_NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT = 61, 62, 63
+_KINDS = (_NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT)
+_SLOW = ('adamw', 'lamb', 'lion', 'muon')
+_MOST_OPTIMIZERS = pytest.mark.parametrize(
+  'optimizer',
+  [
+    pytest.param(name, marks=pytest.mark.slow if name in _SLOW else ())
+    for name in OPTIMIZERS
+  ],
+)
+
+
+class _Fragile(Trainer):
+  """A trainer that has bad steps on command."""
+
+  def loss(self, params, tokens_BT):
+    loss = super().loss(params, tokens_BT)
+    bias = params['final_norm']['bias']
+    zero = jnp.sum((bias - jax.lax.stop_gradient(bias)) ** 2)
+    branches = [
+      lambda loss, zero: loss,
+      lambda loss, zero: loss * jnp.nan,
+      lambda loss, zero: loss * jnp.inf,
+      # Zero, with an infinite slope times zero.
+      lambda loss, zero: loss + jnp.sqrt(zero),
+    ]
+    kind = jnp.clip(tokens_BT[0, 0] - 60, 0, 3)
+    return jax.lax.switch(kind, branches, loss, zero)
+
+
+def _config(**settings) -> Config:
+  defaults = dict(
+    num_layers=2,
+    num_heads=2,
+    width=16,
+    context_length=16,
+    batch_size=16,
+    micro_batch_size=16,
+    steps=30,
+    unroll=1,
+  )
+  return resolve(Config(**defaults | settings))
+
+
+@functools.cache
+def _trainer(optimizer: str = 'merit', mesh: str = '') -> Trainer:
+  devices = jax.devices() if mesh else jax.devices()[:1]
+  return _Fragile(
+    _config(optimizer=optimizer, mesh=mesh), 64, make_mesh(mesh, devices)
+  )
+
+
+def _tokens(seed: int, first: int | None = None, size: int = 16) -> np.ndarray:
+  """Returns a step's tokens, a micro-batch of the lower half of them."""
+  generator = np.random.default_rng(seed)
+  tokens = generator.integers(32, size=(1, size, 17)).astype(np.int32)
+  if first is not None:
+    tokens[:, 0, 0] = first
+  return tokens
+
+
+def _put(trainer: Trainer, tokens: np.ndarray) -> jax.Array:
+  return jax.device_put(tokens, batch_sharding(trainer.mesh))
+
+
+def _train(trainer: Trainer, steps: int) -> tuple[TrainState, list[float]]:
+  with jax.set_mesh(trainer.mesh):
+    state, losses = trainer.init(), []
+    for step in range(steps):
+      state, metrics = trainer.step(state, _put(trainer, _tokens(step)))
+      assert set(metrics) == {'train_loss', 'gradient_norm'}
+      losses.append(float(metrics['train_loss']))
+  return state, losses
+
+
+@_MOST_OPTIMIZERS
+def test_a_step_that_is_not_finite_changes_nothing_but_counters(
+  optimizer: str,
+):
+  trainer = _trainer(optimizer)
+  state, losses = _train(trainer, 12)
+  assert losses[-1] < losses[0] - 0.02
+  counters = 0
+  for kind in _KINDS:
+    before = jax.device_get(state)
+    state, metrics = trainer.step(state, _put(trainer, _tokens(0, kind)))
+    is_finite = [
+      np.isfinite(metrics[k]) for k in ('train_loss', 'gradient_norm')
+    ]
+    assert is_finite == [kind == _NAN_GRADIENT, False]
+    for old, new in zip(
+      jax.tree.leaves(before), jax.tree.leaves(state), strict=True
+    ):
+      is_counter = jnp.issubdtype(new.dtype, jnp.integer)
+      counters += is_counter
+      np.testing.assert_array_equal(new, old + 1 if is_counter else old)
+  assert counters
+  params = jax.device_get(state.params)
+  state, metrics = trainer.step(state, _put(trainer, _tokens(1)))
+  assert np.isfinite(metrics['train_loss'])
+  for old, new in zip(
+    jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True
+  ):
+    assert np.isfinite(new).all()
+    assert (old != new).any()
+
+
+@_MOST_OPTIMIZERS
+def test_a_mesh_gives_the_losses_of_one_device(optimizer: str):
+  meshes = {'adamw': 'data=2,fsdp=2,tensor=2', 'lamb': 'data=8'}
+  trainer = _trainer(optimizer, meshes.get(optimizer, 'fsdp=4,tensor=2'))
+  _, expected = _train(_trainer(optimizer), 12)
+  state, losses = _train(trainer, 12)
+  # Muon turns small gradients into large updates, rounding errors too.
+  tolerance = 1e-2 if optimizer == 'muon' else 1e-4
+  np.testing.assert_allclose(losses, expected, rtol=0, atol=tolerance)
+  for first in (False, True):
+    found = trainer.init() if first else state
+    jax.tree.map(_check_place, found, trainer.shapes)
+
+
+def _check_place(x: jax.Array, shape: jax.ShapeDtypeStruct) -> None:
+  assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
+  assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_shapes_are_those_of_the_first_state(optimizer: str):
+  trainer = _trainer(optimizer, 'fsdp=4,tensor=2')
+  state = jax.eval_shape(trainer.init)
+  chex.assert_trees_all_equal_structs(state, trainer.shapes)
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, trainer.shapes)
+  count = sum(x.size for x in jax.tree.leaves(state.params))
+  assert trainer.num_params == count
+
+
+@functools.cache
+def _params():
+  """Returns the first parameters of the trainer of all tests."""
+  return jax.device_get(_trainer().init().params)
+
+
+@functools.cache
+def _loss_and_gradients(micro_batch_size: int = 16):
+  tokens = _tokens(0).reshape(-1, micro_batch_size, 17)
+  return jax.jit(_trainer().loss_and_gradients)(_params(), tokens)
+
+
+@pytest.mark.parametrize('size', [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_loss_and_gradients_do_not_depend_on_micro_batches(size: int):
+  chex.assert_trees_all_close(
+    _loss_and_gradients(size), _loss_and_gradients(), rtol=0, atol=1e-5
+  )
+
+
+def test_another_optimizer_takes_the_place_of_the_settings():
+  optimizer = optax.sgd(0.5)
+  mesh = make_mesh('', jax.devices()[:1])
+  trainer = Trainer(_config(), 60, mesh, optimizer=optimizer)
+  assert trainer.optimizer is optimizer
+  params = _params()
+  state = TrainState(jax.tree.map(jnp.array, params), optimizer.init(params))
+  state, metrics = trainer.step(state, _put(trainer, _tokens(0)))
+  loss, gradients = _loss_and_gradients()
+  chex.assert_trees_all_close(
+    state.params,
+    jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients),
+    rtol=1e-5,
+    atol=1e-7,
+  )
+  squares = [np.sum(np.square(g)) for g in jax.tree.leaves(gradients)]
+  assert metrics['gradient_norm'] == pytest.approx(sum(squares) ** 0.5, 1e-5)
+  assert metrics['train_loss'] == pytest.approx(float(loss), 1e-6)
+
+
+@pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
+def test_sequence_losses_are_those_of_all_logits(mesh: str):
+  trainer, params = _trainer('merit', mesh), _params()
+  tokens = _tokens(0)
+  losses = trainer.sequence_losses(
+    jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding),
+      params,
+      trainer.shapes.params,
+    ),
+    _put(trainer, tokens.reshape(2, 8, 17)),
+  )
+  logits = jax.jit(trainer.model(params))(tokens[0, :, :-1])
+  expected = optax.softmax_cross_entropy_with_integer_labels(
+    logits, tokens[0, :, 1:]
+  ).mean(-1)
+  assert losses.shape == (2, 8)
+  np.testing.assert_allclose(losses.ravel(), expected, rtol=1e-5)
+  loss, _ = _loss_and_gradients()
+  assert losses.mean() == pytest.approx(float(loss), 1e-5)
+
+
+def test_weights_are_those_of_the_seed():
+  def weights(seed: int) -> np.ndarray:
+    trainer = Trainer(_config(seed=seed, num_layers=1), 64, make_mesh(''))
+    params = trainer.init().params
+    return np.asarray(params['blocks']['mlp']['up']['kernel'])
+
+  assert (weights(1) == weights(1)).all()
+  assert (weights(1) != weights(2)).all()
+
+
+@pytest.mark.parametrize(
+  ('given', 'size'), [(257, 320), (64, 64), (50257, 50304)]
+)
+def test_the_vocabulary_is_rounded_up(given: int, size: int):
+  config = _config(qk_norm=True, architecture='llama', dtype='bfloat16')
+  found = make_model_config(config, given)
+  assert found.vocab_size == size
+  for field in dataclasses.fields(found):
+    if field.name != 'vocab_size':
+      assert getattr(found, field.name) == getattr(config, field.name)

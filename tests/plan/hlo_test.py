@@ -1,0 +1,228 @@
+import functools
+import textwrap
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import pytest
+
+from examples.gpt2.devices.sharding import make_mesh
+from examples.plan import hlo
+from examples.plan.collectives import by_kind, collectives, replica_groups
+
+_NESTED = """
+  HloModule step, is_scheduled=true, num_partitions=8
+
+  %add (a: f32[], b: f32[]) -> f32[] {
+    %a = f32[] parameter(0)
+    %b = f32[] parameter(1)
+    ROOT %sum = f32[] add(%a, %b)
+  }
+
+  %less (i: s32[], n: s32[]) -> pred[] {
+    %i = s32[] parameter(0)
+    %n = s32[]{:T(128)} constant(5)
+    ROOT %lt = pred[] compare(%i, %n), direction=LT
+  }
+
+  %inner_condition (p: (s32[], bf16[4,6])) -> pred[] {
+    %p = (s32[], bf16[4,6]{1,0:T(8,128)(2,1)}) parameter(0)
+    %i = s32[] get-tuple-element(%p), index=0
+    ROOT %fused = pred[] fusion(%i), kind=kLoop, calls=%less
+  }
+
+  %inner (p: (s32[], bf16[4,6])) -> (s32[], bf16[4,6]) {
+    %p = (s32[], bf16[4,6]{1,0:T(8,128)(2,1)}) parameter(0)
+    %i = s32[] get-tuple-element(%p), index=0
+    %x = bf16[4,6]{1,0} get-tuple-element(%p), index=1
+    %all-reduce.1 = bf16[4,6]{1,0:T(8,128)(2,1)S(1)} all-reduce(%x), \
+channel_id=1, replica_groups={{0,1,2,3},{4,5,6,7}}, to_apply=%add
+    ROOT %t = (s32[], bf16[4,6]) tuple(%i, %all-reduce.1)
+  }
+
+  %outer (p: (s32[], bf16[4,6])) -> (s32[], bf16[4,6]) {
+    %p = (s32[], bf16[4,6]) parameter(0)
+    ROOT %while.1 = (s32[], bf16[4,6]{1,0}) while(%p), \
+condition=%inner_condition, body=%inner
+  }
+
+  %outer_condition (p: (s32[], bf16[4,6])) -> pred[] {
+    ROOT %true = pred[] constant(true)
+  }
+
+  ENTRY %main (x: bf16[4,6]) -> (s32[], bf16[4,6]) {
+    %x = bf16[4,6]{1,0} parameter(0)
+    %zero = s32[] constant(0)
+    %t = (s32[], bf16[4,6]) tuple(%zero, %x)
+    %gather-start = (bf16[4,6], bf16[8,6]) all-gather-start(%x), \
+channel_id=2, replica_groups=[4,2]<=[8], dimensions={0}
+    %gather-done = bf16[8,6] all-gather-done(%gather-start)
+    ROOT %while.2 = (s32[], bf16[4,6]) while(%t), \
+condition=%outer_condition, body=%outer, \
+backend_config={"known_trip_count":{"n":"3"}}
+  }
+"""
+
+_FUSED = """
+  HloModule step, num_partitions=4
+
+  %async (p: f32[8]) -> (f32[8], f32[32]) {
+    %p = f32[8] parameter(0)
+    %g.1 = f32[32] all-gather(%p), channel_id=9, \
+replica_groups=[1,4]<=[4], dimensions={0}
+    ROOT %c.1 = (f32[8], f32[32]) custom-call(%g.1), \
+custom_call_target="AsyncCollectiveStart"
+  }
+
+  %async_collective_fusion.1 (p: f32[8]) -> f32[32] {
+    %p = f32[8] parameter(0)
+    ROOT %g.2 = f32[32] all-gather(%p), channel_id=9, \
+replica_groups=[1,4]<=[4], dimensions={0}
+  }
+
+  %done (p: f32[8]) -> f32[32] {
+    %p = f32[8] parameter(0)
+    %g.3 = f32[32] all-gather(%p), channel_id=9, \
+replica_groups=[1,4]<=[4], dimensions={0}
+    ROOT %c.2 = f32[32] custom-call(%g.3), \
+custom_call_target="AsyncCollectiveDone"
+  }
+
+  %all-reduce-scatter.1 (p: f32[8,4]) -> f32[2,4] {
+    %p = f32[8,4] parameter(0)
+    %z = s32[] constant(0)
+    %r = f32[8,4] all-reduce(%p), channel_id=3, replica_groups={}
+    ROOT %s = f32[2,4] dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,4}
+  }
+
+  ENTRY %main (x: f32[8], y: f32[8,4]) -> f32[2,4] {
+    %x = f32[8] parameter(0)
+    %y = f32[8,4] parameter(1)
+    %start = (f32[8], f32[32]) fusion(%x), kind=kCustom, calls=%async
+    %beside = f32[32] fusion(%x), calls=%async_collective_fusion.1
+    %end = f32[32] fusion(%x), calls=%done
+    %alone = f32[8] all-reduce(%x), replica_groups={{0},{1},{2},{3}}
+    %permute = (f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)}) \
+collective-permute-start(%x), channel_id=4, source_target_pairs={{0,1},{1,0}}
+    ROOT %out = f32[2,4] fusion(%y), kind=kCustom, calls=%all-reduce-scatter.1
+  }
+"""
+
+
+def _text(text: str) -> str:
+  return textwrap.dedent(text).lstrip()
+
+
+def test_loops_count_as_often_as_they_turn():
+  program = hlo.parse(_text(_NESTED))
+  assert program.num_devices == 8
+  counts = hlo.executions(program)
+  assert counts['main'] == 1
+  assert counts['outer'] == 3
+  assert counts['inner'] == counts['inner_condition'] == 15
+  assert counts['add'] == 15
+  assert counts['less'] == 0, 'inside of a fusion'
+
+
+def test_types_and_operands_are_read():
+  program = hlo.parse(_text(_NESTED))
+  found = program.computations['inner']['all-reduce.1']
+  assert found.operands == ('x',)
+  assert found.arrays == (hlo.Array('bf16', (4, 6), in_hbm=False),)
+  assert found.arrays[0].bytes == 48
+  start = program.computations['main']['gather-start']
+  assert [x.shape for x in start.arrays] == [(4, 6), (8, 6)]
+  assert all(x.in_hbm for x in start.arrays)
+  assert program.computations['outer']['while.1'].is_root
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'size'), [('pred', 1), ('s4', 0.5), ('f8e4m3fn', 1), ('f64', 8)]
+)
+def test_bytes_of_data_types(dtype: str, size: float):
+  assert hlo.Array(dtype, (2, 4), in_hbm=True).bytes == 8 * size
+
+
+def test_a_loop_of_unknown_length_is_refused():
+  text = _text(_NESTED).replace('constant(5)', 'parameter(1)')
+  with pytest.raises(ValueError, match=r'while\.1'):
+    hlo.executions(hlo.parse(text))
+
+
+def test_collectives_of_nested_loops():
+  gather, reduce = collectives(_text(_NESTED))
+  assert (gather.kind, gather.arrays, gather.bytes) == (
+    'all-gather', ((8, 6),), 96,
+  )  # fmt: skip
+  assert gather.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+  assert gather.sent_bytes == 48
+  assert (reduce.kind, reduce.executions) == ('all-reduce', 15)
+  assert reduce.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+  assert reduce.sent_bytes == 15 * 48 * 2 * 3 / 4
+
+
+def test_collectives_in_fusions_of_the_tpu_compiler():
+  found = by_kind(collectives(_text(_FUSED)))
+  assert found == {
+    'all-gather': {'executions': 1, 'bytes': 4 * 32 * 3 / 4},
+    'reduce-scatter': {'executions': 1, 'bytes': 4 * 32 * 3 / 4},
+    'collective-permute': {'executions': 1, 'bytes': 32},
+  }
+
+
+@pytest.mark.parametrize(
+  ('text', 'groups'),
+  [
+    ('{{0,1},{2,3}}', ((0, 1), (2, 3))),
+    ('{}', ((0, 1, 2, 3),)),
+    ('[2,2]<=[4]', ((0, 1), (2, 3))),
+    ('[2,2]<=[2,2]T(1,0)', ((0, 2), (1, 3))),
+    ("mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
+    ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
+    ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
+    ("mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
+    ("mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
+    (
+      "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}",
+      ((0, 2), (1, 3)),
+    ),
+  ],
+)
+def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]):
+  attributes = f', channel_id=1, replica_groups={text}, to_apply=%add'
+  assert replica_groups(attributes, 4) == groups
+
+
+def test_a_scan_of_sums_over_devices():
+  mesh = make_mesh('fsdp=4,tensor=2')
+
+  @jax.jit
+  @functools.partial(jax.shard_map, in_specs=P('fsdp'), out_specs=P('fsdp'))
+  def outer(x):
+    def step(x, _):
+      y = jax.lax.psum(x, 'fsdp')
+      return jax.lax.pcast(jnp.sin(y), 'fsdp', to='varying'), None
+
+    def steps(x, _):
+      return jax.lax.scan(step, x, None, length=7)
+
+    return jax.lax.scan(steps, x, None, length=3)[0]
+
+  x = jax.ShapeDtypeStruct((8, 5), 'float32')
+  with jax.set_mesh(mesh):
+    text = outer.lower(x).compile().as_text()
+  (found,) = collectives(text)
+  assert (found.kind, found.executions) == ('all-reduce', 21)
+  assert found.arrays == ((2, 5),)
+  assert set(found.groups) == {(0, 2, 4, 6), (1, 3, 5, 7)}
+
+
+def test_a_parameter_that_is_gathered_is_seen():
+  mesh = make_mesh('fsdp=8')
+  matrix = jax.ShapeDtypeStruct(
+    (16, 24), 'float32', sharding=NamedSharding(mesh, P('fsdp'))
+  )
+  gather = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P()))
+  (found,) = collectives(gather.lower(matrix).compile().as_text())
+  assert (found.kind, found.arrays) == ('all-gather', ((16, 24),))
+  assert found.sent_bytes == 4 * 16 * 24 * 7 / 8
