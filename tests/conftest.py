@@ -21,14 +21,19 @@ hypothesis.settings.load_profile('tests')
 
 @pytest.fixture(scope='session', autouse=True)
 def compile_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-  """Keeps compiled programs for the session: most time goes to making them."""
+  """Keeps compiled programs for the session: most time goes to making them.
+
+  A folder in ``JAX_COMPILATION_CACHE_DIR`` keeps them for other sessions too.
+  """
+  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR')
   settings = {
-    'jax_compilation_cache_dir': str(tmp_path_factory.mktemp('compiled')),
-    'jax_persistent_cache_min_compile_time_secs': 0.1,
+    'jax_compilation_cache_dir': folder
+    or str(tmp_path_factory.mktemp('compiled')),
+    'jax_persistent_cache_min_compile_time_secs': 0,
   }
-  for name, value in settings.items():
-    jax.config.update(name, value)
-    os.environ[name.upper()] = str(value)  # For processes that tests start.
-  yield
-  for name in settings:
-    del os.environ[name.upper()]
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in settings.items():
+      jax.config.update(name, value)
+      # For processes that tests start.
+      patch.setenv(name.upper(), str(value))
+    yield
