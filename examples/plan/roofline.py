@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 
 from examples.gpt2.devices.chips import Chip
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.config import ModelConfig
 from examples.plan.collectives import Collective
 
 

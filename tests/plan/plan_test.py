@@ -15,7 +15,7 @@ import pytest
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.model.layers import causal_attention
+from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import Trainer
 from examples.plan import __main__ as plan, programs, topology

@@ -135,25 +135,42 @@ def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-  """Reads the tokenizer that lies beside token files, as it is.
+def read_tokenizer(
+  path: Path, num_tokens: int | None = None
+) -> tokenizers.Tokenizer:
+  """Reads a tokenizer.
 
   Args:
     path: A ``tokenizer.json``.
+    num_tokens: Number that all its identifiers must be below; None for any.
 
   Returns:
-    The tokenizer.
+    The tokenizer, which neither pads nor cuts.
 
   Raises:
-    UsageError: If the file is damaged.
+    UsageError: If the file is damaged or has identifiers beyond the number.
   """
   try:
-    return tokenizers.Tokenizer.from_file(str(path))
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
   except Exception as error:  # The library raises nothing narrower.
     raise UsageError(
       f'{path} is no file of the tokenizers library ({error}): delete it, or '
       'its folder if that is in --cache-dir.'
     ) from error
+  count = num_identifiers(tokenizer)
+  if num_tokens is not None and count > num_tokens:
+    raise UsageError(
+      f'{path} has token identifiers up to {count - 1}: expected fewer than '
+      f'{num_tokens}, from 0 on.'
+    )
+  tokenizer.no_padding()
+  tokenizer.no_truncation()
+  return tokenizer
+
+
+def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
+  """Returns the number that all identifiers of a tokenizer are below."""
+  return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _open_tokenizer(path: Path) -> tokenizers.Tokenizer:
@@ -203,6 +220,10 @@ def new_folder(path: Path) -> Iterator[Path]:
   Raises:
     OSError: If the folder cannot be made, or holds something at the end.
   """
+  if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+    raise FileExistsError(
+      f'{path} is there and not an empty folder: choose another, or delete it.'
+    )
   path.parent.mkdir(parents=True, exist_ok=True)
   scratch = Path(tempfile.mkdtemp(dir=path.parent, prefix='partial-'))
   try:

@@ -149,7 +149,10 @@ def _open_tokens(
     tokenizer = read_tokenizer(tokenizer_file)
     vocab_size = tokenizer.get_vocab_size()
   parts = [folder / name for name in _PARTS]
-  train, validation = (_map_tokens(p, config.context_length) for p in parts)
+  train, validation = map(map_tokens, parts)
+  for path, part in zip(parts, (train, validation), strict=True):
+    size = len(part)
+    _check_length(path.name, str(size), size, config.context_length)
   survey = _cached_survey(parts, [train, validation], config.cache_dir)
   if survey.largest_token >= vocab_size:
     raise UsageError(
@@ -168,15 +171,13 @@ def _open_tokens(
   )
 
 
-def _map_tokens(path: Path, context_length: int) -> np.ndarray:
-  """Maps a file of uint16 tokens, checked to hold at least one sequence."""
+def map_tokens(path: Path) -> np.ndarray:
+  """Maps a file of uint16 tokens."""
   size = path.stat().st_size
-  if size % TOKEN_DTYPE.itemsize:
+  if size % TOKEN_DTYPE.itemsize or not size:
     raise UsageError(
       f'{path} has {size} bytes: expected uint16 tokens, an even number.'
     )
-  num_tokens = size // TOKEN_DTYPE.itemsize
-  _check_length(path.name, str(num_tokens), num_tokens, context_length)
   return np.memmap(path, TOKEN_DTYPE, mode='r')
 
 
