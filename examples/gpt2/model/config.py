@@ -77,8 +77,11 @@ def check_entry(name: str, value: Any, field: str) -> None:
   """Raises ``UsageError`` for a value that a field does not accept."""
   hint = typing.get_type_hints(ModelConfig)[field]
   choices = typing.get_args(hint)
-  is_in_range = hint is bool or (type(value) is hint and 0 < value < math.inf)
-  if value not in choices if choices else not is_in_range:
+  if choices:
+    fits = value in choices
+  else:
+    fits = type(value) is hint and (hint is bool or 0 < value < math.inf)
+  if not fits:
     accepted = 'out of ' + ', '.join(choices) if choices else _ACCEPTED[hint]
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
 

@@ -111,7 +111,7 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   else:
     params = jax.tree.map(
       lambda x, where: jax.make_array_from_callback(
-        x.get_shape(), where, x.__getitem__
+        tuple(x.get_shape()), where, x.__getitem__
       ),
       params,
       sharding.parameter_shardings(mesh, expected),

@@ -57,7 +57,7 @@ class Transformer(nnx.Module):
         config, config.context_length, rngs
       )
     make = nnx.vmap(lambda rngs: Block(config, rngs))
-    self.blocks = nnx.split_rngs(make, splits=config.num_layers)(rngs)
+    self.blocks = nnx.split_rngs(splits=config.num_layers)(make)(rngs)
     self.final_norm = layers.norm(config, rngs)
     if config.untied_head:
       self.head = layers.linear(
