@@ -18,8 +18,13 @@ import tyro
 
 from examples.gpt2.config import UsageError, flag
 from examples.gpt2.data.batches import validation_starts, windows
-from examples.gpt2.data.corpus import END_OF_TEXT, load_corpus
-from examples.gpt2.data.tokenizer import MAX_VOCAB_SIZE, TOKEN_DTYPE, encode
+from examples.gpt2.data.documents import load_corpus
+from examples.gpt2.data.tokenizer import (
+  END_OF_TEXT,
+  MAX_VOCAB_SIZE,
+  TOKEN_DTYPE,
+  encode,
+)
 from examples.gpt2.model.files import Model, as_module, load_model
 from examples.gpt2.model.layers import ModelConfig
 from examples.gpt2.model.loss import token_losses
