@@ -13,8 +13,9 @@ import tyro
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.tokenizer import (
+  END_OF_TEXT,
   MAX_VOCAB_SIZE,
-  load_tokenizer,
+  read_tokenizer,
   train_tokenizer,
 )
 from examples.gpt2.data.tokens import (
@@ -26,6 +27,8 @@ from examples.gpt2.data.tokens import (
 from examples.gpt2.run.command import exit_on_error, table
 
 _GPT2_VOCAB_SIZE = 50257
+# All characters of up to two bytes, many of more: each byte that UTF-8 has.
+_PROBE = ''.join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 999)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +152,27 @@ def _make_tokenizer(
 ) -> tokenizers.Tokenizer:
   """Reads the tokenizer that the settings name, or trains one."""
   if config.tokenizer:
-    tokenizer = load_tokenizer(config.tokenizer.expanduser())
+    tokenizer = _read_tokenizer(config.tokenizer.expanduser())
   else:
-    tokenizer = train_tokenizer(
-      _sample(reader, config), config.vocab_size or _GPT2_VOCAB_SIZE
-    )
+    vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
+    tokenizer = train_tokenizer(_sample(reader, config), vocab_size)
   # A document that spells the end-of-text token out does not end there.
   tokenizer.encode_special_tokens = True
+  return tokenizer
+
+
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+  """Reads a tokenizer that loses neither text nor tokens."""
+  tokenizer = read_tokenizer(path, MAX_VOCAB_SIZE)
+  if tokenizer.token_to_id(END_OF_TEXT) is None:
+    raise UsageError(f'--tokenizer {path} has no token {END_OF_TEXT}.')
+  tokenizer.add_special_tokens([END_OF_TEXT])
+  ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+  if tokenizer.decode(ids) != _PROBE:
+    raise UsageError(
+      f'--tokenizer {path} does not give back each text that it takes: '
+      "expected a byte-level one, as GPT-2's."
+    )
   return tokenizer
 
 

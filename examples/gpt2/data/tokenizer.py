@@ -10,22 +10,12 @@ import tqdm
 
 from examples.gpt2.config import UsageError
 
-END_OF_TEXT = '<|endoftext|>'
-"""Token that follows each document."""
-
-TOKEN_DTYPE = np.dtype(np.uint16)
-"""Type of a token in token files."""
-
+END_OF_TEXT = '<|endoftext|>'  # Follows each document.
+TOKEN_DTYPE = np.dtype(np.uint16)  # Of a token in a file.
 MAX_VOCAB_SIZE = np.iinfo(TOKEN_DTYPE).max + 1
-"""Number of tokens that the type can tell apart."""
 
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
 _CHARACTERS_AT_ONCE = 1 << 17
-# Characters of one to four bytes that together hold each byte UTF-8 has.
-_PROBE = ''.join(
-  map(chr, (*range(0x801), *range(0x1000, 0x10000, 0x1000),
-            0x10000, 0x40000, 0x80000, 0xC0000, 0x100000))
-)  # fmt: skip
 
 
 def train_tokenizer(
@@ -111,31 +101,6 @@ def _open(path: Path) -> tokenizers.Tokenizer:
 def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
   """Returns the number that all identifiers of a tokenizer are below."""
   return 1 + max(tokenizer.get_vocab().values(), default=-1)
-
-
-def load_tokenizer(path: Path) -> tokenizers.Tokenizer:
-  """Reads a tokenizer to make token files with.
-
-  Args:
-    path: As for :func:`read_tokenizer`.
-
-  Returns:
-    The tokenizer, for which ``END_OF_TEXT`` is a special token.
-
-  Raises:
-    UsageError: If there is none, or one that would lose text or tokens.
-  """
-  tokenizer = read_tokenizer(path, MAX_VOCAB_SIZE)
-  if tokenizer.token_to_id(END_OF_TEXT) is None:
-    raise UsageError(f'{path} has no token {END_OF_TEXT}.')
-  tokenizer.add_special_tokens([END_OF_TEXT])
-  ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-  if tokenizer.decode(ids) != _PROBE:
-    raise UsageError(
-      f'{path} does not give back each text that it takes: expected a '
-      "byte-level tokenizer, as GPT-2's."
-    )
-  return tokenizer
 
 
 def encode(

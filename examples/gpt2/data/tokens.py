@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 from pathlib import Path
 import shutil
 import tempfile
@@ -28,9 +27,7 @@ from examples.gpt2.data.tokenizer import (
 )
 from examples.gpt2.devices.processes import on_first
 
-PARTS = ('train.bin', 'val.bin')
-"""Names of the token files to train on, and held out."""
-
+PARTS = ('train.bin', 'val.bin')  # To train on, and held out.
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
 _DOCUMENTS_AT_ONCE = 128
@@ -123,13 +120,7 @@ def _open_folder(folder: Path, config: Config) -> Tokens:
 
 
 def map_tokens(path: Path) -> np.ndarray:
-  """Maps a token file into memory.
-
-  Args:
-    path: File such as train.bin.
-
-  Returns:
-    uint16, shape (tokens,), not empty.
+  """Maps a token file into memory: uint16, shape (tokens,).
 
   Raises:
     UsageError: If its size is odd or zero.
@@ -184,16 +175,16 @@ def new_folder(path: Path) -> Iterator[Path]:
     OSError: If the folder cannot be made, or holds something: before the work
       or, if another process was quicker, after it.
   """
-  if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+  if path.exists() and any(path.iterdir()):
     raise FileExistsError(
-      f'{path} is there and not an empty folder: choose another, or delete it.'
+      f'{path} is there and not empty: choose another folder, or delete it.'
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   with tempfile.TemporaryDirectory(dir=path.parent, prefix='partial-') as name:
     scratch = Path(name)
     yield scratch
     scratch.chmod(0o755)  # tempfile lets nobody else read it.
-    os.replace(scratch, path)
+    scratch.rename(path)
 
 
 def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
@@ -250,9 +241,8 @@ def _statistics(folder: Path) -> dict[str, Any]:
   for name in PARTS:
     tokens = map_tokens(folder / name)
     sha256.update(f'{len(tokens)} tokens'.encode())
-    starts = range(0, len(tokens), _TOKENS_AT_ONCE)
-    for start in tqdm.tqdm(starts, f'counting tokens of {name}', delay=2):
-      chunk = tokens[start : start + _TOKENS_AT_ONCE]
+    chunks = np.array_split(tokens, len(tokens) // _TOKENS_AT_ONCE + 1)
+    for chunk in tqdm.tqdm(chunks, f'counting tokens of {name}', delay=2):
       sha256.update(chunk)
       counts += np.bincount(chunk, minlength=len(counts))
   probabilities = counts[counts > 0] / counts.sum()
