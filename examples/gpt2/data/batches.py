@@ -108,11 +108,10 @@ def _make_batch(
   """Makes an array over all devices, with any number of micro-batches."""
   _, rows, length = like.shape
   starts_AB = starts.reshape(-1, rows)
-
-  def read(index: tuple[slice, slice, slice]) -> np.ndarray:
-    return windows(tokens, starts_AB[index[:2]], length)[..., index[2]]
-
-  # It calls the function for the devices of this process alone.
   return jax.make_array_from_callback(
-    (*starts_AB.shape, length), like.sharding, read, dtype=like.dtype
+    (*starts_AB.shape, length),
+    like.sharding,
+    # Called for the devices of this process alone; T is not sharded.
+    lambda index: windows(tokens, starts_AB[index[:2]], length),
+    dtype=like.dtype,
   )

@@ -81,8 +81,8 @@ def read_tokenizer(
   count = num_identifiers(tokenizer)
   if num_tokens is not None and count > num_tokens:
     raise UsageError(
-      f'{path} has token identifiers up to {count - 1}: expected fewer than '
-      f'{num_tokens}, from 0 on.'
+      f'{path} has token identifiers up to {count - 1}: expected all to be '
+      f'below {num_tokens}.'
     )
   tokenizer.no_padding()
   tokenizer.no_truncation()
