@@ -1,6 +1,6 @@
 """Text to tokens to batches.
 
-``corpus`` reads the text that fits in memory, ``documents`` streams any amount
-of it, ``tokenizer`` turns text into tokens, ``tokens`` keeps them in files, and
-``batches`` puts them on devices.
+``documents`` reads text from files, ``tokenizer`` turns it into tokens,
+``tokens`` writes, caches and maps token files, and ``batches`` puts tokens on
+devices.
 """

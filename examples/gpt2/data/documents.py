@@ -135,11 +135,11 @@ class DocumentReader:
   documents are left out, and of folders what a leading dot hides.
   """
 
-  data: Iterable[Path]  # Files, and folders that are read with subfolders.
+  data: Iterable[Path]  # Files, and folders with their subfolders.
   text_field: str = 'text'  # Field of the text in JSON.
   skip_bad: bool = False  # Whether to leave out what cannot be read.
-  num_skipped: int = 0  # Documents that the last reading left out so.
-  num_bytes: int = 0  # Size in UTF-8 of the documents that it gave.
+  num_skipped: int = 0  # Documents left out by the last reading.
+  num_bytes: int = 0  # Size in UTF-8 of the documents of the last reading.
 
   def read(self, purpose: str) -> Iterator[str]:
     """Yields the documents in order, with a progress bar.
