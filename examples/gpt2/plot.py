@@ -1,24 +1,39 @@
 """Pictures of runs: python -m examples.gpt2.plot RUN [RUN ...] --out FILE."""
 
-from collections.abc import Callable
 import dataclasses
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+import numpy as np
+import tyro
 
-matplotlib.use('Agg')
-from matplotlib import pyplot as plt  # noqa: E402
-import tyro  # noqa: E402
-
-from examples.gpt2.config import UsageError  # noqa: E402
-from examples.gpt2.run.command import exit_on_error  # noqa: E402
-from examples.gpt2.run.folder import RunFolder  # noqa: E402
+from examples.gpt2.config import UsageError
+from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.run.folder import RunFolder
 
 _FORMATS = ('.png', '.pdf', '.svg')
+_LOSS = 'loss (nats per token)'
+# Label and metric of the panels, of one run by layer and of several runs.
+_OF_LAYERS = {
+  'max attention logit': 'max_attention_logit',
+  'attention entropy (nats)': 'attention_entropy',
+  'gradient norm by layer': 'layers/gradient_norm',
+  'update norm / weight norm': 'layers/update_to_weight',
+  'share of clipped elements': 'layers/clipped',
+}
+_OF_RUNS = {
+  f'validation {_LOSS}': 'val_loss',
+  f'train {_LOSS}': 'train_loss',
+  'largest attention logit': 'max_attention_logit',
+  'gradient norm': 'gradient_norm',
+}
 
 Line = dict[str, Any]
-Values = Callable[[Line], Any]
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Steps and values by name; a name with a leading underscore has no legend."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +71,15 @@ def plot_runs(runs: tuple[Path, ...], out: Path) -> None:
     raise UsageError(f'--out must end in one of {_FORMATS}, got {out}.')
   found = {str(run): _read(run) for run in runs}
   if len(runs) > 1:
-    _plot_together({name: lines for name, (lines, _) in found.items()}, out)
-    return
-  ((name, (lines, settings)),) = found.items()
-  plot_run(out, lines, name, settings['corpus']['unigram_entropy'])
+    lines_by_run = {name: lines for name, (lines, _) in found.items()}
+    _draw(_panels_of_runs(lines_by_run), '', out)
+  else:
+    ((title, (lines, entropy)),) = found.items()
+    _draw(_panels_of_layers(lines, entropy), title, out)
 
 
-def _read(run: Path) -> tuple[list[Line], dict[str, Any]]:
+def _read(run: Path) -> tuple[list[Line], float]:
+  """Returns the metrics of a run, and the unigram entropy of its text."""
   folder = RunFolder(run)
   try:
     lines, settings = folder.read_metrics(), folder.read_settings()
@@ -70,128 +87,86 @@ def _read(run: Path) -> tuple[list[Line], dict[str, Any]]:
     raise UsageError(f'{run} holds no run: {error.filename}?') from error
   if not lines:
     raise UsageError(f'{run} has not logged a step yet.')
-  return lines, settings
+  return lines, settings['corpus']['unigram_entropy']
 
 
-def plot_run(
-  path: Path, lines: list[Line], title: str, unigram_entropy: float
-) -> None:
-  """Draws losses and, by layer, what the watch steps saw.
-
-  Args:
-    path: Where to write the picture.
-    lines: Lines of metrics.jsonl.
-    title: Title of the picture.
-    unigram_entropy: Entropy of the token frequencies, nats a token.
-  """
+def _panels_of_layers(lines: list[Line], entropy: float) -> dict[str, Curves]:
+  steps, losses = _series(lines, 'train_loss')
   panels = {
-    'max attention logit': _of('max_attention_logit'),
-    'attention entropy (nats)': _of('attention_entropy'),
-    'gradient norm by layer': _of('layers', 'gradient_norm'),
-    'update norm / weight norm': _of('layers', 'update_to_weight'),
-    'share of clipped elements': _of('layers', 'clipped'),
+    _LOSS: {
+      'train': (steps, losses),
+      'validation': _series(lines, 'val_loss'),
+      'unigram entropy': (steps, np.full_like(losses, entropy)),
+    }
   }
-  panels = {k: v for k, v in panels.items() if any(map(v, lines))}
-  figure, axes = _grid(1 + len(panels), title)
-  _plot_losses(axes[0], lines, unigram_entropy)
-  for one, (label, values) in zip(axes[1:], panels.items(), strict=True):
-    _plot_layers(one, lines, values)
-    one.set_ylabel(label)
-  axes[1 if panels else 0].set_yscale('log')
-  _save(figure, axes, path)
+  for label, metric in _OF_LAYERS.items():
+    steps, values_SL = _series(lines, metric)
+    if len(steps):
+      panels[label] = {
+        name: (steps, values_S)
+        for name, values_S in zip(
+          _layer_names(values_SL.shape[1]), values_SL.T, strict=True
+        )
+      }
+  return panels
 
 
-def _plot_together(runs: dict[str, list[Line]], path: Path) -> None:
-  """Draws runs over each other, the layers of each as their maximum."""
-  panels: dict[str, Values] = {
-    'validation loss (nats per token)': _of('val_loss'),
-    'train loss (nats per token)': _of('train_loss'),
-    'largest attention logit': lambda m: max(
-      (x for x in m.get('max_attention_logit', []) if x is not None),
-      default=None,
-    ),
-    'gradient norm': _of('gradient_norm'),
-  }
-  figure, axes = _grid(len(panels), '')
-  for one, (label, values) in zip(axes, panels.items(), strict=True):
-    one.set_ylabel(label)
-    for name, lines in runs.items():
-      _plot_values(one, lines, values, label=name)
-  axes[2].set_yscale('log')
-  axes[3].set_yscale('log')
-  _save(figure, axes, path)
-
-
-def _of(*keys: str) -> Values:
-  """Returns a function that looks up nested keys, None if one is missing."""
-
-  def look_up(line: Line) -> Any:
-    value: Any = line
-    for key in keys:
-      value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-  return look_up
-
-
-def _grid(count: int, title: str) -> tuple[plt.Figure, list[plt.Axes]]:
-  rows = -(-count // 3)
-  columns = -(-count // rows)
-  figure, axes = plt.subplots(
-    rows, columns, figsize=(5 * columns, 3.5 * rows), squeeze=False
-  )
-  figure.suptitle(title)
-  for unused in axes.flat[count:]:
-    unused.remove()
-  return figure, list(axes.flat[:count])
-
-
-def _plot_losses(
-  axes: plt.Axes, lines: list[Line], unigram_entropy: float
-) -> None:
-  _plot_values(axes, lines, _of('train_loss'), label='train', lw=0.7)
-  _plot_values(axes, lines, _of('val_loss'), label='validation', marker='o')
-  axes.axhline(unigram_entropy, color='gray', ls='--', label='unigram entropy')
-  axes.set_ylabel('loss (nats per token)')
-
-
-def _plot_layers(axes: plt.Axes, lines: list[Line], values: Values) -> None:
-  seen = [line for line in lines if values(line) is not None]
-  count = len(values(seen[0]))
+def _layer_names(count: int) -> list[str]:
   # A legend of many layers would hide the curves.
   named = range(count) if count <= 6 else (0, count // 2, count - 1)
-  for layer in range(count):
-    axes.plot(
-      [line['step'] for line in seen],
-      [values(line)[layer] for line in seen],
-      color=plt.cm.viridis(layer / count),
-      marker='o',
-      markersize=3,
-      label=f'layer {layer + 1}' if layer in named else '',
-    )
+  return [f'{"" if i in named else "_"}layer {i + 1}' for i in range(count)]
 
 
-def _plot_values(
-  axes: plt.Axes, lines: list[Line], values: Values, **style: Any
-) -> None:
-  seen = [line for line in lines if values(line) is not None]
-  axes.plot(
-    [line['step'] for line in seen],
-    [values(line) for line in seen],
-    markersize=3,
-    **style,
-  )
+def _panels_of_runs(runs: dict[str, list[Line]]) -> dict[str, Curves]:
+  def largest(steps: np.ndarray, values: np.ndarray) -> Any:
+    return steps, np.fmax.reduce(np.atleast_2d(values.T))
+
+  return {
+    label: {k: largest(*_series(v, metric)) for k, v in runs.items()}
+    for label, metric in _OF_RUNS.items()
+  }
 
 
-def _save(figure: plt.Figure, all_axes: list[plt.Axes], path: Path) -> None:
-  for axes in all_axes:
-    axes.set_xlabel('step')
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
+def _series(lines: list[Line], metric: str) -> tuple[np.ndarray, np.ndarray]:
+  """Returns the steps that have a metric, and its values, NaN for null."""
+  found = {}
+  for line in lines:
+    layers = {f'layers/{k}': v for k, v in line.get('layers', {}).items()}
+    if metric in (line | layers):
+      found[line['step']] = (line | layers)[metric]
+  return np.array([*found]), np.array([*found.values()], float)
+
+
+def _draw(panels: dict[str, Curves], title: str, path: Path) -> None:
+  rows = -(-len(panels) // 3)
+  columns = -(-len(panels) // rows)
+  figure = Figure((5 * columns, 3.5 * rows), layout='constrained')
+  figure.suptitle(title)
+  first, names = None, []
+  for i, (label, curves) in enumerate(panels.items(), start=1):
+    axes = figure.add_subplot(rows, columns, i, sharex=first)
+    axes.set(xlabel='step', ylabel=label)
+    _draw_curves(axes, curves)
+    if 'logit' in label or 'gradient' in label:
+      axes.set_yscale('log')
+    if [*curves] != names:
       axes.legend(frameon=False, fontsize=8)
-  figure.tight_layout()
+    first, names = first or axes, [*curves]
   figure.savefig(path, dpi=120)
-  plt.close(figure)
+
+
+def _draw_curves(axes: Axes, curves: Curves) -> None:
+  axes.grid(alpha=0.3)
+  if 'layer 1' in curves:
+    shades = np.linspace(0, 0.9, len(curves))
+    axes.set_prop_cycle(color=matplotlib.colormaps['viridis'](shades))
+  for name, (steps, values) in curves.items():
+    style: dict[str, Any] = dict(marker='o', markersize=3)
+    if len(steps) > 100:
+      style = dict(linewidth=0.7)
+    if name == 'unigram entropy':
+      style = dict(color='gray', linestyle='--')
+    axes.plot(steps, values, label=name, **style)
 
 
 if __name__ == '__main__':
