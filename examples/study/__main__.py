@@ -9,7 +9,7 @@ import tyro
 
 from examples.gpt2.config import UsageError, flag
 from examples.gpt2.data.tokens import load_tokens
-from examples.gpt2.devices import hardware
+from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import exit_on_error
 from examples.study import report
 from examples.study.plans import Plan, carry_out, count_runs, together
@@ -106,7 +106,7 @@ def study(settings: Settings) -> None:
   for path in report.write(
     _FOLDER if is_committed else folder, settings.scale, scale, store
   ):
-    hardware.say(f'wrote {path}')
+    processes.say(f'wrote {path}')
 
 
 def _check(settings: Settings) -> None:
@@ -131,7 +131,7 @@ def _check(settings: Settings) -> None:
 def _make_runs(settings: Settings, scale: Scale, store: Store) -> None:
   """Makes the runs that are missing."""
   first = scale.run('merit', scale.largest_batch, scale.rates['merit']).config
-  hardware.connect(first)
+  processes.connect(first)
   store.check_text(load_tokens(first).sha256)
   is_small = settings.scale == 'nano' and not settings.mesh
   jobs = settings.jobs or (len(hardware.usable_cores()) if is_small else 1)
@@ -157,7 +157,7 @@ def _say_cost(settings: Settings, scale: Scale, store: Store) -> None:
       f', of {seconds:.0f} s each as the {len(done)} that are done: '
       f'{count * seconds / 3600:.1f} hours, divided by --jobs'
     )
-  hardware.say(text)
+  processes.say(text)
 
 
 def _scale(settings: Settings) -> Scale:

@@ -14,6 +14,7 @@ import tqdm
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices import hardware
+from examples.gpt2.devices.processes import is_first
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.run.command import CommandError
 from examples.gpt2.run.folder import RunFolder
@@ -54,14 +55,9 @@ class StepLog:
     self._learning_rates = np.asarray(
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
-    self._displays: list[_Bar | _TensorBoard] = []
-    if jax.process_index() == 0 and config.tensorboard:
-      self._displays.append(_TensorBoard(folder.path / 'tensorboard', done))
-    if jax.process_index() == 0:
-      self._displays.append(_Bar(config.steps, done))
+    self._displays = _open_displays(config, folder, done) if is_first() else []
     self._evaluation = 'none'
     self._running: Any = None
-    self._waited = 0.0
     self._since = time.perf_counter()
 
   def __enter__(self) -> 'StepLog':
@@ -92,11 +88,10 @@ class StepLog:
       step: Number of the step.
       metrics: What the step returned, still on the device.
       diagnostics: What was measured before the step.
-      waited: Seconds waited for data since the start.
+      waited: Seconds in which the batch of the next step was made.
     """
     self.finish_step()
-    self._running = step, metrics, diagnostics, waited - self._waited
-    self._waited = waited
+    self._running = step, metrics, diagnostics, waited
 
   def finish_step(self, evaluation: dict[str, float] | None = None) -> None:
     """Waits for the dispatched step, if there is one, and logs it.

@@ -9,7 +9,7 @@ import jax
 from examples.gpt2.config import Config
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import hardware
-from examples.gpt2.run.command import table
+from examples.gpt2.run.command import format_bytes, table
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 
@@ -38,7 +38,7 @@ def before(
     'devices': f'{len(devices)} x {devices[0].device_kind}, '
     f'{jax.process_count()} process(es), {c.dtype}',
     'mesh': ', '.join(f'{k} {v}' for k, v in trainer.mesh.shape.items()),
-    'memory': f'{_bytes(state)} of weights and moments on each device',
+    'memory': f'{format_bytes(state)} of weights and moments on each device',
     'results': str(folder.path),
   }
   return table(rows)
@@ -48,25 +48,25 @@ def after(folder: RunFolder) -> str:
   """Returns what came out, with the sample."""
   lines = folder.read_metrics()
   sample = folder.path / 'sample.txt'
-  if lines and 'val_loss' in lines[-1]:
+  files = {'picture': str(folder.picture), 'sample': str(sample)}
+  rows = {'validation loss': 'not known, since metrics are lost'}
+  if lines:
     entropy = folder.read_settings()['corpus']['unigram_entropy']
-    rows = _results(lines, entropy)
-  else:
-    rows = {'validation loss': 'not known, since metrics are lost'}
-  rows |= {'picture': str(folder.picture), 'sample': str(sample)}
-  return f'{table(rows)}\n\n{sample.read_text()}'
+    rows |= _losses(lines, entropy) | _diagnosed(lines) | _speed(lines)
+  return f'{table(rows | files)}\n\n{sample.read_text()}'
 
 
-def _results(lines: list[Line], entropy: float) -> dict[str, str]:
-  last = lines[-1]
-  rows = {
-    'validation loss': f'{last["val_loss"]:.4f} nats per token '
-    f'(unigram entropy {entropy:.4f})'
-  }
+def _losses(lines: list[Line], entropy: float) -> dict[str, str]:
+  rows = {}
+  if 'val_loss' in lines[-1]:
+    rows['validation loss'] = (
+      f'{lines[-1]["val_loss"]:.4f} nats per token '
+      f'(unigram entropy {entropy:.4f})'
+    )
   skipped = sum('skipped' in line for line in lines)
   if skipped:
     rows['left out'] = f'{skipped} steps whose loss or gradient was not finite'
-  return rows | _diagnosed(lines) | _speed(lines)
+  return rows
 
 
 def _diagnosed(lines: list[Line]) -> dict[str, str]:
@@ -115,12 +115,5 @@ def _speed(lines: list[Line]) -> dict[str, str]:
   return {
     'speed': f'{speed:,.0f} tokens/s (median), MFU {mfu}, '
     f'at most {waited:.1%} of a step spent waiting for data',
-    'peak memory': _bytes(max(line['peak_bytes'] for line in lines)),
+    'peak memory': format_bytes(max(line['peak_bytes'] for line in lines)),
   }
-
-
-def _bytes(size: float) -> str:
-  unit = min(int(math.log(max(size, 1), 1024)), 4)
-  number = size / 1024**unit
-  digits = f'{number:.0f}' if number >= 100 else f'{number:.3g}'
-  return f'{digits} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
