@@ -3,8 +3,7 @@
 Axis letters: A micro-batches, B sequences, T tokens, L layers, H heads.
 """
 
-from collections.abc import Callable
-import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,18 +17,16 @@ from examples.gpt2.model.layers import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
 from merit_optax import attention_statistics, merit_statistics
 
-if TYPE_CHECKING:  # The package run imports this one.
+if TYPE_CHECKING:  # At run time, the steps import the optimizers.
   from examples.gpt2.run.step import Trainer, TrainState
 
-Arrays = dict[str, Any]
-"""Arrays by name, perhaps nested."""
-
+# Of merit_statistics; the median would sort every parameter.
 _SHARES = (
   'decided_by_weight', 'decided_by_row', 'decided_by_column', 'clipped',
   'fallback',
 )  # fmt: skip
-# Parts that a batch of one micro-batch is cut into, for the gradient's noise.
-_PARTS = (8, 4, 2)
+# Parts that one micro-batch is cut into at most, for the gradient's noise.
+_MAX_PARTS = 8
 
 
 class Diagnostics:
@@ -38,16 +35,14 @@ class Diagnostics:
   def __init__(self, config: Config, trainer: 'Trainer'):
     self._config = config
     self._trainer = trainer
-    jit = functools.partial(
-      jax.jit, out_shardings=sharding.replicated(trainer.mesh)
-    )
-    self._measure: Any = jit(self._measure_all)
-    self._measure_attention = jit(self._attention)
+    everywhere = sharding.replicated(trainer.mesh)
+    self._measure: Any = jax.jit(self._measure_all, out_shardings=everywhere)
+    self._measure_attention = jax.jit(self._attention, out_shardings=everywhere)
 
   def compile(
     self, state_shapes: 'TrainState', batch_shape: jax.ShapeDtypeStruct
   ) -> None:
-    """Compiles ahead what a call runs.
+    """Compiles ahead of time what a call runs.
 
     Args:
       state_shapes: Shapes and shardings of the state.
@@ -93,7 +88,7 @@ class Diagnostics:
     """Measures attention alone: the first three entries of a call."""
     return _to_json(self._measure_attention(params, tokens_ABT))
 
-  def _measure_all(self, state: 'TrainState', tokens_ABT: jax.Array) -> Arrays:
+  def _measure_all(self, state: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
     gradients, noise = self._gradients(state.params, self._cut(tokens_ABT))
     return {
       **self._attention(state.params, tokens_ABT),
@@ -101,7 +96,7 @@ class Diagnostics:
       'gradient_noise': noise,
     }
 
-  def _attention(self, params: Any, tokens_ABT: jax.Array) -> Arrays:
+  def _attention(self, params: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
     """Returns statistics of the attention logits, each of shape (L,)."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
@@ -119,20 +114,18 @@ class Diagnostics:
     }
 
   def _cut(self, tokens_ABT: jax.Array) -> jax.Array:
-    """Cuts one micro-batch to several, if the mesh can still split them."""
+    """Cuts one micro-batch to several, as far as the mesh can split them."""
     micro_batches, size, length = tokens_ABT.shape
-    shards = sharding.num_batch_shards(self._trainer.mesh)
-    fitting = [n for n in _PARTS if size % (n * shards) == 0]
-    if micro_batches > 1 or not fitting:
+    if micro_batches > 1:
       return tokens_ABT
+    shards = sharding.num_batch_shards(self._trainer.mesh)
+    parts = math.gcd(size // shards, _MAX_PARTS)
     return jax.lax.with_sharding_constraint(
-      tokens_ABT.reshape(-1, size // fitting[0], length),
+      tokens_ABT.reshape(parts, size // parts, length),
       sharding.batch_sharding(self._trainer.mesh),
     )
 
-  def _gradients(
-    self, params: Any, parts_ABT: jax.Array
-  ) -> tuple[Any, Arrays | None]:
+  def _gradients(self, params: Any, parts_ABT: jax.Array) -> tuple[Any, Any]:
     """Returns the mean gradient, and its noise if there are several parts.
 
     After McCandlish et al., `An Empirical Model of Large-Batch Training
@@ -146,20 +139,20 @@ class Diagnostics:
       return total, optax.tree.norm(gradients, squared=True)
 
     zero = jax.tree.map(jnp.zeros_like, params)
-    total, squares = jax.lax.scan(add, zero, parts_ABT)
+    total, squares_A = jax.lax.scan(add, zero, parts_ABT)
     gradients = jax.tree.map(lambda x: x / count, total)
     if count == 1:
       return gradients, None
     large = count * small
     large_square = optax.tree.norm(gradients, squared=True)
-    small_square = jnp.mean(squares)
+    small_square = jnp.mean(squares_A)
     return gradients, {
       'trace': (small_square - large_square) / (1 / small - 1 / large),
       'squared_norm': (large * large_square - small * small_square)
       / (large - small),
     }
 
-  def _updates(self, state: 'TrainState', gradients: Any) -> Arrays:
+  def _updates(self, state: Any, gradients: Any) -> dict[str, Any]:
     """Returns what the optimizer does, by layer and by other parameter."""
     params, opt_state = state
     updates, _ = self._trainer.optimizer.update(gradients, opt_state, params)
@@ -170,7 +163,7 @@ class Diagnostics:
     adam = optax.tree.get(opt_state, 'ScaleByAdamState')
     statistics = merit_statistics(**merit_settings(self._config))
 
-    def measure(params, gradients, updates, clipped, mu, nu) -> Arrays:
+    def measure(params, gradients, updates, clipped, mu, nu) -> dict[str, Any]:
       moments = optax.ScaleByAdamState(adam.count, mu, nu)
       by_param = statistics(clipped, moments, params)
       return _norms(params, gradients, updates) | _pool(by_param, params)
@@ -184,7 +177,7 @@ def _to_json(arrays: Any) -> Any:
   return jax.tree.map(np.ndarray.tolist, jax.device_get(arrays))
 
 
-def _by_group(measure: Callable[..., Arrays], *trees: Any) -> Arrays:
+def _by_group(measure: Any, *trees: Any) -> dict[str, Any]:
   """Applies a function to each layer, and to each parameter outside of them."""
   groups = {name: [tree[name] for tree in trees] for name in trees[0]}
   return {
@@ -193,25 +186,22 @@ def _by_group(measure: Callable[..., Arrays], *trees: Any) -> Arrays:
   }
 
 
-def _norms(params: Any, gradients: Any, updates: Any) -> Arrays:
+def _norms(params: Any, gradients: Any, updates: Any) -> dict[str, jax.Array]:
   return {
     'gradient_norm': optax.tree.norm(gradients),
     'update_to_weight': optax.tree.norm(updates) / optax.tree.norm(params),
   }
 
 
-def _pool(by_param: dict[str, jax.Array], params: Any) -> Arrays:
+def _pool(by_param: dict[str, jax.Array], params: Any) -> dict[str, jax.Array]:
   """Returns the statistics of several parameters together."""
   sizes = np.array([x.size for x in jax.tree.leaves(params)])
-  weights = sizes / sizes.sum()
 
-  def all_of(key: str) -> jax.Array:
-    found = [x for name, x in by_param.items() if name.endswith(f'/{key}')]
-    return jnp.stack(found)
+  def of_all(key: str) -> jax.Array:
+    return jnp.stack([x for k, x in by_param.items() if k.endswith(f'/{key}')])
 
   return {
-    'trust_ratio_min': all_of('trust_ratio_min').min(),
-    'trust_ratio_max': all_of('trust_ratio_max').max(),
-    # The median would sort every parameter.
-    **{key: jnp.sum(weights * all_of(key)) for key in _SHARES},
+    'trust_ratio_min': of_all('trust_ratio_min').min(),
+    'trust_ratio_max': of_all('trust_ratio_max').max(),
+    **{k: jnp.sum(sizes / sizes.sum() * of_all(k)) for k in _SHARES},
   }

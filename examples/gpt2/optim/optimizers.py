@@ -10,11 +10,9 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from examples.gpt2.config import Config
-from examples.gpt2.devices.sharding import path_name
+from examples.gpt2.devices.sharding import by_path, path_name
 import merit_optax
 
-# Layers on a leading axis; 'blocks/0/...' would be a layer of a list.
-_STACKED = r'^blocks/\D'
 # Gives Muon's updates the size of Adam's, so that both share a learning rate.
 _MUON_RMS = 0.2
 
@@ -67,33 +65,31 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   """
   # The kernel's axes are (width, heads, 3, head features), after the layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
+  stacked = {r'^blocks.\D': 1}
   overrides = {
-    r'/qkv/kernel$': MuonDimensionNumbers((-4,), columns),
-    r'/qkv/bias$': MuonDimensionNumbers((), columns),
+    r'.qkv.kernel$': MuonDimensionNumbers((-4,), columns),
+    r'.qkv.bias$': MuonDimensionNumbers((), columns),
   }
-  names = [
-    path_name(path, '/') for path, _ in jax.tree.leaves_with_path(params)
-  ]
 
   def matching(patterns: dict[str, Any]) -> dict[str, Any]:
+    # The others would be refused, and one layer has not all of them.
+    names = by_path(params)
     found = [p for p in patterns if any(re.search(p, name) for name in names)]
     return {p: patterns[p] for p in found}
 
-  # Patterns that match nothing are refused, and a layer has not all of them.
   return merit_optax.flax_dimension_numbers(
-    params, stacked=matching({_STACKED: 1}), overrides=matching(overrides)
+    params, stacked=matching(stacked), overrides=matching(overrides)
   )
 
 
 def muon_dimension_numbers(params: Any, qkv: str) -> Any:
   """Returns those of hidden matrices, and None for what Adam updates."""
-
-  def keep(path: tuple[Any, ...], _: Any, spec: Any) -> Any:
-    name = path_name(path)
-    is_hidden = name.startswith('blocks.') and name.endswith('.kernel')
-    return spec if is_hidden else None
-
-  return jax.tree.map_with_path(keep, params, dimension_numbers(params, qkv))
+  hidden = re.compile(r'blocks\..*\.kernel')
+  return jax.tree.map_with_path(
+    lambda path, _, spec: spec if hidden.fullmatch(path_name(path)) else None,
+    params,
+    dimension_numbers(params, qkv),
+  )
 
 
 def is_matrix(params: Any) -> Any:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import contextlib
 import math
-from pathlib import Path
 import sys
 import time
 from typing import Any
@@ -23,11 +22,6 @@ from examples.gpt2.run.step import Trainer
 MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 """Metrics that differ between two runs of the same settings."""
 
-_SHOWN = {
-  'train_loss': '{:.3f}', 'val_loss': '{:.3f}', 'tokens_per_second': '{:,.0f}',
-  'mfu': '{:.1%}',
-}  # fmt: skip
-
 
 class NotFiniteError(CommandError):
   """A loss or gradient is infinite or not a number."""
@@ -35,16 +29,18 @@ class NotFiniteError(CommandError):
   status = 3
 
 
-class StepLog:
+class StepLog(contextlib.ExitStack):
   """Logs one line a step, and leaves the device no time to wait.
 
-  The metrics of a step are fetched after the next one has been dispatched.
+  The metrics of a step are fetched after the next one has been dispatched. As a
+  context, it closes the progress bar and TensorBoard's file at its end.
   """
 
   def __init__(
     self, config: Config, trainer: Trainer, folder: RunFolder, done: int
   ):
-    """Opens the log of a run that has done some steps before."""
+    """Opens the log of a run of which some steps are done."""
+    super().__init__()
     self._config, self._folder = config, folder
     self._tokens_per_step = config.batch_size * config.context_length
     self._peak_tokens_per_second = (
@@ -55,17 +51,19 @@ class StepLog:
     self._learning_rates = np.asarray(
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
-    self._displays = _open_displays(config, folder, done) if is_first() else []
+    self._events = self.enter_context(_open_events(config, folder, done))
+    self._bar = self.enter_context(
+      tqdm.tqdm(
+        total=config.steps,
+        initial=done,
+        unit='step',
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+        disable=not is_first(),
+      )
+    )
     self._evaluation = 'none'
     self._running: Any = None
     self._since = time.perf_counter()
-
-  def __enter__(self) -> 'StepLog':
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    for display in self._displays:
-      display.close()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -116,8 +114,7 @@ class StepLog:
     if evaluation:
       self._evaluation = _describe(metrics)
     self._folder.log(metrics)
-    for display in self._displays:
-      display.show(metrics)
+    self._show(metrics)
 
   def _measure(self, step: int, waited: float) -> dict[str, Any]:
     now = time.perf_counter()
@@ -146,44 +143,35 @@ class StepLog:
       f' {self._evaluation}). Metrics so far are in {self._folder.path}.'
     )
 
-
-class _Bar(tqdm.tqdm):
-  """Shows the metrics of the last step, and each evaluation on a line."""
-
-  def __init__(self, steps: int, done: int):
-    interval = 0.5 if sys.stderr.isatty() else 10
-    super().__init__(
-      total=steps, initial=done, unit='step', mininterval=interval
-    )
-    self._shown: dict[str, str] = {}
-
-  def show(self, metrics: dict[str, Any]) -> None:
-    for name, text in _SHOWN.items():
-      if metrics.get(name) is not None:
-        self._shown[name] = text.format(metrics[name])
-    self.set_postfix(self._shown, refresh=False)
-    self.update()
-    if 'val_loss' in metrics:
-      self.write(_describe(metrics))
+  def _show(self, metrics: dict[str, Any]) -> None:
+    shown = {
+      'loss': f'{metrics["train_loss"]:.3f}',
+      'tokens/s': f'{metrics["tokens_per_second"]:,.0f}',
+      'MFU': 'n/a' if metrics['mfu'] is None else f'{metrics["mfu"]:.1%}',
+    }
+    self._bar.set_postfix(shown, refresh=False)
+    self._bar.update()
+    if 'val_loss' in metrics and is_first():
+      self._bar.write(_describe(metrics))
+    if self._events is not None:
+      for path, value in jax.tree.leaves_with_path(metrics):
+        # Layers count from 1.
+        keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
+        self._events.add_scalar('/'.join(keys), float(value), metrics['step'])
 
 
-class _TensorBoard:
-  """Writes every number of the metrics by its path; layers count from 1."""
-
-  def __init__(self, folder: Path, done: int):
-    try:
-      import tensorboardX  # noqa: PLC0415  Others need not have it.
-    except ModuleNotFoundError as error:
-      raise UsageError(
-        '--tensorboard needs a package: pip install tensorboardX'
-      ) from error
-    self._writer = tensorboardX.SummaryWriter(str(folder), purge_step=done + 1)
-    self.close = self._writer.close
-
-  def show(self, metrics: dict[str, Any]) -> None:
-    for path, value in jax.tree.leaves_with_path(metrics):
-      keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
-      self._writer.add_scalar('/'.join(keys), float(value), metrics['step'])
+def _open_events(config: Config, folder: RunFolder, done: int) -> Any:
+  """Opens TensorBoard's file, if it is wanted."""
+  if not config.tensorboard or not is_first():
+    return contextlib.nullcontext()
+  try:
+    import tensorboardX  # noqa: PLC0415  Others need not have it.
+  except ModuleNotFoundError as error:
+    raise UsageError(
+      '--tensorboard needs a package: pip install tensorboardX'
+    ) from error
+  path = folder.path / 'tensorboard'
+  return tensorboardX.SummaryWriter(str(path), purge_step=done + 1)
 
 
 def _describe(metrics: dict[str, Any]) -> str:
