@@ -1,4 +1,4 @@
-"""Diagnostics of a step, a program of their own: other steps pay nothing.
+"""Diagnostics of a step, a separate program: other steps pay nothing.
 
 Axis letters: A micro-batches, B sequences, T tokens, L layers, H heads.
 """
@@ -17,7 +17,7 @@ from examples.gpt2.model.layers import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
 from merit_optax import attention_statistics, merit_statistics
 
-if TYPE_CHECKING:  # At run time, the steps import the optimizers.
+if TYPE_CHECKING:  # The package run imports this one.
   from examples.gpt2.run.step import Trainer, TrainState
 
 # Of merit_statistics; the median would sort every parameter.
