@@ -87,7 +87,8 @@ def _figure(runs: dict[str, Series]) -> Figure:
   rows = -(-len(panels) // 3)
   columns = -(-len(panels) // rows)
   figure = Figure((5 * columns, 3.5 * rows), layout='constrained')
-  figure.suptitle('' if len(runs) > 1 else ''.join(runs))
+  if len(runs) == 1:
+    figure.suptitle(*runs)
   for i, (label, metrics) in enumerate(panels.items(), start=1):
     axes = figure.add_subplot(rows, columns, i, xlabel='step', ylabel=label)
     _draw(axes, runs, metrics)

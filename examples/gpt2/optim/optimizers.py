@@ -65,6 +65,7 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   """
   # The kernel's axes are (width, heads, 3, head features), after the layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
+  # Paths have slashes in merit_optax, dots here; 'blocks.0' is not stacked.
   stacked = {r'^blocks.\D': 1}
   overrides = {
     r'.qkv.kernel$': MuonDimensionNumbers((-4,), columns),
@@ -72,7 +73,7 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   }
 
   def matching(patterns: dict[str, Any]) -> dict[str, Any]:
-    # The others would be refused, and one layer has not all of them.
+    """Returns the patterns that match a parameter; others are refused."""
     names = by_path(params)
     found = [p for p in patterns if any(re.search(p, name) for name in names)]
     return {p: patterns[p] for p in found}
