@@ -25,8 +25,6 @@ _SHARES = (
   'decided_by_weight', 'decided_by_row', 'decided_by_column', 'clipped',
   'fallback',
 )  # fmt: skip
-# Parts that one micro-batch is cut into at most, for the gradient's noise.
-_MAX_PARTS = 8
 
 
 class Diagnostics:
@@ -114,12 +112,12 @@ class Diagnostics:
     }
 
   def _cut(self, tokens_ABT: jax.Array) -> jax.Array:
-    """Cuts one micro-batch to several, as far as the mesh can split them."""
+    """Cuts one micro-batch to up to eight, which the mesh must still split."""
     micro_batches, size, length = tokens_ABT.shape
     if micro_batches > 1:
       return tokens_ABT
     shards = sharding.num_batch_shards(self._trainer.mesh)
-    parts = math.gcd(size // shards, _MAX_PARTS)
+    parts = math.gcd(size // shards, 8)
     return jax.lax.with_sharding_constraint(
       tokens_ABT.reshape(parts, size // parts, length),
       sharding.batch_sharding(self._trainer.mesh),

@@ -13,9 +13,6 @@ from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import by_path, path_name
 import merit_optax
 
-# Gives Muon's updates the size of Adam's, so that both share a learning rate.
-_MUON_RMS = 0.2
-
 
 def make_schedule(config: Config) -> optax.Schedule:
   """Returns the learning rate by step: linear warm-up, then cosine to zero."""
@@ -120,7 +117,8 @@ def _muon(config: Config) -> optax.GradientTransformation:
     muon_weight_dimension_numbers=functools.partial(
       muon_dimension_numbers, qkv=config.qkv
     ),
-    consistent_rms=_MUON_RMS,
+    # The size of Adam's updates, so that both share a learning rate.
+    consistent_rms=0.2,
   )
   # The decay of optax.contrib.muon takes no mask for what Adam updates.
   decay = optax.add_decayed_weights(

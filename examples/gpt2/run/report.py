@@ -13,8 +13,6 @@ from examples.gpt2.run.command import format_bytes, table
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 
-Line = dict[str, Any]
-
 
 def before(
   config: Config, tokens: Tokens, trainer: Trainer, folder: RunFolder
@@ -64,7 +62,7 @@ def after(folder: RunFolder) -> str:
   return f'{table(rows | _speed(lines) | files)}\n\n{sample.read_text()}'
 
 
-def _diagnosed(lines: list[Line]) -> dict[str, str]:
+def _diagnosed(lines: list[dict[str, Any]]) -> dict[str, str]:
   """Returns rows of the diagnostics steps: of the last, and of their noise.
 
   Trace and squared norm are averaged separately, since either is noisy and
@@ -90,7 +88,7 @@ def _diagnosed(lines: list[Line]) -> dict[str, str]:
   return rows
 
 
-def _speed(lines: list[Line]) -> dict[str, str]:
+def _speed(lines: list[dict[str, Any]]) -> dict[str, str]:
   if not lines:
     return {}
   speed = statistics.median_high(line['tokens_per_second'] for line in lines)
