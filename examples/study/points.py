@@ -6,7 +6,7 @@ import statistics
 from typing import Any
 
 from examples.study.plans import Plan, Result, Run
-from examples.study.scales import DECAY, Scale
+from examples.study.scales import DECAY, LEARNING_RATES, Scale
 from examples.study.tuning import Tuned, tune
 
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -31,9 +31,10 @@ class Point:
     name: Name of the contender.
     batch_size: Global batch, sequences.
     tuned: Losses by learning rate.
-    decays: Losses at the best rate by weight decay, those that were tried.
-    losses: Final losses at the best rate and decay, of seeds that took no part
-      in the tuning.
+    decays: Losses at the best learning rate by weight decay, those that were
+      tried.
+    losses: Final losses at the best learning rate and decay, of seeds that took
+      no part in the tuning.
   """
 
   name: str
@@ -70,8 +71,8 @@ def find_point(
 ) -> Plan[Point]:
   """Plans to tune a contender and to repeat it with several seeds.
 
-  The learning rate is tuned first; at the largest batch, the weight decay at
-  that rate after it, unless it is among the changes.
+  The learning rate is tuned first and then, at the largest batch, the weight
+  decay, unless it is among the changes.
 
   Args:
     scale: Size of the study.
@@ -84,19 +85,19 @@ def find_point(
   settings = CONTENDERS[name] | {'weight_decay': DECAY} | changes
   optimizer = settings.pop('optimizer')
 
-  def run(rate: float, **others: Any) -> Run:
-    return scale.run(optimizer, batch_size, rate, **settings | others)
+  def run(learning_rate: float, **others: Any) -> Run:
+    return scale.run(optimizer, batch_size, learning_rate, **settings | others)
 
-  tuned = yield from tune(
-    run, start or scale.rates[optimizer], budget or scale.budget
-  )
-  decays = {settings['weight_decay']: tuned.losses[tuned.rate]}
+  start = start or LEARNING_RATES[optimizer]
+  tuned = yield from tune(run, start, budget or scale.budget)
+  best = tuned.learning_rate
+  decays = {settings['weight_decay']: tuned.loss}
   if batch_size == scale.largest_batch and 'weight_decay' not in changes:
-    results = yield [run(tuned.rate, weight_decay=x) for x in OTHER_DECAYS]
+    results = yield [run(best, weight_decay=x) for x in OTHER_DECAYS]
     decays |= dict(zip(OTHER_DECAYS, _losses(results), strict=True))
   best_decay = min(decays, key=decays.__getitem__)
   results = yield [
-    run(tuned.rate, weight_decay=best_decay, seed=seed)
+    run(best, weight_decay=best_decay, seed=seed)
     # The first has been chosen for its luck.
     for seed in range(1, scale.seeds + 1)
   ]
@@ -104,16 +105,23 @@ def find_point(
 
 
 def run_at(
-  scale: Scale, point: Point, rate_factor: float = 1.0, **changes: Any
+  scale: Scale, point: Point, factor: float = 1.0, **changes: Any
 ) -> Run:
-  """Returns a watched run at a point, or at a multiple of its rate."""
+  """Returns a run with diagnostics at a point.
+
+  Args:
+    scale: Size of the study.
+    point: The point.
+    factor: Learning rate over the point's.
+    **changes: Further settings, as for :meth:`Scale.run`.
+  """
   settings = CONTENDERS[point.name] | {'weight_decay': point.weight_decay}
   settings |= changes
   return scale.run(
     settings.pop('optimizer'),
     point.batch_size,
-    point.tuned.rate * rate_factor,
-    is_watched=True,
+    point.tuned.learning_rate * factor,
+    with_diagnostics=True,
     **settings,
   )
 
