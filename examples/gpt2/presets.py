@@ -82,7 +82,7 @@ _NOT_IDENTITY = (
   'data', 'cache_dir', 'out_dir', 'fresh', 'checkpoint_every', 'keep',
   'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
-  'num_processes', 'process_id', 'init_from',
+  'distributed', 'num_processes', 'process_id', 'init_from',
 )  # fmt: skip
 
 
@@ -93,7 +93,8 @@ def resolve(config: Config) -> Config:
     config: Settings as the user gave them.
 
   Returns:
-    The same settings, with the defaults of preset and optimizer.
+    The same settings, with the defaults of preset and optimizer; the
+    micro-batch, which depends on the mesh, may still be None.
 
   Raises:
     UsageError: If a setting is out of its range, or does not fit another.
@@ -104,16 +105,13 @@ def resolve(config: Config) -> Config:
   if config.optimizer == 'merit':
     steps = defaults['steps'] if config.steps is None else config.steps
     defaults['learning_rate'] = _merit_rate(steps)
+  # Which depends on the mesh.
+  del defaults['micro_batch_size']
   missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
-  if 'batch_size' not in missing and 'micro_batch_size' in missing:
-    missing['micro_batch_size'] = math.gcd(
-      config.batch_size, defaults['micro_batch_size']
-    )
   config = dataclasses.replace(config, **missing)
   if config.mlp_width is None:
     config = dataclasses.replace(config, mlp_width=_mlp_width(config))
   _check_ranges(config)
-  _check_divides('micro_batch_size', 'batch_size', config)
   _check_divides('num_heads', 'width', config)
   _check_rotary(config)
   _check_fits_optimizer(config)
@@ -148,7 +146,7 @@ def _check_ranges(config: Config) -> None:
     'checkpoint_every', 'keep', 'unroll',
   )  # fmt: skip
   for name in counts:
-    _check(config, name, 'at least 1', lambda x: x >= 1)
+    _check(config, name, 'at least 1', lambda x: x is None or x >= 1)
   for name in ('watch_every', 'weight_decay', 'min_norm'):
     _check(config, name, 'finite and at least 0', lambda x: 0 <= x < math.inf)
   for name in ('learning_rate', 'max_gradient_norm'):

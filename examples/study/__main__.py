@@ -21,8 +21,8 @@ from examples.study.store import Store
 Name = Literal['all', *report.EXPERIMENTS, 'report']
 _FOLDER = Path(__file__).parent
 _FOR_TRAINER = (
-  'data', 'mesh', 'micro_batch_size', 'dtype', 'remat', 'coordinator',
-  'num_processes', 'process_id',
+  'data', 'mesh', 'micro_batch_size', 'dtype', 'remat', 'distributed',
+  'coordinator', 'num_processes', 'process_id',
 )  # fmt: skip
 
 
@@ -67,16 +67,21 @@ class Settings:
   """Device mesh, as for the trainer."""
 
   micro_batch_size: int | None = None
-  """Sequences that devices process at once, as for the trainer."""
+  """Sequences that each shard of a batch processes at once. Default: the
+  scale's, or as many as its memory holds by an estimate."""
 
   dtype: Literal['float32', 'bfloat16'] | None = None
   """Data type of activations."""
 
   remat: Literal['none', 'dots', 'full'] | None = None
-  """What the backward pass recomputes to save memory."""
+  """What the backward pass recomputes to save memory (rematerialization)."""
+
+  distributed: Literal['auto', 'on', 'off'] | None = None
+  """Whether other processes take part, as for the trainer. Default: auto."""
 
   coordinator: str | None = None
-  """Address and port of process 0 of several, as for the trainer."""
+  """Address and port of process 0, such as '10.0.0.1:1234', for processes that
+  jax does not find."""
 
   num_processes: int | None = None
   """Number of processes, with --coordinator."""

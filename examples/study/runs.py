@@ -37,7 +37,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   """
   config = run.config
   mesh = sharding.make_mesh(config.mesh)
-  sharding.check_sizes(mesh, config)
+  config = memory.fit(config, mesh)
   tokens = load_tokens(config)
   optimizer = make_optimizer(run.arm, config) if run.arm else None
   trainer = Trainer(config, tokens.vocab_size, mesh, optimizer)

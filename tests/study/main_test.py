@@ -80,7 +80,7 @@ def start(tmp_path: Path):
 def start_pair(start):
   """Starts a tiny study as two processes, of two devices each."""
 
-  def start_pair(*flags: str) -> list[subprocess.Popen]:
+  def start_pair() -> list[subprocess.Popen]:
     with socket.socket() as free:
       free.bind(('localhost', 0))
       port = free.getsockname()[1]
@@ -88,8 +88,7 @@ def start_pair(start):
       start(
         f'process{i}', '--coordinator', f'localhost:{port}',
         '--num-processes', '2', '--process-id', str(i), '--mesh',
-        'fsdp=2,tensor=2', '--micro-batch-size', '4', '--results',
-        f'results{i}', *flags, devices=2,
+        'fsdp=2,tensor=2', '--results', f'results{i}', devices=2,
       )
       for i in range(2)
     ]  # fmt: skip
@@ -132,7 +131,7 @@ def test_an_experiment_runs_from_beginning_to_end(
 def test_a_large_scale_runs_on_a_mesh(start, tmp_path):
   study = start(
     'study', '--scale', 'small', '--results', 'results', '--mesh',
-    'fsdp=2,tensor=2', '--micro-batch-size', '4', devices=4,
+    'fsdp=2,tensor=2', devices=4,
   )  # fmt: skip
   assert study.wait() == 0
   _assert_results(tmp_path / 'results', 'small')

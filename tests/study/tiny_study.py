@@ -30,6 +30,7 @@ class _TwoRuns:
 _SETTINGS = dict(
   cache_dir=Path('cache'), num_layers=1, width=16, num_heads=2,
   context_length=16, eval_sequences=8, unroll=1, vocab_size=257,
+  micro_batch_size=None,
 )  # fmt: skip
 SCALES = {
   name: dataclasses.replace(scale, settings=scale.settings | _SETTINGS)

@@ -77,7 +77,7 @@ class StepLog:
     self._running: tuple[int, dict[str, jax.Array], dict[str, Any]] | None
     self._running = None
     self._since = time.perf_counter()
-    self._paused = self._waited = 0.0
+    self._paused = 0.0
 
   def __enter__(self) -> 'StepLog':
     return self
@@ -109,11 +109,10 @@ class StepLog:
       step: Number of the step.
       metrics: What the step returned, still on the device.
       watched: What was measured before the step.
-      waited: Seconds waited for data since the start.
+      waited: Seconds in which the batch of the next step was made.
     """
     self.finish_step()
     self._running = step, metrics, watched
-    self._waited, waited = waited, waited - self._waited
     self._waited_here = waited
 
   def finish_step(self, evaluation: dict[str, float] | None = None) -> None:

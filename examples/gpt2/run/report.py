@@ -8,7 +8,7 @@ import jax
 from examples.gpt2.config import Config
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import hardware
-from examples.gpt2.run.command import table
+from examples.gpt2.run.command import format_bytes, table
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 
@@ -38,7 +38,7 @@ def before(
       'devices': f'{len(devices)} x {devices[0].device_kind}, '
       f'{jax.process_count()} process(es), {config.dtype}',
       'mesh': ', '.join(f'{k} {v}' for k, v in trainer.mesh.shape.items()),
-      'memory': f'{_bytes(state)} of weights and moments on each device',
+      'memory': f'{format_bytes(state)} of weights and moments on each device',
       'results': str(folder.path),
     }
   )
@@ -124,12 +124,5 @@ def _speed(lines: list[dict[str, Any]]) -> dict[str, str]:
   return {
     'speed': f'{speeds[len(speeds) // 2]:,.0f} tokens/s (median), MFU {shown}, '
     f'at most {waited:.1%} of a step spent waiting for data',
-    'peak memory': _bytes(peak),
+    'peak memory': format_bytes(peak),
   }
-
-
-def _bytes(size: float) -> str:
-  unit = min(int(math.log(max(size, 1), 1024)), 4)
-  number = size / 1024**unit
-  digits = f'{number:.0f}' if number >= 100 else f'{number:.3g}'
-  return f'{digits} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
