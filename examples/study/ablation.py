@@ -57,13 +57,13 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'arm': name,
       'loss': render.format_point(point),
       'over MERIT': _over(point, full),
-      'rate': render.format_learning_rate(point.tuned),
+      'learning rate': render.format_learning_rate(point.tuned),
     }
     for name, point in ({'MERIT': full} | arms).items()
   ]
   return (
     f'Batch {scale.largest_batch}, weight decay {full.weight_decay:g}; each '
-    'arm tuned around MERIT’s rate, then with the same seeds.\n\n'
+    'arm tuned around MERIT’s learning rate, then with the same seeds.\n\n'
     + render.markdown(rows)
   )
 

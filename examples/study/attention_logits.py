@@ -45,9 +45,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
   rows = [
     {
       'optimizer': name,
-      'rate': f'{factor} × tuned',
+      'learning rate': f'{factor} × tuned',
       'loss': render.format_loss(result.loss),
-      'largest logit at watch steps, by layer': render.format_logits(
+      'largest logit at diagnostics steps, by layer': render.format_logits(
         peak(result)
       ),
       'at the last one': render.format_logits(

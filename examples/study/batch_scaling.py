@@ -87,7 +87,7 @@ def _tuning_row(point: Point) -> dict[str, str]:
   return {
     'optimizer': point.name,
     'batch': str(point.batch_size),
-    'rate': render.format_learning_rate(point.tuned),
+    'learning rate': render.format_learning_rate(point.tuned),
     'weight decay': f'{point.weight_decay:g}',
     'by weight decay': render.format_losses(point.decays)
     if len(point.decays) > 1

@@ -63,7 +63,7 @@ def compare(first: Point, second: Point) -> str:
   # Of one seed, the error is not known.
   if math.isnan(error) or abs(difference) <= max(_ERRORS * error, _LEAST):
     return _NOT_HERE
-  # A loser whose rate is not tuned to the end might do better.
+  # A loser whose learning rate is at the edge might do better.
   if difference > 0:
     return _NOT_HERE if first.tuned.is_at_edge else _CONTRADICTED
   return _PARTLY if second.tuned.is_at_edge else _REPRODUCED
@@ -95,7 +95,11 @@ def _judge_batches(
 
 
 def _format(point: Point) -> str:
-  edge = ' (rate at the edge of its tuning)' if point.tuned.is_at_edge else ''
+  edge = (
+    ' (learning rate at the edge of its tuning)'
+    if point.tuned.is_at_edge
+    else ''
+  )
   return render.format_point(point) + edge
 
 
@@ -145,18 +149,18 @@ def _judge_logits(
     Finding(
       'MERIT has the smallest attention logits in deep layers (GPT-2 medium, '
       'layer 12: AdamW 560, LAMB 450, MERIT 122)',
-      f'last layer, tuned rates: {_list(last, render.format_logit)}',
+      f'last layer, tuned learning rates: {_list(last, render.format_logit)}',
       _judge_smallest(last, _is_larger_logit),
     ),
     Finding(
       'MERIT keeps attention logits bounded, where others let them explode',
-      'largest at 4 times the tuned rates: '
+      'largest at 4 times the tuned learning rates: '
       + _list(at_four, render.format_logit),
       _judge_smallest(at_four, _is_larger_logit),
     ),
     Finding(
-      'So MERIT is the more stable at high rates',
-      'loss at 4 times the tuned rate over that at the tuned one: '
+      'So MERIT is the more stable at high learning rates',
+      'loss at 4 times the tuned learning rate over that at the tuned one: '
       + _list(lost, render.format_loss),
       _judge_smallest(lost, lambda x, y: x > y + _LEAST),
     ),
@@ -214,7 +218,7 @@ def _judge_clip(outcome: Any, scale: Scale) -> list[Finding]:
   return [
     Finding(
       'The clip binds rarely: its share peaks at 12 % (layer 6)',
-      'largest share of a layer at watch steps: '
+      'largest share of a layer at diagnostics steps: '
       + ('diverged' if math.isnan(most) else f'{most:.1%}'),
       _judge_all([most <= 0.12], [most > 0.12]),
     )

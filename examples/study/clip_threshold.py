@@ -40,7 +40,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
     {
       'threshold': 'none' if math.isinf(x) else f'{x:g}',
       'loss': render.format_point(point),
-      'rate': render.format_learning_rate(point.tuned),
+      'learning rate': render.format_learning_rate(point.tuned),
       'largest share clipped, by layer': ', '.join(
         f'{max(layer):.1%}' for layer in shares(result)
       ),

@@ -101,16 +101,16 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'condition': condition,
       'optimizer': name,
       'loss': render.format_loss(found.best.loss),
-      'rate': render.format_learning_rate(found.tuned),
+      'learning rate': render.format_learning_rate(found.tuned),
       'largest logit, by layer': render.format_logits(peak(found.best)),
     }
     for condition, by_name in outcome.items()
     for name, found in by_name.items()
   ]
   return (
-    'One seed. In other conditions than those of the tables above, rates were '
-    f'tuned with {_BUDGET} runs around theirs. Logits are the largest of all '
-    'watch steps.\n\n'
+    'One seed. In other conditions than those of the tables above, learning '
+    f'rates were tuned with {_BUDGET} runs around theirs. Logits are the '
+    'largest of all diagnostics steps.\n\n'
     + render.markdown([_summary(*x) for x in outcome.items()])
     + '\n\n'
     + render.markdown(rows)

@@ -50,15 +50,15 @@ def section(outcome: Outcome, scale: Scale) -> str:
   parts = [
     f'MERIT, weight decay {DECAY:g}, one seed. Batch {scale.batch_sizes[-2]}, '
     'where the batch is not varied.',
-    'Best rate by the number of steps, whether batch or length sets it: '
-    f'{best}. The line through their logarithms is {at_1000:.2g} × '
+    'Best learning rate by the number of steps, whether batch or length sets '
+    f'it: {best}. The line through their logarithms is {at_1000:.2g} × '
     f'(steps / 1000)^{power:.2f}.',
   ]
   for name, axis in outcome.items():
     rows = [
       {
         name: f'{x:g}',
-        'best rate': render.format_learning_rate(tuned),
+        'best learning rate': render.format_learning_rate(tuned),
         'loss': render.format_loss(tuned.loss),
         'by learning rate': render.format_losses(tuned.losses),
       }

@@ -93,7 +93,7 @@ def text(
   parts = [
     f'# Results at scale {name}',
     f'Written by `python -m examples.study report --scale {name}` from the '
-    'results of runs. The README of examples/study tells how they were made, '
+    'results of runs. The README of examples/study describes the protocol, '
     'and when a difference counts.',
   ]
   if records:
@@ -106,7 +106,7 @@ def text(
         module.section(outcomes[experiment], scale),
       ]
     else:
-      parts.append('Not complete: runs are still to be made.')
+      parts.append('Not complete: runs are missing.')
   return '\n\n'.join(filter(None, parts)) + '\n'
 
 

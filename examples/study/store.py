@@ -88,8 +88,9 @@ class Store:
         raise UsageError(
           f'{self.path} holds runs on another text than --data: sha256 '
           f'{record["corpus_sha256"][:16]} and {sha256[:16]}. The text '
-          "'stdlib' differs from one Python to the next; those runs were made "
-          f'with {record["versions"]["python"]}. Give --results another folder.'
+          "'stdlib' differs from one Python to the next, and those runs were "
+          f'trained with {record["versions"]["python"]}. Give --results '
+          'another folder.'
         )
 
 
@@ -107,7 +108,8 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
     warnings.warn(
       f'{path}: the last line is incomplete, as a killed study leaves it. It '
       'is left out, and its run will be repeated.',
-      stacklevel=2,
+      # The same for all callers, so that it is shown once.
+      stacklevel=1,
     )
   elif last:
     lines.append(last)

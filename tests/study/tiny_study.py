@@ -16,7 +16,7 @@ class _TwoRuns:
 
   @staticmethod
   def plan(scale):
-    return (yield [scale.run('merit', 8, x) for x in (0.02, 0.01)])
+    return (yield [scale.run('adamw', 8, x) for x in (0.02, 0.01)])
 
   @staticmethod
   def section(results, scale):
