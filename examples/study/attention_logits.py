@@ -25,7 +25,10 @@ def plan(scale: Scale) -> Plan[Outcome]:
     {name: find_point(scale, name, scale.largest_batch) for name in PAPER}
   )
   pairs = list(itertools.product(PAPER, FACTORS))
-  results = yield [run_at(scale, points[name], x) for name, x in pairs]
+  results = yield [
+    run_at(scale, points[x], learning_rate=k * points[x].tuned.learning_rate)
+    for x, k in pairs
+  ]
   return dict(zip(pairs, results, strict=True))
 
 

@@ -8,7 +8,7 @@ from examples.study import render
 from examples.study.ablation import find_variant
 from examples.study.attention_logits import peak
 from examples.study.plans import Plan, Result, Run, gather
-from examples.study.points import CONTENDERS, PAPER, Point, find_point, run_at
+from examples.study.points import PAPER, Point, find_point, run_at
 from examples.study.scales import Scale
 from examples.study.tuning import Tuned, tune
 
@@ -80,13 +80,9 @@ def _tune_all(
 
 def _tune(scale: Scale, point: Point, **changes: Any) -> Plan[TunedRun]:
   """Plans to tune around the best at the largest batch."""
-  settings = CONTENDERS[point.name] | {'batch_size': point.batch_size}
-  settings |= {'weight_decay': point.weight_decay} | changes
 
   def run(learning_rate: float) -> Run:
-    return scale.run(
-      learning_rate=learning_rate, with_diagnostics=True, **settings
-    )
+    return run_at(scale, point, learning_rate=learning_rate, **changes)
 
   tuned = yield from tune(run, point.tuned.learning_rate, _BUDGET)
   (best,) = yield [run(tuned.learning_rate)]

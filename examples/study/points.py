@@ -1,6 +1,7 @@
 """Points of comparison: a tuned optimizer at a batch size, with seeds."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from typing import Any
@@ -82,48 +83,35 @@ def find_point(
     budget: Runs to tune it; those of the scale by default.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
-  settings = CONTENDERS[name] | {'weight_decay': DECAY} | changes
-  optimizer = settings.pop('optimizer')
-
-  def run(learning_rate: float, **others: Any) -> Run:
-    return scale.run(optimizer, batch_size, learning_rate, **settings | others)
-
-  start = start or LEARNING_RATES[optimizer]
-  tuned = yield from tune(run, start, budget or scale.budget)
-  best = tuned.learning_rate
-  decays = {settings['weight_decay']: tuned.loss}
+  settings = CONTENDERS[name] | changes
+  run = functools.partial(scale.run, batch_size=batch_size, **settings)
+  tuned = yield from tune(
+    lambda learning_rate: run(learning_rate=learning_rate),
+    start or LEARNING_RATES[settings['optimizer']],
+    budget or scale.budget,
+  )
+  run = functools.partial(run, learning_rate=tuned.learning_rate)
+  decays = {settings.get('weight_decay', DECAY): tuned.loss}
   if batch_size == scale.largest_batch and 'weight_decay' not in changes:
-    results = yield [run(best, weight_decay=x) for x in OTHER_DECAYS]
+    results = yield [run(weight_decay=x) for x in OTHER_DECAYS]
     decays |= dict(zip(OTHER_DECAYS, _losses(results), strict=True))
   best_decay = min(decays, key=decays.__getitem__)
   results = yield [
-    run(best, weight_decay=best_decay, seed=seed)
+    run(weight_decay=best_decay, seed=seed)
     # The first has been chosen for its luck.
     for seed in range(1, scale.seeds + 1)
   ]
   return Point(name, batch_size, tuned, decays, tuple(_losses(results)))
 
 
-def run_at(
-  scale: Scale, point: Point, factor: float = 1.0, **changes: Any
-) -> Run:
-  """Returns a run with diagnostics at a point.
-
-  Args:
-    scale: Size of the study.
-    point: The point.
-    factor: Learning rate over the point's.
-    **changes: Further settings, as for :meth:`Scale.run`.
-  """
-  settings = CONTENDERS[point.name] | {'weight_decay': point.weight_decay}
-  settings |= changes
-  return scale.run(
-    settings.pop('optimizer'),
-    point.batch_size,
-    point.tuned.learning_rate * factor,
-    with_diagnostics=True,
-    **settings,
-  )
+def run_at(scale: Scale, point: Point, **changes: Any) -> Run:
+  """Returns a run with diagnostics at a point, but for the changes."""
+  settings = CONTENDERS[point.name] | {
+    'batch_size': point.batch_size,
+    'learning_rate': point.tuned.learning_rate,
+    'weight_decay': point.weight_decay,
+  }
+  return scale.run(with_diagnostics=True, **settings | changes)
 
 
 def _losses(results: list[Result]) -> list[float]:
