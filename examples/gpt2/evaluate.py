@@ -16,7 +16,7 @@ import tyro
 
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import validation_batch
-from examples.gpt2.data.corpus import load_corpus
+from examples.gpt2.data.documents import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
 from examples.gpt2.data.tokens import map_tokens
 from examples.gpt2.devices.sharding import make_mesh

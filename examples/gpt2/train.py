@@ -15,7 +15,7 @@ from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import Model, save_model
 from examples.gpt2.optim.optimizers import merit_settings
-from examples.gpt2.plot import plot_run
+from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import memory, report
 from examples.gpt2.run.command import exit_on_error
@@ -155,12 +155,7 @@ def _finish(
 
   def write() -> None:
     save_model(folder.path, dataclasses.replace(model, params=arrays))
-    plot_run(
-      folder.picture,
-      folder.read_metrics(),
-      f'{config.preset}, {config.optimizer}',
-      tokens.unigram_entropy,
-    )
+    plot_runs((folder.path,), folder.picture)
 
   on_first(write)
   text = sample_text(model, tokens.validation, trainer.mesh, config.seed)

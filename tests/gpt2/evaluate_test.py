@@ -9,7 +9,7 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.batches import validation_starts
-from examples.gpt2.data.corpus import load_corpus
+from examples.gpt2.data.documents import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model.config import ModelConfig

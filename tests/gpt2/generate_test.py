@@ -8,7 +8,11 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
-from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
+from examples.gpt2.devices.sharding import (
+  by_path,
+  make_mesh,
+  parameter_shardings,
+)
 from examples.gpt2.generate import generate, main, sample_text
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import empty_cache, extend, generate_tokens
@@ -245,10 +249,9 @@ def test_parameters_are_sharded_while_a_command_samples(
   monkeypatch.setattr('examples.gpt2.generate.generate_tokens', look)
   generate(bare, prompt='5', tokens=1, mesh='fsdp=8')
   (params,) = passed
-  assert not params['blocks']['mlp']['up']['kernel'].is_fully_replicated
-  for x in jax.tree.leaves(params):
-    is_matrix = x.ndim > 1 + (x.shape[0] == _GPT2.num_layers)
-    assert x.is_fully_replicated != is_matrix
+  for name, x in by_path(params).items():
+    is_matrix = name.endswith(('kernel', 'embedding'))
+    assert x.is_fully_replicated != is_matrix, name
 
 
 @pytest.mark.parametrize('prompt', ['', 'text', '-1', '1 290', '²'])

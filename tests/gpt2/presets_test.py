@@ -11,7 +11,8 @@ from examples.gpt2.config import Config, UsageError
 from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 
 _OPTIONAL = {
-  'out_dir', 'init_from', 'coordinator', 'micro_batch_size', 'num_processes', 'process_id',
+  'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
+  'micro_batch_size',
 }  # fmt: skip
 
 
