@@ -3,11 +3,10 @@
 Axes: A micro-batches, B sequences, T tokens.
 """
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,39 +26,32 @@ from examples.gpt2.model.transformer import as_module
 from examples.gpt2.run.command import exit_on_error, table
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-  """What was measured.
+class Evaluation(NamedTuple):
+  """What was measured."""
 
-  Attributes:
-    loss: Mean cross-entropy, nats a token.
-    bits_per_byte: The same in bits, by the mean number of bytes that a token
-      has in the whole held-out part; None where that is not text.
-    num_sequences: Number of sequences.
-    num_tokens: Number of tokens that were predicted.
-  """
-
-  loss: float
-  bits_per_byte: float | None
+  loss: float  # Mean cross-entropy, nats a token.
   num_sequences: int
-  num_tokens: int
+  num_tokens: int  # Tokens that were predicted.
+  # The loss in bits, by the mean number of bytes that a token has in the whole
+  # held-out part; None where that is not text.
+  bits_per_byte: float | None
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
-
-  Raises:
-    SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read, and 130 after control-C.
-  """
+  """Runs the command line; status 2 for what the user can correct."""
   with exit_on_error():
     evaluation = tyro.cli(
       evaluate, args=args, prog='python -m examples.gpt2.evaluate'
     )
-  print(table(_rows(evaluation)))
+  rows = {
+    'loss': f'{evaluation.loss:.4f} nats per token',
+    'perplexity': f'{math.exp(evaluation.loss):.4g}',
+    'measured on': f'{evaluation.num_sequences:,} sequences, '
+    f'{evaluation.num_tokens:,} tokens',
+  }
+  if evaluation.bits_per_byte is not None:
+    rows['bits per byte'] = f'{evaluation.bits_per_byte:.4f}'
+  print(table(rows))
 
 
 def evaluate(
@@ -95,9 +87,9 @@ def evaluate(
   check_at_least(1, context_length=context_length)
   devices = make_mesh(mesh)
   model = load_model(folder, devices)
-  length = _context_length(context_length, model.config)
+  length = context_length or model.config.context_length
   tokens, num_bytes = _read(data, model)
-  _check_tokens(data, tokens, length, model.num_tokens)
+  _check_fits(model, tokens, length, data)
   settings = Config(
     context_length=length,
     eval_sequences=sequences,
@@ -112,12 +104,8 @@ def evaluate(
     ]
   loss = float(np.concatenate(losses)[:count].mean(dtype=np.float64))
   bits = loss / math.log(2) * len(tokens)
-  return Evaluation(
-    loss=loss,
-    bits_per_byte=bits / num_bytes if num_bytes else None,
-    num_sequences=count,
-    num_tokens=count * length,
-  )
+  per_byte = bits / num_bytes if num_bytes else None
+  return Evaluation(loss, count, count * length, per_byte)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -125,17 +113,6 @@ def _losses(
   config: ModelConfig, params: Any, tokens_BT: jax.Array
 ) -> jax.Array:
   return sequence_losses(as_module(config, params), tokens_BT)
-
-
-def _context_length(given: int | None, config: ModelConfig) -> int:
-  """Returns the number of tokens in a sequence."""
-  length = given or config.context_length
-  if config.architecture == 'gpt2' and length > config.context_length:
-    raise UsageError(
-      f'--context-length must be at most {config.context_length}, the '
-      f'positions that the model has learned, got {length}.'
-    )
-  return length
 
 
 def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
@@ -160,33 +137,26 @@ def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
   return encode(model.tokenizer, documents), num_bytes
 
 
-def _check_tokens(
-  data: str, tokens: np.ndarray, length: int, num_tokens: int
+def _check_fits(
+  model: Model, tokens: np.ndarray, length: int, data: str
 ) -> None:
-  """Raises ``UsageError`` for tokens that the model cannot be measured on."""
+  """Raises ``UsageError`` for what the model cannot be measured on."""
+  config = model.config
+  if config.architecture == 'gpt2' and length > config.context_length:
+    raise UsageError(
+      f'--context-length must be at most {config.context_length}, the '
+      f'positions that the model has learned, got {length}.'
+    )
   if len(tokens) <= length:
     raise UsageError(
       f'--data {data} holds out {len(tokens)} tokens, too few for a sequence '
       f'of --context-length {length} and its last target.'
     )
-  if tokens.max() >= num_tokens:
+  if tokens.max() >= model.num_tokens:
     raise UsageError(
       f'--data {data} holds the token {tokens.max()}, but the model has '
-      f'{num_tokens} tokens: its text was tokenized for another model.'
+      f'{model.num_tokens} tokens: its text was tokenized for another model.'
     )
-
-
-def _rows(evaluation: Evaluation) -> dict[str, str]:
-  """Returns what was measured as names and values."""
-  rows = {
-    'loss': f'{evaluation.loss:.4f} nats per token',
-    'perplexity': f'{np.exp(evaluation.loss):.4g}',
-    'measured on': f'{evaluation.num_sequences:,} sequences, '
-    f'{evaluation.num_tokens:,} tokens',
-  }
-  if evaluation.bits_per_byte is not None:
-    rows['bits per byte'] = f'{evaluation.bits_per_byte:.4f}'
-  return rows
 
 
 if __name__ == '__main__':

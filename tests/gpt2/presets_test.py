@@ -12,7 +12,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
-  'micro_batch_size',
+  'micro_batch_size', 'norm_epsilon',
 }  # fmt: skip
 
 
