@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import tqdm
 import tyro
 
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.devices import chips, hardware, sharding
+from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
 from examples.gpt2.run.command import exit_on_error
@@ -73,57 +72,57 @@ def _plan(settings: Settings) -> None:
     )
   devices = topology.devices(settings.topology)
   kind = devices[0].device_kind
-  if math.isnan(chips.find(kind).hbm):
+  if hardware.memory_bytes(devices[0]) is None:
     raise UsageError(
       f'--topology {settings.topology}: the peaks of {kind} are not known to '
       'examples/gpt2/devices/chips.py.'
     )
   # Nothing that was compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
+  measure, show = (_one, report.one)
+  if settings.sweep:
+    measure, show = (_sweep, report.sweep)
   results = {
     'topology': settings.topology,
     'devices': len(devices),
     'device_kind': kind,
     'quick': settings.quick,
-    'versions': hardware.versions()['versions']
-    | {'libtpu': importlib.metadata.version('libtpu')},
-  }
-  if settings.sweep:
-    results |= _sweep(settings, devices)
-    print(report.sweep(results))
-  else:
-    results |= _one(settings.config, devices, quick=settings.quick)
-    print(report.one(results))
+    'jax': jax.__version__,
+    'libtpu': importlib.metadata.version('libtpu'),
+  } | measure(settings, devices)
+  print(show(results))
   if settings.out:
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(results, indent=2) + '\n')
 
 
-def _one(
-  config: Config, devices: list[jax.Device], *, quick: bool
-) -> dict[str, Any]:
+def _one(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
   """Returns the measurements of one mesh."""
-  config, trainer = _trainer(config, devices)
+  config, trainer = _trainer(settings.config, devices)
   with memory.advice(config, trainer):
-    step = programs.measure_step(config, trainer, quick=quick)
+    step = programs.measure_step(config, trainer, quick=settings.quick)
   update = programs.measure_update(trainer)
-  share = update['update']['seconds'] / step['step']['seconds']
-  return _sizes(config, trainer) | step | update | {'update_share': share}
+  return step | {
+    'update': update,
+    'update_share': update['seconds'] / step['seconds'],
+    'update_bytes_per_parameter': (
+      4 * update['hbm_bytes'] / step['memory']['parameters']
+    ),
+  }
 
 
 def _sweep(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
   """Returns the measurements of all meshes, the best first."""
-  rows, left_out = [], {}
+  rows: list[dict[str, Any]] = []
+  left_out: dict[str, list[str]] = {}
   for mesh in tqdm.tqdm(meshes(len(devices)), 'meshes', leave=False):
     config = dataclasses.replace(settings.config, mesh=mesh)
     try:
       config, trainer = _trainer(config, devices)
-      step = programs.measure_step(config, trainer, quick=settings.quick)
+      rows.append(programs.measure_step(config, trainer, quick=settings.quick))
     except (UsageError, jax.errors.JaxRuntimeError) as error:
-      left_out[mesh] = str(error).splitlines()[0]
-    else:
-      rows.append(_sizes(config, trainer) | step)
-  rows.sort(key=lambda x: (not x['fits'], x['step']['seconds']))
+      left_out.setdefault(str(error).splitlines()[0], []).append(mesh)
+  rows.sort(key=lambda x: (not x['fits'], x['seconds']))
   return {'rows': rows, 'left_out': left_out}
 
 
@@ -145,20 +144,6 @@ def _trainer(
   mesh = sharding.make_mesh(config.mesh, devices)
   config = memory.fit(config, mesh)
   return config, Trainer(config, config.vocab_size, mesh)
-
-
-def _sizes(config: Config, trainer: Trainer) -> dict[str, Any]:
-  """Returns what decides the measurements, as JSON values."""
-  names = (
-    'preset', 'optimizer', 'dtype', 'remat', 'context_length', 'batch_size',
-    'micro_batch_size', 'steps',
-  )  # fmt: skip
-  mesh = ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items())
-  return {name: getattr(config, name) for name in names} | {
-    'mesh': mesh,
-    'batch_shards': sharding.num_batch_shards(trainer.mesh),
-    'num_params': trainer.num_params,
-  }
 
 
 if __name__ == '__main__':

@@ -1,6 +1,5 @@
 """What devices send to each other, from a compiled program's HLO."""
 
-from collections.abc import Iterator
 import math
 import re
 from typing import NamedTuple
@@ -8,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.plan import hlo
-from examples.plan.hlo import Instruction, Program
+from examples.plan.hlo import Computation, Instruction
 
 KINDS = (
   'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
@@ -55,18 +54,19 @@ class Collective(NamedTuple):
     return self.executions * passes * (1 - 1 / len(self.group)) * self.bytes
 
 
-def collectives(program: Program) -> list[Collective]:
+def collectives(program: Computation) -> list[Collective]:
   """Returns the collectives that a run of a program executes.
 
   A collective that the TPU compiler spreads over several fusions, to compute
   meanwhile, counts once. Its fusion of an all-reduce with a slice of the result
   counts as a reduce-scatter. Those of groups of one device are left out.
   """
-  found = (
-    _collective(kind, inner, times)
-    for _, instruction, times in hlo.walk(program)
-    for kind, inner in _parts(program, instruction)
-  )
+  found = [
+    _collective(instruction, inner, times)
+    for instruction, times in hlo.walk(program)
+    for inner in _executed(instruction)
+    if _OPCODE.match(inner.opcode)
+  ]
   return [x for x in found if len(x.group) != 1]
 
 
@@ -80,35 +80,32 @@ def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
   return totals
 
 
-def _parts(
-  program: Program, instruction: Instruction
-) -> Iterator[tuple[str | None, Instruction]]:
-  """Yields the collectives of an instruction, with a kind if it decides it."""
-  inside, kind = [instruction], None
-  if instruction.opcode == 'fusion':
-    (name,) = instruction.called
-    inside = list(program[name].values())
-    # The start of an asynchronous collective stands for all fusions of it.
-    if name.startswith('async_collective_fusion') or any(
-      '"AsyncCollectiveDone"' in x.attributes for x in inside
-    ):
-      return
-    if name.startswith('all-reduce-scatter'):
-      kind = 'reduce-scatter'
-  yield from ((kind, x) for x in inside if _OPCODE.match(x.opcode))
+def _executed(x: Instruction) -> Computation:
+  """Returns what an instruction executes, to be counted."""
+  if x.opcode != 'fusion':
+    return [x]
+  (inside,) = x.called
+  # The start of an asynchronous collective stands for all fusions of it.
+  is_counted = 'calls=%async_collective_fusion' in x.attributes or any(
+    '"AsyncCollectiveDone"' in inner.attributes for inner in inside
+  )
+  return [] if is_counted else inside
 
 
-def _collective(kind: str | None, x: Instruction, times: int) -> Collective:
-  opcode, is_start = _OPCODE.match(x.opcode).groups()
-  group, arrays = _group(x.attributes), x.arrays
-  if is_start and opcode != 'all-reduce':
+def _collective(outer: Instruction, x: Instruction, times: int) -> Collective:
+  """Returns a collective, perhaps in an outer instruction, a fusion."""
+  kind, is_start = _OPCODE.match(x.opcode).groups()
+  arrays, group = x.arrays, _group(x.attributes)
+  if is_start and kind != 'all-reduce':
     # Operands, results and, of a permute, two more.
     arrays = arrays[len(x.operands) : 2 * len(x.operands)]
   size = sum(array.bytes for array in arrays)
-  if opcode == 'reduce-scatter':
+  if kind == 'reduce-scatter':
     size *= len(group)
+  if 'calls=%all-reduce-scatter' in outer.attributes:
+    kind = 'reduce-scatter'
   shapes = tuple(array.shape for array in arrays)
-  return Collective(kind or opcode, shapes, size, times, group)
+  return Collective(kind, shapes, size, times, group)
 
 
 def _group(attributes: str) -> tuple[int, ...]:

@@ -6,18 +6,17 @@ constant that its condition compares with, as in loops of ``jax.lax.scan``.
 
 from collections.abc import Iterator
 import dataclasses
-import functools
 import itertools
 import math
 import re
 from typing import NamedTuple
 
-_ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?')
 _NAME = re.compile(r'%([\w.-]+)')
+_ARRAY = re.compile(r'([a-z]\w*)\[([\d,]*)\](\{[^}]*\})?')
+_COMPUTATION = re.compile(r'(?:ENTRY )?%?([\w.-]+) .*\{$')
 _INSTRUCTION = re.compile(
   r'\s+(ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*?)\)(?:, (.*))?$'
 )
-_COMPUTATION = re.compile(r'(ENTRY )?%?([\w.-]+) .*\{$')
 _CALLED = re.compile(
   r'\b(?:body|condition|calls|to_apply|\w+_computations?)='
   r'\{?((?:%[\w.-]+(?:, )?)+)'
@@ -38,62 +37,53 @@ class Array(NamedTuple):
   in_hbm: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """A line of a computation, by its parts.
+  """A line of a computation.
 
   Attributes:
-    root: Not empty if the computation returns it.
-    name: Its name.
-    types: Types of its results.
     opcode: Its operation, such as ``'fusion'``.
+    arrays: Arrays of its results.
+    operands: Instructions whose results it reads.
+    called: Computations that it calls; the condition of a loop is the first.
     arguments: Text between the parentheses.
     attributes: Text after them.
+    is_root: Whether the computation returns its results.
   """
 
-  root: str
-  name: str
-  types: str
   opcode: str
+  arrays: list[Array]
+  operands: list['Instruction']
+  called: list['Computation']
   arguments: str
   attributes: str
-
-  @functools.cached_property
-  def arrays(self) -> tuple[Array, ...]:
-    """Arrays of its results."""
-    return tuple(_array(*found) for found in _ARRAY.findall(self.types))
-
-  @functools.cached_property
-  def operands(self) -> list[str]:
-    """Names of the instructions whose results it reads."""
-    return _NAME.findall(self.arguments)
-
-  @property
-  def called(self) -> list[str]:
-    """Names of the computations that it calls; a loop's condition is first."""
-    return _NAME.findall(''.join(_CALLED.findall(self.attributes)))
+  is_root: bool
 
 
-Computation = dict[str, Instruction]
-"""Instructions by name."""
-Program = dict[str, Computation]
-"""Computations by name; that which starts is called ``ENTRY``."""
+Computation = list[Instruction]
 
 
-def parse(text: str) -> Program:
-  """Reads a program from what ``compiled.as_text()`` returns."""
-  sizes = re.findall(r'\b(?:num_partitions|replica_count)=(\d+)', text[:100000])
-  devices = math.prod(map(int, sizes))
-  # All devices, in a form that says so.
-  groups = f'replica_groups=[1,{devices}]<=[{devices}]'
-  program: Program = {}
-  computation: Computation = {}
-  for line in text.replace('replica_groups={}', groups).splitlines():
-    if found := _INSTRUCTION.match(line):
-      computation[found[2]] = Instruction(*found.groups(default=''))
-    elif found := _COMPUTATION.match(line):
-      computation = program.setdefault('ENTRY' if found[1] else found[2], {})
-  return program
+def parse(text: str) -> Computation:
+  """Returns what starts a program, from the text of ``compiled.as_text()``."""
+  computations: dict[str, Computation] = {}
+  for line in text.splitlines():
+    if head := _COMPUTATION.match(line):
+      computation = computations.setdefault(head[1], [])
+      by_name: dict[str, Instruction] = {}
+    elif found := _INSTRUCTION.match(line):
+      root, name, types, opcode, arguments, attributes = found.groups('')
+      called = _NAME.findall(''.join(_CALLED.findall(attributes)))
+      by_name[name] = Instruction(
+        opcode,
+        [_array(*array) for array in _ARRAY.findall(types)],
+        [by_name[operand] for operand in _NAME.findall(arguments)],
+        [computations[callee] for callee in called],
+        arguments,
+        attributes,
+        bool(root),
+      )
+      computation.append(by_name[name])
+  return computation
 
 
 def _array(dtype: str, sizes: str, layout: str) -> Array:
@@ -106,42 +96,38 @@ def _array(dtype: str, sizes: str, layout: str) -> Array:
 
 
 def walk(
-  program: Program, name: str = 'ENTRY', times: int = 1
-) -> Iterator[tuple[Computation, Instruction, int]]:
-  """Yields what a run executes: computation, instruction, and how often.
+  program: Computation, times: int = 1
+) -> Iterator[tuple[Instruction, int]]:
+  """Yields each instruction that a run of a program executes, and how often.
 
   A fusion is one instruction. Each branch of a conditional counts as taken.
 
   Args:
-    program: The program.
-    name: Computation to start with.
-    times: How often that is executed.
+    program: Computation to run.
+    times: How often to run it.
 
   Raises:
     ValueError: If the number of turns of a loop is not known.
   """
-  for instruction in program[name].values():
-    yield program[name], instruction, times
+  for instruction in program:
+    yield instruction, times
     if instruction.opcode != 'fusion':
-      turns = times * _turns(program, instruction)
+      turns = _turns(instruction) if instruction.opcode == 'while' else 1
       for callee in instruction.called:
-        yield from walk(program, callee, turns)
+        yield from walk(callee, times * turns)
 
 
-def _turns(program: Program, instruction: Instruction) -> int:
-  """Returns how often the computations that an instruction calls run."""
-  if instruction.opcode != 'while':
-    return 1
-  known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
+def _turns(loop: Instruction) -> int:
+  known = re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes)
   if known:
     return int(known[1])
-  condition = program[instruction.called[0]].values()
-  fused = (program[name].values() for x in condition for name in x.called)
+  condition = loop.called[0]
+  fused = itertools.chain.from_iterable(x.called for x in condition)
   bounds = [
     int(x.arguments)
     for x in itertools.chain(condition, *fused)
     if x.opcode == 'constant' and x.arguments.isdecimal()
   ]
   if not bounds:
-    raise ValueError(f'the loop {instruction.name} has no known trip count')
+    raise ValueError(f'a loop has no known trip count: {loop.attributes[:200]}')
   return max(bounds)

@@ -1,6 +1,5 @@
 """The training step, and its update alone, compiled and measured for a mesh."""
 
-import time
 from typing import Any
 
 import jax
@@ -15,19 +14,17 @@ from examples.plan.collectives import by_kind, collectives
 from examples.plan.traffic import hbm_bytes
 
 _DAY = 86400
+_SETTINGS = (
+  'preset', 'optimizer', 'dtype', 'remat', 'context_length', 'batch_size',
+  'micro_batch_size', 'steps',
+)  # fmt: skip
 _LEAST_EFFORT = {'exec_time_optimization_effort': -1.0}
 
 
 def compile_step(
   config: Config, trainer: Trainer, *, quick: bool = False
 ) -> jax.stages.Compiled:
-  """Compiles a step of training.
-
-  Args:
-    config: Settings, with their micro-batch.
-    trainer: Trainer on the mesh to compile for.
-    quick: Whether the TPU compiler is to make the least effort.
-  """
+  """Compiles a step of training, with the least effort if ``quick``."""
   batch = batch_shape(config, trainer.mesh)
   with jax.set_mesh(trainer.mesh):
     lowered = trainer.step.lower(trainer.shapes, batch)
@@ -52,45 +49,42 @@ def compile_update(trainer: Trainer) -> jax.stages.Compiled:
 def measure_step(
   config: Config, trainer: Trainer, *, quick: bool = False
 ) -> dict[str, Any]:
-  """Compiles and measures a step; returns JSON values.
+  """Compiles a step, with the least effort if ``quick``, and measures it.
 
   Args:
     config: Settings, with their micro-batch.
     trainer: Trainer on the mesh to compile for.
     quick: Whether the TPU compiler is to make the least effort.
+
+  Returns:
+    JSON values, for :mod:`examples.plan.report`.
   """
-  start = time.perf_counter()
   compiled = compile_step(config, trainer, quick=quick)
-  compile_seconds = time.perf_counter() - start
   model, devices = trainer.model_config, trainer.mesh.devices
   tokens = config.batch_size * config.context_length
   per_token = hardware.flops_per_token(model, trainer.shapes.params)
   again = roofline.recomputed_flops(model, per_token)
-  step = _measure(
-    compiled, trainer, tokens * (per_token + again) / devices.size
-  )
+  flops = tokens * (per_token + again) / devices.size
+  step = _measure(compiled, trainer, flops)
   speed = tokens / step['seconds']
   peak = hardware.peak_flops(devices.flat[0]) * devices.size
-  memory = _memory(config, trainer, compiled)
   return {
-    'memory': memory,
-    'fits': memory['needed'] <= memory['available'],
-    'step': step,
+    **{name: getattr(config, name) for name in _SETTINGS},
+    'mesh': ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items()),
+    'num_params': trainer.num_params,
+    **_memory(config, trainer, compiled),
+    **step,
     'model_flops': tokens * per_token,
     'mfu': speed * per_token / peak,
     'tokens_per_second': round(speed),
     'days': step['seconds'] * config.steps / _DAY,
-    'compile_seconds': compile_seconds,
   }
 
 
 def measure_update(trainer: Trainer) -> dict[str, Any]:
-  """Compiles and measures the update alone; returns JSON values."""
+  """Compiles and measures the optimizer's update alone, as JSON values."""
   # Its arithmetic is next to nothing, and not of matrix products.
-  update = _measure(compile_update(trainer), trainer, flops=0.0)
-  num_params = hardware.bytes_per_device(trainer.shapes.params) / 4
-  per_parameter = update['hbm_bytes'] / num_params
-  return {'update': update, 'update_bytes_per_parameter': per_parameter}
+  return _measure(compile_update(trainer), trainer, flops=0.0)
 
 
 def _measure(
@@ -99,7 +93,7 @@ def _measure(
   """Returns what a program computes, moves and sends, and its roofline."""
   program = hlo.parse(compiled.as_text())
   moved, found = hbm_bytes(program), collectives(program)
-  largest = sorted(found, key=lambda x: x.sent_bytes, reverse=True)[:5]
+  found.sort(key=lambda x: x.sent_bytes, reverse=True)
   return {
     'flops': flops,
     'hbm_bytes': moved,
@@ -108,7 +102,7 @@ def _measure(
     'collectives': by_kind(found),
     'largest_collectives': [
       x._asdict() | {'group': len(x.group) or 2, 'sent_bytes': x.sent_bytes}
-      for x in largest
+      for x in found[:5]
     ],
   }
 
@@ -123,7 +117,7 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
 def _memory(
   config: Config, trainer: Trainer, compiled: jax.stages.Compiled
 ) -> dict[str, Any]:
-  """Returns the bytes of a device by what they hold."""
+  """Returns the bytes of a device by what they hold, and whether they fit."""
   stats = compiled.memory_analysis()
   params = hardware.bytes_per_device(trainer.shapes.params)
   parts = {
@@ -134,7 +128,11 @@ def _memory(
     'program': stats.generated_code_size_in_bytes,
   }
   needed = peak_bytes(compiled) + parts['program']
-  # Padding of arguments, and results that take no argument's place.
-  parts['padding'] = needed - sum(parts.values())
   available = hardware.memory_bytes(trainer.mesh.devices.flat[0])
-  return parts | {'needed': needed, 'available': available}
+  return {
+    # Padding of arguments, and results that take no argument's place.
+    'memory': parts | {'padding': needed - sum(parts.values())},
+    'needed_bytes': needed,
+    'available_bytes': available,
+    'fits': needed <= available,
+  }

@@ -2,13 +2,12 @@
 
 Three times are taken as if each kind of work ran alone and at its peak:
 
-- compute: FLOPs of the matrix products, recomputed ones too, at the peak of
-  bfloat16;
-- memory: bytes to and from main memory at its bandwidth;
+- compute: FLOPs of matrix products, recomputed ones too, in bfloat16;
+- memory: bytes to and from main memory;
 - network: for each collective the bytes that the ring algorithm has a device
-  send, at the bandwidth of a link times two directions times the axes of the
-  torus along which its group extends. An all-to-all passes on through a
-  quarter of a ring. A collective-permute goes one way.
+  send, over a link in two directions for each axis of the torus along which its
+  group extends. An all-to-all passes on through a quarter of a ring. A
+  collective-permute goes one way.
 
 A perfect overlap takes the longest of the three, no overlap their sum. Not
 counted are latencies, slices whose rings do not close, links that are shared by
@@ -74,12 +73,7 @@ def _link_bytes(collective: Collective, devices: Sequence[jax.Device]) -> float:
 
 
 def recomputed_flops(config: ModelConfig, flops_per_token: float) -> float:
-  """Returns the FLOPs of a token that the backward pass computes again.
-
-  Args:
-    config: What the model is.
-    flops_per_token: FLOPs of a forward and backward pass without that.
-  """
+  """Returns the FLOPs of a token that rematerialization adds to the others."""
   attention = 4.0 * config.num_layers * config.width * config.context_length
   head = 6.0 * config.vocab_size * config.width
   return {

@@ -36,9 +36,8 @@ def devices(name: str) -> list[jax.Device]:
   """
   if importlib.util.find_spec('libtpu') is None:
     raise UsageError(
-      "the TPU compiler is missing. Install the extra: pip install -e '.[pod]',"
-      f" or pip install '{requirement()}'. The version must be the one that "
-      f'jax {jax.__version__} was built for: it may refuse programs of others.'
+      "the TPU compiler is missing: pip install -e '.[pod]', or "
+      f"'{requirement()}', the one that jax {jax.__version__} was built for."
     )
   jax.config.update('jax_platforms', 'cpu')
   for variable, value in _ENVIRONMENT.items():
