@@ -13,93 +13,6 @@ from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
 
 
-def training_starts(
-  num_tokens: int, length: int, batch_size: int, seed: int, step: int
-) -> np.ndarray:
-  """Returns where the sequences of a step start, int64, shape (batch size,).
-
-  Args:
-    num_tokens: Number of tokens to draw from, above ``length``.
-    length: Tokens in a sequence; one more, the last target, follows it.
-    batch_size: Sequences in the step.
-    seed: Seed of the run, not negative.
-    step: Number of the step, not negative.
-  """
-  generator = np.random.default_rng((seed, step))
-  return generator.integers(num_tokens - length, size=batch_size)
-
-
-def validation_starts(
-  num_tokens: int, length: int, max_sequences: int
-) -> np.ndarray:
-  """Returns where the sequences of an evaluation start, int64, one axis.
-
-  They are spread evenly and share no token but the last target of one, which
-  may be the first input of the next.
-
-  Args:
-    num_tokens: Number of tokens to take from, above ``length``.
-    length: Tokens in a sequence; one more, the last target, follows it.
-    max_sequences: Number of sequences, if there are as many.
-  """
-  available = (num_tokens - 1) // length
-  count = min(available, max_sequences)
-  return np.arange(count) * available // count * length
-
-
-def windows(
-  tokens: np.ndarray,
-  starts: np.ndarray,
-  length: int,
-  positions: slice = slice(None),
-) -> np.ndarray:
-  """Reads windows of tokens.
-
-  Args:
-    tokens: Tokens, perhaps memory-mapped, shape (tokens,).
-    starts: First position of each window, integer, any shape.
-    length: Tokens in a window.
-    positions: Part of each window to return.
-
-  Returns:
-    int32, the shape of ``starts`` and an axis of positions.
-  """
-  views = np.lib.stride_tricks.sliding_window_view(tokens, length)
-  return views[starts][..., positions].astype(np.int32)
-
-
-def make_batch(
-  tokens: np.ndarray, starts: np.ndarray, like: jax.ShapeDtypeStruct
-) -> jax.Array:
-  """Makes a batch as one array over all devices and processes.
-
-  Args:
-    tokens: Tokens, perhaps memory-mapped, shape (tokens,). Only what the
-      devices of this process hold is read, and only once.
-    starts: First position of each sequence, a whole number of micro-batches;
-      the same in each process.
-    like: Shape and sharding of a batch, (micro-batches, sequences, length of a
-      window), of which the number of micro-batches may differ.
-
-  Returns:
-    Array of such a shape.
-  """
-  _, rows, length = like.shape
-  starts_AB = starts.reshape(-1, rows)
-  parts: dict[str, np.ndarray] = {}
-
-  def read(index: tuple[slice, ...]) -> np.ndarray:
-    # Devices along a tensor axis hold the same sequences.
-    key = str(index)
-    if key not in parts:
-      parts[key] = windows(tokens, starts_AB[index[:-1]], length, index[-1])
-    return parts[key]
-
-  return jax.make_array_from_callback(
-    (*starts_AB.shape, length), like.sharding, read, dtype=like.dtype
-  )
-
-
 def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
   """Returns the shape and sharding of the tokens of a step.
 
@@ -120,10 +33,7 @@ def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def training_batch(
-  tokens: np.ndarray,
-  config: Config,
-  step: int,
-  mesh: Mesh,
+  tokens: np.ndarray, config: Config, step: int, mesh: Mesh
 ) -> jax.Array:
   """Makes the batch of a step: random windows, by seed and step alone.
 
@@ -136,11 +46,11 @@ def training_batch(
   Returns:
     Array of :func:`batch_shape`: inputs and, one further, targets.
   """
-  length = config.context_length
-  starts = training_starts(
-    len(tokens), length, config.batch_size, config.seed, step
+  generator = np.random.default_rng((config.seed, step))
+  starts = generator.integers(
+    len(tokens) - config.context_length, size=config.batch_size
   )
-  return make_batch(tokens, starts, batch_shape(config, mesh))
+  return _make_batch(tokens, starts, batch_shape(config, mesh))
 
 
 def validation_batch(
@@ -161,8 +71,47 @@ def validation_batch(
   starts = validation_starts(
     len(tokens), config.context_length, config.eval_sequences
   )
-  shape = batch_shape(config, mesh)
-  rows = shape.shape[1]
+  like = batch_shape(config, mesh)
+  rows = like.shape[1]
   # Repeated sequences give no new maximum, where padding would.
   filled = np.resize(starts, -(-len(starts) // rows) * rows)
-  return make_batch(tokens, filled, shape), len(starts)
+  return _make_batch(tokens, filled, like), len(starts)
+
+
+def validation_starts(
+  num_tokens: int, length: int, max_sequences: int
+) -> np.ndarray:
+  """Returns where the sequences of an evaluation start, int64, one axis.
+
+  They are spread evenly and share no token but the last target of one, which
+  may be the first input of the next.
+
+  Args:
+    num_tokens: Number of tokens to take from, above ``length``.
+    length: Tokens in a sequence; one more, the last target, follows it.
+    max_sequences: Number of sequences, if there are as many.
+  """
+  available = (num_tokens - 1) // length
+  count = min(available, max_sequences)
+  return np.arange(count) * available // count * length
+
+
+def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+  """Reads windows of tokens: int32, the shape of the starts and an axis T."""
+  views = np.lib.stride_tricks.sliding_window_view(tokens, length)
+  return views[starts].astype(np.int32)
+
+
+def _make_batch(
+  tokens: np.ndarray, starts: np.ndarray, like: jax.ShapeDtypeStruct
+) -> jax.Array:
+  """Makes an array over all devices, with any number of micro-batches."""
+  _, rows, length = like.shape
+  starts_AB = starts.reshape(-1, rows)
+  return jax.make_array_from_callback(
+    (*starts_AB.shape, length),
+    like.sharding,
+    # Called for the devices of this process alone; T is not sharded.
+    lambda index: windows(tokens, starts_AB[index[:2]], length),
+    dtype=like.dtype,
+  )
