@@ -14,7 +14,7 @@ from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import save_model
 from examples.gpt2.optim.optimizers import merit_settings
-from examples.gpt2.plot import plot_run
+from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import memory, report
 from examples.gpt2.run.command import exit_on_error
@@ -157,12 +157,7 @@ def _finish(
       arrays,
       tokens.tokenizer,
     )
-    plot_run(
-      folder.picture,
-      folder.read_metrics(),
-      f'{config.preset}, {config.optimizer}',
-      tokens.unigram_entropy,
-    )
+    plot_runs((folder.path,), folder.picture)
     folder.write_sample(
       sample_text(
         trainer.model, arrays, tokens, config.context_length, config.seed

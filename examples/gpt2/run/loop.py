@@ -14,7 +14,7 @@ from examples.gpt2.config import Config
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import say
-from examples.gpt2.optim.diagnostics import Watch as Diagnostics
+from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.command import CommandError, format_bytes
 from examples.gpt2.run.folder import RunFolder
@@ -70,7 +70,7 @@ class Loop:
       trainer.shapes.params, self._held_out
     ).compile()
     self._diagnostics = Diagnostics(self._config, trainer)
-    if self._config.watch_every and hasattr(self._diagnostics, 'compile'):
+    if self._config.watch_every:
       self._diagnostics.compile(trainer.shapes, batch)
     temporary = self._take_step.memory_analysis().temp_size_in_bytes
     say(
@@ -123,6 +123,7 @@ class Loop:
     """Takes a step, does what is due after it, and returns the next batch."""
     measured = self._measure(step, batch)
     self._state, metrics = self._take_step(self._state, batch)
+    self._taken = step
     # The host makes the next batch, and logs the step before, while the
     # devices take this one.
     start, following = time.perf_counter(), None
@@ -142,7 +143,7 @@ class Loop:
       with self._log.paused():
         evaluation = {'val_loss': self._evaluate()}
       if not math.isfinite(evaluation['val_loss']):
-        raise NotFiniteError(f'at step {step} {evaluation}.', step)
+        raise NotFiniteError(f'at step {step} {evaluation}.')
       self._log.finish_step(evaluation)
     is_due = step % self._config.checkpoint_every == 0
     if is_last or is_due or received is not None:
@@ -195,11 +196,10 @@ class Loop:
     layer = int(np.argmax(logits))
     has_checkpoint = any(self._folder.checkpoints.glob('[0-9]*'))
     return NotFiniteError(
-      f'{error} With the weights before that step, the largest attention '
-      f'logit on held-out text is {logits[layer]:.1f}, in layer {layer + 1} of '
-      f'{len(logits)}. '
+      f'{error} With the weights after step {self._taken}, the largest '
+      f'attention logit on held-out text is {logits[layer]:.1f}, in layer '
+      f'{layer + 1} of {len(logits)}. '
       + ('The last checkpoint is sound. ' if has_checkpoint else '')
       + 'Try a smaller --learning-rate or --qk-norm (a new run), or '
-      '--not-finite skip (leaves such steps out).',
-      error.step,
+      '--not-finite skip (leaves such steps out).'
     )
