@@ -8,6 +8,7 @@ which is taken on its devices before the save and again after the restore.
 
 from collections.abc import Callable
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -31,6 +32,7 @@ from examples.gpt2.run.folder import unused_path
 _DAMAGE = (
   AttributeError, FileNotFoundError, KeyError, TypeError, ValueError,
 )  # fmt: skip
+_NUMBERS = itertools.count()
 
 
 class Checkpoints:
@@ -97,7 +99,7 @@ class Checkpoints:
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
-    self._saving = step, _writer(step)
+    self._saving = step, _make_writer()
     return self._try('save', self._folder / str(step), args=items)
 
   def wait(self) -> None:
@@ -248,13 +250,13 @@ class Checkpoints:
       return math.inf
 
 
-def _writer(step: int) -> ocp.AsyncCheckpointer:
-  """Returns what saves a step, in all processes together."""
+def _make_writer() -> ocp.AsyncCheckpointer:
+  """Returns what makes one save, in all processes together."""
   # Barriers of named processes end in time if one of these has failed, and with
   # names of their own they are not taken for those of the next save.
   options = ocp.options.MultiprocessingOptions(
     active_processes=set(range(jax.process_count())),
-    barrier_sync_key_prefix=f'step_{step}',
+    barrier_sync_key_prefix=f'save_{next(_NUMBERS)}',
   )
   composite = ocp.CompositeOptions(multiprocessing_options=options)
   handler = ocp.CompositeCheckpointHandler(composite_options=composite)

@@ -232,7 +232,7 @@ class RunFolder:
     return [x for x in lines if isinstance(x, dict) and 'step' in x]
 
   def read_settings(self) -> dict[str, Any]:
-    """Returns what ``start`` was given; for process 0."""
+    """Returns what ``start`` was given, and the Slurm job; for process 0."""
     return json.loads((self.path / _CONFIG).read_text())
 
   def write_sample(self, text: str) -> None:

@@ -425,13 +425,14 @@ def test_a_failed_save_is_told_by_what_comes_next(
 ):
   with (
     monkeypatch.context() as patch,
-    pytest.warns(RuntimeWarning, match='step 1 is not saved'),
+    pytest.warns(RuntimeWarning, match='is not saved') as caught,
     Checkpoints(tmp_path / 'c', keep=2) as saved,
   ):
     patch.setattr(os, 'rename', _fail)
     assert saved.save(1, _state(1))
     if not last:
       assert saved.save(2, _state(2))
+  assert 'step 1' in str(caught[0].message)
   assert not list((tmp_path / 'c').iterdir())
 
 
@@ -560,20 +561,33 @@ def test_a_killed_run_goes_on(tmp_path: Path):
 
 
 _PROCESSES = """
+import functools, resource
 from jax.experimental import multihost_utils
 jax.config.update('jax_num_cpu_devices', 4)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+me = jax.process_index()
 folder = Path(sys.argv[1])
 sharding = NamedSharding(make_mesh('fsdp=4,tensor=2'), P(('fsdp', 'tensor')))
+like = {'bits': jax.ShapeDtypeStruct((80_000,), 'uint32', sharding=sharding)}
 
 def value(step):
   numbers = jax.random.bits(jax.random.key(step), (80_000,))
   return {'bits': jax.device_put(numbers, sharding)}
 
+def restore(saved):
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    step, state = saved.restore(like)
+  assert step == 2, step
+  for x, y in zip(state['bits'].addressable_shards,
+                  value(2)['bits'].addressable_shards, strict=True):
+    assert np.array_equal(x.data, y.data)
+  return ' '.join(str(warning.message) for warning in caught)
+
 with Checkpoints(folder, keep=3) as saved:
   for step in (1, 2, 3, 4):
     assert saved.save(step, value(step))
-if jax.process_index() == 0:
+if me == 0:
   # Process 1 alone reads this shard of 3, and this one of 4 is not readable.
   shard = np.asarray(jax.random.bits(jax.random.key(3), (80_000,)))[-10_000:]
   _flip_number(folder / '3', shard, 0.5)
@@ -581,20 +595,39 @@ if jax.process_index() == 0:
     os.truncate(file, 0)
 multihost_utils.sync_global_devices('damaged')
 with Checkpoints(folder, keep=3) as saved:
-  like = jax.ShapeDtypeStruct((80_000,), 'uint32', sharding=sharding)
-  with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter('always')
-    step, state = saved.restore({'bits': like})
-  texts = ' '.join(str(warning.message) for warning in caught)
-  assert ('another process' in texts) == (jax.process_index() == 0), texts
+  texts = restore(saved)
+  assert ('another process' in texts) == (me == 0), texts
   assert 'checksum' in texts, texts
-  assert step == 2, step
-  for x, y in zip(state['bits'].addressable_shards,
-                  value(2)['bits'].addressable_shards, strict=True):
-    assert np.array_equal(x.data, y.data)
   inf = jax.device_put(np.full(80_000, np.inf, np.float32), sharding)
   assert not saved.save(3, {'bits': inf})
-  assert saved.save(3, value(3))
+
+# A disk that one process cannot read is no damage, for none of them.
+read = ocp.Checkpointer.restore
+if me == 1:
+  ocp.Checkpointer.restore = _fail
+with Checkpoints(folder, keep=3) as saved:
+  try:
+    saved.restore(like)
+    raise AssertionError('restored')
+  except OSError as error:
+    assert ('another process' in str(error)) == (me == 0), error
+  ocp.Checkpointer.restore = read
+  assert not restore(saved)
+
+  # A save that fails in one process fails in all, and the next one does not.
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  long = ocp.AsyncCheckpointer
+  checkpoints.ocp.AsyncCheckpointer = functools.partial(long, timeout_secs=5)
+  if me == 1:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
+  with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    assert saved.save(5, value(5))
+    saved.wait()
+  assert 'step 5 is not saved' in str(caught[0].message), caught
+  checkpoints.ocp.AsyncCheckpointer = long
+  resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert saved.save(5, value(5))
 """
 
 
@@ -614,7 +647,7 @@ def test_two_processes_agree(tmp_path: Path):
   finally:
     for run in runs:
       run.kill()
-  assert _steps(tmp_path / 'c') == [2, 3]
+  assert _steps(tmp_path / 'c') == [2, 5]
   names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
   assert names == ['3-1', '4-1']
 
