@@ -43,7 +43,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   trainer = Trainer(config, tokens.vocab_size, mesh, optimizer)
   start = time.perf_counter()
   is_first = processes.is_first()
-  with RunFolder(work / run.key, is_writer=is_first) as folder:
+  with RunFolder(work / run.key) as folder:
     folder.start({'config': run.identity})
     has_diverged = False
     try:
