@@ -17,9 +17,10 @@ from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.devices import sharding
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.command import columns, exit_on_error
+from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer
-from examples.plan import programs
-from examples.plan.collectives import Collective, by_kind
+from examples.plan import hlo, programs
+from examples.plan.collectives import Collective, by_kind, collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +81,14 @@ def _row(settings: Settings, mesh_text: str, optimizer: str) -> dict[str, Any]:
       num_layers=settings.num_layers,
       optimizer=optimizer,
       batch_size=settings.devices * settings.micro_batches,
-      micro_batch_size=settings.devices,
+      micro_batch_size=settings.devices // sharding.num_batch_shards(mesh),
       unroll=1,
     )
   )
-  sharding.check_sizes(mesh, config)
+  config = fit(config, mesh)
   trainer = Trainer(config, config.vocab_size, mesh)
-  step = programs.figures(programs.compile_step(config, trainer)).collectives
-  update = programs.figures(programs.compile_update(trainer)).collectives
+  step = _collectives(programs.compile_step(config, trainer))
+  update = _collectives(programs.compile_update(trainer))
   return {
     'mesh': mesh_text,
     'optimizer': optimizer,
@@ -96,9 +97,13 @@ def _row(settings: Settings, mesh_text: str, optimizer: str) -> dict[str, Any]:
     'update': by_kind(update),
     'update_bytes': _sent(update),
     'update_numbers': sum(
-      x.executions * math.prod(shape) for x in update for shape in x.arrays
+      x.executions * math.prod(shape) for x in update for shape in x.shapes
     ),
   }
+
+
+def _collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+  return collectives(hlo.parse(compiled.as_text()))
 
 
 def _sent(collectives: list[Collective]) -> float:
@@ -112,7 +117,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
     [
       {'mesh': row['mesh'], 'optimizer': row['optimizer']}
       | {
-        f'{kind}, MB': _megabytes(row['step'].get(kind, {}).get('bytes', 0.0))
+        f'{kind}, MB': _megabytes(
+          row['step'].get(kind, {}).get('sent_bytes', 0.0)
+        )
         for kind in kinds
       }
       | {

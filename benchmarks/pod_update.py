@@ -16,7 +16,9 @@ import tyro
 
 from benchmarks.rounds import write_json
 from examples.gpt2.run.command import columns, exit_on_error
-from examples.plan import programs, topology
+from examples.plan import hlo, topology
+from examples.plan.collectives import collectives
+from examples.plan.traffic import hbm_bytes
 import merit_optax
 
 _MAKERS = {
@@ -71,22 +73,21 @@ def main(args: list[str] | None = None) -> None:
 def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
   mesh = _mesh(topology.devices(name))
   compiled = _compile(settings, _MAKERS[optimizer](1e-3), mesh)
-  found = programs.figures(compiled)
+  program = hlo.parse(compiled.as_text())
+  found = collectives(program)
   size = settings.rows * settings.columns
-  arrays = [shape for x in found.collectives for shape in x.arrays]
+  shapes = [shape for x in found for shape in x.shapes]
   return {
     'topology': name,
     'optimizer': optimizer,
-    'bytes moved per parameter': found.hbm_bytes / size,
+    'bytes moved per parameter': hbm_bytes(program) / size,
     'by cost_analysis': compiled.cost_analysis()['bytes accessed'] / size,
     'temporary bytes per parameter': (
       compiled.memory_analysis().temp_size_in_bytes / size
     ),
-    'collectives': ', '.join(sorted({x.kind for x in found.collectives})),
-    'numbers reduced': sum(map(math.prod, arrays)),
-    'bytes sent per parameter': (
-      sum(x.sent_bytes for x in found.collectives) / size
-    ),
+    'collectives': ', '.join(sorted({x.kind for x in found})),
+    'numbers reduced': sum(map(math.prod, shapes)),
+    'bytes sent per parameter': sum(x.sent_bytes for x in found) / size,
   }
 
 

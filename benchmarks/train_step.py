@@ -16,10 +16,12 @@ import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
 from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
+from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs
 
@@ -45,13 +47,13 @@ class Settings:
   """Sequences in a step. Default: the preset's, which is for many devices."""
 
   micro_batch_size: int | None = None
-  """Sequences that our trainer processes at once."""
+  """Sequences that a device of our trainer processes at once."""
 
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of activations."""
 
   remat: Literal['none', 'dots', 'full'] = 'none'
-  """What our backward pass computes anew."""
+  """What our backward pass recomputes."""
 
   unroll: int | None = None
   """Layers that we compile one by one."""
@@ -107,29 +109,21 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _config(settings: Settings, optimizer: Optimizer) -> Config:
-  base = resolve(Config(preset=settings.preset))
-  size = settings.batch_size or base.batch_size
-  return resolve(
-    Config(
-      preset=settings.preset,
-      optimizer=optimizer,
-      batch_size=size,
-      micro_batch_size=settings.micro_batch_size,
-      dtype=settings.dtype,
-      remat=settings.remat,
-      unroll=settings.unroll,
-    )
-  )
+  names = (
+    'preset', 'batch_size', 'micro_batch_size', 'dtype', 'remat', 'unroll',
+  )  # fmt: skip
+  values = {name: getattr(settings, name) for name in names}
+  config = resolve(Config(optimizer=optimizer, **values))
+  return fit(config, sharding.make_mesh(''))
 
 
 def _tokens(config: Config) -> np.ndarray:
   """Returns random tokens of one step, shape (A, B, T + 1)."""
-  shape = (-1, config.micro_batch_size, config.context_length + 1)
-  size = config.batch_size * shape[-1]
-  tokens = np.random.default_rng(0).integers(
-    config.vocab_size, size=size, dtype=np.int32
+  return np.random.default_rng(0).integers(
+    config.vocab_size,
+    size=batch_shape(config, sharding.make_mesh('')).shape,
+    dtype=np.int32,
   )
-  return tokens.reshape(shape)
 
 
 def _ours(config: Config, settings: Settings) -> Callable[[], None]:

@@ -1,15 +1,13 @@
-"""Compiles for a TPU pod that is not there.
+"""Compiles the training step for a TPU slice, without one.
 
 python -m examples.plan --help
 """
 
-from collections.abc import Iterator
 import dataclasses
 import importlib.metadata
+import itertools
 import json
-import math
 from pathlib import Path
-import time
 from typing import Any
 
 import jax
@@ -17,9 +15,8 @@ import tqdm
 import tyro
 
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.devices import chips, hardware, sharding
-from examples.gpt2.devices.chips import Chip
-from examples.gpt2.presets import PRESETS, resolve
+from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
 from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.step import Trainer
@@ -30,25 +27,19 @@ from examples.plan import programs, report, topology
 class Settings:
   """Compiles the training step for a TPU slice, without one.
 
-  It prints memory, collectives and a roofline's estimate of the time of a step,
-  and takes the flags of examples.gpt2.train. Without --micro-batch-size the
-  micro-batch is as large as --sequences-per-shard says, and without
-  --batch-size the preset's is rounded up to whole micro-batches.
+  It prints memory, collectives and a roofline's estimate of the time of a step
+  of examples.gpt2.train, whose flags it takes.
   """
 
   topology: str = 'v5e:16x16'
   """Kind of chip and extents of the slice, such as v5e:16x16 or v5p:4x8x8."""
-
-  sequences_per_shard: int = 1
-  """Sequences that each of the data * fsdp shards of a batch processes at
-  once."""
 
   sweep: bool = False
   """Try every mesh that the model's sizes allow, and rank them."""
 
   quick: bool = False
   """Let the compiler make the least effort: several times quicker, with less
-  overlap of communication and some other figures. Good for --sweep."""
+  overlap of communication and other traffic. Good for --sweep."""
 
   out: Path | None = None
   """JSON file of the results."""
@@ -69,175 +60,90 @@ def main(args: list[str] | None = None) -> None:
   """
   settings = tyro.cli(Settings, args=args, prog='python -m examples.plan')
   with exit_on_error():
-    plan(settings)
+    _plan(settings)
 
 
-def plan(settings: Settings) -> dict[str, Any]:
-  """Compiles for one mesh, or for all of them, prints tables and writes them.
-
-  Args:
-    settings: What to compile, and for what.
-
-  Returns:
-    The results, as JSON values.
-
-  Raises:
-    UsageError: If the settings are wrong or the compiler is missing.
-    OutOfMemoryError: If the step on the one mesh does not fit.
-  """
-  _check(settings)
-  devices = topology.devices(settings.topology)
-  chip = chips.find(devices[0].device_kind)
-  if math.isnan(chip.hbm):
-    raise UsageError(
-      f'--topology {settings.topology}: the peaks of {devices[0].device_kind} '
-      'are not known to examples/gpt2/devices/chips.py.'
-    )
-  # Nothing that was compiled here can be run, or found again by a run.
-  jax.config.update('jax_enable_compilation_cache', False)
-  if settings.sweep:
-    results = _sweep(settings, devices, chip)
-    print(report.sweep(results))
-  else:
-    results = _one(settings, devices, chip)
-    print(report.one(results))
-  if settings.out:
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    settings.out.write_text(json.dumps(results, indent=2) + '\n')
-  return results
-
-
-def _check(settings: Settings) -> None:
-  if settings.sequences_per_shard < 1:
-    raise UsageError(
-      '--sequences-per-shard must be at least 1, got '
-      f'{settings.sequences_per_shard}.'
-    )
+def _plan(settings: Settings) -> None:
+  """Compiles for one mesh, or for all of them, prints tables, writes JSON."""
   if settings.sweep and settings.config.mesh:
     raise UsageError(
       '--sweep tries every mesh, so --mesh cannot be given, got --mesh '
       f'{settings.config.mesh}.'
     )
+  devices = topology.devices(settings.topology)
+  kind = devices[0].device_kind
+  if hardware.memory_bytes(devices[0]) is None:
+    raise UsageError(
+      f'--topology {settings.topology}: the peaks of {kind} are not known to '
+      'examples/gpt2/devices/chips.py.'
+    )
+  # Nothing that was compiled here can be run, or found again by a run.
+  jax.config.update('jax_enable_compilation_cache', False)
+  measure, show = (_one, report.one)
+  if settings.sweep:
+    measure, show = (_sweep, report.sweep)
+  results = {
+    'topology': settings.topology,
+    'devices': len(devices),
+    'device_kind': kind,
+    'quick': settings.quick,
+    'jax': jax.__version__,
+    'libtpu': importlib.metadata.version('libtpu'),
+  } | measure(settings, devices)
+  print(show(results))
+  if settings.out:
+    settings.out.parent.mkdir(parents=True, exist_ok=True)
+    settings.out.write_text(json.dumps(results, indent=2) + '\n')
 
 
-def _one(
-  settings: Settings, devices: list[jax.Device], chip: Chip
-) -> dict[str, Any]:
-  """Returns all figures of one mesh."""
-  config, trainer = _trainer(settings, settings.config.mesh, devices)
-  start = time.perf_counter()
+def _one(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
+  """Returns the measurements of one mesh."""
+  config, trainer = _trainer(settings.config, devices)
   with memory.advice(config, trainer):
-    step = programs.measure_step(config, trainer, chip, quick=settings.quick)
-  seconds = time.perf_counter() - start
-  update = programs.measure_update(trainer, chip)
-  share = update['estimate']['seconds'] / step['estimate']['seconds']
-  return {
-    **_head(settings, devices),
-    **_sizes(config, trainer),
-    **step,
-    'update': update | {'share_of_step': share},
-    'compile_seconds': seconds,
+    step = programs.measure_step(config, trainer, quick=settings.quick)
+  update = programs.measure_update(trainer)
+  return step | {
+    'update': update,
+    'update_share': update['seconds'] / step['seconds'],
+    'update_bytes_per_parameter': (
+      4 * update['hbm_bytes'] / step['memory']['parameters']
+    ),
   }
 
 
-def _sweep(
-  settings: Settings, devices: list[jax.Device], chip: Chip
-) -> dict[str, Any]:
-  """Returns the figures of all meshes, the best first."""
-  rows, left_out = [], {}
+def _sweep(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
+  """Returns the measurements of all meshes, the best first."""
+  rows: list[dict[str, Any]] = []
+  left_out: dict[str, list[str]] = {}
   for mesh in tqdm.tqdm(meshes(len(devices)), 'meshes', leave=False):
+    config = dataclasses.replace(settings.config, mesh=mesh)
     try:
-      config, trainer = _trainer(settings, mesh, devices)
-    except UsageError as error:
-      left_out[mesh] = str(error)
-    else:
-      rows.append(_row(settings, config, trainer, chip))
-  rows.sort(key=lambda x: (not x['fits'], x.get('seconds', math.inf)))
-  return {**_head(settings, devices), 'rows': rows, 'left_out': left_out}
+      config, trainer = _trainer(config, devices)
+      rows.append(programs.measure_step(config, trainer, quick=settings.quick))
+    except (UsageError, jax.errors.JaxRuntimeError) as error:
+      left_out.setdefault(str(error).splitlines()[0], []).append(mesh)
+  rows.sort(key=lambda x: (not x['fits'], x['seconds']))
+  return {'rows': rows, 'left_out': left_out}
 
 
 def meshes(num_devices: int) -> list[str]:
   """Returns all meshes of a number of devices, as ``--mesh`` takes them."""
-
-  def divisors(n: int) -> Iterator[int]:
-    return (d for d in range(1, n + 1) if n % d == 0)
-
+  divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
   return [
     f'data={num_devices // (fsdp * tensor)},fsdp={fsdp},tensor={tensor}'
-    for tensor in divisors(num_devices)
-    for fsdp in divisors(num_devices // tensor)
+    for tensor, fsdp in itertools.product(divisors, divisors)
+    if num_devices % (fsdp * tensor) == 0
   ]
 
 
-def _row(
-  settings: Settings, config: Config, trainer: Trainer, chip: Chip
-) -> dict[str, Any]:
-  """Returns what the sweep says of a mesh, that it does not fit included."""
-  row = _sizes(config, trainer)
-  try:
-    step = programs.measure_step(config, trainer, chip, quick=settings.quick)
-  except jax.errors.JaxRuntimeError as error:
-    return row | {'fits': False, 'error': str(error).splitlines()[0]}
-  held = {k: step['memory'][k] for k in ('fits', 'needed', 'available')}
-  sent = step['bytes_sent_per_device']
-  return row | held | step['estimate'] | {'bytes_sent_per_device': sent}
-
-
 def _trainer(
-  settings: Settings, mesh_text: str, devices: list[jax.Device]
+  config: Config, devices: list[jax.Device]
 ) -> tuple[Config, Trainer]:
-  """Returns resolved settings that fit a mesh, and their trainer on it."""
-  mesh = sharding.make_mesh(mesh_text, devices)
-  config = dataclasses.replace(settings.config, mesh=mesh_text)
-  shards = sharding.num_batch_shards(mesh)
-  config = fit_batch(config, shards * settings.sequences_per_shard)
-  sharding.check_sizes(mesh, config)
+  """Returns settings and trainer as examples.gpt2.train makes them."""
+  config = resolve(config)
+  mesh = sharding.make_mesh(config.mesh, devices)
+  config = memory.fit(config, mesh)
   return config, Trainer(config, config.vocab_size, mesh)
-
-
-def fit_batch(config: Config, micro_batch_size: int) -> Config:
-  """Resolves settings, with a batch of whole micro-batches.
-
-  Args:
-    config: Settings as the user gave them.
-    micro_batch_size: Sequences of a micro-batch, if they do not say.
-
-  Raises:
-    UsageError: If the settings are wrong.
-  """
-  micro = config.micro_batch_size or micro_batch_size
-  batch = config.batch_size
-  if batch is None:
-    batch = -(-PRESETS[config.preset]['batch_size'] // micro) * micro
-  return resolve(
-    dataclasses.replace(config, batch_size=batch, micro_batch_size=micro)
-  )
-
-
-def _head(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
-  """Returns what was compiled for, and with what."""
-  return {
-    'topology': settings.topology,
-    'devices': len(devices),
-    'device_kind': devices[0].device_kind,
-    'quick': settings.quick,
-    'versions': hardware.versions()['versions']
-    | {'libtpu': importlib.metadata.version('libtpu')},
-  }
-
-
-def _sizes(config: Config, trainer: Trainer) -> dict[str, Any]:
-  """Returns what decides the figures, as JSON values."""
-  names = (
-    'preset', 'optimizer', 'dtype', 'remat', 'context_length', 'batch_size',
-    'micro_batch_size', 'steps',
-  )  # fmt: skip
-  mesh = ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items())
-  return {name: getattr(config, name) for name in names} | {
-    'mesh': mesh,
-    'batch_shards': sharding.num_batch_shards(trainer.mesh),
-    'num_params': trainer.num_params,
-  }
 
 
 if __name__ == '__main__':

@@ -1,7 +1,5 @@
 """What devices send to each other, from a compiled program's HLO."""
 
-from collections.abc import Iterator
-import itertools
 import math
 import re
 from typing import NamedTuple
@@ -9,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 
 from examples.plan import hlo
-from examples.plan.hlo import Instruction, Program
+from examples.plan.hlo import Computation, Instruction
 
 KINDS = (
   'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
   'collective-permute',
 )  # fmt: skip
-Groups = tuple[tuple[int, ...], ...]
 
 _OPCODE = re.compile(f'(?:ragged-)?({"|".join(KINDS)})(-start)?$')
-_LIST = re.compile(r'replica_groups=\{((?:\{[\d,]*\},?)*)\}')
+# The forms {{0,1},{2,3}}, [2,2]<=[2,2]T(1,0) and mesh['a'=2,'b'=2] {'a'}.
+_LIST = re.compile(r'replica_groups=\{\{([\d,]+)\}')
 _IOTA = re.compile(
   r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?'
 )
@@ -33,150 +31,112 @@ class Collective(NamedTuple):
 
   Attributes:
     kind: One of ``KINDS``.
-    arrays: Shapes of the whole arrays that a group shares: of the results of
-      all-reduce, all-gather, all-to-all and collective-permute, of the operand
-      of reduce-scatter.
+    shapes: Shapes of the whole arrays that a group shares: of the operands of
+      reduce-scatter, of the results of others.
     bytes: Bytes of these arrays.
     executions: How often a run of the program executes it.
-    groups: Numbers of the devices that take part together; for a
-      collective-permute empty.
+    group: Numbers of the devices of the first group, which stands for all; for
+      a collective-permute empty.
   """
 
   kind: str
-  arrays: tuple[tuple[int, ...], ...]
+  shapes: tuple[tuple[int, ...], ...]
   bytes: int
   executions: int
-  groups: Groups
+  group: tuple[int, ...]
 
   @property
   def sent_bytes(self) -> float:
     """Bytes that a device sends in all executions, by the ring algorithm."""
     if self.kind == 'collective-permute':
       return float(self.executions * self.bytes)
-    others = 1 - 1 / len(self.groups[0])
     passes = 2 if self.kind == 'all-reduce' else 1
-    return self.executions * passes * others * self.bytes
+    return self.executions * passes * (1 - 1 / len(self.group)) * self.bytes
 
 
-def collectives(text: str | Program) -> list[Collective]:
+def collectives(program: Computation) -> list[Collective]:
   """Returns the collectives that a run of a program executes.
 
   A collective that the TPU compiler spreads over several fusions, to compute
   meanwhile, counts once. Its fusion of an all-reduce with a slice of the result
   counts as a reduce-scatter. Those of groups of one device are left out.
-
-  Args:
-    text: What ``compiled.as_text()`` returns, or a program that was read.
   """
-  program = hlo.parse(text) if isinstance(text, str) else text
-  found = []
-  for _, instruction, times in hlo.walk(program):
-    for kind, inner in _parts(program, instruction):
-      one = _collective(kind, inner, times, program.num_devices)
-      if one.kind == 'collective-permute' or len(one.groups[0]) > 1:
-        found.append(one)
-  return found
+  found = [
+    _collective(instruction, inner, times)
+    for instruction, times in hlo.walk(program)
+    for inner in _executed(instruction)
+    if _OPCODE.match(inner.opcode)
+  ]
+  return [x for x in found if len(x.group) != 1]
 
 
 def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
   """Returns executions and bytes sent of each kind that occurs."""
-  return {
-    kind: {
-      'executions': sum(x.executions for x in found if x.kind == kind),
-      'bytes': sum(x.sent_bytes for x in found if x.kind == kind),
-    }
-    for kind in KINDS
-    if any(x.kind == kind for x in found)
-  }
+  totals: dict[str, dict[str, float]] = {}
+  for x in sorted(found, key=lambda x: KINDS.index(x.kind)):
+    total = totals.setdefault(x.kind, {'executions': 0, 'sent_bytes': 0.0})
+    total['executions'] += x.executions
+    total['sent_bytes'] += x.sent_bytes
+  return totals
 
 
-def _parts(
-  program: Program, instruction: Instruction
-) -> Iterator[tuple[str | None, Instruction]]:
-  """Yields an instruction, or what is in its fusion; a kind if it has one."""
-  if instruction.opcode != 'fusion':
-    if _OPCODE.match(instruction.opcode):
-      yield None, instruction
-    return
-  (name,) = instruction.called['calls']
-  inside = program.computations[name].values()
+def _executed(x: Instruction) -> Computation:
+  """Returns what an instruction executes, to be counted."""
+  if x.opcode != 'fusion':
+    return [x]
+  (inside,) = x.called
   # The start of an asynchronous collective stands for all fusions of it.
-  if name.startswith('async_collective_fusion') or any(
-    '"AsyncCollectiveDone"' in x.attributes for x in inside
-  ):
-    return
-  kind = 'reduce-scatter' if name.startswith('all-reduce-scatter') else None
-  for inner in inside:
-    if _OPCODE.match(inner.opcode):
-      yield kind, inner
-
-
-def _collective(
-  kind: str | None, instruction: Instruction, times: int, num_devices: int
-) -> Collective:
-  opcode, is_start = _OPCODE.match(instruction.opcode).groups()
-  groups = replica_groups(instruction.attributes, num_devices)
-  arrays = instruction.arrays
-  if is_start and opcode != 'all-reduce':
-    # Operands, results and, of a permute, two more.
-    count = len(instruction.operands)
-    arrays = arrays[count : 2 * count]
-  scale = 1
-  if opcode == 'reduce-scatter':
-    scale = len(groups[0])
-  return Collective(
-    kind or opcode,
-    tuple(x.shape for x in arrays),
-    scale * sum(x.bytes for x in arrays),
-    times,
-    groups,
+  is_counted = 'calls=%async_collective_fusion' in x.attributes or any(
+    '"AsyncCollectiveDone"' in inner.attributes for inner in inside
   )
+  return [] if is_counted else inside
 
 
-def replica_groups(attributes: str, num_devices: int) -> Groups:
-  """Returns the devices that take part together.
+def _collective(outer: Instruction, x: Instruction, times: int) -> Collective:
+  """Returns a collective, perhaps in an outer instruction, a fusion."""
+  kind, is_start = _OPCODE.match(x.opcode).groups()
+  arrays, group = x.arrays, _group(x.attributes)
+  if is_start and kind != 'all-reduce':
+    # Operands, results and, of a permute, two more.
+    arrays = arrays[len(x.operands) : 2 * len(x.operands)]
+  size = sum(array.bytes for array in arrays)
+  if kind == 'reduce-scatter':
+    size *= len(group)
+  if 'calls=%all-reduce-scatter' in outer.attributes:
+    kind = 'reduce-scatter'
+  shapes = tuple(array.shape for array in arrays)
+  return Collective(kind, shapes, size, times, group)
 
-  Args:
-    attributes: Attributes of a collective, in any of the forms of XLA:
-      ``{{0,1},{2,3}}``, ``[2,2]<=[2,2]T(1,0)`` and
-      ``mesh['a'=2,'b'=2] {'a'}``.
-    num_devices: Number of devices that run the program.
-  """
+
+def _group(attributes: str) -> tuple[int, ...]:
+  """Returns the first group of devices that takes part."""
   if 'source_target_pairs=' in attributes:
     return ()
+  if found := _LIST.search(attributes):
+    return tuple(_ints(found[1]))
   if found := _IOTA.search(attributes):
-    return _as_groups(_iota(found[2], found[3]).reshape(_ints(found[1])))
+    sizes, *order = found.groups()
+    return tuple(_iota(*order).reshape(_ints(sizes))[0].tolist())
   if found := _MESH.search(attributes):
-    return _mesh_groups(*found.groups())
-  found = _LIST.search(attributes)
-  if not found:
-    raise ValueError(f'no replica groups in {attributes[:200]}')
-  groups = [_ints(x) for x in re.findall(r'\{([\d,]*)\}', found[1])]
-  return tuple(map(tuple, groups)) or (tuple(range(num_devices)),)
+    return _mesh_group(*found.groups())
+  raise ValueError(f'no replica groups in {attributes[:200]}')
 
 
-def _mesh_groups(
+def _mesh_group(
   axes: str, dims: str | None, order: str | None, chosen: str
-) -> Groups:
-  """Returns the groups along some axes, or parts of them, of a mesh."""
+) -> tuple[int, ...]:
+  """Returns the first group along some axes, or parts of them, of a mesh."""
   sizes = {k: int(n) for k, n in re.findall(r"'([^']+)'=(\d+)", axes)}
-  ranges: dict[str, list[range]] = {name: [] for name in sizes}
-  for name, before, size in re.findall(
-    r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen
-  ):
-    start = int(before or 1)
-    ranges[name].append(range(start, start * int(size or sizes[name])))
-  shape, is_inside = [], []
-  for name, size in sizes.items():
-    ends = {1, size} | {x for r in ranges[name] for x in (r.start, r.stop)}
-    for start, stop in itertools.pairwise(sorted(ends)):
-      shape.append(stop // start)
-      is_inside.append(any(start in r for r in ranges[name]))
-  devices = _iota(dims or str(math.prod(shape)), order).reshape(shape)
-  # Groups last, and within a group the order of the mesh.
-  devices = devices.transpose(np.argsort(is_inside, kind='stable'))
-  members = math.prod(np.array(shape)[is_inside])
-  return _as_groups(devices.reshape(-1, members))
+  places = {name: np.zeros(1, int) for name in sizes}
+  # 'x':(2)4 is the part of size 4 of the axis x = 2 x 4 x rest.
+  parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", chosen)
+  for name, before, part in parts:
+    size = int(part or sizes[name])
+    steps = np.arange(size) * (sizes[name] // (int(before or 1) * size))
+    places[name] = np.add.outer(places[name], steps).ravel()
+  devices = _iota(dims or str(math.prod(sizes.values())), order)
+  grid = devices.reshape(tuple(sizes.values()))
+  return tuple(grid[np.ix_(*places.values())].ravel().tolist())
 
 
 def _iota(dims: str, order: str | None) -> np.ndarray:
@@ -187,8 +147,4 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
 
 
 def _ints(text: str) -> list[int]:
-  return [int(x) for x in text.split(',') if x]
-
-
-def _as_groups(devices: np.ndarray) -> Groups:
-  return tuple(map(tuple, devices.tolist()))
+  return [int(x) for x in text.split(',')]

@@ -1,63 +1,32 @@
-"""The training step, and its update alone, compiled for a mesh."""
+"""The training step, and its update alone, compiled and measured for a mesh."""
 
-import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from examples.gpt2.config import Config
+from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.chips import Chip
-from examples.gpt2.devices.sharding import batch_sharding
 from examples.gpt2.run.step import Trainer, TrainState
-from examples.plan import hlo, roofline, traffic
-from examples.plan.collectives import Collective, by_kind, collectives
+from examples.plan import hlo, roofline
+from examples.plan.collectives import by_kind, collectives
+from examples.plan.traffic import hbm_bytes
 
 _DAY = 86400
+_SETTINGS = (
+  'preset', 'optimizer', 'dtype', 'remat', 'context_length', 'batch_size',
+  'micro_batch_size', 'steps',
+)  # fmt: skip
 _LEAST_EFFORT = {'exec_time_optimization_effort': -1.0}
-
-
-class Figures(NamedTuple):
-  """What a compiled program moves.
-
-  Attributes:
-    hbm_bytes: Bytes that a device moves to and from its memory.
-    collectives: What devices send to each other.
-  """
-
-  hbm_bytes: int
-  collectives: list[Collective]
-
-
-def figures(compiled: jax.stages.Compiled) -> Figures:
-  """Reads what a compiled program moves."""
-  program = hlo.parse(compiled.as_text())
-  return Figures(traffic.hbm_bytes(program), collectives(program))
-
-
-def batch_shape(config: Config, trainer: Trainer) -> jax.ShapeDtypeStruct:
-  """Returns the shape of the tokens of a step."""
-  size = config.micro_batch_size
-  shape = config.batch_size // size, size, config.context_length + 1
-  return jax.ShapeDtypeStruct(
-    shape, np.int32, sharding=batch_sharding(trainer.mesh)
-  )
 
 
 def compile_step(
   config: Config, trainer: Trainer, *, quick: bool = False
 ) -> jax.stages.Compiled:
-  """Compiles a step of training.
-
-  Args:
-    config: Resolved settings.
-    trainer: Trainer on the mesh to compile for.
-    quick: Whether the TPU compiler is to make the least effort.
-  """
+  """Compiles a step of training, with the least effort if ``quick``."""
+  batch = batch_shape(config, trainer.mesh)
   with jax.set_mesh(trainer.mesh):
-    batch = batch_shape(config, trainer)
     lowered = trainer.step.lower(trainer.shapes, batch)
     return lowered.compile(compiler_options=_LEAST_EFFORT if quick else None)
 
@@ -78,109 +47,92 @@ def compile_update(trainer: Trainer) -> jax.stages.Compiled:
 
 
 def measure_step(
-  config: Config, trainer: Trainer, chip: Chip, *, quick: bool = False
+  config: Config, trainer: Trainer, *, quick: bool = False
 ) -> dict[str, Any]:
-  """Compiles the step and returns its figures, as JSON values."""
+  """Compiles a step, with the least effort if ``quick``, and measures it.
+
+  Args:
+    config: Settings, with their micro-batch.
+    trainer: Trainer on the mesh to compile for.
+    quick: Whether the TPU compiler is to make the least effort.
+
+  Returns:
+    JSON values, for :mod:`examples.plan.report`.
+  """
   compiled = compile_step(config, trainer, quick=quick)
+  model, devices = trainer.model_config, trainer.mesh.devices
+  tokens = config.batch_size * config.context_length
+  per_token = hardware.flops_per_token(model, trainer.shapes.params)
+  again = roofline.recomputed_flops(model, per_token)
+  flops = tokens * (per_token + again) / devices.size
+  step = _measure(compiled, trainer, flops)
+  speed = tokens / step['seconds']
+  peak = hardware.peak_flops(devices.flat[0]) * devices.size
   return {
-    'memory': memory(config, trainer, compiled, chip),
-    **_step(config, trainer, chip, figures(compiled)),
+    **{name: getattr(config, name) for name in _SETTINGS},
+    'mesh': ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items()),
+    'num_params': trainer.num_params,
+    **_memory(config, trainer, compiled),
+    **step,
+    'model_flops': tokens * per_token,
+    'mfu': speed * per_token / peak,
+    'tokens_per_second': round(speed),
+    'days': step['seconds'] * config.steps / _DAY,
   }
 
 
-def measure_update(trainer: Trainer, chip: Chip) -> dict[str, Any]:
-  """Compiles the update alone and returns its figures, as JSON values."""
-  found = figures(compile_update(trainer))
+def measure_update(trainer: Trainer) -> dict[str, Any]:
+  """Compiles and measures the optimizer's update alone, as JSON values."""
   # Its arithmetic is next to nothing, and not of matrix products.
-  devices = list(trainer.mesh.devices.flat)
-  times = roofline.estimate(chip, devices, 0.0, *found)
-  held = sum(
-    math.prod(x.sharding.shard_shape(x.shape))
-    for x in jax.tree.leaves(trainer.shapes.params)
-  )
+  return _measure(compile_update(trainer), trainer, flops=0.0)
+
+
+def _measure(
+  compiled: jax.stages.Compiled, trainer: Trainer, flops: float
+) -> dict[str, Any]:
+  """Returns what a program computes, moves and sends, and its roofline."""
+  program = hlo.parse(compiled.as_text())
+  moved, found = hbm_bytes(program), collectives(program)
+  found.sort(key=lambda x: x.sent_bytes, reverse=True)
   return {
-    **_moved(found),
-    'hbm_bytes_per_parameter': found.hbm_bytes / held,
-    'estimate': _times(times),
+    'flops': flops,
+    'hbm_bytes': moved,
+    'sent_bytes': sum(x.sent_bytes for x in found),
+    **roofline.estimate(list(trainer.mesh.devices.flat), flops, moved, found),
+    'collectives': by_kind(found),
+    'largest_collectives': [
+      x._asdict() | {'group': len(x.group) or 2, 'sent_bytes': x.sent_bytes}
+      for x in found[:5]
+    ],
   }
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
   """Returns the bytes of a device that a program needs, arguments included."""
   stats = compiled.memory_analysis()
-  return (
-    stats.argument_size_in_bytes
-    + stats.output_size_in_bytes
-    - stats.alias_size_in_bytes
-    + stats.temp_size_in_bytes
-  )
+  results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+  return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
 
 
-def memory(
-  config: Config, trainer: Trainer, compiled: jax.stages.Compiled, chip: Chip
+def _memory(
+  config: Config, trainer: Trainer, compiled: jax.stages.Compiled
 ) -> dict[str, Any]:
-  """Returns the bytes of a device by what they hold."""
+  """Returns the bytes of a device by what they hold, and whether they fit."""
   stats = compiled.memory_analysis()
   params = hardware.bytes_per_device(trainer.shapes.params)
   parts = {
     'parameters': params,
     'optimizer_state': hardware.bytes_per_device(trainer.shapes) - params,
-    'batch': hardware.bytes_per_device(batch_shape(config, trainer)),
+    'batch': hardware.bytes_per_device(batch_shape(config, trainer.mesh)),
     'temporaries': stats.temp_size_in_bytes,
     'program': stats.generated_code_size_in_bytes,
   }
-  # Padding of arguments, and results that take no argument's place.
-  rest = peak_bytes(compiled) + parts['program'] - sum(parts.values())
-  needed = sum(parts.values()) + rest
-  return parts | {
-    'padding': rest,
-    'needed': needed,
-    'available': chip.hbm,
-    'fits': needed <= chip.hbm,
-  }
-
-
-def _step(
-  config: Config, trainer: Trainer, chip: Chip, found: Figures
-) -> dict[str, Any]:
-  """Returns FLOPs, traffic, collectives and the estimate of a step."""
-  per_token = hardware.flops_per_token(
-    trainer.model_config, trainer.shapes.params
-  )
-  again = roofline.recomputed_flops(trainer.model_config, per_token)
-  tokens = config.batch_size * config.context_length
-  devices = list(trainer.mesh.devices.flat)
-  flops = tokens * (per_token + again) / len(devices)
-  times = roofline.estimate(chip, devices, flops, *found)
-  rate = tokens / times.seconds
+  needed = peak_bytes(compiled) + parts['program']
+  available = hardware.memory_bytes(trainer.mesh.devices.flat[0])
   return {
-    'model_flops': tokens * per_token,
-    'executed_flops_per_device': flops,
-    **_moved(found),
-    'estimate': _times(times)
-    | {
-      'mfu': rate * per_token / (chip.flops * len(devices)),
-      'tokens_per_second': rate,
-      'days': times.seconds * config.steps / _DAY,
-    },
-  }
-
-
-def _moved(found: Figures) -> dict[str, Any]:
-  return {
-    'hbm_bytes_per_device': found.hbm_bytes,
-    'collectives': by_kind(found.collectives),
-    'bytes_sent_per_device': sum(x.sent_bytes for x in found.collectives),
-    'largest_collectives': [
-      x._asdict() | {'groups': x.groups[:1], 'sent_bytes': x.sent_bytes}
-      for x in sorted(found.collectives, key=lambda x: -x.sent_bytes)[:5]
-    ],
-  }
-
-
-def _times(times: roofline.Estimate) -> dict[str, Any]:
-  return times._asdict() | {
-    'seconds': times.seconds,
-    'seconds_without_overlap': times.seconds_without_overlap,
-    'bound': times.bound,
+    # Padding of arguments, and results that take no argument's place.
+    'memory': parts | {'padding': needed - sum(parts.values())},
+    'needed_bytes': needed,
+    'available_bytes': available,
+    'fits': needed <= available,
   }

@@ -10,8 +10,8 @@ from jax.experimental import topologies
 from examples.gpt2.config import UsageError
 
 _FORMS = 'v4:2x2x4, v5e:4x4, v5e:16x16, v5p:2x2x4, v5p:4x8x8, v6e:16x16'
-# What libtpu would otherwise ask the machine for, in vain and aloud; and that
-# several processes may compile at once, since there is no chip to share.
+# Keeps libtpu from asking the metadata server, which is not there, and lets
+# several processes compile at once, since there is no chip to share.
 _ENVIRONMENT = {
   'TPU_SKIP_MDS_QUERY': '1',
   'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
@@ -36,10 +36,8 @@ def devices(name: str) -> list[jax.Device]:
   """
   if importlib.util.find_spec('libtpu') is None:
     raise UsageError(
-      'the TPU compiler is missing. Install the extra: pip install -e '
-      f"'.[pod]', or pip install '{requirement()}'. The version must be the "
-      f'one that jax {jax.__version__} was built for: it may refuse programs '
-      'of any other.'
+      "the TPU compiler is missing: pip install -e '.[pod]', or "
+      f"'{requirement()}', the one that jax {jax.__version__} was built for."
     )
   jax.config.update('jax_platforms', 'cpu')
   for variable, value in _ENVIRONMENT.items():
@@ -58,7 +56,6 @@ def devices(name: str) -> list[jax.Device]:
 
 def requirement() -> str:
   """Returns the libtpu that this jax asks for, as pip takes it."""
-  for line in importlib.metadata.requires('jax') or ():
-    if line.startswith('libtpu') and 'extra == "tpu"' in line.replace("'", '"'):
-      return line.partition(';')[0].strip()
-  return 'libtpu'
+  names = importlib.metadata.requires('jax') or ()
+  found = [name for name in names if name.startswith('libtpu')]
+  return found[0].partition(';')[0].strip() if found else 'libtpu'

@@ -1,3 +1,4 @@
+from collections import Counter
 import functools
 import textwrap
 
@@ -8,7 +9,7 @@ import pytest
 
 from examples.gpt2.devices.sharding import make_mesh
 from examples.plan import hlo
-from examples.plan.collectives import by_kind, collectives, replica_groups
+from examples.plan.collectives import Collective, by_kind, collectives
 
 _NESTED = """
   HloModule step, is_scheduled=true, num_partitions=8
@@ -91,7 +92,7 @@ custom_call_target="AsyncCollectiveDone"
   %all-reduce-scatter.1 (p: f32[8,4]) -> f32[2,4] {
     %p = f32[8,4] parameter(0)
     %z = s32[] constant(0)
-    %r = f32[8,4] all-reduce(%p), channel_id=3, replica_groups={}
+    %r = f32[8,4] all-reduce(%p), channel_id=3, replica_groups={{0,1,2,3}}
     ROOT %s = f32[2,4] dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,4}
   }
 
@@ -109,88 +110,101 @@ collective-permute-start(%x), channel_id=4, source_target_pairs={{0,1},{1,0}}
 """
 
 
-def _text(text: str) -> str:
-  return textwrap.dedent(text).lstrip()
+def _program(text: str) -> hlo.Computation:
+  return hlo.parse(textwrap.dedent(text).lstrip())
+
+
+def _only(compiled: jax.stages.Compiled) -> Collective:
+  (found,) = collectives(hlo.parse(compiled.as_text()))
+  return found
 
 
 def test_loops_count_as_often_as_they_turn():
-  program = hlo.parse(_text(_NESTED))
-  assert program.num_devices == 8
-  counts = hlo.executions(program)
-  assert counts['main'] == 1
-  assert counts['outer'] == 3
-  assert counts['inner'] == counts['inner_condition'] == 15
-  assert counts['add'] == 15
-  assert counts['less'] == 0, 'inside of a fusion'
+  executed = Counter()
+  for instruction, times in hlo.walk(_program(_NESTED)):
+    executed[instruction.opcode] += times
+  assert executed['while'] == 1 + 3
+  assert executed['all-reduce'] == executed['add'] == 15
+  assert executed['fusion'] == 15
+  assert executed['compare'] == 0, 'inside of a fusion'
 
 
 def test_types_and_operands_are_read():
-  program = hlo.parse(_text(_NESTED))
-  found = program.computations['inner']['all-reduce.1']
-  assert found.operands == ('x',)
-  assert found.arrays == (hlo.Array('bf16', (4, 6), in_hbm=False),)
-  assert found.arrays[0].bytes == 48
-  start = program.computations['main']['gather-start']
+  instructions = {x.opcode: x for x, _ in hlo.walk(_program(_NESTED))}
+  found = instructions['all-reduce']
+  assert [x.opcode for x in found.operands] == ['get-tuple-element']
+  assert found.arrays == [hlo.Array((4, 6), bytes=48, in_hbm=False)]
+  start = instructions['all-gather-start']
   assert [x.shape for x in start.arrays] == [(4, 6), (8, 6)]
   assert all(x.in_hbm for x in start.arrays)
-  assert program.computations['outer']['while.1'].is_root
+  assert instructions['while'].is_root
+  assert not start.is_root
 
 
 @pytest.mark.parametrize(
-  ('dtype', 'size'), [('pred', 1), ('s4', 0.5), ('f8e4m3fn', 1), ('f64', 8)]
+  ('dtype', 'size'),
+  [('pred', 8), ('s4', 4), ('f8e4m3fn', 8), ('f64', 64), ('token', 0)],
 )
-def test_bytes_of_data_types(dtype: str, size: float):
-  assert hlo.Array(dtype, (2, 4), in_hbm=True).bytes == 8 * size
+def test_bytes_of_data_types(dtype: str, size: int):
+  (instruction,) = _program(f"""
+    ENTRY %main (x: {dtype}[2,4]) -> {dtype}[2,4] {{
+      ROOT %x = {dtype}[2,4]{{1,0:T(8,128)}} parameter(0)
+    }}
+  """)
+  assert instruction.arrays[0].bytes == size
 
 
 def test_a_loop_of_unknown_length_is_refused():
-  text = _text(_NESTED).replace('constant(5)', 'parameter(1)')
-  with pytest.raises(ValueError, match=r'while\.1'):
-    hlo.executions(hlo.parse(text))
+  text = _NESTED.replace('constant(5)', 'parameter(1)')
+  with pytest.raises(ValueError, match='known trip count'):
+    list(hlo.walk(_program(text)))
 
 
 def test_collectives_of_nested_loops():
-  gather, reduce = collectives(_text(_NESTED))
-  assert (gather.kind, gather.arrays, gather.bytes) == (
-    'all-gather', ((8, 6),), 96,
-  )  # fmt: skip
-  assert gather.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+  gather, reduce = collectives(_program(_NESTED))
+  assert gather == Collective('all-gather', ((8, 6),), 96, 1, (0, 1))
   assert gather.sent_bytes == 48
-  assert (reduce.kind, reduce.executions) == ('all-reduce', 15)
-  assert reduce.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+  assert reduce == Collective('all-reduce', ((4, 6),), 48, 15, (0, 1, 2, 3))
   assert reduce.sent_bytes == 15 * 48 * 2 * 3 / 4
 
 
 def test_collectives_in_fusions_of_the_tpu_compiler():
-  found = by_kind(collectives(_text(_FUSED)))
+  found = by_kind(collectives(_program(_FUSED)))
   assert found == {
-    'all-gather': {'executions': 1, 'bytes': 4 * 32 * 3 / 4},
-    'reduce-scatter': {'executions': 1, 'bytes': 4 * 32 * 3 / 4},
-    'collective-permute': {'executions': 1, 'bytes': 32},
+    'all-gather': {'executions': 1, 'sent_bytes': 4 * 32 * 3 / 4},
+    'reduce-scatter': {'executions': 1, 'sent_bytes': 4 * 32 * 3 / 4},
+    'collective-permute': {'executions': 1, 'sent_bytes': 32},
   }
 
 
 @pytest.mark.parametrize(
-  ('text', 'groups'),
+  ('groups', 'first'),
   [
-    ('{{0,1},{2,3}}', ((0, 1), (2, 3))),
-    ('{}', ((0, 1, 2, 3),)),
-    ('[2,2]<=[4]', ((0, 1), (2, 3))),
-    ('[2,2]<=[2,2]T(1,0)', ((0, 2), (1, 3))),
-    ("mesh['a'=2,'b'=2] {'b'}", ((0, 1), (2, 3))),
-    ("mesh['a'=2,'b'=2] {'a'}", ((0, 2), (1, 3))),
-    ("mesh['a'=2,'b'=2] {'a','b'}", ((0, 1, 2, 3),)),
-    ("mesh['a'=4] {'a':(1)2}", ((0, 2), (1, 3))),
-    ("mesh['a'=4] {'a':(2)2}", ((0, 1), (2, 3))),
-    (
-      "mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}",
-      ((0, 2), (1, 3)),
-    ),
+    ('{{0,1},{2,3}}', (0, 1)),
+    ('[2,2]<=[4]', (0, 1)),
+    ('[2,2]<=[2,2]T(1,0)', (0, 2)),
+    ("mesh['a'=2,'b'=2] {'b'}", (0, 1)),
+    ("mesh['a'=2,'b'=2] {'a'}", (0, 2)),
+    ("mesh['a'=2,'b'=2] {'a','b'}", (0, 1, 2, 3)),
+    ("mesh['a'=4] {'a':(1)2}", (0, 2)),
+    ("mesh['a'=4] {'a':(2)2}", (0, 1)),
+    ("mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}", (0, 2)),
+    ("mesh['a'=8,'b'=3] {'a':(2)2,'b'}", (0, 1, 2, 6, 7, 8)),
   ],
 )
-def test_replica_groups(text: str, groups: tuple[tuple[int, ...], ...]):
-  attributes = f', channel_id=1, replica_groups={text}, to_apply=%add'
-  assert replica_groups(attributes, 4) == groups
+def test_devices_of_a_group(groups: str, first: tuple[int, ...]):
+  (found,) = collectives(
+    _program(f"""
+      HloModule step, num_partitions=4
+
+      ENTRY %main (x: f32[8]) -> f32[8] {{
+        %x = f32[8] parameter(0)
+        ROOT %y = f32[8] all-reduce(%x), channel_id=1, \
+replica_groups={groups}, use_global_device_ids=true
+      }}
+    """)
+  )
+  assert found.group == first
 
 
 def test_a_scan_of_sums_over_devices():
@@ -210,11 +224,8 @@ def test_a_scan_of_sums_over_devices():
 
   x = jax.ShapeDtypeStruct((8, 5), 'float32')
   with jax.set_mesh(mesh):
-    text = outer.lower(x).compile().as_text()
-  (found,) = collectives(text)
-  assert (found.kind, found.executions) == ('all-reduce', 21)
-  assert found.arrays == ((2, 5),)
-  assert set(found.groups) == {(0, 2, 4, 6), (1, 3, 5, 7)}
+    found = _only(outer.lower(x).compile())
+  assert found == Collective('all-reduce', ((2, 5),), 40, 21, (0, 2, 4, 6))
 
 
 def test_a_parameter_that_is_gathered_is_seen():
@@ -223,6 +234,6 @@ def test_a_parameter_that_is_gathered_is_seen():
     (16, 24), 'float32', sharding=NamedSharding(mesh, P('fsdp'))
   )
   gather = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P()))
-  (found,) = collectives(gather.lower(matrix).compile().as_text())
-  assert (found.kind, found.arrays) == ('all-gather', ((16, 24),))
+  found = _only(gather.lower(matrix).compile())
+  assert (found.kind, found.shapes) == ('all-gather', ((16, 24),))
   assert found.sent_bytes == 4 * 16 * 24 * 7 / 8

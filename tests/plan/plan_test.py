@@ -1,24 +1,38 @@
-"""Plans for TPUs, each in a process of its own: it keeps jax to the CPU."""
+"""Plans: of emulated devices here, of TPUs in processes that start libtpu."""
 
+from collections.abc import Iterator
+import importlib.metadata
 import importlib.util
 import json
 import math
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 import pytest
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config
+from examples.gpt2.devices import chips, hardware
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
+from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer
-from examples.plan import __main__ as plan, programs, topology
+from examples.plan import (
+  __main__ as plan,
+  collectives,
+  hlo,
+  programs,
+  roofline,
+  topology,
+  traffic,
+)
 
 _needs_libtpu = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
@@ -27,6 +41,13 @@ _needs_libtpu = pytest.mark.skipif(
 _TINY = (
   '--num-layers', '2', '--width', '256', '--num-heads', '4',
   '--context-length', '128', '--vocab-size', '512', '--batch-size', '16',
+  '--unroll', '1',
+)  # fmt: skip
+
+
+_TINIEST = (
+  '--num-layers', '2', '--width', '16', '--num-heads', '2',
+  '--context-length', '8', '--vocab-size', '257', '--batch-size', '16',
   '--unroll', '1',
 )  # fmt: skip
 
@@ -73,26 +94,97 @@ def test_a_sweep_tries_every_mesh_once():
     assert math.prod(map(int, sizes.values())) == 12
 
 
+@pytest.fixture
+def emulated_slice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+  """Takes two CPU devices for a TPU slice of chips with 1 GiB."""
+  estimate = roofline.estimate
+
+  def estimate_in_a_row(devices: list[jax.Device], *args: Any):
+    chips_in_a_row = [
+      types.SimpleNamespace(device_kind=x.device_kind, coords=[i])
+      for i, x in enumerate(devices)
+    ]
+    return estimate(chips_in_a_row, *args)
+
+  chip = chips.Chip(1e12, 2**30, 1e11, 1e10)
+  monkeypatch.setattr(topology, 'devices', lambda _: jax.devices()[:2])
+  monkeypatch.setattr(roofline, 'estimate', estimate_in_a_row)
+  monkeypatch.setattr(chips, 'find', lambda _: chip)
+  monkeypatch.setattr(hardware, 'memory_bytes', lambda _: chip.hbm)
+  monkeypatch.setattr(importlib.metadata, 'version', lambda _: '1.2.3')
+  yield
+  jax.config.update('jax_enable_compilation_cache', True)
+
+
+@pytest.mark.usefixtures('emulated_slice')
+def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
+  out = tmp_path / 'plan.json'
+  plan.main([*_TINIEST, '--mesh', 'fsdp=2', '--out', str(out)])
+  results = json.loads(out.read_text())
+  assert (results['batch_size'], results['micro_batch_size']) == (16, 8)
+  assert results['model_flops'] == 2 * results['flops']
+  assert results['tokens_per_second'] == round(16 * 8 / results['seconds'])
+  assert sum(results['memory'].values()) == results['needed_bytes']
+  # A micro-batch takes the parameters of each of two layers.
+  assert results['collectives']['all-gather']['executions'] >= 2
+  assert 0 < results['update_share'] < 1
+  text = capsys.readouterr().out
+  for words in (
+    r'micro batch size +8\n', r'fits +True', 'ESTIMATED', 'all-gather',
+    r'mfu +\d', r'tokens per second +\d', r'libtpu +1.2.3',
+  ):  # fmt: skip
+    assert re.search(words, text), text
+
+
+@pytest.mark.usefixtures('emulated_slice')
 @pytest.mark.parametrize(
-  ('config', 'batch', 'micro'),
+  ('flags', 'message'),
   [
-    (Config(preset='xl'), 8192, 256),
-    (Config(preset='demo'), 256, 256),
-    (Config(micro_batch_size=24), 72, 24),
-    (Config(batch_size=512), 512, 256),
-    (Config(batch_size=512, micro_batch_size=128), 512, 128),
+    (('--batch-size', '15'), 'must divide --batch-size 15'),
+    (('--micro-batch-size', '3'), '--micro-batch-size 3 must divide'),
+    (('--mesh', 'fsdp=3'), 'number of devices'),
+    (('--sweep',), '--sweep tries every mesh'),
   ],
 )
-def test_the_batch_has_whole_micro_batches(
-  config: Config, batch: int, micro: int
+def test_what_the_trainer_refuses_is_refused(
+  flags: tuple[str, ...], message: str, capsys
 ):
-  found = plan.fit_batch(config, 256)
-  assert (found.batch_size, found.micro_batch_size) == (batch, micro)
+  with pytest.raises(SystemExit) as error:
+    plan.main([*_TINIEST, '--mesh', 'fsdp=2', *flags])
+  assert error.value.code == 2
+  assert message in capsys.readouterr().err
 
 
-def test_a_batch_that_was_asked_for_is_not_changed():
-  with pytest.raises(UsageError, match='--micro-batch-size must divide'):
-    plan.fit_batch(Config(batch_size=100), 256)
+@pytest.mark.usefixtures('emulated_slice')
+def test_a_sweep_says_why_meshes_are_left_out(tmp_path: Path, capsys):
+  out = tmp_path / 'plan.json'
+  plan.main([*_TINIEST, '--sweep', '--batch-size', '1', '--out', str(out)])
+  results = json.loads(out.read_text())
+  assert [row['mesh'] for row in results['rows']] == ['data=1,fsdp=1,tensor=2']
+  left_out = ['data=2,fsdp=1,tensor=1', 'data=1,fsdp=2,tensor=1']
+  reason = 'data * fsdp = 2 of --mesh must divide --batch-size 1.'
+  assert results['left_out'] == {reason: left_out}
+  assert f'left out: {reason} ({" ".join(left_out)})' in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures('emulated_slice')
+def test_what_does_not_fit_gets_advice_and_is_left_out_of_a_sweep(
+  monkeypatch: pytest.MonkeyPatch, capsys
+):
+  def run_out_of_memory(*_: Any, **__: Any):
+    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 3G of 1G\nmore')
+
+  monkeypatch.setattr(programs, 'compile_step', run_out_of_memory)
+  with pytest.raises(SystemExit) as error:
+    plan.main([*_TINIEST, '--mesh', 'fsdp=2'])
+  assert error.value.code == 4
+  text = capsys.readouterr().err
+  assert 'out of memory: RESOURCE_EXHAUSTED: 3G of 1G' in text
+  assert '--remat dots' in text
+  plan.main([*_TINIEST, '--sweep'])
+  text = capsys.readouterr().out
+  assert text.count('RESOURCE_EXHAUSTED: 3G of 1G') == 1
+  assert all(mesh in text for mesh in plan.meshes(2))
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu', None])
@@ -112,12 +204,18 @@ def test_attention_is_that_of_the_mesh(platform: str | None, monkeypatch):
 
 
 def test_the_update_alone_has_no_gradients():
-  config = resolve(Config(num_layers=1, width=16, num_heads=2, vocab_size=257))
+  sizes = dict(num_layers=1, width=16, num_heads=2, context_length=8)
+  config = resolve(Config(**sizes, vocab_size=257, unroll=1))
   trainer = Trainer(config, 257, make_mesh('fsdp=8'))
-  update = programs.figures(programs.compile_update(trainer))
-  step = programs.figures(programs.compile_step(config, trainer))
-  assert 0 < update.hbm_bytes < step.hbm_bytes
-  assert {x.kind for x in update.collectives} == {'all-reduce'}
+  update, step = (
+    hlo.parse(compiled.as_text())
+    for compiled in (
+      programs.compile_update(trainer),
+      programs.compile_step(fit(config, trainer.mesh), trainer),
+    )
+  )
+  assert 0 < traffic.hbm_bytes(update) < traffic.hbm_bytes(step)
+  assert {x.kind for x in collectives.collectives(update)} == {'all-reduce'}
 
 
 @_needs_libtpu
@@ -136,21 +234,14 @@ def test_a_plan_of_a_small_slice(tmp_path: Path):
     tmp_path / 'plan.json', '--topology', 'v5e:2x2', '--mesh', 'fsdp=2,tensor=2'
   )
   assert results['device_kind'] == 'TPU v5 lite'
-  assert results['micro_batch_size'] == results['batch_shards'] == 2
+  assert results['micro_batch_size'] == 8
   memory = results['memory']
-  assert memory['fits']
+  assert results['fits']
   assert memory['optimizer_state'] == pytest.approx(
     2 * memory['parameters'], rel=1e-3
   )
-  parts = set(memory) - {'needed', 'available', 'fits'}
-  assert sum(memory[name] for name in parts) == memory['needed']
-  times = results['estimate']
-  assert times['seconds'] == max(
-    times[name] for name in ('compute', 'memory', 'network')
-  )
-  # Each of the 8 micro-batches takes the parameters of each of two layers.
-  assert results['collectives']['all-gather']['executions'] >= 2 * 8
-  for word in ('fits', 'ESTIMATED', 'MFU', 'all-gather', 'tokens/s'):
+  assert sum(memory.values()) == results['needed_bytes']
+  for word in ('fits', 'ESTIMATED', 'mfu', 'all-gather', 'tokens per second'):
     assert word in text
 
 
@@ -171,8 +262,8 @@ def test_the_update_sends_norms_only(tmp_path: Path):
   numbers = sum(2 * sum(shape) + 2 for shape in matrices)
   numbers += 2 * vectors + len(matrices) + vectors
   # Four bytes, and the ring of four devices sends each 3 / 2 times.
-  assert 0 < update['bytes_sent_per_device'] <= 4 * numbers * 3 / 2
-  assert 0 < update['share_of_step'] < 1
+  assert 0 < update['sent_bytes'] <= 4 * numbers * 3 / 2
+  assert 0 < results['update_share'] < 1
 
 
 @pytest.mark.slow
@@ -183,28 +274,25 @@ def test_a_sweep_ranks_what_fits_and_names_what_is_left_out(tmp_path: Path):
     '--num-heads', '2', '--width', '128',
   )  # fmt: skip
   tried = [row['mesh'] for row in results['rows']]
-  assert sorted([*tried, *results['left_out']]) == sorted(plan.meshes(4))
-  assert list(results['left_out']) == ['data=1,fsdp=1,tensor=4']
+  (left_out,) = results['left_out'].values()
+  assert left_out == ['data=1,fsdp=1,tensor=4']
+  assert sorted([*tried, *left_out]) == sorted(plan.meshes(4))
   seconds = [row['seconds'] for row in results['rows']]
   assert seconds == sorted(seconds)
-  assert 'left out, 1 x: tensor = 4' in text
+  assert 'left out: tensor = 4' in text
 
 
 @_needs_libtpu
-def test_what_does_not_fit_gets_advice_and_its_place_in_a_sweep(tmp_path: Path):
-  big = (
-    '--topology', 'v5e:2x2', '--num-layers', '1', '--width', '16384',
-    '--context-length', '8192', '--sequences-per-shard', '4', '--quick',
+def test_the_compiler_says_that_a_step_does_not_fit():
+  done = _run(
+    'examples.plan', *_TINY, '--topology', 'v5e:2x2', '--mesh', 'tensor=4',
+    '--num-layers', '1', '--width', '16384', '--context-length', '8192',
+    '--micro-batch-size', '16', '--quick',
   )  # fmt: skip
-  out = tmp_path / 'plan.json'
-  done = _run('examples.plan', *_TINY, *big, '--mesh', 'tensor=4')
   assert done.returncode == 4, done.stderr
   assert 'out of memory' in done.stderr
+  assert 'of 15.75G' in done.stderr
   assert '--remat dots' in done.stderr
-  results, text = _plan(out, *big, '--sweep')
-  assert len(results['rows']) == 6
-  assert not any(row['fits'] for row in results['rows'])
-  assert 'of 15.75G' in text
 
 
 @_needs_libtpu

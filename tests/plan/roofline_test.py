@@ -4,68 +4,73 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices import chips
-from examples.gpt2.devices.chips import Chip
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import make_model_config
 from examples.plan import roofline
 from examples.plan.collectives import Collective
 
-_CHIP = Chip(flops=1e12, hbm=1e9, hbm_bandwidth=1e11, link_bandwidth=1e10)
+_KIND = 'TPU v5 lite'
+_CHIP = chips.find(_KIND)
 # A torus of 4 x 4.
-_DEVICES = [types.SimpleNamespace(coords=[i % 4, i // 4, 0]) for i in range(16)]
-_ROW = ((0, 1, 2, 3),)
-_ALL = (tuple(range(16)),)
+_DEVICES = [
+  types.SimpleNamespace(device_kind=_KIND, coords=[i % 4, i // 4, 0])
+  for i in range(16)
+]
+_ROW = (0, 1, 2, 3)
+_ALL = tuple(range(16))
 
 
-def _seconds(kind: str, groups, executions: int = 1) -> float:
-  one = Collective(kind, ((1000,),), 16_000_000, executions, groups)
-  return roofline.collective_seconds(one, _CHIP, _DEVICES)
+def _link_bytes(kind: str, group, executions: int = 1, devices=_DEVICES):
+  """Returns the bytes through a link, of a collective of 16 MB."""
+  one = Collective(kind, ((1000,),), 16_000_000, executions, group)
+  times = roofline.estimate(devices, 0.0, 0.0, [one])
+  return times['network_seconds'] * _CHIP.link_bandwidth
 
 
 @pytest.mark.parametrize(
-  ('kind', 'groups', 'seconds'),
+  ('kind', 'group', 'size'),
   [
-    ('all-gather', _ROW, 12e6 / 2e10),
-    ('reduce-scatter', _ROW, 12e6 / 2e10),
-    ('all-reduce', _ROW, 24e6 / 2e10),
-    ('all-gather', _ALL, 15e6 / 4e10),
-    ('all-reduce', ((0, 4, 8, 12),), 24e6 / 2e10),
-    ('all-to-all', _ROW, 12e6 / 2e10),
-    ('collective-permute', (), 16e6 / 1e10),
+    ('all-gather', _ROW, 12e6 / 2),
+    ('reduce-scatter', _ROW, 12e6 / 2),
+    ('all-reduce', _ROW, 24e6 / 2),
+    ('all-gather', _ALL, 15e6 / 4),
+    ('all-reduce', (0, 4, 8, 12), 24e6 / 2),
+    ('all-to-all', _ROW, 12e6 / 2),
+    ('collective-permute', (), 16e6),
   ],
 )
-def test_seconds_of_collectives(kind: str, groups, seconds: float):
-  assert _seconds(kind, groups) == pytest.approx(seconds)
-  assert _seconds(kind, groups, executions=7) == pytest.approx(7 * seconds)
+def test_bytes_through_a_link(kind: str, group, size: float):
+  assert _link_bytes(kind, group) == pytest.approx(size)
+  assert _link_bytes(kind, group, executions=7) == pytest.approx(7 * size)
 
 
 def test_an_all_to_all_passes_through_a_quarter_of_a_ring():
-  devices = [types.SimpleNamespace(coords=[i]) for i in range(16)]
-  one = Collective('all-to-all', ((1000,),), 16_000_000, 1, _ALL)
-  seconds = roofline.collective_seconds(one, _CHIP, devices)
-  assert seconds == pytest.approx(15e6 * 4 / 2e10)
+  ring = [
+    types.SimpleNamespace(device_kind=_KIND, coords=[i]) for i in range(16)
+  ]
+  size = _link_bytes('all-to-all', _ALL, devices=ring)
+  assert size == pytest.approx(15e6 * 4 / 2)
 
 
-@pytest.mark.parametrize(
-  ('flops', 'hbm_bytes', 'executions', 'bound'),
-  [
-    (1e12, 5e10, 100, 'compute'),
-    (1e11, 5e10, 100, 'memory'),
-    (1e11, 1e9, 1000, 'network'),
-  ],
-)
-def test_the_longest_time_binds(
-  flops: float, hbm_bytes: float, executions: int, bound: str
-):
-  one = Collective('all-gather', ((1000,),), 16_000_000, executions, _ROW)
-  times = roofline.estimate(_CHIP, _DEVICES, flops, hbm_bytes, [one])
-  assert times.compute == flops / 1e12
-  assert times.memory == hbm_bytes / 1e11
-  assert times.network == pytest.approx(executions * 6e-4)
-  assert times.bound == bound
-  assert times.seconds == getattr(times, bound)
-  assert times.seconds_without_overlap == pytest.approx(sum(times))
+@pytest.mark.parametrize('bound', ['compute', 'memory', 'network'])
+def test_the_longest_time_binds(bound: str):
+  seconds = {'compute': 1.0, 'memory': 2.0, 'network': 3.0} | {bound: 4.0}
+  # Each sends 6 MB through a link.
+  executions = round(seconds['network'] * _CHIP.link_bandwidth / 6e6)
+  times = roofline.estimate(
+    _DEVICES,
+    seconds['compute'] * _CHIP.flops,
+    seconds['memory'] * _CHIP.hbm_bandwidth,
+    [Collective('all-gather', ((1000,),), 16_000_000, executions, _ROW)],
+  )
+  for name, value in seconds.items():
+    assert times[f'{name}_seconds'] == pytest.approx(value)
+  assert times['bound'] == bound
+  assert times['seconds'] == times[f'{bound}_seconds'] == pytest.approx(4)
+  assert times['seconds_without_overlap'] == pytest.approx(
+    sum(seconds.values())
+  )
 
 
 def _model_config(remat: str) -> ModelConfig:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from examples.plan import hlo
 from examples.plan.traffic import hbm_bytes
 
 _LOOP = """
@@ -51,7 +52,10 @@ ENTRY %main (x: f32[10,64]) -> (s32[], f32[10,64]) {
 def test_slices_count_and_memory_on_chip_does_not():
   # The slice is read and written, copied to the chip, added there, and written
   # in place of another.
-  assert hbm_bytes(textwrap.dedent(_LOOP)) == 10 * (2 + 1 + 0 + 1) * 4 * 64
+  assert (
+    hbm_bytes(hlo.parse(textwrap.dedent(_LOOP)))
+    == 10 * (2 + 1 + 0 + 1) * 4 * 64
+  )
 
 
 @pytest.mark.parametrize('length', [1, 6])
@@ -62,7 +66,7 @@ def test_a_loop_counts_by_its_turns(length: int):
     )[0]
 
   x = jax.ShapeDtypeStruct((1000,), 'float32')
-  moved = hbm_bytes(jax.jit(run).lower(x).compile().as_text())
+  moved = hbm_bytes(hlo.parse(jax.jit(run).lower(x).compile().as_text()))
   # Each turn reads and writes; before and after, XLA may copy.
   assert 8000 * length <= moved <= 8000 * (length + 2) + 1000
 
@@ -71,4 +75,4 @@ def test_without_loops_it_is_what_xla_says():
   x = jax.ShapeDtypeStruct((256, 256), 'float32')
   compiled = jax.jit(lambda x, y: x * 2 + y).lower(x, x).compile()
   expected = compiled.cost_analysis()['bytes accessed']
-  assert hbm_bytes(compiled.as_text()) == expected == 3 * 4 * 256**2
+  assert hbm_bytes(hlo.parse(compiled.as_text())) == expected == 3 * 4 * 256**2

@@ -1,0 +1,69 @@
+"""Documented commands that name a mesh, up to compilation."""
+
+import json
+import math
+import os
+from pathlib import Path
+import re
+import subprocess
+import sys
+
+import tyro
+
+from examples.plan.__main__ import Settings
+
+_ROOT = Path(__file__).parents[2]
+_PAGES = ('*.md', 'docs/*.md', 'examples/*/README.md')
+_COMMAND = re.compile(
+  r'-m examples\.(?:gpt2\.train|plan)((?:\s+--[\w-]+(?: +(?!-)[^\s`"]+)?)+)'
+)
+# On emulated devices that have the memory of a v5e chip.
+_TRACE = """
+import json, sys
+import jax, tyro
+from examples.gpt2.config import Config
+from examples.gpt2.data.batches import batch_shape
+from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.presets import resolve
+from examples.gpt2.run import memory
+from examples.gpt2.run.step import Trainer
+
+hardware.memory_bytes = lambda _: 15.75 * 2**30
+for flags, num_devices in json.loads(sys.argv[1]).items():
+  config = resolve(tyro.cli(Config, args=flags.split()))
+  mesh = sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
+  config = memory.fit(config, mesh)
+  Trainer(config, config.vocab_size, mesh)
+  micro_batches, rows, _ = batch_shape(config, mesh).shape
+  print(micro_batches * rows - config.batch_size)
+"""
+
+
+def _launches() -> dict[str, int]:
+  """Returns the trainer's flags in the documentation, and how many devices."""
+  launches = {}
+  for path in (path for page in _PAGES for path in _ROOT.glob(page)):
+    for flags in _COMMAND.findall(path.read_text().replace('\\\n', ' ')):
+      settings = tyro.cli(Settings, args=flags.split())
+      sizes = settings.config.mesh
+      if '--topology' in flags:
+        sizes = settings.topology.partition(':')[2]
+      if settings.config.mesh:
+        trainers = re.sub(r'--topology \S+', '', flags)
+        launches[trainers] = math.prod(map(int, re.findall(r'\d+', sizes)))
+  return launches
+
+
+def test_documented_launches_fit_their_meshes():
+  launches = _launches()
+  assert {8, 32, 256} <= set(launches.values())
+  done = subprocess.run(
+    [sys.executable, '-c', _TRACE, json.dumps(launches)],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=_ROOT,
+    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '256'},
+  )
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == ['0'] * len(launches)
