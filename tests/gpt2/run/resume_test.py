@@ -131,8 +131,8 @@ def test_a_signal_saves_a_checkpoint(
 ):
   flags = ['--data', config.data, '--out-dir', str(config.out_dir)]
   for name in ('vocab_size', 'num_layers', 'num_heads', 'width',
-               'context_length', 'batch_size', 'steps', 'eval_every',
-               'eval_sequences', 'cache_dir', 'watch_every',
+               'context_length', 'batch_size', 'micro_batch_size', 'steps',
+               'eval_every', 'eval_sequences', 'cache_dir', 'watch_every',
                'unroll'):  # fmt: skip
     flags += ['--' + name.replace('_', '-'), str(getattr(config, name))]
   with monkeypatch.context() as patch:
