@@ -117,7 +117,7 @@ class Diagnostics:
     if micro_batches > 1:
       return tokens_ABT
     shards = sharding.num_batch_shards(self._trainer.mesh)
-    parts = math.gcd(size // shards, _MAX_PARTS)
+    parts = math.gcd(size // shards, 8)
     # Each part takes sequences of all shards, so that none has to move.
     by_shard = tokens_ABT.reshape(shards, parts, -1, length)
     return jax.lax.with_sharding_constraint(
