@@ -5,9 +5,13 @@ from merit_optax._attention import AttentionStatistics, attention_statistics
 from merit_optax._clip import elementwise_clip
 from merit_optax._describe import describe
 from merit_optax._flax import flax_dimension_numbers
+from merit_optax._keep_norms import keep_matrix_norms
 from merit_optax._merit import merit
 from merit_optax._statistics import merit_statistics
-from merit_optax._trust_ratio import scale_by_max_norm_trust_ratio
+from merit_optax._trust_ratio import (
+  scale_by_l2_norm_trust_ratio,
+  scale_by_max_norm_trust_ratio,
+)
 
 __version__ = '0.1.0'
 
@@ -17,8 +21,10 @@ __all__ = (
   'describe',
   'elementwise_clip',
   'flax_dimension_numbers',
+  'keep_matrix_norms',
   'merit',
   'merit_statistics',
   'scale_by_adam',
+  'scale_by_l2_norm_trust_ratio',
   'scale_by_max_norm_trust_ratio',
 )

@@ -7,11 +7,8 @@ from typing import Any
 import jax
 
 from merit_optax._dimension_numbers import MatrixAxes, matrix_axes, path_name
-from merit_optax._trust_ratio import (
-  RATIOS,
-  WeightDimensionNumbers,
-  check_ratios,
-)
+from merit_optax._norms import RATIOS
+from merit_optax._trust_ratio import WeightDimensionNumbers, check_ratios
 
 _HEADER = ('parameter', 'shape', 'matrices', 'ratios', 'decayed')
 

@@ -13,12 +13,8 @@ from merit_optax._clip import elementwise_clip
 from merit_optax._describe import scaled_axes
 from merit_optax._dimension_numbers import MatrixAxes, path_name
 from merit_optax._merit import merit
-from merit_optax._trust_ratio import (
-  RATIOS,
-  check_ratios,
-  largest_ratio,
-  trust_ratios,
-)
+from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
+from merit_optax._trust_ratio import check_ratios
 
 
 def merit_statistics(
