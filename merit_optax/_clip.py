@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._norms import magnitude
 
 
 def elementwise_clip(
@@ -47,8 +48,9 @@ def elementwise_clip(
 
   def clip(update: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(update):
-      size = jnp.abs(update)
-      clipped = jnp.where(size > max_delta, update * (max_delta / size), update)
+      size = magnitude(update)
+      scale = max_delta / jnp.maximum(size, max_delta)
+      clipped = jnp.where(size > max_delta, update * scale, update)
     else:
       clipped = jnp.clip(update, jnp.negative(max_delta), max_delta)
     return clipped.astype(update.dtype)

@@ -64,11 +64,17 @@ def scale_by_max_norm_trust_ratio(
   the update that it would get alone. Unlike in Muon,
 
   - a parameter with fewer than two axes has the weight-wise ratio only,
-    whatever a spec says;
+    whichever axes a spec names;
   - with an empty ``reduction_axis`` a parameter has the weight-wise ratio over
     its output axes only: ``MuonDimensionNumbers((), (1,))`` suits biases
     stacked as (layers, features);
-  - ``None`` in a tree of specs means the weight-wise ratio over all axes.
+  - ``None`` in a tree of specs means the weight-wise ratio over all axes;
+  - ``MuonDimensionNumbers((), ())`` means that every element is a parameter of
+    its own, as in scalars stacked as (layers,).
+
+  Any sharding is right under ``jax.jit``. Inside of ``jax.shard_map`` a device
+  sees its own shards only, and takes their norms: wrong, without a word, unless
+  it holds whole matrices. Compute gradients there, and call ``update`` outside.
 
   Without any spec, a parameter with more than two axes is taken as a stack of
   matrices over its last two, and ``init`` warns. (The authors' code takes the
@@ -96,6 +102,10 @@ def scale_by_max_norm_trust_ratio(
     ValueError: If an argument is outside its range; by ``init`` and ``update``
       if a spec does not fit its parameter, and by ``update`` if it is called
       without ``params``.
+
+  Warns:
+    UserWarning: By ``init``, if nothing says which axes of a parameter with
+      more than two are its rows and columns.
 
   Examples:
     >>> import jax.numpy as jnp
