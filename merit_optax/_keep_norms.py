@@ -87,7 +87,8 @@ def keep_matrix_norms(
     5.0000
 
   References:
-    Hyperball: `arXiv 2606.16899 <https://arxiv.org/abs/2606.16899>`_, 2026.
+    Wen et al., `Fantastic Pretraining Optimizers and Where to Find Them II:
+    Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
   """
   if norm not in NORMS:
     raise ValueError(f'norm must be one of {sorted(NORMS)}, got {norm!r}.')

@@ -66,10 +66,12 @@ def settings_of_step(given: dict[str, Any], found: Found) -> dict[str, Any]:
 
 def leaves_with_moments(tree: Any, moments: Any) -> Any:
   """Returns a tree like the parameters, less those without a moment."""
-  paths = jax.tree_util.tree_leaves_with_path(moments)
-  if len(paths) == len(jax.tree.leaves(tree)):
+  names, all_names = (
+    {path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)}
+    for x in (moments, tree)
+  )
+  if not names < all_names:  # No part of it: trees of other types, or wrong.
     return tree
-  names = {path_keys(path) for path, _ in paths}
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x if path_keys(path) in names else optax.MaskedNode(), tree
   )

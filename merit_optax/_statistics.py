@@ -1,6 +1,7 @@
 """What MERIT would do to each parameter, on diagnostics steps."""
 
 from collections.abc import Callable, Collection
+import functools
 import inspect
 from typing import Any
 
@@ -141,6 +142,8 @@ def _leaf_statistics(
   axes: MatrixAxes | None,
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
+  if param.size == 0:
+    return {}
   parts: dict[str, jax.Array] = {}
   if axes is not None:
     ratios = check_ratios(settings['ratios'])
@@ -157,24 +160,25 @@ def _leaf_statistics(
     'trust_ratio_min': jnp.min(ratio),
     'trust_ratio_median': _median(ratio),
     'trust_ratio_max': jnp.max(ratio),
-    **_shares(parts, param.shape),
+    **_shares(parts),
     'clipped': jnp.mean(jnp.abs(update) > jnp.abs(clipped)),
     'update_to_weight': update_to_weight(moved, jnp.max(jnp.abs(param))),
   }
 
 
-def _shares(
-  parts: dict[str, jax.Array], shape: tuple[int, ...]
-) -> dict[str, jax.Array]:
+def _shares(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the share of elements that each ratio decides."""
   shares = {f'decided_by_{name}': jnp.zeros(()) for name in RATIOS}
   if not parts:
     return shares | {'fallback': jnp.zeros(())}
-  ratios = jnp.stack([jnp.broadcast_to(x, shape) for x in parts.values()])
-  is_void = jnp.max(ratios, axis=0) == jnp.inf
-  first = jnp.argmax(ratios, axis=0)
-  for i, name in enumerate(parts):
-    shares[f'decided_by_{name}'] = jnp.mean((first == i) & ~is_void)
+  # Broadcast by operators, which on a mesh of Explicit axes keep shardings.
+  largest = functools.reduce(jnp.maximum, parts.values())
+  is_void = largest == jnp.inf
+  is_open = ~is_void
+  for name, ratio in parts.items():
+    is_decided = is_open & (ratio == largest)
+    shares[f'decided_by_{name}'] = jnp.mean(is_decided)
+    is_open &= ~is_decided
   return shares | {'fallback': jnp.mean(is_void)}
 
 

@@ -410,7 +410,7 @@ def test_schedules_are_read_at_their_own_counts():
   watched = merit_optax.merit_statistics(**settings)(gradients, state, params)
   updates, _ = optimizer.update(gradients, state, params)
   _assert_moves(watched, updates, params)
-  assert watched['w/update_to_weight'] > 0.05
+  assert watched['w/update_to_weight'] > 0.01
   # The decay, which the ratio hides from the size of the step.
   constant = merit_optax.merit_statistics(0.1, weight_decay=2.0)
   expected = constant(gradients, state, params)
