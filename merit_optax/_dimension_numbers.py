@@ -127,7 +127,7 @@ def _level_of_the_caller() -> int:
   """Returns the stacklevel, for its caller, of the code that uses optax."""
   frame, level = inspect.currentframe(), 0
   while frame is not None and frame.f_back is not None:
-    if frame.f_globals['__name__'].split('.')[0] not in _LIBRARIES:
+    if frame.f_globals.get('__name__', '').split('.')[0] not in _LIBRARIES:
       break
     frame, level = frame.f_back, level + 1
   return level
