@@ -31,7 +31,10 @@ from benchmarks.rounds import (  # noqa: E402
 )
 from examples.gpt2.config import Config, Preset  # noqa: E402
 from examples.gpt2.devices import sharding  # noqa: E402
-from examples.gpt2.optim.optimizers import dimension_numbers  # noqa: E402
+from examples.gpt2.optim.optimizers import (  # noqa: E402
+  dimension_numbers,
+  muon_dimension_numbers,
+)
 from examples.gpt2.presets import resolve  # noqa: E402
 from examples.gpt2.run.command import columns  # noqa: E402
 from examples.gpt2.run.step import Trainer  # noqa: E402
@@ -139,7 +142,7 @@ def make_case(preset: Preset, layers: Layers, num_layers: int | None) -> Case:
 def _measure(case: Case, settings: Settings) -> list[dict[str, Any]]:
   """Compiles and times the optimizers' steps; prints and returns a table."""
   programs = {
-    name: compile_step(make_optimizer(name, case.layers), case)
+    name: compile_step(make_optimizer(name), case)
     for name in tqdm.tqdm(settings.optimizers, case.name, leave=False)
   }
   timings = {}
@@ -184,11 +187,9 @@ def _fits(case: Case, programs: dict[str, Program]) -> bool:
   return need <= has
 
 
-def make_optimizer(name: Name, layers: Layers) -> optax.GradientTransformation:
+def make_optimizer(name: Name) -> optax.GradientTransformation:
   """Returns an optimizer by its name, with weight decay."""
-  specs = functools.partial(
-    dimension_numbers, qkv='fused', stacked=layers == 'stacked'
-  )
+  specs = functools.partial(dimension_numbers, qkv='fused')
   return {
     'adamw': lambda: optax.adamw(_RATE, b2=0.95, weight_decay=0.01),
     'lamb': lambda: optax.lamb(_RATE, b2=0.95, weight_decay=0.01),
@@ -198,22 +199,11 @@ def make_optimizer(name: Name, layers: Layers) -> optax.GradientTransformation:
     'muon': lambda: optax.contrib.muon(
       _RATE,
       weight_decay=0.01,
-      muon_weight_dimension_numbers=lambda params: _of_hidden_matrices(
-        specs(params), params
+      muon_weight_dimension_numbers=functools.partial(
+        muon_dimension_numbers, qkv='fused'
       ),
     ),
   }[name]()
-
-
-def _of_hidden_matrices(specs: Any, params: Any) -> Any:
-  """Returns the specs of the layers' kernels, and None for the rest."""
-
-  def keep(path: tuple[Any, ...], _: Any, spec: Any) -> Any:
-    name = sharding.path_name(path)
-    is_kernel = name.startswith('blocks.') and name.endswith('.kernel')
-    return spec if is_kernel else None
-
-  return jax.tree.map_with_path(keep, params, specs)
 
 
 def compile_step(

@@ -18,7 +18,7 @@ from benchmarks.rounds import Timing, race, ratio, write_json
 from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.model.layers import padded_vocab_size
-from examples.gpt2.optim.diagnostics import Watch
+from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs
@@ -74,7 +74,7 @@ def main(args: list[str] | None = None) -> None:
     _title(name): _ours(_config(settings, name), settings)
     for name in settings.optimizers
   }
-  contenders['one watch step, merit'] = _watch(config)
+  contenders['one diagnostics step, merit'] = _diagnostics(config)
   peer = _peer(config, settings.steps)
   if peer is not None:
     contenders[_PEER] = peer
@@ -150,18 +150,18 @@ def _ours(config: Config, settings: Settings) -> Callable[[], None]:
   return run
 
 
-def _watch(config: Config) -> Callable[[], None]:
-  """Returns a function that takes one look at a step."""
+def _diagnostics(config: Config) -> Callable[[], None]:
+  """Returns a function that measures the diagnostics of a step."""
   mesh = sharding.make_mesh('')
   trainer = Trainer(config, config.vocab_size, mesh)
-  watch = Watch(config, trainer)
+  diagnostics = Diagnostics(config, trainer)
   batch = jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
   with jax.set_mesh(mesh):
     state = trainer.init()
 
   def run() -> None:
     with jax.set_mesh(mesh):
-      watch(state, batch)
+      diagnostics(state, batch)
 
   return run
 
@@ -229,7 +229,7 @@ def _rows(
   base = _PEER if _PEER in timings else next(iter(timings))
   rows = []
   for name, timing in timings.items():
-    steps = 1 if 'watch' in name else settings.steps
+    steps = 1 if 'diagnostics' in name else settings.steps
     speed = steps * config.batch_size * config.context_length / timing.median
     rows.append(
       {

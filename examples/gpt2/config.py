@@ -142,8 +142,8 @@ class Config:
   """Sequences of validation text in an evaluation, at the most."""
 
   watch_every: int | None = None
-  """Steps between looks at attention, updates and the gradient's noise; 0 for
-  none. Each costs about one more step."""
+  """Steps between diagnostics of attention, updates and the gradient's noise; 0
+  for none. Diagnostics of a step take about as long as the step."""
 
   not_finite: Literal['stop', 'skip'] = 'stop'
   """What to do when a loss or gradient is infinite or not a number: stop, or
@@ -157,7 +157,9 @@ class Config:
   its last checkpoint."""
 
   fresh: bool = False
-  """Start over, even if there are checkpoints of this run."""
+  """Start over, even if there are checkpoints of this run. What it left is
+  moved aside within the folder, not deleted. A job that Slurm requeues goes on
+  from the checkpoints that it has written itself."""
 
   checkpoint_every: int | None = None
   """Steps between checkpoints."""
@@ -182,23 +184,28 @@ class Config:
   form the axis 'data'."""
 
   micro_batch_size: int | None = None
-  """Sequences that all devices together process at once; gradients of a step
-  are accumulated over micro-batches."""
+  """Sequences that each shard of a batch (data * fsdp of the mesh) processes at
+  once; gradients of a step are accumulated over micro-batches. Default: on an
+  accelerator as many as its memory holds by an estimate, else the preset's."""
 
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of activations. Weights and moments are float32."""
 
   remat: Literal['none', 'dots', 'full'] = 'none'
-  """What the backward pass computes anew to save memory: nothing, all but
-  matrix products, or everything within a block."""
+  """What the backward pass recomputes to save memory (rematerialization):
+  nothing, all but matrix products, or everything within a block."""
 
   unroll: int | None = None
   """Layers that are compiled one by one, rather than as one loop: quicker steps
   for small models, longer compilation."""
 
+  distributed: Literal['auto', 'on', 'off'] = 'auto'
+  """Whether other processes take part: auto asks jax, which finds those of TPU
+  pods, Slurm, Open MPI and Kubernetes; on fails where it finds none."""
+
   coordinator: str | None = None
-  """Address and port of process 0, such as '10.0.0.1:1234', when several
-  processes train together. Found without it on TPU pods and under Slurm."""
+  """Address and port of process 0, such as '10.0.0.1:1234', for processes that
+  jax does not find."""
 
   num_processes: int | None = None
   """Number of processes, with --coordinator."""

@@ -11,8 +11,8 @@ import safetensors.numpy
 import tyro
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.corpus import END_OF_TEXT
-from examples.gpt2.data.tokenizer import new_folder
+from examples.gpt2.data.tokenizer import END_OF_TEXT
+from examples.gpt2.data.tokens import new_folder
 from examples.gpt2.model.files import (
   TOKENIZER,
   Model,

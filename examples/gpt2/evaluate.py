@@ -18,8 +18,9 @@ import tyro
 
 from examples.gpt2.config import UsageError, flag
 from examples.gpt2.data.batches import validation_starts, windows
-from examples.gpt2.data.corpus import END_OF_TEXT, load_corpus
-from examples.gpt2.data.tokenizer import MAX_VOCAB_SIZE, TOKEN_DTYPE, encode
+from examples.gpt2.data.documents import load_corpus
+from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
+from examples.gpt2.data.tokens import map_tokens
 from examples.gpt2.model.files import Model, as_module, load_model
 from examples.gpt2.model.layers import ModelConfig
 from examples.gpt2.model.loss import token_losses
@@ -160,22 +161,13 @@ def _read(data: str, model: Model) -> HeldOut:
   """Reads val.bin, or tokenizes the held-out part of a text."""
   path = Path(data).expanduser() / 'val.bin'
   if path.is_file():
-    return HeldOut(_map_tokens(path), None)
+    return HeldOut(map_tokens(path), None)
   if model.tokenizer is None:
     raise UsageError(
       f'--data {data} holds no val.bin, and the model has no tokenizer for '
       'text: expected a folder with val.bin.'
     )
   return _tokenize(load_corpus(data).validation, model.tokenizer)
-
-
-def _map_tokens(path: Path) -> np.ndarray:
-  size = path.stat().st_size
-  if size % TOKEN_DTYPE.itemsize or not size:
-    raise UsageError(
-      f'{path} has {size} bytes: expected uint16 tokens, an even number.'
-    )
-  return np.memmap(path, TOKEN_DTYPE, mode='r')
 
 
 def _tokenize(

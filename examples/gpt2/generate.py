@@ -13,7 +13,7 @@ import tokenizers
 import tyro
 
 from examples.gpt2.config import UsageError, flag
-from examples.gpt2.data.corpus import END_OF_TEXT
+from examples.gpt2.data.tokenizer import END_OF_TEXT
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.model.decoding import generate_tokens
 from examples.gpt2.model.files import Model, load_model

@@ -1,51 +1,53 @@
 """Pictures of runs: python -m examples.gpt2.plot RUN [RUN ...] --out FILE."""
 
-from collections.abc import Callable
-import dataclasses
+import collections
 from pathlib import Path
 from typing import Any
 
 import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+import numpy as np
+import tyro
 
-matplotlib.use('Agg')
-from matplotlib import pyplot as plt  # noqa: E402
-import tyro  # noqa: E402
-
-from examples.gpt2.config import UsageError  # noqa: E402
-from examples.gpt2.run.command import exit_on_error  # noqa: E402
-from examples.gpt2.run.folder import RunFolder  # noqa: E402
+from examples.gpt2.config import UsageError
+from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.run.folder import RunFolder
 
 _FORMATS = ('.png', '.pdf', '.svg')
+_PANELS = {
+  'loss (nats per token)': ('unigram_entropy', 'train_loss', 'val_loss'),
+  'max attention logit': ('max_attention_logit',),
+  'attention entropy (nats)': ('attention_entropy',),
+  'gradient norm': ('gradient_norm', 'layers/gradient_norm'),
+  'update norm / weight norm': ('layers/update_to_weight',),
+  'share of clipped elements': ('layers/clipped',),
+}
+_LOGARITHMIC = ('max attention logit', 'gradient norm')
 
-Line = dict[str, Any]
-Values = Callable[[Line], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlotConfig:
-  """Draws the curves of one run by layer, or lays several over each other."""
-
-  runs: tyro.conf.Positional[tuple[Path, ...]]
-  """Folders of runs, finished or not."""
-
-  out: Path = Path('curves.png')
-  """Picture to write: png, pdf or svg."""
+Series = dict[str, dict[int, Any]]
+"""Values of a run by metric and step."""
 
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line; status 2 for a folder that holds no run."""
-  config = tyro.cli(PlotConfig, args=args, prog='python -m examples.gpt2.plot')
   with exit_on_error():
-    plot_runs(config.runs, config.out)
-    print(config.out)
+    print(tyro.cli(plot_runs, args=args, prog='python -m examples.gpt2.plot'))
 
 
-def plot_runs(runs: tuple[Path, ...], out: Path) -> None:
+def plot_runs(
+  runs: tyro.conf.Positional[tuple[Path, ...]], out: Path = Path('curves.png')
+) -> Path:
   """Draws one run by layer, or several over each other.
 
+  Of several runs, the layer with the largest value is drawn at each step.
+
   Args:
-    runs: Folders of runs.
-    out: Where to write the picture.
+    runs: Folders of runs, finished or not.
+    out: Picture to write: png, pdf or svg.
+
+  Returns:
+    The picture.
 
   Raises:
     UsageError: If there is no run, or a folder holds none.
@@ -54,15 +56,12 @@ def plot_runs(runs: tuple[Path, ...], out: Path) -> None:
     raise UsageError('Name the folder of a run, or of several.')
   if out.suffix not in _FORMATS:
     raise UsageError(f'--out must end in one of {_FORMATS}, got {out}.')
-  found = {str(run): _read(run) for run in runs}
-  if len(runs) > 1:
-    _plot_together({name: lines for name, (lines, _) in found.items()}, out)
-    return
-  ((name, (lines, settings)),) = found.items()
-  plot_run(out, lines, name, settings['corpus']['unigram_entropy'])
+  figure = _figure({str(run): _read(run) for run in runs})
+  figure.savefig(out, dpi=120)
+  return out
 
 
-def _read(run: Path) -> tuple[list[Line], dict[str, Any]]:
+def _read(run: Path) -> Series:
   folder = RunFolder(run)
   try:
     lines, settings = folder.read_metrics(), folder.read_settings()
@@ -70,128 +69,67 @@ def _read(run: Path) -> tuple[list[Line], dict[str, Any]]:
     raise UsageError(f'{run} holds no run: {error.filename}?') from error
   if not lines:
     raise UsageError(f'{run} has not logged a step yet.')
-  return lines, settings
+  entropy = {'unigram_entropy': settings['corpus']['unigram_entropy']}
+  series: Series = collections.defaultdict(dict)
+  for line in lines:
+    layers = {f'layers/{k}': v for k, v in line.get('layers', {}).items()}
+    for metric, value in {**line, **layers, **entropy}.items():
+      series[metric][line['step']] = value
+  return series
 
 
-def plot_run(
-  path: Path, lines: list[Line], title: str, unigram_entropy: float
-) -> None:
-  """Draws losses and, by layer, what the watch steps saw.
-
-  Args:
-    path: Where to write the picture.
-    lines: Lines of metrics.jsonl.
-    title: Title of the picture.
-    unigram_entropy: Entropy of the token frequencies, nats a token.
-  """
+def _figure(runs: dict[str, Series]) -> Figure:
   panels = {
-    'max attention logit': _of('max_attention_logit'),
-    'attention entropy (nats)': _of('attention_entropy'),
-    'gradient norm by layer': _of('layers', 'gradient_norm'),
-    'update norm / weight norm': _of('layers', 'update_to_weight'),
-    'share of clipped elements': _of('layers', 'clipped'),
+    label: metrics
+    for label, metrics in _PANELS.items()
+    if any(metric in series for metric in metrics for series in runs.values())
   }
-  panels = {k: v for k, v in panels.items() if any(map(v, lines))}
-  figure, axes = _grid(1 + len(panels), title)
-  _plot_losses(axes[0], lines, unigram_entropy)
-  for one, (label, values) in zip(axes[1:], panels.items(), strict=True):
-    _plot_layers(one, lines, values)
-    one.set_ylabel(label)
-  axes[1 if panels else 0].set_yscale('log')
-  _save(figure, axes, path)
+  rows = -(-len(panels) // 3)
+  columns = -(-len(panels) // rows)
+  figure = Figure((5 * columns, 3.5 * rows), layout='constrained')
+  if len(runs) == 1:
+    figure.suptitle(*runs)
+  for i, (label, metrics) in enumerate(panels.items(), start=1):
+    axes = figure.add_subplot(rows, columns, i, xlabel='step', ylabel=label)
+    _draw(axes, runs, metrics)
+    axes.set_yscale('log' if label in _LOGARITHMIC else 'linear')
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False, fontsize=8)
+  return figure
 
 
-def _plot_together(runs: dict[str, list[Line]], path: Path) -> None:
-  """Draws runs over each other, the layers of each as their maximum."""
-  panels: dict[str, Values] = {
-    'validation loss (nats per token)': _of('val_loss'),
-    'train loss (nats per token)': _of('train_loss'),
-    'largest attention logit': lambda m: max(
-      (x for x in m.get('max_attention_logit', []) if x is not None),
-      default=None,
-    ),
-    'gradient norm': _of('gradient_norm'),
-  }
-  figure, axes = _grid(len(panels), '')
-  for one, (label, values) in zip(axes, panels.items(), strict=True):
-    one.set_ylabel(label)
-    for name, lines in runs.items():
-      _plot_values(one, lines, values, label=name)
-  axes[2].set_yscale('log')
-  axes[3].set_yscale('log')
-  _save(figure, axes, path)
-
-
-def _of(*keys: str) -> Values:
-  """Returns a function that looks up nested keys, None if one is missing."""
-
-  def look_up(line: Line) -> Any:
-    value: Any = line
-    for key in keys:
-      value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-  return look_up
-
-
-def _grid(count: int, title: str) -> tuple[plt.Figure, list[plt.Axes]]:
-  rows = -(-count // 3)
-  columns = -(-count // rows)
-  figure, axes = plt.subplots(
-    rows, columns, figsize=(5 * columns, 3.5 * rows), squeeze=False
-  )
-  figure.suptitle(title)
-  for unused in axes.flat[count:]:
-    unused.remove()
-  return figure, list(axes.flat[:count])
-
-
-def _plot_losses(
-  axes: plt.Axes, lines: list[Line], unigram_entropy: float
+def _draw(
+  axes: Axes, runs: dict[str, Series], metrics: tuple[str, ...]
 ) -> None:
-  _plot_values(axes, lines, _of('train_loss'), label='train', lw=0.7)
-  _plot_values(axes, lines, _of('val_loss'), label='validation', marker='o')
-  axes.axhline(unigram_entropy, color='gray', ls='--', label='unigram entropy')
-  axes.set_ylabel('loss (nats per token)')
+  for i, (run, series) in enumerate(runs.items()):
+    present = [metric for metric in metrics if metric in series]
+    for metric in present:
+      # Null, which was not finite, becomes NaN: a gap.
+      values = np.array([*series[metric].values()], float)
+      if len(runs) > 1:
+        values = np.fmax.reduce(np.atleast_2d(values.T))
+        label = run if metric == present[-1] else ''
+        style = dict(color=f'C{i}', label=label)
+      elif values.ndim > 1:
+        shades = np.linspace(0, 0.9, values.shape[1])
+        axes.set_prop_cycle(color=matplotlib.colormaps['viridis'](shades))
+        style = dict(label=_layer_names(len(shades)))
+      else:
+        style = dict(label=metric.replace('_', ' '))
+      style |= _style(metric, len(values))
+      axes.plot([*series[metric]], values, **style)
 
 
-def _plot_layers(axes: plt.Axes, lines: list[Line], values: Values) -> None:
-  seen = [line for line in lines if values(line) is not None]
-  count = len(values(seen[0]))
+def _style(metric: str, num_points: int) -> dict[str, Any]:
+  if metric == 'unigram_entropy':
+    return dict(color='gray', linestyle='--')
+  return dict(lw=0.7) if num_points > 100 else dict(marker='o', markersize=3)
+
+
+def _layer_names(count: int) -> list[str]:
   # A legend of many layers would hide the curves.
   named = range(count) if count <= 6 else (0, count // 2, count - 1)
-  for layer in range(count):
-    axes.plot(
-      [line['step'] for line in seen],
-      [values(line)[layer] for line in seen],
-      color=plt.cm.viridis(layer / count),
-      marker='o',
-      markersize=3,
-      label=f'layer {layer + 1}' if layer in named else '',
-    )
-
-
-def _plot_values(
-  axes: plt.Axes, lines: list[Line], values: Values, **style: Any
-) -> None:
-  seen = [line for line in lines if values(line) is not None]
-  axes.plot(
-    [line['step'] for line in seen],
-    [values(line) for line in seen],
-    markersize=3,
-    **style,
-  )
-
-
-def _save(figure: plt.Figure, all_axes: list[plt.Axes], path: Path) -> None:
-  for axes in all_axes:
-    axes.set_xlabel('step')
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-      axes.legend(frameon=False, fontsize=8)
-  figure.tight_layout()
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+  return [f'layer {i + 1}' if i in named else '' for i in range(count)]
 
 
 if __name__ == '__main__':

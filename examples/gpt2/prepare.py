@@ -1,32 +1,34 @@
 """Makes token files from text: python -m examples.gpt2.prepare --help."""
 
+from collections.abc import Iterator
 import dataclasses
 import hashlib
 import heapq
 import os
 from pathlib import Path
-from typing import NamedTuple
 
 import tokenizers
 import tyro
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.documents import (
-  DocumentReader,
-  in_groups,
-  read_with_progress,
-)
+from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.tokenizer import (
+  END_OF_TEXT,
   MAX_VOCAB_SIZE,
-  TOKEN_DTYPE,
-  encode,
-  load_tokenizer,
-  new_folder,
+  read_tokenizer,
   train_tokenizer,
+)
+from examples.gpt2.data.tokens import (
+  PARTS,
+  map_tokens,
+  new_folder,
+  write_tokens,
 )
 from examples.gpt2.run.command import exit_on_error, table
 
 _GPT2_VOCAB_SIZE = 50257
+# All characters of up to two bytes, many of more: each byte that UTF-8 has.
+_PROBE = ''.join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 999)]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,24 +72,6 @@ class PrepareConfig:
   field, instead of stopping at the first."""
 
 
-class Prepared(NamedTuple):
-  """What was made.
-
-  Attributes:
-    documents: Number of documents to train on, and held out.
-    tokens: Number of tokens to train on, and held out.
-    num_bytes: Size of the text of all documents in UTF-8.
-    num_skipped: Number of documents that could not be read.
-    vocab_size: Number of token identifiers.
-  """
-
-  documents: tuple[int, int]
-  tokens: tuple[int, int]
-  num_bytes: int
-  num_skipped: int
-  vocab_size: int
-
-
 def main(args: list[str] | None = None) -> None:
   """Runs the command line.
 
@@ -103,35 +87,44 @@ def main(args: list[str] | None = None) -> None:
   )
   os.environ['TOKENIZERS_PARALLELISM'] = 'true'
   with exit_on_error():
-    print(table(_rows(config, prepare(config))))
+    print(table(prepare(config)))
 
 
-def prepare(config: PrepareConfig) -> Prepared:
+def prepare(config: PrepareConfig) -> dict[str, str]:
   """Makes the token files of a corpus, all or nothing.
 
   Args:
     config: Settings as the user gave them.
 
   Returns:
-    What was made.
+    What was made, for people, as names and values.
 
   Raises:
     UsageError: If settings or text are wrong, or a part would be empty.
-    OSError: If a file cannot be read or written.
+    OSError: If a file cannot be read or written, or ``--out-dir`` is not empty.
   """
   _check(config)
   reader = DocumentReader(config.data, config.text_field, config.skip_bad)
   with new_folder(config.out_dir.expanduser().resolve()) as folder:
     tokenizer = _make_tokenizer(reader, config)
-    tokenizer.save(str(folder / 'tokenizer.json'))
-    prepared = _write_tokens(reader, tokenizer, config, folder)
-    if not all(prepared.documents):
+    documents = write_tokens(folder, tokenizer, _split(reader, config))
+    if not all(documents):
       raise UsageError(
         'Of the {} documents to train on and {} to hold out one part is '
         'empty: give more text to --data, or another --validation-share than '
-        '{}.'.format(*prepared.documents, config.validation_share)
+        '{}.'.format(*documents, config.validation_share)
       )
-  return prepared
+    tokens = [len(map_tokens(folder / part)) for part in PARTS]
+  counts = '{:,} to train on, {:,} held out'
+  return {
+    'documents': counts.format(*documents)
+    + f', {reader.num_skipped:,} left out as not readable',
+    'tokens': counts.format(*tokens),
+    'text': f'{reader.num_bytes:,} bytes, '
+    f'{reader.num_bytes / sum(tokens):.2f} bytes per token',
+    'vocabulary': f'{tokenizer.get_vocab_size():,} tokens',
+    'results': str(config.out_dir),
+  }
 
 
 def _check(config: PrepareConfig) -> None:
@@ -152,12 +145,6 @@ def _check(config: PrepareConfig) -> None:
     raise UsageError(
       f'--sample-bytes must be at least 1, got {config.sample_bytes}.'
     )
-  out_dir = config.out_dir.expanduser()
-  if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
-    raise UsageError(
-      f'--out-dir {out_dir} is there and not an empty folder: choose another, '
-      'or delete it.'
-    )
 
 
 def _make_tokenizer(
@@ -165,28 +152,35 @@ def _make_tokenizer(
 ) -> tokenizers.Tokenizer:
   """Reads the tokenizer that the settings name, or trains one."""
   if config.tokenizer:
-    tokenizer = load_tokenizer(config.tokenizer.expanduser())
+    tokenizer = _read_tokenizer(config.tokenizer.expanduser())
   else:
-    tokenizer = train_tokenizer(
-      _sample(reader, config), config.vocab_size or _GPT2_VOCAB_SIZE
-    )
+    vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
+    tokenizer = train_tokenizer(_sample(reader, config), vocab_size)
   # A document that spells the end-of-text token out does not end there.
   tokenizer.encode_special_tokens = True
   return tokenizer
 
 
-def _hash(text: str) -> tuple[float, float]:
-  """Returns two numbers in [0, 1], for the split and for the sample."""
-  digest = hashlib.sha256(text.encode()).digest()
-  split, sample = (int.from_bytes(digest[i : i + 8]) for i in (0, 8))
-  return split / 2**64, sample / 2**64
+def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
+  """Reads a tokenizer that loses neither text nor tokens."""
+  tokenizer = read_tokenizer(path, MAX_VOCAB_SIZE)
+  if tokenizer.token_to_id(END_OF_TEXT) is None:
+    raise UsageError(f'--tokenizer {path} has no token {END_OF_TEXT}.')
+  tokenizer.add_special_tokens([END_OF_TEXT])
+  ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
+  if tokenizer.decode(ids) != _PROBE:
+    raise UsageError(
+      f'--tokenizer {path} does not give back each text that it takes: '
+      "expected a byte-level one, as GPT-2's."
+    )
+  return tokenizer
 
 
 def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:
   """Returns the training documents of the smallest hashes, in their order."""
   heap: list[tuple[float, int, str]] = []
   total = 0
-  for text in read_with_progress(reader, 'choosing text for the vocabulary'):
+  for text in reader.read('choosing text for the vocabulary'):
     split, order = _hash(text)
     if split < config.validation_share:
       continue
@@ -198,48 +192,20 @@ def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:
   return [text for *_, text in sorted(heap, reverse=True)]
 
 
-def _write_tokens(
-  reader: DocumentReader,
-  tokenizer: tokenizers.Tokenizer,
-  config: PrepareConfig,
-  folder: Path,
-) -> Prepared:
-  """Writes train.bin and val.bin."""
-  documents, num_bytes = [0, 0], 0
-  with (
-    (folder / 'train.bin').open('wb') as train,
-    (folder / 'val.bin').open('wb') as validation,
-  ):
-    for texts in in_groups(read_with_progress(reader, 'tokenizing')):
-      parts: tuple[list[str], list[str]] = ([], [])
-      for text in texts:
-        parts[_hash(text)[0] < config.validation_share].append(text)
-        num_bytes += len(text.encode())
-      for i, file in enumerate((train, validation)):
-        encode(tokenizer, parts[i]).tofile(file)
-        documents[i] += len(parts[i])
-    sizes = train.tell(), validation.tell()
-  return Prepared(
-    documents=(documents[0], documents[1]),
-    tokens=(sizes[0] // TOKEN_DTYPE.itemsize, sizes[1] // TOKEN_DTYPE.itemsize),
-    num_bytes=num_bytes,
-    num_skipped=reader.num_skipped,
-    vocab_size=tokenizer.get_vocab_size(),
-  )
+def _split(
+  reader: DocumentReader, config: PrepareConfig
+) -> Iterator[tuple[str, str]]:
+  """Yields the part of each document and its text."""
+  for text in reader.read('tokenizing'):
+    is_held_out = _hash(text)[0] < config.validation_share
+    yield PARTS[is_held_out], text
 
 
-def _rows(config: PrepareConfig, prepared: Prepared) -> dict[str, str]:
-  """Returns what a person wants to know of the result."""
-  counts = '{:,} to train on, {:,} held out'
-  per_token = prepared.num_bytes / sum(prepared.tokens)
-  return {
-    'documents': counts.format(*prepared.documents)
-    + f', {prepared.num_skipped:,} left out as not readable',
-    'tokens': counts.format(*prepared.tokens),
-    'text': f'{prepared.num_bytes:,} bytes, {per_token:.2f} bytes per token',
-    'vocabulary': f'{prepared.vocab_size:,} tokens',
-    'results': str(config.out_dir),
-  }
+def _hash(text: str) -> tuple[float, float]:
+  """Returns two numbers in [0, 1], for the split and for the sample."""
+  digest = hashlib.sha256(text.encode()).digest()
+  split, sample = (int.from_bytes(digest[i : i + 8]) for i in (0, 8))
+  return split / 2**64, sample / 2**64
 
 
 if __name__ == '__main__':

@@ -82,7 +82,29 @@ _NOT_IDENTITY = (
   'data', 'cache_dir', 'out_dir', 'fresh', 'checkpoint_every', 'keep',
   'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
-  'num_processes', 'process_id', 'init_from',
+  'distributed', 'num_processes', 'process_id', 'init_from',
+)  # fmt: skip
+
+
+_COUNTS = (
+  'num_layers', 'num_heads', 'width', 'mlp_width', 'context_length',
+  'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
+  'checkpoint_every', 'keep', 'unroll',
+)  # fmt: skip
+
+# Settings, what is accepted in words, and whether a value is.
+_RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
+  (_COUNTS, 'at least 1', lambda x: x is None or x >= 1),
+  (('watch_every', 'weight_decay', 'min_norm'), 'finite and at least 0',
+   lambda x: 0 <= x < math.inf),
+  (('learning_rate', 'max_gradient_norm'), 'finite and above 0',
+   lambda x: 0 < x < math.inf),
+  (('b1', 'b2'), 'in [0, 1)', lambda x: 0 <= x < 1),
+  (('clip_threshold',), 'above 0', lambda x: x > 0),
+  (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
+  (('seed',), 'in [0, 2**32)', lambda x: 0 <= x < 2**32),
+  (('vocab_size',), 'in [257, 65536]', lambda x: 257 <= x <= 65536),
+  (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
 
 
@@ -93,29 +115,30 @@ def resolve(config: Config) -> Config:
     config: Settings as the user gave them.
 
   Returns:
-    The same settings, with the defaults of preset and optimizer.
+    The same settings, with the defaults of preset and optimizer; the
+    micro-batch, which depends on the mesh, may still be None.
 
   Raises:
     UsageError: If a setting is out of its range, or does not fit another.
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
+  del defaults['micro_batch_size']
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
   if config.optimizer == 'merit':
     steps = defaults['steps'] if config.steps is None else config.steps
     defaults['learning_rate'] = _merit_rate(steps)
-  missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
-  if 'batch_size' not in missing and 'micro_batch_size' in missing:
-    missing['micro_batch_size'] = math.gcd(
-      config.batch_size, defaults['micro_batch_size']
-    )
-  config = dataclasses.replace(config, **missing)
+  config = dataclasses.replace(
+    config, **{k: v for k, v in defaults.items() if getattr(config, k) is None}
+  )
   if config.mlp_width is None:
     config = dataclasses.replace(config, mlp_width=_mlp_width(config))
-  _check_ranges(config)
-  _check_divides('micro_batch_size', 'batch_size', config)
-  _check_divides('num_heads', 'width', config)
-  _check_rotary(config)
+  for names, accepted, holds in _RANGES:
+    for name in names:
+      value = getattr(config, name)
+      if not holds(value):
+        raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
+  _check_heads(config)
   _check_fits_optimizer(config)
   _check_processes(config)
   return config
@@ -140,53 +163,14 @@ def _mlp_width(config: Config) -> int:
   return 4 * config.width
 
 
-def _check_ranges(config: Config) -> None:
-  """Raises ``UsageError`` for a setting out of its range."""
-  counts = (
-    'num_layers', 'num_heads', 'width', 'mlp_width', 'context_length',
-    'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
-    'checkpoint_every', 'keep', 'unroll',
-  )  # fmt: skip
-  for name in counts:
-    _check(config, name, 'at least 1', lambda x: x >= 1)
-  for name in ('watch_every', 'weight_decay', 'min_norm'):
-    _check(config, name, 'finite and at least 0', lambda x: 0 <= x < math.inf)
-  for name in ('learning_rate', 'max_gradient_norm'):
-    _check(config, name, 'finite and above 0', lambda x: 0 < x < math.inf)
-  for name in ('b1', 'b2'):
-    _check(config, name, 'in [0, 1)', lambda x: 0 <= x < 1)
-  _check(config, 'clip_threshold', 'above 0', lambda x: x > 0)
-  _check(config, 'warmup_share', 'in [0, 1]', lambda x: 0 <= x <= 1)
-  _check(config, 'seed', 'in [0, 2**32)', lambda x: 0 <= x < 2**32)
-  _check(config, 'vocab_size', 'in [257, 65536]', lambda x: 257 <= x <= 65536)
-  _check(
-    config,
-    'ratios',
-    "out of 'weight', 'row' and 'column'",
-    lambda x: len(x) > 0,
-  )
-
-
-def _check(
-  config: Config, name: str, accepted: str, holds: Callable[[Any], bool]
-) -> None:
-  value = getattr(config, name)
-  if not holds(value):
-    raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
-
-
-def _check_divides(divisor: str, dividend: str, config: Config) -> None:
-  """Raises ``UsageError`` unless one setting divides another."""
-  a, b = getattr(config, divisor), getattr(config, dividend)
-  if b % a:
+def _check_heads(config: Config) -> None:
+  """Raises ``UsageError`` unless heads split the width, llama's in pairs."""
+  head_width, rest = divmod(config.width, config.num_heads)
+  if rest:
     raise UsageError(
-      f'{flag(divisor)} must divide {flag(dividend)}, got {a} and {b}.'
+      f'--num-heads must divide --width, got {config.num_heads} and '
+      f'{config.width}.'
     )
-
-
-def _check_rotary(config: Config) -> None:
-  """Raises ``UsageError`` unless rotary positions find pairs to turn."""
-  head_width = config.width // config.num_heads
   if config.architecture == 'llama' and head_width % 2:
     raise UsageError(
       '--width must be an even multiple of --num-heads with --architecture '
@@ -208,13 +192,11 @@ def _check_fits_optimizer(config: Config) -> None:
 def _check_processes(config: Config) -> None:
   """Raises ``UsageError`` unless the flags of the processes belong together."""
   values = config.coordinator, config.num_processes, config.process_id
-  if any(x is None for x in values) and any(x is not None for x in values):
+  if None in values and any(x is not None for x in values):
     raise UsageError(
       '--coordinator, --num-processes and --process-id must be given together.'
     )
-  if config.num_processes is not None and not (
-    0 <= config.process_id < config.num_processes
-  ):
+  if None not in values and not 0 <= config.process_id < config.num_processes:
     raise UsageError(
       f'--process-id must be in [0, {config.num_processes}), the number of '
       f'processes, got {config.process_id}.'

@@ -5,17 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import tyro
 
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import save_model
 from examples.gpt2.optim.optimizers import merit_settings
-from examples.gpt2.plot import plot_run
+from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import memory, report
 from examples.gpt2.run.command import exit_on_error
@@ -58,22 +57,20 @@ def train(config: Config) -> RunFolder:
     StoppedError: After SIGTERM or control-C; a checkpoint has been saved.
   """
   config = resolve(config)
-  hardware.connect(config)
+  connect(config)
   mesh = sharding.make_mesh(config.mesh)
-  sharding.check_sizes(mesh, config)
+  config = memory.fit(config, mesh)
   tokens = load_tokens(config)
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
-  is_writer = jax.process_index() == 0
-  with RunFolder(path, is_writer=is_writer) as folder:
+  with RunFolder(path) as folder:
     folder.start(settings, fresh=config.fresh)
-    multihost_utils.sync_global_devices('the folder is there')
     if folder.finished:
-      hardware.say(f'This run has been done: {path}')
+      say(f'This run has been done: {path}')
     else:
       _run(trainer, config, tokens, folder)
-    if is_writer:
+    if is_first():
       print(report.after(folder))
   return folder
 
@@ -82,9 +79,9 @@ def _run(
   trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
 ) -> None:
   """Says what is to come, trains, and writes the results."""
-  hardware.say(report.before(config, tokens, trainer, folder))
+  say(report.before(config, tokens, trainer, folder))
   if config.describe:
-    hardware.say('\n' + _describe(trainer, config) + '\n')
+    say('\n' + _describe(trainer, config) + '\n')
   with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
     params = Loop(trainer, config, tokens, folder).run()
   _finish(trainer, config, tokens, folder, params)
@@ -150,29 +147,24 @@ def _finish(
   params: Any,
 ) -> None:
   """Writes weights, picture and, last, the sample."""
-  # One by one, since a device may have no room for all of them.
-  gather = jax.jit(lambda x: x, out_shardings=sharding.replicated(trainer.mesh))
-  gathered = jax.tree.map(lambda x: np.asarray(gather(x)), params)
-  if jax.process_index() > 0:
-    return
-  save_model(
-    folder.path,
-    trainer.model_config,
-    tokens.vocab_size,
-    gathered,
-    tokens.tokenizer,
-  )
-  plot_run(
-    folder.picture,
-    folder.read_metrics(),
-    f'{config.preset}, {config.optimizer}',
-    tokens.unigram_entropy,
-  )
-  folder.write_sample(
-    sample_text(
-      trainer.model, gathered, tokens, config.context_length, config.seed
+  arrays = jax.tree.map(sharding.to_host, params)
+
+  def write() -> None:
+    save_model(
+      folder.path,
+      trainer.model_config,
+      tokens.vocab_size,
+      arrays,
+      tokens.tokenizer,
     )
-  )
+    plot_runs((folder.path,), folder.picture)
+    folder.write_sample(
+      sample_text(
+        trainer.model, arrays, tokens, config.context_length, config.seed
+      )
+    )
+
+  on_first(write)
 
 
 if __name__ == '__main__':

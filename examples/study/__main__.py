@@ -5,28 +5,34 @@ from pathlib import Path
 import statistics
 from typing import Annotated, Any, Literal
 
+import jax
 import tyro
 
-from examples.gpt2.config import UsageError, flag
+from examples.gpt2.config import Config, UsageError, flag
 from examples.gpt2.data.tokens import load_tokens
-from examples.gpt2.devices import hardware
+from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import exit_on_error
 from examples.study import report
-from examples.study.plans import Plan, carry_out, count_runs, together
+from examples.study.plans import Plan, count_runs, execute, gather
 from examples.study.runner import Runner
 from examples.study.scales import SCALES, Scale
 from examples.study.store import Store
 
 Name = Literal['all', *report.EXPERIMENTS, 'report']
 _FOLDER = Path(__file__).parent
+_FOR_TRAINER = (
+  'data', 'mesh', 'micro_batch_size', 'dtype', 'remat', 'distributed',
+  'coordinator', 'num_processes', 'process_id',
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
   """Runs an experiment of the paper, and writes its figures and RESULTS.md.
 
-  Runs that have a result are not repeated, so that a killed study goes on, and
-  experiments share runs. The flags after --plan-only go to the trainer.
+  Runs that have a result are not repeated, so a killed study goes on where it
+  was, and experiments share runs. The flags after --plan-only go to the
+  trainer.
   """
 
   name: Annotated[Name, tyro.conf.Positional] = 'all'
@@ -37,11 +43,12 @@ class Settings:
   paper's (OpenWebText in nanoGPT's format, see --data)."""
 
   results: Path | None = None
-  """Folder of the results, a JSON file for each run. Default: beside this
-  command, by scale."""
+  """Folder of the results: SCALE.jsonl has a line for each run, and the folder
+  SCALE the figures and RESULTS.md. Default: results/ beside this command, with
+  the report of nano beside it."""
 
   work: Path = Path('runs/study')
-  """Folder of runs that are not finished, with their logs and checkpoints."""
+  """Folder of unfinished runs, with their logs and checkpoints."""
 
   jobs: int | None = None
   """Runs at once, each on a CPU core of its own. Default: as many as cores at
@@ -60,13 +67,27 @@ class Settings:
   """Device mesh, as for the trainer."""
 
   micro_batch_size: int | None = None
-  """Sequences that devices process at once."""
+  """Sequences that each shard of a batch processes at once. Default: the
+  scale's, or as many as its memory holds by an estimate."""
 
   dtype: Literal['float32', 'bfloat16'] | None = None
   """Data type of activations."""
 
   remat: Literal['none', 'dots', 'full'] | None = None
-  """What the backward pass computes anew."""
+  """What the backward pass recomputes to save memory (rematerialization)."""
+
+  distributed: Literal['auto', 'on', 'off'] | None = None
+  """Whether other processes take part, as for the trainer. Default: auto."""
+
+  coordinator: str | None = None
+  """Address and port of process 0, such as '10.0.0.1:1234', for processes that
+  jax does not find."""
+
+  num_processes: int | None = None
+  """Number of processes, with --coordinator."""
+
+  process_id: int | None = None
+  """Number of this process, from 0, with --coordinator."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -86,27 +107,27 @@ def main(args: list[str] | None = None) -> None:
 
 
 def study(settings: Settings) -> None:
-  """Makes the runs that are missing, and the report.
+  """Trains the runs that have no result, and writes the report.
 
   Raises:
     UsageError: If a setting is wrong, or results are of another text.
   """
   _check(settings)
   scale = _scale(settings)
-  folder = settings.results or _FOLDER / 'results' / settings.scale
-  store = Store(folder)
+  processes.connect(_largest(scale))
+  jobs = _num_jobs(settings)
+  folder = settings.results or _FOLDER / 'results'
+  store = Store(folder / f'{settings.scale}.jsonl')
   if settings.plan_only:
-    _say_cost(settings, scale, store)
+    _print_cost(settings, scale, store)
     return
   if settings.name != 'report':
     with store.locked():
-      _say_cost(settings, scale, store)
-      _make_runs(settings, scale, store)
+      _print_cost(settings, scale, store)
+      _train(settings, scale, store, jobs)
   is_committed = settings.scale == 'nano' and settings.results is None
-  for path in report.write(
-    _FOLDER if is_committed else folder, settings.scale, scale, store
-  ):
-    hardware.say(f'wrote {path}')
+  report_folder = _FOLDER if is_committed else folder / settings.scale
+  processes.on_first(_report, report_folder, settings.scale, scale, store)
 
 
 def _check(settings: Settings) -> None:
@@ -114,64 +135,74 @@ def _check(settings: Settings) -> None:
     value = getattr(settings, name)
     if value is not None and value < 1:
       raise UsageError(f'{flag(name)} must be at least 1, got {value}.')
-  if settings.jobs not in (None, 1) and settings.mesh:
-    raise UsageError(
-      f'--mesh is for --jobs 1, which takes all devices, got --jobs '
-      f'{settings.jobs}.'
-    )
   for name in ('steps', 'data', 'dtype'):
     is_own = name == 'data' and settings.scale != 'nano'
     if getattr(settings, name) and not (settings.results or is_own):
       raise UsageError(
-        f'{flag(name)} makes other runs than those of the scale: give '
-        '--results a folder of its own.'
+        f'{flag(name)} leads to other results than those of the scale: give '
+        '--results another folder.'
       )
 
 
-def _make_runs(settings: Settings, scale: Scale, store: Store) -> None:
-  """Makes the runs that are missing."""
-  first = scale.run('merit', scale.largest_batch, scale.rates['merit']).config
-  hardware.connect(first)
-  store.check_text(load_tokens(first).sha256)
-  is_small = settings.scale == 'nano' and not settings.mesh
-  jobs = settings.jobs or (len(hardware.usable_cores()) if is_small else 1)
+def _scale(settings: Settings) -> Scale:
+  """Returns the scale with what the command line changes."""
+  changes = {name: getattr(settings, name) for name in _FOR_TRAINER}
+  changes = {name: x for name, x in changes.items() if x is not None}
+  scale = SCALES[settings.scale]
+  return dataclasses.replace(
+    scale, settings=scale.settings | changes, steps=settings.steps
+  )
+
+
+def _largest(scale: Scale) -> Config:
+  """Returns the settings of a run at the largest batch."""
+  return scale.run('merit', scale.largest_batch, 1.0).config
+
+
+def _num_jobs(settings: Settings) -> int:
+  """Returns how many runs to train at once."""
+  takes_all = bool(settings.mesh) or jax.process_count() > 1
+  if takes_all and settings.jobs not in (None, 1):
+    raise UsageError(
+      'With --mesh or several processes a run takes all devices: --jobs must '
+      f'be 1, got {settings.jobs}.'
+    )
+  if settings.jobs or takes_all or settings.scale != 'nano':
+    return settings.jobs or 1
+  return len(hardware.usable_cores())
+
+
+def _print_cost(settings: Settings, scale: Scale, store: Store) -> None:
+  """Prints how many runs are left, and how long they take."""
+  count = count_runs(_plan(settings.name, scale), store.result)
+  seconds = [x['seconds'] for x in store.records.values()]
+  text = f'{settings.name}, {settings.scale}: about {count} runs left'
+  if seconds:
+    median = statistics.median(seconds)
+    text += (
+      f', of {median:.0f} s each as the {len(seconds)} that are done: '
+      f'{count * median / 3600:.1f} hours, divided by --jobs'
+    )
+  processes.say(text)
+
+
+def _train(settings: Settings, scale: Scale, store: Store, jobs: int) -> None:
+  """Trains the runs that have no result."""
+  store.check_text(load_tokens(_largest(scale)).sha256)
   count = count_runs(_plan(settings.name, scale), store.result)
   with Runner(store, settings.work, jobs, count) as runner:
-    carry_out(_plan(settings.name, scale), runner)
+    execute(_plan(settings.name, scale), runner)
 
 
 def _plan(name: str, scale: Scale) -> Plan[Any]:
   modules = report.EXPERIMENTS
   names = modules if name in ('all', 'report') else [name]
-  return together(*(modules[x].plan(scale) for x in names))
+  return gather({x: modules[x].plan(scale) for x in names})
 
 
-def _say_cost(settings: Settings, scale: Scale, store: Store) -> None:
-  """Says how many runs are to be made, and how long that takes."""
-  count = count_runs(_plan(settings.name, scale), store.result)
-  done = [x['seconds'] for x in store.read_all()]
-  text = f'{settings.name}, {settings.scale}: about {count} runs to make'
-  if done:
-    seconds = statistics.median(done)
-    text += (
-      f', of {seconds:.0f} s each as the {len(done)} that are done: '
-      f'{count * seconds / 3600:.1f} hours, divided by --jobs'
-    )
-  hardware.say(text)
-
-
-def _scale(settings: Settings) -> Scale:
-  """Returns the scale with what the command line changes."""
-  names = ('data', 'mesh', 'micro_batch_size', 'dtype', 'remat')
-  changes = {
-    name: getattr(settings, name)
-    for name in names
-    if getattr(settings, name) is not None
-  }
-  scale = SCALES[settings.scale]
-  return dataclasses.replace(
-    scale, settings=scale.settings | changes, steps=settings.steps
-  )
+def _report(folder: Path, name: str, scale: Scale, store: Store) -> None:
+  for path in report.write(folder, name, scale, store):
+    print(f'wrote {path}')
 
 
 if __name__ == '__main__':

@@ -5,9 +5,9 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.study.plans import Plan, together
+from examples.study import render
+from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point
-from examples.study.render import markdown, panels, shown_point, shown_rate
 from examples.study.scales import Scale
 
 TITLE = 'Ablations'
@@ -31,19 +31,19 @@ Outcome = tuple[Point, dict[str, Point]]
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans the arms at the largest batch, each with a tuning of its own."""
   full = yield from find_point(scale, 'MERIT', scale.largest_batch)
-  points = yield from together(
-    *(find_variant(scale, full, **changes) for changes in ARMS.values())
+  arms = yield from gather(
+    {name: find_variant(scale, full, **x) for name, x in ARMS.items()}
   )
-  return full, dict(zip(ARMS, points, strict=True))
+  return full, arms
 
 
 def find_variant(scale: Scale, full: Point, **changes: Any) -> Plan[Point]:
-  """Plans a variant of MERIT, tuned around the rate of MERIT as it is."""
+  """Plans a variant of MERIT, tuned around the best of MERIT as it is."""
   return find_point(
     scale,
     full.name,
     full.batch_size,
-    start=full.tuned.rate,
+    start=full.tuned.learning_rate,
     budget=max(3, scale.budget - 2),
     **{'weight_decay': full.weight_decay} | changes,
   )
@@ -55,16 +55,16 @@ def section(outcome: Outcome, scale: Scale) -> str:
   rows = [
     {
       'arm': name,
-      'loss': shown_point(point),
+      'loss': render.format_point(point),
       'over MERIT': _over(point, full),
-      'rate': shown_rate(point.tuned),
+      'learning rate': render.format_learning_rate(point.tuned),
     }
     for name, point in ({'MERIT': full} | arms).items()
   ]
   return (
     f'Batch {scale.largest_batch}, weight decay {full.weight_decay:g}; each '
-    'arm tuned around MERIT’s rate, then with the same seeds.\n\n'
-    + markdown(rows)
+    'arm tuned around MERIT’s learning rate, then with the same seeds.\n\n'
+    + render.markdown(rows)
   )
 
 
@@ -82,7 +82,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
     name: point.mean - full.mean if _over(point, full) else 0.0
     for name, point in arms.items()
   }
-  result, ((axes,),) = panels(1, 1)
+  result, ((axes,),) = render.panels(1, 1)
   result.set_size_inches(7, 0.8 + 0.35 * len(arms))
   axes.barh(
     list(losses),

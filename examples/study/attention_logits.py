@@ -1,13 +1,14 @@
 """Attention logits over training, at tuned learning rates and beyond."""
 
+import itertools
 import math
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.study.plans import Plan, Result, together
+from examples.study import render
+from examples.study.plans import Plan, Result, gather
 from examples.study.points import PAPER, find_point, run_at
-from examples.study.render import COLORS, markdown, panels, shown, shown_logit
 from examples.study.scales import Scale
 
 TITLE = 'Attention logits'
@@ -20,21 +21,23 @@ Outcome = dict[tuple[str, int], Result]
 
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans runs at the largest batch."""
-  points = yield from together(
-    *(find_point(scale, name, scale.largest_batch) for name in PAPER)
+  points = yield from gather(
+    {name: find_point(scale, name, scale.largest_batch) for name in PAPER}
   )
-  pairs = [(point, factor) for point in points for factor in FACTORS]
-  results = yield [run_at(scale, point, factor) for point, factor in pairs]
-  names = [(point.name, factor) for point, factor in pairs]
-  return dict(zip(names, results, strict=True))
+  pairs = list(itertools.product(PAPER, FACTORS))
+  results = yield [
+    run_at(scale, points[x], learning_rate=k * points[x].tuned.learning_rate)
+    for x, k in pairs
+  ]
+  return dict(zip(pairs, results, strict=True))
 
 
 def peak(result: Result) -> list[float]:
-  """Returns the largest logit of each layer at watch steps.
+  """Returns the largest logit of each layer at diagnostics steps.
 
-  It is infinite for a run that diverged, which no watch step may have seen.
+  It is infinite for a run that diverged, maybe between two of them.
   """
-  layers = list(zip(*result.watched['max_attention_logit'], strict=True))
+  layers = list(zip(*result.diagnostics['max_attention_logit'], strict=True))
   if math.isinf(result.loss):
     return [math.inf] * max(1, len(layers))
   return [max(math.inf if x is None else x for x in layer) for layer in layers]
@@ -45,13 +48,13 @@ def section(outcome: Outcome, scale: Scale) -> str:
   rows = [
     {
       'optimizer': name,
-      'rate': f'{factor} × tuned',
-      'loss': shown(result.loss),
-      'largest logit at watch steps, by layer': ', '.join(
-        map(shown_logit, peak(result))
+      'learning rate': f'{factor} × tuned',
+      'loss': render.format_loss(result.loss),
+      'largest logit at diagnostics steps, by layer': render.format_logits(
+        peak(result)
       ),
-      'at the last one': ', '.join(
-        map(shown_logit, _last(result, 'max_attention_logit'))
+      'at the last one': render.format_logits(
+        _last(result, 'max_attention_logit')
       ),
       'entropy there, nats': ', '.join(
         'not finite' if x is None else f'{x:.2f}'
@@ -62,12 +65,13 @@ def section(outcome: Outcome, scale: Scale) -> str:
   ]
   return (
     f'Batch {scale.largest_batch}, one seed. Logits are raw, as in the paper, '
-    'the largest over heads, queries and keys of a batch.\n\n' + markdown(rows)
+    'the largest over heads, queries and keys of a batch.\n\n'
+    + render.markdown(rows)
   )
 
 
 def _last(result: Result, name: str) -> list[float | None]:
-  return (result.watched[name] or [[]])[-1]
+  return (result.diagnostics[name] or [[]])[-1]
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
@@ -75,15 +79,17 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   del scale
   names = {'max_attention_logit': 'max logit', 'attention_entropy': 'entropy'}
   layers = _layers(outcome)
-  result, all_axes = panels(len(names) * len(layers), len(FACTORS), sharex=True)
+  result, all_axes = render.panels(
+    len(names) * len(layers), len(FACTORS), sharex=True
+  )
   rows = [(name, layer) for name in names for layer in layers]
   for (key, layer), row in zip(rows, all_axes, strict=True):
     for factor, axes in zip(FACTORS, row, strict=True):
       for name in PAPER:
-        watched = outcome[name, factor].watched
-        values = _finite(watched[key], layers[layer])
+        found = outcome[name, factor].diagnostics
+        values = _finite(found[key], layers[layer])
         axes.plot(
-          watched['step'], values, color=COLORS[name], label=name, lw=1.2
+          found['step'], values, color=render.COLORS[name], label=name, lw=1.2
         )
       axes.set_title(f'{factor} × tuned rate, {layer} layer', fontsize=9)
       if key == 'max_attention_logit':

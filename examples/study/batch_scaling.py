@@ -4,18 +4,9 @@ import math
 
 from matplotlib.figure import Figure
 
-from examples.study.plans import Plan, together
+from examples.study import render
+from examples.study.plans import Plan, gather
 from examples.study.points import PAPER, Point, find_point
-from examples.study.render import (
-  COLORS,
-  draw_tuning,
-  limit_losses,
-  markdown,
-  panels,
-  shown,
-  shown_point,
-  shown_rate,
-)
 from examples.study.scales import Scale
 
 TITLE = 'Loss against batch size'
@@ -31,10 +22,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
   """Plans all batches for the paper's optimizers, two for their rivals."""
   pairs = [(name, size) for name in PAPER for size in scale.batch_sizes]
   pairs += [(name, size) for name in RIVALS for size in scale.batch_sizes[-2:]]
-  points = yield from together(
-    *(find_point(scale, name, size) for name, size in pairs)
-  )
-  return dict(zip(pairs, points, strict=True))
+  return gather({pair: find_point(scale, *pair) for pair in pairs})
 
 
 def largest_batches(outcome: Outcome) -> dict[str, int]:
@@ -62,13 +50,13 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       _answer(outcome, scale),
       'Mean and standard deviation over seeds:',
-      markdown([_row(outcome, scale, x) for x in (*PAPER, *RIVALS)]),
+      render.markdown([_row(outcome, scale, x) for x in (*PAPER, *RIVALS)]),
       'Largest batch whose loss is within '
       f'{TOLERANCE:g} nats of the optimizer’s own best: '
       + ', '.join(f'{name} {size}' for name, size in largest.items())
       + '.',
       'Tuned settings and all losses of the tuning, by learning rate:',
-      markdown([_tuning_row(point) for point in outcome.values()]),
+      render.markdown([_tuning_row(point) for point in outcome.values()]),
     ]
   )
 
@@ -79,14 +67,16 @@ def _answer(outcome: Outcome, scale: Scale) -> str:
   order = sorted(losses, key=lambda name: losses[name].mean)
   return (
     f'At the largest batch, {most} sequences, the order is '
-    + ', '.join(f'{name} ({shown_point(losses[name])})' for name in order)
+    + ', '.join(
+      f'{name} ({render.format_point(losses[name])})' for name in order
+    )
     + '.'
   )
 
 
 def _row(outcome: Outcome, scale: Scale, name: str) -> dict[str, str]:
   return {'optimizer': name} | {
-    f'batch {size}': shown_point(outcome[name, size])
+    f'batch {size}': render.format_point(outcome[name, size])
     if (name, size) in outcome
     else ''
     for size in scale.batch_sizes
@@ -97,23 +87,19 @@ def _tuning_row(point: Point) -> dict[str, str]:
   return {
     'optimizer': point.name,
     'batch': str(point.batch_size),
-    'rate': shown_rate(point.tuned),
+    'learning rate': render.format_learning_rate(point.tuned),
     'weight decay': f'{point.weight_decay:g}',
-    'by weight decay': ', '.join(
-      f'{x:g}: {shown(loss)}' for x, loss in sorted(point.decays.items())
-    )
+    'by weight decay': render.format_losses(point.decays)
     if len(point.decays) > 1
     else '',
-    'by learning rate': ', '.join(
-      f'{x:g}: {shown(loss)}' for x, loss in point.tuned.losses.items()
-    ),
+    'by learning rate': render.format_losses(point.tuned.losses),
   }
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws loss over batch, and over learning rate at the largest batch."""
-  result, ((left, right),) = panels(1, 2)
-  for name, color in COLORS.items():
+  result, ((left, right),) = render.panels(1, 2)
+  for name, color in render.COLORS.items():
     own = [p for p in outcome.values() if p.name == name]
     drawn = [p for p in own if math.isfinite(p.mean)]
     left.errorbar(
@@ -125,7 +111,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
       color=color,
       label=name,
     )
-    draw_tuning(
+    render.draw_tuning(
       right, outcome[name, scale.largest_batch].tuned, name, color=color
     )
   left.set_xscale('log', base=2)
@@ -134,13 +120,12 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   left.set_ylabel('validation loss')
   left.set_title('tuned, equal tokens')
   left.legend()
-  limit_losses(
+  render.limit_losses(
     right,
     [
-      loss
-      for (_, size), point in outcome.items()
-      if size == scale.largest_batch
-      for loss in point.tuned.losses.values()
+      point.tuned
+      for point in outcome.values()
+      if point.batch_size == scale.largest_batch
     ],
   )
   right.set_title(f'tuning at batch {scale.largest_batch}')

@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 import math
 from typing import Any, NamedTuple
 
-from examples.study import attention_logits, batch_scaling
+from examples.study import attention_logits, batch_scaling, render
 from examples.study.clip_threshold import shares
 from examples.study.points import PAPER, Point
-from examples.study.render import markdown, shown, shown_logit, shown_point
 from examples.study.scales import Scale
 
 # A difference counts if it exceeds this many standard errors (of three seeds),
@@ -25,7 +24,7 @@ class Finding(NamedTuple):
   """A claim of the paper and what became of it.
 
   Attributes:
-    claim: What the paper says, with its figure.
+    claim: What the paper says, with its number.
     measured: What was measured.
     verdict: ``'reproduced'``, ``'partly'``, ``'not at this scale'`` (no
       difference that counts) or ``'contradicted'``.
@@ -37,14 +36,14 @@ class Finding(NamedTuple):
 
 
 def table(outcomes: Mapping[str, Any], scale: Scale) -> str:
-  """Returns the claims whose experiments have been made, as a table, or ''."""
+  """Returns the claims whose experiments are complete, as a table, or ''."""
   findings: list[Finding] = []
   for name, judge in _JUDGES.items():
     if name in outcomes:
       findings += judge(outcomes[name], scale)
   if not findings:
     return ''
-  return markdown(
+  return render.markdown(
     [
       {'the paper': x.claim, 'measured': x.measured, 'verdict': x.verdict}
       for x in findings
@@ -64,13 +63,15 @@ def compare(first: Point, second: Point) -> str:
   # Of one seed, the error is not known.
   if math.isnan(error) or abs(difference) <= max(_ERRORS * error, _LEAST):
     return _NOT_HERE
-  # A loser whose rate is not tuned to the end might do better.
+  # A loser whose learning rate is at the edge might do better.
   if difference > 0:
     return _NOT_HERE if first.tuned.is_at_edge else _CONTRADICTED
   return _PARTLY if second.tuned.is_at_edge else _REPRODUCED
 
 
-def _of_batches(outcome: batch_scaling.Outcome, scale: Scale) -> list[Finding]:
+def _judge_batches(
+  outcome: batch_scaling.Outcome, scale: Scale
+) -> list[Finding]:
   """Returns the claims on losses at large batch."""
   most = scale.largest_batch
   at = {name: point for (name, size), point in outcome.items() if size == most}
@@ -85,20 +86,26 @@ def _of_batches(outcome: batch_scaling.Outcome, scale: Scale) -> list[Finding]:
   compared = [
     Finding(
       claim,
-      f'{first} {_shown(at[first])}, {second} {_shown(at[second])}',
+      f'{first} {_format(at[first])}, {second} {_format(at[second])}',
       compare(at[first], at[second]),
     )
     for claim, (first, second) in pairs.items()
   ]
-  return [*compared, _of_largest_batch(outcome, scale)]
+  return [*compared, _judge_largest_batch(outcome, scale)]
 
 
-def _shown(point: Point) -> str:
-  edge = ' (rate at the edge of its tuning)' if point.tuned.is_at_edge else ''
-  return shown_point(point) + edge
+def _format(point: Point) -> str:
+  edge = (
+    ' (learning rate at the edge of its tuning)'
+    if point.tuned.is_at_edge
+    else ''
+  )
+  return render.format_point(point) + edge
 
 
-def _of_largest_batch(outcome: batch_scaling.Outcome, scale: Scale) -> Finding:
+def _judge_largest_batch(
+  outcome: batch_scaling.Outcome, scale: Scale
+) -> Finding:
   largest = batch_scaling.largest_batches(outcome)
   beaten = [largest['MERIT'] > largest[name] for name in ('AdamW', 'LAMB')]
   lost = [largest['MERIT'] < largest[name] for name in ('AdamW', 'LAMB')]
@@ -113,7 +120,7 @@ def _of_largest_batch(outcome: batch_scaling.Outcome, scale: Scale) -> Finding:
     f'within {batch_scaling.TOLERANCE:g} nats of its own best up to batch '
     + ', '.join(f'{size} ({name})' for name, size in largest.items())
     + f'; from batch {ends[0]} to {ends[1]} the loss rises by '
-    + _listed(grown, shown),
+    + _list(grown, render.format_loss),
     _judge_all(beaten, lost),
   )
 
@@ -127,7 +134,7 @@ def _judge_all(held: list[bool], failed: list[bool]) -> str:
   return _CONTRADICTED if any(failed) else _NOT_HERE
 
 
-def _of_logits(
+def _judge_logits(
   outcome: attention_logits.Outcome, scale: Scale
 ) -> list[Finding]:
   """Returns the claims on attention logits."""
@@ -142,18 +149,19 @@ def _of_logits(
     Finding(
       'MERIT has the smallest attention logits in deep layers (GPT-2 medium, '
       'layer 12: AdamW 560, LAMB 450, MERIT 122)',
-      f'last layer, tuned rates: {_listed(last, shown_logit)}',
+      f'last layer, tuned learning rates: {_list(last, render.format_logit)}',
       _judge_smallest(last, _is_larger_logit),
     ),
     Finding(
       'MERIT keeps attention logits bounded, where others let them explode',
-      f'largest at 4 times the tuned rates: {_listed(at_four, shown_logit)}',
+      'largest at 4 times the tuned learning rates: '
+      + _list(at_four, render.format_logit),
       _judge_smallest(at_four, _is_larger_logit),
     ),
     Finding(
-      'So MERIT is the more stable at high rates',
-      'loss at 4 times the tuned rate over that at the tuned one: '
-      + _listed(lost, shown),
+      'So MERIT is the more stable at high learning rates',
+      'loss at 4 times the tuned learning rate over that at the tuned one: '
+      + _list(lost, render.format_loss),
       _judge_smallest(lost, lambda x, y: x > y + _LEAST),
     ),
   ]
@@ -174,11 +182,11 @@ def _judge_smallest(
   )
 
 
-def _listed(values: dict[str, float], form: Callable[[float], str]) -> str:
+def _list(values: dict[str, float], form: Callable[[float], str]) -> str:
   return ', '.join(f'{name} {form(value)}' for name, value in values.items())
 
 
-def _of_parts(outcome: Any, scale: Scale) -> list[Finding]:
+def _judge_parts(outcome: Any, scale: Scale) -> list[Finding]:
   """Returns the claims of the ablation."""
   del scale
   full, arms = outcome
@@ -195,14 +203,14 @@ def _of_parts(outcome: Any, scale: Scale) -> list[Finding]:
   return [
     Finding(
       claim,
-      f'{_shown(full)}, {arm}: {_shown(arms[arm])}',
+      f'{_format(full)}, {arm}: {_format(arms[arm])}',
       compare(full, arms[arm]),
     )
     for claim, arm in claims.items()
   ]
 
 
-def _of_clip(outcome: Any, scale: Scale) -> list[Finding]:
+def _judge_clip(outcome: Any, scale: Scale) -> list[Finding]:
   """Returns the claim on how often the clip binds."""
   del scale
   _, result = outcome[1.0]
@@ -210,7 +218,7 @@ def _of_clip(outcome: Any, scale: Scale) -> list[Finding]:
   return [
     Finding(
       'The clip binds rarely: its share peaks at 12 % (layer 6)',
-      'largest share of a layer at watch steps: '
+      'largest share of a layer at diagnostics steps: '
       + ('diverged' if math.isnan(most) else f'{most:.1%}'),
       _judge_all([most <= 0.12], [most > 0.12]),
     )
@@ -218,8 +226,8 @@ def _of_clip(outcome: Any, scale: Scale) -> list[Finding]:
 
 
 _JUDGES = {
-  'batch-scaling': _of_batches,
-  'attention-logits': _of_logits,
-  'ablation': _of_parts,
-  'clip-threshold': _of_clip,
+  'batch-scaling': _judge_batches,
+  'attention-logits': _judge_logits,
+  'ablation': _judge_parts,
+  'clip-threshold': _judge_clip,
 }

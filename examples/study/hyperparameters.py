@@ -5,18 +5,9 @@ from typing import Any
 from matplotlib.figure import Figure
 import numpy as np
 
-from examples.study.plans import Plan, together
-from examples.study.render import (
-  COLORS,
-  draw_tuning,
-  label_decades,
-  limit_losses,
-  markdown,
-  panels,
-  shown,
-  shown_rate,
-)
-from examples.study.scales import DECAY, Scale
+from examples.study import render
+from examples.study.plans import Plan, gather
+from examples.study.scales import DECAY, LEARNING_RATES, Scale
 from examples.study.tuning import Tuned, tune
 
 TITLE = 'Learning rate of MERIT'
@@ -30,53 +21,50 @@ Outcome = dict[str, dict[float, Tuned]]
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune MERIT along each axis, around a middle batch size."""
   middle = scale.batch_sizes[-2]
-  axes: dict[str, dict[float, Any]] = {
+  axes = {
     'width': {x: _tune(scale, middle, width=x) for x in scale.widths},
     'batch size': {x: _tune(scale, x) for x in scale.batch_sizes},
     'training length': {
       x: _tune(scale, middle, token_share=x) for x in TOKEN_SHARES
     },
   }
-  plans = [plan for axis in axes.values() for plan in axis.values()]
-  tuned = iter((yield from together(*plans)))
-  return {name: {x: next(tuned) for x in axis} for name, axis in axes.items()}
+  return gather({name: gather(x) for name, x in axes.items()})
 
 
 def _tune(scale: Scale, batch_size: int, **changes: Any) -> Plan[Tuned]:
   is_varied = bool(changes)
   return tune(
     lambda rate: scale.run('merit', batch_size, rate, **changes),
-    scale.rates['merit'],
+    LEARNING_RATES['merit'],
     max(3, scale.budget - 2) if is_varied else scale.budget,
   )
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns tables of losses by learning rate."""
-  at_1000, power = fit_rate(outcome, scale)
+  at_1000, power = fit_learning_rate(outcome, scale)
   best = ', '.join(
-    f'{steps:g}: {tuned.rate:g}' for steps, tuned in by_steps(outcome, scale)
+    f'{steps:g}: {tuned.learning_rate:g}'
+    for steps, tuned in by_steps(outcome, scale)
   )
   parts = [
     f'MERIT, weight decay {DECAY:g}, one seed. Batch {scale.batch_sizes[-2]}, '
     'where the batch is not varied.',
-    'Best rate by the number of steps, whether batch or length sets it: '
-    f'{best}. The line through their logarithms is {at_1000:.2g} × '
+    'Best learning rate by the number of steps, whether batch or length sets '
+    f'it: {best}. The line through their logarithms is {at_1000:.2g} × '
     f'(steps / 1000)^{power:.2f}.',
   ]
   for name, axis in outcome.items():
     rows = [
       {
         name: f'{x:g}',
-        'best rate': shown_rate(tuned),
-        'loss': shown(tuned.losses[tuned.rate]),
-        'by learning rate': ', '.join(
-          f'{rate:g}: {shown(loss)}' for rate, loss in tuned.losses.items()
-        ),
+        'best learning rate': render.format_learning_rate(tuned),
+        'loss': render.format_loss(tuned.loss),
+        'by learning rate': render.format_losses(tuned.losses),
       }
       for x, tuned in axis.items()
     ]
-    parts.append(markdown(rows))
+    parts.append(render.markdown(rows))
   return '\n\n'.join(parts)
 
 
@@ -95,27 +83,27 @@ def by_steps(outcome: Outcome, scale: Scale) -> list[tuple[int, Tuned]]:
   return sorted(steps, key=lambda pair: pair[0])
 
 
-def fit_rate(outcome: Outcome, scale: Scale) -> tuple[float, float]:
-  """Fits the best rate as a power of the number of steps.
+def fit_learning_rate(outcome: Outcome, scale: Scale) -> tuple[float, float]:
+  """Fits the best learning rate as a power of the number of steps.
 
   Returns:
-    The rate at 1000 steps, and the exponent.
+    That at 1000 steps, and the exponent.
   """
   steps, tuned = zip(*by_steps(outcome, scale), strict=True)
   power, offset = np.polyfit(
-    np.log(np.array(steps) / 1000), np.log([x.rate for x in tuned]), 1
+    np.log(np.array(steps) / 1000), np.log([x.learning_rate for x in tuned]), 1
   )
   return float(np.exp(offset)), float(power)
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws loss over learning rate along each axis, and the best by steps."""
-  result, (row,) = panels(1, len(outcome) + 1)
+  result, (row,) = render.panels(1, len(outcome) + 1)
   _draw_fit(row[-1], outcome, scale)
   for (name, axis), axes in zip(outcome.items(), row[:-1], strict=True):
     for x, tuned in axis.items():
-      draw_tuning(axes, tuned, f'{x:g}')
-    limit_losses(axes, [y for x in axis.values() for y in x.losses.values()])
+      render.draw_tuning(axes, tuned, f'{x:g}')
+    render.limit_losses(axes, axis.values())
     axes.set_title(name)
     axes.legend()
   return result
@@ -123,8 +111,9 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
 
 def _draw_fit(axes: Any, outcome: Outcome, scale: Scale) -> None:
   steps, tuned = zip(*by_steps(outcome, scale), strict=True)
-  at_1000, power = fit_rate(outcome, scale)
-  axes.loglog(steps, [x.rate for x in tuned], 'o', color=COLORS['MERIT'])
+  rates = [x.learning_rate for x in tuned]
+  at_1000, power = fit_learning_rate(outcome, scale)
+  axes.loglog(steps, rates, 'o', color=render.COLORS['MERIT'])
   axes.loglog(
     steps,
     at_1000 * (np.array(steps) / 1000) ** power,
@@ -133,7 +122,7 @@ def _draw_fit(axes: Any, outcome: Outcome, scale: Scale) -> None:
     label=f'{at_1000:.2g} × (steps / 1000)^{power:.2f}',
   )
   for axis in (axes.xaxis, axes.yaxis):
-    label_decades(axis)
+    render.label_decades(axis)
   axes.set_xlabel('steps')
   axes.set_ylabel('best learning rate')
   axes.set_title('batch and length')

@@ -2,10 +2,10 @@
 
 A plan is a generator. It yields lists of runs, is sent their results in the
 same order, and returns what it found out. It computes nothing itself, so that
-the same plan counts runs ahead, makes them, and reads them for a report.
+the same plan counts runs ahead, has them trained, and reads them for a report.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable, Mapping
 import dataclasses
 import math
 from typing import Any, TypeAlias, TypeVar
@@ -14,6 +14,7 @@ from examples.gpt2.config import Config, digest
 from examples.gpt2.presets import identity
 
 T = TypeVar('T')
+K = TypeVar('K', bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,17 +24,17 @@ class Run:
   Attributes:
     config: Resolved settings.
     arm: Name of the study's own optimizer, if it is not the trainer's.
-    is_watched: Whether attention and updates are looked at, which takes a
+    with_diagnostics: Whether attention and updates are measured, which takes a
       program of its own and some time.
   """
 
   config: Config
   arm: str = ''
-  is_watched: bool = False
+  with_diagnostics: bool = False
 
   @property
   def identity(self) -> dict[str, Any]:
-    """What decides the numbers of the run, but for its text.
+    """What decides the numbers of the run, but for its text; JSON values.
 
     Settings that have their default are left out, so that a new setting leaves
     old runs what they are.
@@ -42,16 +43,31 @@ class Run:
       field.name: field.default for field in dataclasses.fields(Config)
     }
     settings = {
-      name: value
+      name: str(value) if value == math.inf else value
       for name, value in identity(self.config).items()
       if value != defaults[name]
     }
-    return settings | {'arm': self.arm, 'is_watched': self.is_watched}
+    return settings | {
+      'arm': self.arm,
+      'with_diagnostics': self.with_diagnostics,
+    }
 
   @property
   def key(self) -> str:
     """Hash of the identity."""
     return digest(self.identity)[:16]
+
+  @property
+  def label(self) -> dict[str, Any]:
+    """Key, optimizer, batch size, learning rate and seed; JSON values."""
+    return {
+      'key': self.key,
+      'optimizer': self.config.optimizer,
+      'arm': self.arm,
+      'batch_size': self.config.batch_size,
+      'learning_rate': self.config.learning_rate,
+      'seed': self.config.seed,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,47 +76,45 @@ class Result:
 
   Attributes:
     loss: Final validation loss, nats a token; infinite if the run diverged.
-    watched: Of a watched run, lists by name with an entry for each watch step:
-      ``step``, ``train_loss`` and, with an entry for each layer in turn,
-      ``max_attention_logit``, ``attention_entropy`` and, of MERIT, ``clipped``.
+    diagnostics: Of a run with diagnostics, lists by name with an entry for each
+      diagnostics step: ``step``, ``train_loss`` and, with an entry for each
+      layer in turn, ``max_attention_logit``, ``attention_entropy`` and, of
+      MERIT, ``clipped``.
   """
 
   loss: float
-  watched: dict[str, list[Any]]
+  diagnostics: dict[str, list[Any]]
 
 
 Plan: TypeAlias = Generator[list[Run], list[Result], T]
 
 
-def together(*plans: Plan[Any]) -> Plan[list[Any]]:
+def gather(plans: Mapping[K, Plan[T]]) -> Plan[dict[K, T]]:
   """Makes one plan of several, which ask for their runs at the same time."""
-  answers: list[Any] = [None] * len(plans)
-  wanted: dict[int, list[Run]] = {}
-
-  def advance(i: int, results: list[Result] | None) -> None:
-    try:
-      wanted[i] = plans[i].send(results)
-    except StopIteration as end:
-      wanted.pop(i, None)
-      answers[i] = end.value
-
-  for i in range(len(plans)):
-    advance(i, None)
-  while wanted:
-    results = iter((yield [run for runs in wanted.values() for run in runs]))
-    for i, runs in list(wanted.items()):
-      advance(i, [next(results) for _ in runs])
-  return answers
+  answers: dict[K, T] = {}
+  results: dict[K, Any] = dict.fromkeys(plans)
+  while results:
+    asked: dict[K, list[Run]] = {}
+    for key, found in results.items():
+      try:
+        asked[key] = plans[key].send(found)
+      except StopIteration as end:
+        answers[key] = end.value
+    runs = [run for runs in asked.values() for run in runs]
+    flat = iter((yield runs) if runs else [])
+    results = {key: [next(flat) for _ in runs] for key, runs in asked.items()}
+  return {key: answers[key] for key in plans}
 
 
-def carry_out(plan: Plan[T], run_all: Callable[[list[Run]], list[Result]]) -> T:
-  """Carries out a plan with a function from runs to their results."""
-  runs = next(plan)
+def execute(plan: Plan[T], run_all: Callable[[list[Run]], list[Result]]) -> T:
+  """Executes a plan with a function from runs to their results."""
+  results: Any = None
   while True:
     try:
-      runs = plan.send(run_all(runs))
+      runs = plan.send(results)
     except StopIteration as end:
       return end.value
+    results = run_all(runs)
 
 
 def count_runs(plan: Plan[Any], known: Callable[[Run], Result | None]) -> int:
@@ -117,5 +131,5 @@ def count_runs(plan: Plan[Any], known: Callable[[Run], Result | None]) -> int:
     missing.update(run.key for run in runs if known(run) is None)
     return [known(run) or Result(math.inf, {}) for run in runs]
 
-  carry_out(plan, guess)
+  execute(plan, guess)
   return len(missing)

@@ -1,12 +1,13 @@
 """Points of comparison: a tuned optimizer at a batch size, with seeds."""
 
 import dataclasses
+import functools
 import math
 import statistics
 from typing import Any
 
 from examples.study.plans import Plan, Result, Run
-from examples.study.scales import DECAY, Scale
+from examples.study.scales import DECAY, LEARNING_RATES, Scale
 from examples.study.tuning import Tuned, tune
 
 CONTENDERS: dict[str, dict[str, Any]] = {
@@ -31,9 +32,10 @@ class Point:
     name: Name of the contender.
     batch_size: Global batch, sequences.
     tuned: Losses by learning rate.
-    decays: Losses at the best rate by weight decay, those that were tried.
-    losses: Final losses at the best rate and decay, of seeds that took no part
-      in the tuning.
+    decays: Losses at the best learning rate by weight decay, those that were
+      tried.
+    losses: Final losses at the best learning rate and decay, of seeds that took
+      no part in the tuning.
   """
 
   name: str
@@ -70,8 +72,8 @@ def find_point(
 ) -> Plan[Point]:
   """Plans to tune a contender and to repeat it with several seeds.
 
-  The learning rate is tuned first; at the largest batch, the weight decay at
-  that rate after it, unless it is among the changes.
+  The learning rate is tuned first and then, at the largest batch, the weight
+  decay, unless it is among the changes.
 
   Args:
     scale: Size of the study.
@@ -81,41 +83,35 @@ def find_point(
     budget: Runs to tune it; those of the scale by default.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
-  settings = CONTENDERS[name] | {'weight_decay': DECAY} | changes
-  optimizer = settings.pop('optimizer')
-
-  def run(rate: float, **others: Any) -> Run:
-    return scale.run(optimizer, batch_size, rate, **settings | others)
-
+  settings = CONTENDERS[name] | changes
+  run = functools.partial(scale.run, batch_size=batch_size, **settings)
   tuned = yield from tune(
-    run, start or scale.rates[optimizer], budget or scale.budget
+    lambda learning_rate: run(learning_rate=learning_rate),
+    start or LEARNING_RATES[settings['optimizer']],
+    budget or scale.budget,
   )
-  decays = {settings['weight_decay']: tuned.losses[tuned.rate]}
+  run = functools.partial(run, learning_rate=tuned.learning_rate)
+  decays = {settings.get('weight_decay', DECAY): tuned.loss}
   if batch_size == scale.largest_batch and 'weight_decay' not in changes:
-    results = yield [run(tuned.rate, weight_decay=x) for x in OTHER_DECAYS]
+    results = yield [run(weight_decay=x) for x in OTHER_DECAYS]
     decays |= dict(zip(OTHER_DECAYS, _losses(results), strict=True))
   best_decay = min(decays, key=decays.__getitem__)
   results = yield [
-    run(tuned.rate, weight_decay=best_decay, seed=seed)
+    run(weight_decay=best_decay, seed=seed)
     # The first has been chosen for its luck.
     for seed in range(1, scale.seeds + 1)
   ]
   return Point(name, batch_size, tuned, decays, tuple(_losses(results)))
 
 
-def run_at(
-  scale: Scale, point: Point, rate_factor: float = 1.0, **changes: Any
-) -> Run:
-  """Returns a watched run at a point, or at a multiple of its rate."""
-  settings = CONTENDERS[point.name] | {'weight_decay': point.weight_decay}
-  settings |= changes
-  return scale.run(
-    settings.pop('optimizer'),
-    point.batch_size,
-    point.tuned.rate * rate_factor,
-    is_watched=True,
-    **settings,
-  )
+def run_at(scale: Scale, point: Point, **changes: Any) -> Run:
+  """Returns a run with diagnostics at a point, but for the changes."""
+  settings = CONTENDERS[point.name] | {
+    'batch_size': point.batch_size,
+    'learning_rate': point.tuned.learning_rate,
+    'weight_decay': point.weight_decay,
+  }
+  return scale.run(with_diagnostics=True, **settings | changes)
 
 
 def _losses(results: list[Result]) -> list[float]:

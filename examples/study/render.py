@@ -1,5 +1,6 @@
 """Numbers as text, and figures, that all sections of the report share."""
 
+from collections.abc import Iterable
 import math
 from typing import Any
 
@@ -29,21 +30,33 @@ def markdown(rows: list[dict[str, str]]) -> str:
   return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
-def shown(loss: float) -> str:
+def format_loss(loss: float) -> str:
   """Returns a loss as text."""
   if not math.isfinite(loss):
     return 'diverged'
   return f'{loss:.3f}' if loss < 100 else f'{loss:.0e}'
 
 
-def shown_logit(logit: float | None) -> str:
+def format_losses(losses: dict[float, float]) -> str:
+  """Returns losses as text, each after what it is the loss at."""
+  return ', '.join(
+    f'{x:g}: {format_loss(y)}' for x, y in sorted(losses.items())
+  )
+
+
+def format_logit(logit: float | None) -> str:
   """Returns an attention logit as text."""
   if logit is None or not math.isfinite(logit):
     return 'not finite'
   return f'{logit:,.0f}' if logit < 1e6 else f'{logit:.0e}'
 
 
-def shown_point(point: Point) -> str:
+def format_logits(logits: list[Any]) -> str:
+  """Returns attention logits as text."""
+  return ', '.join(map(format_logit, logits))
+
+
+def format_point(point: Point) -> str:
   """Returns mean and standard deviation of a point, as far as there are."""
   if not math.isfinite(point.mean):
     failed = sum(not math.isfinite(loss) for loss in point.losses)
@@ -53,9 +66,9 @@ def shown_point(point: Point) -> str:
   return f'{point.mean:.3f} ± {point.std:.3f}'
 
 
-def shown_rate(tuned: Tuned) -> str:
+def format_learning_rate(tuned: Tuned) -> str:
   """Returns the best learning rate, marked if it is at the edge."""
-  return f'{tuned.rate:g}' + (' (edge)' if tuned.is_at_edge else '')
+  return f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
 
 
 def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
@@ -87,9 +100,10 @@ def label_decades(axis: Any) -> None:
   axis.set_minor_locator(NullLocator())
 
 
-def limit_losses(axes: Any, losses: list[float]) -> None:
+def limit_losses(axes: Any, tunings: Iterable[Tuned]) -> None:
   """Cuts the axis of losses a little above the best ones."""
-  finite = sorted(x for x in losses if math.isfinite(x))
+  losses = [loss for tuned in tunings for loss in tuned.losses.values()]
+  finite = sorted(filter(math.isfinite, losses))
   if finite:
     span = finite[len(finite) // 2] - finite[0] + 0.05
     axes.set_ylim(finite[0] - 0.1 * span, finite[0] + 3 * span)

@@ -16,7 +16,7 @@ from examples.study import (
   conditions,
   hyperparameters,
 )
-from examples.study.plans import Result, Run, carry_out, count_runs
+from examples.study.plans import Result, Run, count_runs, execute
 from examples.study.scales import Scale
 from examples.study.store import Store
 
@@ -65,12 +65,11 @@ def read_outcomes(
   used: dict[str, dict[str, Any]] = {}
 
   def read(runs: list[Run]) -> list[Result]:
-    used.update((run.key, store.read(run) or {}) for run in runs)
-    found = [store.result(run) for run in runs]
-    return [result for result in found if result is not None]
+    used.update((run.key, store.records[run.key]) for run in runs)
+    return store.results(runs)
 
   outcomes = {
-    name: carry_out(experiment.plan(scale), read)
+    name: execute(experiment.plan(scale), read)
     for name, experiment in EXPERIMENTS.items()
     if not count_runs(experiment.plan(scale), store.result)
   }
@@ -94,11 +93,11 @@ def text(
   parts = [
     f'# Results at scale {name}',
     f'Written by `python -m examples.study report --scale {name}` from the '
-    'results of runs. The README of examples/study tells how they were made, '
+    'results of runs. The README of examples/study describes the protocol, '
     'and when a difference counts.',
   ]
   if records:
-    parts += [claims.table(outcomes, scale), _made(records)]
+    parts += [claims.table(outcomes, scale), _provenance(records)]
   for experiment, module in EXPERIMENTS.items():
     parts.append(f'## {module.TITLE}')
     if experiment in outcomes:
@@ -107,12 +106,12 @@ def text(
         module.section(outcomes[experiment], scale),
       ]
     else:
-      parts.append('Not complete: runs are still to be made.')
+      parts.append('Not complete: runs are missing.')
   return '\n\n'.join(filter(None, parts)) + '\n'
 
 
-def _made(runs: list[dict[str, Any]]) -> str:
-  """Returns how many runs there are, and what they were made with."""
+def _provenance(runs: list[dict[str, Any]]) -> str:
+  """Returns how many runs there are, and with what they were trained."""
   versions = Counter(
     ', '.join(
       f'{name} {run["versions"][name]}' for name in ('python', 'jax', 'optax')

@@ -1,4 +1,4 @@
-"""Makes many runs, several at once, and stores their results."""
+"""Trains many runs, several at once, and stores their results."""
 
 from collections.abc import Iterator
 import concurrent.futures
@@ -11,13 +11,12 @@ import threading
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 import tqdm
 
-from examples.gpt2.devices import hardware
+from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import CommandError
 from examples.study.plans import Result, Run
-from examples.study.runs import make
+from examples.study.runs import train
 from examples.study.store import Store
 
 
@@ -26,75 +25,63 @@ class RunsFailedError(CommandError):
 
 
 class Runner:
-  """Makes the runs that have no result yet.
+  """Trains the runs that have no result yet.
 
-  As a context, it holds the processes that make them.
+  As a context, it holds the processes that train them.
   """
 
   def __init__(self, store: Store, work: Path, jobs: int, total: int):
-    """Plans no run yet.
+    """Starts the processes.
 
     Args:
       store: Where results go.
       work: Folder of unfinished runs, with their logs and checkpoints.
-      jobs: Runs to make at once, each on a core of its own; 1 makes them in
+      jobs: Runs to train at once, each on a core of its own; 1 trains them in
         this process, on all devices.
       total: Runs to expect, for the bar.
     """
     self._store = store
     self._work = work
-    self._jobs = jobs
-    self._total = total
+    self._executor = _start_workers(jobs, work) if jobs > 1 else None
+    self._bar = tqdm.tqdm(
+      total=total,
+      desc='runs',
+      unit='run',
+      smoothing=0.1,
+      disable=not processes.is_first(),
+    )
 
   def __enter__(self) -> 'Runner':
-    with contextlib.ExitStack() as stack:
-      self._bar = stack.enter_context(
-        tqdm.tqdm(total=self._total, desc='runs', unit='run', smoothing=0.1)
-      )
-      self._executor = None
-      if self._jobs > 1:
-        self._executor = self._start_processes()
-        stack.callback(self._executor.shutdown, cancel_futures=True)
-      self._stack = stack.pop_all()
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._stack.close()
-
-  def _start_processes(self) -> concurrent.futures.ProcessPoolExecutor:
-    context = multiprocessing.get_context('spawn')
-    cores: Any = context.Queue()
-    usable = hardware.usable_cores()
-    for i in range(self._jobs):
-      cores.put(usable[i % len(usable)])
-    return concurrent.futures.ProcessPoolExecutor(
-      self._jobs, context, _start_process, (cores, self._work)
-    )
+    if self._executor is not None:
+      self._executor.shutdown(cancel_futures=True)
+    self._bar.close()
 
   def __call__(self, runs: list[Run]) -> list[Result]:
-    """Returns the results of runs, making those that are missing.
+    """Returns the results of runs, after training those that have none.
 
     Raises:
       RunsFailedError: If runs failed; after all others.
     """
-    missing = {run.key: run for run in runs if self._store.read(run) is None}
-    for run, record in self._make(list(missing.values())):
-      if jax.process_index() == 0:
-        self._store.write(run, record)
-        shutil.rmtree(self._work / run.key, ignore_errors=True)
-        self._bar.write(_summary(run, record))
+    missing = {x.key: x for x in runs if x.key not in self._store.records}
+    for key, record in self._train(list(missing.values())):
+      self._store.add(record)
+      if processes.is_first():
+        shutil.rmtree(self._work / key, ignore_errors=True)
+        self._bar.write(_summary(record))
       self._bar.update()
-    multihost_utils.sync_global_devices('results are there')
-    results = [self._store.result(run) for run in runs]
-    return [result for result in results if result is not None]
+    return self._store.results(runs)
 
-  def _make(self, runs: list[Run]) -> Iterator[tuple[Run, dict[str, Any]]]:
-    """Yields runs and what came out, as they end."""
+  def _train(self, runs: list[Run]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields keys and records, as runs end."""
     if self._executor is None:
-      yield from ((run, make(run, self._work)) for run in runs)
+      yield from ((run.key, train(run, self._work)) for run in runs)
       return
     futures = {
-      self._executor.submit(_make_quietly, run, self._work): run for run in runs
+      self._executor.submit(_train_with_log, run, self._work): run.key
+      for run in runs
     }
     failed: dict[str, BaseException] = {}
     for future in concurrent.futures.as_completed(futures):
@@ -102,7 +89,7 @@ class Runner:
       if error is None:
         yield futures[future], future.result()
       else:
-        failed[futures[future].key] = error
+        failed[futures[future]] = error
     if failed:
       key, error = next(iter(failed.items()))
       raise RunsFailedError(
@@ -111,8 +98,8 @@ class Runner:
       ) from error
 
 
-def _make_quietly(run: Run, work: Path) -> dict[str, Any]:
-  """Makes a run with its output in a file."""
+def _train_with_log(run: Run, work: Path) -> dict[str, Any]:
+  """Trains a run with its output in a file."""
   folder = work / run.key
   folder.mkdir(parents=True, exist_ok=True)
   with (
@@ -120,21 +107,33 @@ def _make_quietly(run: Run, work: Path) -> dict[str, Any]:
     contextlib.redirect_stdout(log),
     contextlib.redirect_stderr(log),
   ):
-    return make(run, work)
+    return train(run, work)
 
 
-def _summary(run: Run, record: dict[str, Any]) -> str:
-  config = run.config
+def _summary(record: dict[str, Any]) -> str:
   loss = 'diverged' if record['loss'] is None else f'{record["loss"]:.4f}'
   return (
-    f'{run.key}  {run.arm or config.optimizer:13} batch {config.batch_size:5} '
-    f'rate {config.learning_rate:<8g} seed {config.seed}  {loss}  '
-    f'{record["seconds"]:.0f} s'
+    f'{record["key"]}  {record["arm"] or record["optimizer"]:13} batch '
+    f'{record["batch_size"]:5} learning rate {record["learning_rate"]:<8g} '
+    f'seed {record["seed"]}  {loss}  {record["seconds"]:.0f} s'
   )
 
 
-def _start_process(cores: Any, work: Path) -> None:
-  """Binds this process to a core, before jax makes its threads."""
+def _start_workers(
+  jobs: int, work: Path
+) -> concurrent.futures.ProcessPoolExecutor:
+  context = multiprocessing.get_context('spawn')
+  cores: Any = context.Queue()
+  usable = hardware.usable_cores()
+  for i in range(jobs):
+    cores.put(usable[i % len(usable)])
+  return concurrent.futures.ProcessPoolExecutor(
+    jobs, context, _start_worker, (cores, work)
+  )
+
+
+def _start_worker(cores: Any, work: Path) -> None:
+  """Binds this process to a core, before jax starts its threads."""
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {cores.get()})
   jax.config.update('jax_platforms', 'cpu')

@@ -1,6 +1,5 @@
-"""Makes a run with the trainer."""
+"""Trains a run with the trainer."""
 
-import math
 from pathlib import Path
 import statistics
 import time
@@ -9,7 +8,7 @@ from typing import Any
 import jax
 
 from examples.gpt2.data.tokens import load_tokens
-from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.devices import hardware, processes, sharding
 from examples.gpt2.run import memory
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
@@ -18,20 +17,18 @@ from examples.gpt2.run.step import Trainer
 from examples.study.arms import make_optimizer
 from examples.study.plans import Run
 
-_BY_LAYER = ('max_attention_logit', 'attention_entropy')
 
-
-def make(run: Run, work: Path) -> dict[str, Any]:
-  """Makes a run, or goes on with one that was killed.
+def train(run: Run, work: Path) -> dict[str, Any]:
+  """Trains a run, from its last checkpoint if it was killed.
 
   Args:
     run: The run.
     work: Folder in which a folder of the run holds its checkpoints.
 
   Returns:
-    JSON values: the settings, the final loss (None if the run diverged), what
-    was watched, seconds since the run was last started, versions and machine.
-    Of several processes, the first returns them, and others nothing.
+    Its record, JSON values: its label and final loss (None if it diverged), the
+    other settings, diagnostics, seconds since it was last started, versions and
+    machine. Of several processes, the first returns it, and others nothing.
 
   Raises:
     OutOfMemoryError: If a device has too little memory.
@@ -40,12 +37,12 @@ def make(run: Run, work: Path) -> dict[str, Any]:
   """
   config = run.config
   mesh = sharding.make_mesh(config.mesh)
-  sharding.check_sizes(mesh, config)
+  config = memory.fit(config, mesh)
   tokens = load_tokens(config)
   optimizer = make_optimizer(run.arm, config) if run.arm else None
   trainer = Trainer(config, tokens.vocab_size, mesh, optimizer)
   start = time.perf_counter()
-  is_first = jax.process_index() == 0
+  is_first = processes.is_first()
   with RunFolder(work / run.key, is_writer=is_first) as folder:
     folder.start({'config': run.identity})
     has_diverged = False
@@ -61,12 +58,13 @@ def make(run: Run, work: Path) -> dict[str, Any]:
   if not is_first:
     return {}
   return {
-    'config': _as_json(run.identity),
+    **run.label,
+    'loss': None if has_diverged else round(lines[-1]['val_loss'], 5),
+    'config': {k: v for k, v in run.identity.items() if k not in run.label},
     'corpus_sha256': tokens.sha256,
     'parameters': trainer.num_params,
-    'loss': None if has_diverged else round(lines[-1]['val_loss'], 5),
     'steps_done': len(lines),
-    'watched': _watched(run, lines),
+    'diagnostics': _diagnostics(run, lines),
     'tokens_per_second': _median([x['tokens_per_second'] for x in lines]),
     'seconds': round(time.perf_counter() - start, 1),
     'threads': len(hardware.usable_cores()),
@@ -74,32 +72,25 @@ def make(run: Run, work: Path) -> dict[str, Any]:
   }
 
 
-def _as_json(identity: dict[str, Any]) -> dict[str, Any]:
-  """Returns settings without infinity, which JSON does not have."""
-  return {k: str(v) if v == math.inf else v for k, v in identity.items()}
-
-
 def _median(values: list[float]) -> int | None:
   return round(statistics.median(values)) if values else None
 
 
-def _watched(run: Run, lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
-  """Returns what watch steps saw, as lists with an entry for each."""
-  watches = [line for line in lines if 'layers' in line]
-  watched = {
-    name: [_short(line[name]) for line in watches]
-    for name in ('step', 'train_loss', *_BY_LAYER)
-  }
-  # The watch knows only the trainer's own MERIT.
+def _diagnostics(run: Run, lines: list[dict[str, Any]]) -> dict[str, list[Any]]:
+  """Returns lists with an entry for each diagnostics step."""
+  lines = [line for line in lines if 'layers' in line]
+  names = 'step', 'train_loss', 'max_attention_logit', 'attention_entropy'
+  found = {name: [_rounded(line[name]) for line in lines] for name in names}
+  # The trainer knows only its own MERIT.
   if run.config.optimizer == 'merit' and not run.arm:
-    watched['clipped'] = [_short(x['layers']['clipped']) for x in watches]
-  return watched
+    found['clipped'] = [_rounded(x['layers']['clipped']) for x in lines]
+  return found
 
 
-def _short(value: Any) -> Any:
+def _rounded(value: Any) -> Any:
   """Returns numbers with four digits, None for those that are not finite."""
   if isinstance(value, list):
-    return [_short(x) for x in value]
+    return [_rounded(x) for x in value]
   if value is None or isinstance(value, int):
     return value
   return float(f'{value:.4g}')

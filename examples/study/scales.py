@@ -1,4 +1,4 @@
-"""Sizes of the study: models, batches, tokens, and first guesses of rates."""
+"""Sizes of the study: models, batches, tokens."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,9 @@ from examples.study.plans import Run
 
 DECAY = 0.01
 """Weight decay with which learning rates are tuned."""
-_WATCHES = 20
+LEARNING_RATES = {'adamw': 4e-3, 'lamb': 2e-2, 'merit': 2e-2, 'muon': 1e-2}
+"""First guesses, by optimizer."""
+_DIAGNOSTICS_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,6 @@ class Scale:
     tokens: Tokens of a run, for every batch size.
     batch_sizes: Global batches, sequences, the smallest first.
     widths: Widths of the residual stream, of which learning rates are compared.
-    rates: First guess of the learning rate, by optimizer.
     budget: Runs to tune a learning rate.
     seeds: Runs at a tuned point.
     steps: Steps of every run, whatever its tokens; None for all.
@@ -31,7 +32,6 @@ class Scale:
   tokens: int
   batch_sizes: tuple[int, ...]
   widths: tuple[int, ...]
-  rates: dict[str, float]
   budget: int = 7
   seeds: int = 3
   steps: int | None = None
@@ -48,7 +48,7 @@ class Scale:
     learning_rate: float,
     *,
     arm: str = '',
-    is_watched: bool = False,
+    with_diagnostics: bool = False,
     token_share: float = 1.0,
     **changes: Any,
   ) -> Run:
@@ -59,34 +59,28 @@ class Scale:
       batch_size: Global batch, sequences.
       learning_rate: Peak learning rate.
       arm: Name of the study's own optimizer, if it is to replace that.
-      is_watched: Whether to look at attention and updates.
+      with_diagnostics: Whether to measure attention and updates.
       token_share: Tokens of the run over those of the scale.
       **changes: Settings of the trainer.
     """
-    config = Config(**self.settings, optimizer=optimizer)
-    config = dataclasses.replace(config, batch_size=batch_size)
+    settings = self.settings | {'weight_decay': DECAY} | changes
     config = resolve(
-      dataclasses.replace(
-        config, learning_rate=learning_rate, **{'weight_decay': DECAY} | changes
+      Config(
+        **settings,
+        optimizer=optimizer,
+        batch_size=batch_size,
+        learning_rate=learning_rate,
       )
     )
     per_step = batch_size * config.context_length
-    steps = round(self.tokens * token_share / per_step)
-    if self.steps is not None:
-      steps = self.steps
-    return Run(
-      dataclasses.replace(
-        config,
-        steps=steps,
-        eval_every=steps,
-        watch_every=max(1, steps // _WATCHES) if is_watched else 0,
-      ),
-      arm,
-      is_watched,
+    steps = self.steps or round(self.tokens * token_share / per_step)
+    every = max(1, steps // _DIAGNOSTICS_STEPS) if with_diagnostics else 0
+    config = dataclasses.replace(
+      config, steps=steps, eval_every=steps, watch_every=every
     )
+    return Run(config, arm, with_diagnostics)
 
 
-_RATES = {'adamw': 4e-3, 'lamb': 2e-2, 'merit': 2e-2, 'muon': 1e-2}
 _OPEN_WEB_TEXT = dict(
   data='openwebtext', eval_sequences=4096, checkpoint_every=100
 )
@@ -101,7 +95,6 @@ SCALES = {
     tokens=2_500_000,
     batch_sizes=(16, 32, 64, 128),
     widths=(32, 64, 128),
-    rates=_RATES,
   ),
   # For one GPU.
   'micro': Scale(
@@ -113,7 +106,6 @@ SCALES = {
     tokens=40_000_000,
     batch_sizes=(64, 128, 256, 512),
     widths=(192, 384, 768),
-    rates=_RATES,
     budget=3,
     seeds=1,
   ),
@@ -122,13 +114,11 @@ SCALES = {
     tokens=2_500_000_000,
     batch_sizes=(128, 256, 512, 1024),
     widths=(384, 768, 1536),
-    rates=_RATES,
   ),
   'medium': Scale(
     settings=dict(preset='medium', **_OPEN_WEB_TEXT),
     tokens=7_000_000_000,
     batch_sizes=(512, 1024, 2048, 4096),
     widths=(512, 1024, 2048),
-    rates=_RATES,
   ),
 }  # fmt: skip

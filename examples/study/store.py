@@ -1,102 +1,183 @@
-"""The results of runs, a JSON file for each."""
+"""The records of a scale's runs, in one file of JSON lines."""
 
 from collections.abc import Iterator
 import contextlib
 import fcntl
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
+import warnings
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.devices import processes
 from examples.gpt2.run.folder import write_whole
 from examples.study.plans import Result, Run
 
+_SORTED_BY = ('optimizer', 'arm', 'batch_size', 'learning_rate', 'seed')
+_NEEDED = {
+  'key', *_SORTED_BY, 'loss', 'config', 'corpus_sha256', 'diagnostics',
+  'seconds', 'versions',
+}  # fmt: skip
+
 
 class Store:
-  """A folder of results.
+  """A file with a record, one line of JSON, for each run that has a result.
+
+  Of several processes, the first reads and writes the file, and tells the
+  others what it holds.
 
   Attributes:
-    folder: Where they are.
+    path: The file.
+    records: What it holds, by the keys of the runs.
   """
 
-  def __init__(self, folder: Path):
-    self.folder = folder
+  def __init__(self, path: Path):
+    """Reads the file, if there is one.
+
+    Raises:
+      UsageError: If a line is damaged.
+    """
+    self.path = path
+    self.records: dict[str, dict[str, Any]] = processes.on_first(_read, path)
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[None]:
-    """Makes the folder, and keeps other studies out of it.
+    """Keeps other studies from the file; sorts it at the start and at the end.
 
     Raises:
-      UsageError: If another study is going on there.
-      OSError: If the folder cannot be written.
+      UsageError: If another study is using the file, or a line is damaged.
+      OSError: If the file cannot be written.
     """
-    self.folder.mkdir(parents=True, exist_ok=True)
-    with (self.folder / '.lock').open('wb') as lock:
-      try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-      except BlockingIOError as error:
-        raise UsageError(
-          f'--results {self.folder} is in use by a study that goes on now.'
-        ) from error
+    with contextlib.ExitStack() as stack:
+      processes.on_first(stack.enter_context, _locked(self.path))
+      self.records = processes.on_first(_read, self.path)
       yield
 
-  def read(self, run: Run) -> dict[str, Any] | None:
-    """Returns what a run's file holds, None if there is none.
+  def result(self, run: Run) -> Result | None:
+    """Returns the result of a run, None if it has none."""
+    record = self.records.get(run.key)
+    return None if record is None else _result(record)
+
+  def results(self, runs: list[Run]) -> list[Result]:
+    """Returns the results of runs that all have one."""
+    return [_result(self.records[run.key]) for run in runs]
+
+  def add(self, record: dict[str, Any]) -> None:
+    """Adds the record of a run; it is on the disk once this returns.
+
+    Args:
+      record: JSON values, those of the label first (see :class:`Run`). Of
+        several processes, that of the first is added.
 
     Raises:
-      UsageError: If the file is damaged.
+      OSError: If the file cannot be written.
     """
-    path = self._path(run)
-    return _read(path) if path.is_file() else None
-
-  def result(self, run: Run) -> Result | None:
-    """Returns the result of a run, None if it has not been made."""
-    found = self.read(run)
-    if found is None:
-      return None
-    loss = math.inf if found['loss'] is None else found['loss']
-    return Result(loss, found['watched'])
-
-  def write(self, run: Run, record: dict[str, Any]) -> None:
-    """Writes the file of a run."""
-    self.folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(record, separators=(',', ':'), allow_nan=False)
-    write_whole(self._path(run), (text + '\n').encode())
-
-  def read_all(self) -> list[dict[str, Any]]:
-    """Returns what the files of all runs hold."""
-    return [_read(x) for x in sorted(self.folder.glob('[0-9a-f]*.json'))]
+    record = processes.on_first(_append, self.path, record)
+    self.records[record['key']] = record
 
   def check_text(self, sha256: str) -> None:
-    """Checks that all runs were made with the same text.
+    """Checks that all runs were trained on the same text.
 
     Raises:
-      UsageError: If a run was made with another.
+      UsageError: If a run was trained on another.
     """
-    for record in self.read_all():
+    for record in self.records.values():
       if record['corpus_sha256'] != sha256:
         raise UsageError(
-          f'--results {self.folder} holds runs on another text than --data: '
-          f'sha256 {record["corpus_sha256"][:16]} and {sha256[:16]}. The text '
-          "'stdlib' differs from one Python to the next; those runs were made "
-          f'with {record["versions"]["python"]}. Give --results a folder of '
-          'its own.'
+          f'{self.path} holds runs on another text than --data: sha256 '
+          f'{record["corpus_sha256"][:16]} and {sha256[:16]}. The text '
+          "'stdlib' differs from one Python to the next, and those runs were "
+          f'trained with {record["versions"]["python"]}. Give --results '
+          'another folder.'
         )
 
-  def _path(self, run: Run) -> Path:
-    return self.folder / f'{run.key}.json'
+
+def _result(record: dict[str, Any]) -> Result:
+  loss = math.inf if record['loss'] is None else record['loss']
+  return Result(loss, record['diagnostics'])
 
 
-def _read(path: Path) -> dict[str, Any]:
-  needed = {'config', 'corpus_sha256', 'loss', 'seconds', 'versions', 'watched'}
-  try:
-    record = json.loads(path.read_text())
-  except ValueError:
-    record = None
-  if not isinstance(record, dict) or not needed <= record.keys():
-    raise UsageError(
-      f'{path} is damaged, or not of a study: restore it, or delete it to have '
-      'the run made again.'
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+  """Returns the records by key, without one that was not written to its end."""
+  if not path.is_file():
+    return {}
+  *lines, last = path.read_text(errors='replace').split('\n')
+  if last and _parse(last) is None:
+    warnings.warn(
+      f'{path}: the last line is incomplete, as a killed study leaves it. It '
+      'is left out, and its run will be repeated.',
+      # The same for all callers, so that it is shown once.
+      stacklevel=1,
     )
+  elif last:
+    lines.append(last)
+  records: dict[str, dict[str, Any]] = {}
+  for number, line in enumerate(lines, 1):
+    record = _parse(line)
+    if not isinstance(record, dict) or not record.keys() >= _NEEDED:
+      raise UsageError(
+        f'{path}, line {number}: damaged, or not the record of a run. Restore '
+        'the line, or delete it to have its run repeated.'
+      )
+    if record['key'] in records:
+      raise UsageError(
+        f'{path}, line {number}: a second record of run {record["key"]}. '
+        'Delete one of them.'
+      )
+    records[record['key']] = record
+  return records
+
+
+def _parse(line: str) -> Any:
+  """Returns the value of a line of JSON, None if it is damaged."""
+  try:
+    return json.loads(line)
+  except ValueError:
+    return None
+
+
+def _line(record: dict[str, Any]) -> bytes:
+  text = json.dumps(record, separators=(',', ':'), allow_nan=False)
+  return f'{text}\n'.encode()
+
+
+def _append(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open('ab') as file:
+    file.write(_line(record))
+    file.flush()
+    os.fsync(file.fileno())
   return record
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.with_name(f'.{path.name}.lock').open('wb') as lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise UsageError(
+        f'{path} is in use by another study: wait for it, or give --results '
+        'another folder.'
+      ) from error
+    _sort(path)
+    try:
+      yield
+    finally:
+      _sort(path)
+
+
+def _sort(path: Path) -> None:
+  """Puts the lines of a file in order, so that a diff shows what is new."""
+  records = sorted(_read(path).values(), key=_rank)
+  content = b''.join(map(_line, records))
+  if path.is_file() and path.read_bytes() != content:
+    write_whole(path, content)
+
+
+def _rank(record: dict[str, Any]) -> tuple[Any, ...]:
+  others = json.dumps(record['config'], sort_keys=True)
+  return *(record[name] for name in _SORTED_BY), others

@@ -18,14 +18,19 @@ class Tuned:
   losses: dict[float, float]
 
   @property
-  def rate(self) -> float:
+  def learning_rate(self) -> float:
     """The best learning rate."""
     return min(self.losses, key=self.losses.__getitem__)
 
   @property
+  def loss(self) -> float:
+    """The loss at the best learning rate."""
+    return self.losses[self.learning_rate]
+
+  @property
   def is_at_edge(self) -> bool:
-    """Whether the best rate is the smallest or the largest that was tried."""
-    return self.rate in (min(self.losses), max(self.losses))
+    """Whether the best is the smallest or the largest that was tried."""
+    return self.learning_rate in (min(self.losses), max(self.losses))
 
 
 def tune(
@@ -40,24 +45,24 @@ def tune(
   Args:
     make_run: Function from a learning rate to the run with it.
     start: A first guess.
-    budget: Number of runs, at least 3. All of them are made.
+    budget: Number of runs, at least 3. All of them are used.
   """
-  # Learning rates as powers of √2 over the start.
+  # By the power of √2 that is the learning rate over the start.
   losses: dict[int, float] = {}
   wanted = [-2, 0, 2]
   while wanted:
-    results = yield [make_run(_rate(start, power)) for power in wanted]
+    results = yield [make_run(_at(start, power)) for power in wanted]
     losses |= {
       power: result.loss for power, result in zip(wanted, results, strict=True)
     }
-    wanted = next_powers(losses)[: budget - len(losses)]
-  return Tuned({_rate(start, power): losses[power] for power in sorted(losses)})
+    wanted = _next_powers(losses)[: budget - len(losses)]
+  return Tuned({_at(start, power): losses[power] for power in sorted(losses)})
 
 
-def next_powers(losses: dict[int, float]) -> list[int]:
+def _next_powers(losses: dict[int, float]) -> list[int]:
   """Returns which powers to try next, never empty."""
   least, most = min(losses), max(losses)
-  # If all diverged, the first is the best: smaller rates come next.
+  # If all diverged, the first is the best: smaller ones come next.
   best = min(sorted(losses), key=losses.__getitem__)
   if best == least:
     return [least - 2]
@@ -69,6 +74,6 @@ def next_powers(losses: dict[int, float]) -> list[int]:
   return [least - 2] if best - least < most - best else [most + 2]
 
 
-def _rate(start: float, power: int) -> float:
+def _at(start: float, power: int) -> float:
   """Returns a learning rate with three digits."""
   return float(f'{start * math.sqrt(2) ** power:.3g}')

@@ -62,7 +62,7 @@ def test_where_memory_is_short_steps_are_compiled_only(
 def test_merit_keeps_one_tensor_at_a_time_on_cpu():
   case = optimizer_step.make_case('demo', 'stacked', None)
   merit = optimizer_step.compile_step(
-    optimizer_step.make_optimizer('merit', 'stacked'), case
+    optimizer_step.make_optimizer('merit'), case
   )
   # Four bytes, and the norms of rows and columns; LAMB takes eight.
   assert merit.figures['temporary_bytes_per_parameter'] < 4.2
@@ -77,4 +77,4 @@ def test_training_steps_are_compared(tmp_path: Path):
   ])  # fmt: skip
   rows = json.loads(out.read_text())['rows']
   assert rows[0]['tokens_per_second'] > 0
-  assert 'watch' in rows[1]['name']
+  assert 'diagnostics' in rows[1]['name']

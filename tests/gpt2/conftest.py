@@ -52,6 +52,7 @@ def _tiny(folder: Path) -> Config:
       width=16,
       context_length=16,
       batch_size=16,
+      micro_batch_size=1,
       steps=6,
       unroll=1,
       eval_every=4,

@@ -15,8 +15,7 @@ import safetensors.numpy
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.convert import export_model, import_model, main
-from examples.gpt2.data.corpus import END_OF_TEXT
-from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
 from examples.gpt2.model.decoding import generate_tokens
 from examples.gpt2.model.files import (
   arrays_by_path,

@@ -9,8 +9,8 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.batches import validation_starts
-from examples.gpt2.data.corpus import END_OF_TEXT, load_corpus
-from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.data.documents import load_corpus
+from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
 from examples.gpt2.evaluate import EvaluateConfig, evaluate, main
 from examples.gpt2.model.files import as_module, load_model, save_model
 from examples.gpt2.model.layers import ModelConfig

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.corpus import END_OF_TEXT
-from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
 from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
 from examples.gpt2.generate import (
   GenerateConfig,

@@ -1,11 +1,13 @@
 from pathlib import Path
 
-from matplotlib import pyplot as plt
+from matplotlib import image
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 import numpy as np
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.plot import main, plot_run, plot_runs
+from examples.gpt2.plot import main, plot_runs
 from examples.gpt2.run.folder import RunFolder
 
 
@@ -41,21 +43,32 @@ def _run(folder: Path, lines: list[dict]) -> Path:
 
 def _ink(path: Path) -> float:
   """Returns the share of a picture that is not white."""
-  return float(np.mean(plt.imread(path)[..., :3].min(axis=-1) < 0.9))
+  return float(np.mean(image.imread(path)[..., :3].min(axis=-1) < 0.9))
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[plt.Figure]:
-  """Figures that are drawn, as they are closed."""
-  figures: list[plt.Figure] = []
-  close = plt.close
-  monkeypatch.setattr(
-    plt, 'close', lambda figure: (figures.append(figure), close(figure))
-  )
+def drawn(monkeypatch) -> list[Figure]:
+  """Figures that are drawn, as they are saved."""
+  figures: list[Figure] = []
+  save = Figure.savefig
+
+  def remember(figure: Figure, *args, **kwargs) -> None:
+    figures.append(figure)
+    save(figure, *args, **kwargs)
+
+  monkeypatch.setattr(Figure, 'savefig', remember)
   return figures
 
 
-def _curves(axes: plt.Axes) -> dict[str, list[float]]:
+def _panels(figure: Figure) -> dict[str, Axes]:
+  return {axes.get_ylabel(): axes for axes in figure.axes}
+
+
+def _legend(axes: Axes) -> list[str]:
+  return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def _curves(axes: Axes) -> dict[str, list[float]]:
   return {x.get_label(): list(x.get_ydata()) for x in axes.lines}
 
 
@@ -67,23 +80,26 @@ def test_a_run_is_drawn_by_layer(tmp_path: Path, drawn, capsys):
   assert _ink(out) > 0.01
   (figure,) = drawn
   assert figure.get_suptitle() == str(run)
-  panels = {axes.get_ylabel(): axes for axes in figure.axes}
+  panels = _panels(figure)
   assert list(panels) == [
     'loss (nats per token)',
     'max attention logit',
     'attention entropy (nats)',
-    'gradient norm by layer',
+    'gradient norm',
     'update norm / weight norm',
     'share of clipped elements',
   ]
   losses = _curves(panels['loss (nats per token)'])
-  assert losses['train'] == [6.0 / step for step in range(1, 7)]
-  assert losses['validation'] == [7.0 / 3, 7.0 / 6]
-  assert losses['unigram entropy'] == [5.0, 5.0]
+  assert losses['train loss'] == [6.0 / step for step in range(1, 7)]
+  assert losses['val loss'] == [7.0 / 3, 7.0 / 6]
+  assert set(losses['unigram entropy']) == {5.0}
   layers = panels['max attention logit'].lines
   assert [list(x.get_xdata()) for x in layers] == [[2, 4, 6]] * 4
   assert list(layers[3].get_ydata()) == [2.75, 4.75, 6.75]
   assert panels['max attention logit'].get_yscale() == 'log'
+  norms = _curves(panels['gradient norm'])
+  assert norms['gradient norm'] == [1.0 / step for step in range(1, 7)]
+  assert norms['layer 4'] == [2.75, 4.75, 6.75]
 
 
 def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
@@ -91,37 +107,39 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
     _run(tmp_path / name, _lines(layers, watch_every))
     for name, layers, watch_every in (('a', 2, 1), ('b', 3, 2), ('c', 2, 0))
   )
-  plot_runs(runs, tmp_path / 'picture.png')
+  assert plot_runs(runs, tmp_path / 'picture.png').stat().st_size > 1000
   assert _ink(tmp_path / 'picture.png') > 0.01
   (figure,) = drawn
-  panels = {axes.get_ylabel(): _curves(axes) for axes in figure.axes}
-  assert len(panels) == 4
-  for curves in panels.values():
-    assert list(curves) == [str(run) for run in runs]
-  logits = panels['largest attention logit']
-  assert logits[str(runs[0])] == [step + 0.5 for step in range(1, 7)]
-  assert len(logits[str(runs[1])]) == 3
-  assert logits[str(runs[2])] == []
+  panels = _panels(figure)
+  for name in ('loss (nats per token)', 'gradient norm'):
+    assert _legend(panels[name]) == [str(run) for run in runs]
+    # A run has one colour, and runs have different ones.
+    colours = [x.get_color() for x in panels[name].get_legend().get_lines()]
+    assert len(set(colours)) == 3
+  largest = panels['max attention logit']
+  assert _legend(largest) == [str(run) for run in runs[:2]]
+  curves = _curves(largest)
+  assert curves[str(runs[0])] == [step + 0.5 for step in range(1, 7)]
+  assert len(curves[str(runs[1])]) == 3
 
 
 @pytest.mark.parametrize('suffix', ['png', 'pdf', 'svg'])
-def test_a_run_without_watch_steps_has_its_losses(
+def test_a_run_without_diagnostics_has_its_losses(
   tmp_path: Path, drawn, suffix: str
 ):
-  out = tmp_path / f'picture.{suffix}'
-  plot_run(out, _lines(watch_every=0), 'title', 5.0)
-  (figure,) = drawn
-  assert len(figure.axes) == 1
-  assert figure.axes[0].get_yscale() == 'log'
+  run = _run(tmp_path / 'run', _lines(watch_every=0))
+  out = plot_runs((run,), tmp_path / f'picture.{suffix}')
+  assert list(_panels(drawn[0])) == ['loss (nats per token)', 'gradient norm']
   assert out.stat().st_size > 1000
 
 
 @pytest.mark.parametrize('layers', [1, 2, 3, 48])
 def test_a_legend_names_few_layers(tmp_path: Path, drawn, layers: int):
-  plot_run(tmp_path / 'picture.png', _lines(layers), 'title', 5.0)
+  run = _run(tmp_path / 'run', _lines(layers))
+  plot_runs((run,), tmp_path / 'picture.png')
   axes = drawn[0].axes[1]
   assert len(axes.lines) == layers
-  names = [text.get_text() for text in axes.get_legend().get_texts()]
+  names = _legend(axes)
   assert names[0] == 'layer 1'
   assert names[-1] == f'layer {layers}'
   assert len(names) == min(layers, 3)
@@ -139,6 +157,8 @@ def test_steps_that_are_not_finite_leave_gaps(tmp_path: Path, drawn):
     picture = tmp_path / f'{len(names)}.png'
     main([*(str(tmp_path / name) for name in names), '--out', str(picture)])
     assert _ink(picture) > 0.01
+  losses = _curves(drawn[0].axes[0])['train loss']
+  assert np.isnan(losses).tolist() == [False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize(
@@ -166,3 +186,9 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, make, capsys):
 def test_at_least_one_run_is_needed(tmp_path: Path):
   with pytest.raises(UsageError, match='folder of a run'):
     plot_runs((), tmp_path / 'picture.png')
+
+
+def test_a_picture_of_an_unknown_format_is_refused(tmp_path: Path):
+  run = _run(tmp_path / 'run', _lines())
+  with pytest.raises(UsageError, match=r'--out must end in one of.*\.gif'):
+    plot_runs((run,), tmp_path / 'picture.gif')

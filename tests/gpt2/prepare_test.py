@@ -17,10 +17,10 @@ import tokenizers
 
 from examples.gpt2 import prepare as prepare_module
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.data import documents as documents_module
+from examples.gpt2.data import tokens as tokens_module
 from examples.gpt2.data.tokenizer import encode, train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
-from examples.gpt2.prepare import PrepareConfig, Prepared, main, prepare
+from examples.gpt2.prepare import PrepareConfig, main, prepare
 from examples.gpt2.presets import resolve
 
 END = '<|endoftext|>'
@@ -102,44 +102,44 @@ def test_documents_come_back_from_their_tokens(
     vocab_size=vocab_size,
     validation_share=0.5,
   )
-  prepared = prepare(config)
+  prepare(config)
   train, validation = _documents(config.out_dir)
   assert train + validation == collections.Counter(filter(None, texts))
   assert all(_is_held_out(text, 0.5) for text in validation)
   assert not any(_is_held_out(text, 0.5) for text in train)
-  assert prepared.documents == (train.total(), validation.total())
 
 
 def test_the_trainer_reads_the_result(config: PrepareConfig, tmp_path: Path):
-  prepared = prepare(config)
+  prepare(config)
   settings = Config(
     data=str(config.out_dir), context_length=16, cache_dir=tmp_path / 'cache'
   )
   tokens = load_tokens(resolve(settings))
-  assert (len(tokens.train), len(tokens.validation)) == prepared.tokens
-  assert tokens.vocab_size == prepared.vocab_size == 300
+  assert tokens.vocab_size == 300
   assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
 
 
 def test_what_was_made_is_counted(config: PrepareConfig):
   with config.data[0].open('a') as file:
     file.write('junk\n')
-  prepared = prepare(dataclasses.replace(config, skip_bad=True, vocab_size=257))
+  made = prepare(dataclasses.replace(config, skip_bad=True, vocab_size=257))
   size = len(''.join(TEXTS))
-  held_out = sum(_is_held_out(text, 0.5) for text in TEXTS)
-  assert prepared == Prepared(
-    documents=(40 - held_out, held_out),
-    tokens=prepared.tokens,
-    num_bytes=size,
-    num_skipped=1,
-    vocab_size=257,
-  )
-  assert sum(prepared.tokens) == size + 40
+  held_out = [text for text in TEXTS if _is_held_out(text, 0.5)]
+  # Each byte is a token, and an end-of-text token follows each document.
+  tokens = len(''.join(held_out)) + len(held_out)
+  assert made == {
+    'documents': f'{40 - len(held_out)} to train on, {len(held_out)} held out, '
+    '1 left out as not readable',
+    'tokens': f'{size + 40 - tokens:,} to train on, {tokens:,} held out',
+    'text': f'{size:,} bytes, {size / (size + 40):.2f} bytes per token',
+    'vocabulary': '257 tokens',
+    'results': str(config.out_dir),
+  }
 
 
 def test_documents_are_grouped_without_a_change(config, tmp_path, monkeypatch):
   prepare(config)
-  monkeypatch.setattr(documents_module, '_CHARACTERS_IN_MEMORY', 99)
+  monkeypatch.setattr(tokens_module, '_DOCUMENTS_AT_ONCE', 3)
   again = dataclasses.replace(config, out_dir=tmp_path / 'again')
   prepare(again)
   assert _contents(config.out_dir) == _contents(again.out_dir)
@@ -212,6 +212,59 @@ def test_a_tokenizer_can_be_used_again(config, tmp_path, name: str):
   assert _contents(again.out_dir) == _contents(config.out_dir)
 
 
+def _without_end(tokenizer: tokenizers.Tokenizer) -> str:
+  return tokenizer.to_str().replace(END, '<|end|>')
+
+
+def _too_large(tokenizer: tokenizers.Tokenizer) -> str:
+  tokenizer.add_tokens([f'token{i}' for i in range(65237)])
+  return tokenizer.to_str()
+
+
+def _lower_case(tokenizer: tokenizers.Tokenizer) -> str:
+  tokenizer.normalizer = tokenizers.normalizers.Lowercase()
+  return tokenizer.to_str()
+
+
+def _without_a_byte(tokenizer: tokenizers.Tokenizer) -> str:
+  content = json.loads(tokenizer.to_str())
+  content['model']['vocab']['gone'] = content['model']['vocab'].pop('Ń')
+  return json.dumps(content)
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    (lambda _: 'junk', 'is no tokenizer'),
+    (_without_end, r'has no token <\|endoftext\|>'),
+    (_too_large, 'identifiers up to 65536: expected all to be below 65536'),
+    (_lower_case, 'expected a byte-level one'),
+    (_without_a_byte, 'expected a byte-level one'),
+  ],
+)
+def test_a_tokenizer_that_would_lose_text_is_refused(
+  config, tmp_path: Path, change, message: str
+):
+  path = tmp_path / 'given.json'
+  path.write_text(change(train_tokenizer(TEXTS, 300)))
+  with pytest.raises(UsageError, match=f'given.json .*{message}'):
+    prepare(_with_tokenizer(config, path))
+
+
+def test_a_vocabulary_of_the_largest_size_with_a_gap_is_taken(config, tmp_path):
+  content = json.loads(train_tokenizer(TEXTS, 300).to_str())
+  # No merge makes it, but it counts.
+  content['model']['vocab']['never'] = 65535
+  (tmp_path / 'large.json').write_text(json.dumps(content))
+  prepare(_with_tokenizer(config, tmp_path / 'large.json'))
+  settings = Config(
+    data=str(config.out_dir), context_length=16, cache_dir=tmp_path / 'cache'
+  )
+  tokens = load_tokens(resolve(settings))
+  assert tokens.vocab_size == 65536
+  assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
+
+
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
@@ -220,7 +273,7 @@ def test_a_tokenizer_can_be_used_again(config, tmp_path, name: str):
     ({'tokenizer': Path('x')}, '--vocab-size 300 .*--tokenizer'),
     (
       {'tokenizer': Path('/nothing'), 'vocab_size': None},
-      '--tokenizer /nothing: expected',
+      '/nothing is no tokenizer.*: expected a tokenizer.json',
     ),
     ({'validation_share': 0.0}, r'--validation-share .*\(0, 1\), got 0'),
     ({'validation_share': 1.0}, '--validation-share .* got 1'),
@@ -240,7 +293,7 @@ def test_a_setting_out_of_its_range_is_refused(config, changes, message: str):
 def test_a_folder_that_holds_something_is_refused_and_kept(config):
   config.out_dir.mkdir()
   (config.out_dir / 'precious').write_text('data')
-  with pytest.raises(UsageError, match='--out-dir .*out is there'):
+  with pytest.raises(OSError, match='out is there and not empty'):
     prepare(config)
   assert _contents(config.out_dir) == {'precious': b'data'}
 
@@ -274,7 +327,7 @@ def test_a_stopped_run_leaves_nothing(config, tmp_path, monkeypatch, error):
     calls.append(args)
     return encode(*args)
 
-  monkeypatch.setattr(prepare_module, 'encode', fail)
+  monkeypatch.setattr(tokens_module, 'encode', fail)
   with pytest.raises(error):
     prepare(config)
   assert [path.name for path in tmp_path.iterdir()] == ['text.jsonl']
@@ -285,12 +338,13 @@ def test_a_killed_run_leaves_no_result_and_can_be_repeated(config, tmp_path):
     [
       'import os, signal, sys',
       'from examples.gpt2 import prepare',
-      'encode, calls = prepare.encode, []',
+      'from examples.gpt2.data import tokens',
+      'encode, calls = tokens.encode, []',
       'def die(*args):',
       '  if calls: os.kill(os.getpid(), signal.SIGKILL)',
       '  calls.append(args)',
       '  return encode(*args)',
-      'prepare.encode = die',
+      'tokens.encode = die',
       'prepare.main(sys.argv[1:])',
     ]
   )
@@ -311,15 +365,7 @@ def test_the_command_reports_what_it_made(config, monkeypatch, capsys):
   args = ['--data', str(config.data[0]), '--out-dir', str(config.out_dir)]
   main([*args, '--vocab-size=257', '--validation-share=0.5'])
   captured = capsys.readouterr()
-  held_out = sum(_is_held_out(text, 0.5) for text in TEXTS)
-  size = len(''.join(TEXTS))
-  for part in (
-    f'{40 - held_out} to train on, {held_out} held out, 0 left out',
-    f'{size:,} bytes, {size / (size + 40):.2f} bytes per token',
-    '257 tokens',
-    str(config.out_dir),
-  ):
-    assert part in captured.out
+  assert '257 tokens' in captured.out
   assert 'tokenizing: 100%' in captured.err
   assert os.environ['TOKENIZERS_PARALLELISM'] == 'true'
 

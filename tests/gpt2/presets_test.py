@@ -12,6 +12,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
+  'micro_batch_size',
 }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ _OPTIONAL = {
     ({'seed': 2**32}, ['--seed', '2**32', '4294967296']),
     ({'vocab_size': 100}, ['--vocab-size', '257', '100']),
     ({'vocab_size': 65537}, ['--vocab-size', '65536', '65537']),
-    ({'micro_batch_size': 7}, ['--micro-batch-size', '--batch-size', '7']),
+    ({'micro_batch_size': 0}, ['--micro-batch-size', 'at least 1', '0']),
     ({'num_heads': 3}, ['--num-heads', '--width', '3', '128']),
     (
       {'architecture': 'llama', 'width': 12, 'num_heads': 4},
@@ -123,7 +124,6 @@ def test_what_is_given_stays_and_the_rest_fits(head_width: int, **given):
   config = resolve(Config(**given))
   kept = {k: v for k, v in given.items() if v is not None}
   assert kept.items() <= vars(config).items()
-  assert config.batch_size % config.micro_batch_size == 0
   assert resolve(config) == config
 
 
@@ -143,13 +143,6 @@ def test_what_is_given_stays_and_the_rest_fits(head_width: int, **given):
 )
 def test_the_mlp_follows_the_width(settings: dict, width: int):
   assert resolve(Config(**settings)).mlp_width == width
-
-
-def test_a_micro_batch_is_the_presets_if_it_fits():
-  assert resolve(Config(preset='small', batch_size=64)).micro_batch_size == 16
-  assert resolve(Config(preset='small', batch_size=24)).micro_batch_size == 8
-  given = resolve(Config(batch_size=24, micro_batch_size=24))
-  assert given.micro_batch_size == 24
 
 
 @pytest.mark.parametrize(

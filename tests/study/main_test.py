@@ -1,19 +1,25 @@
-import dataclasses
+import fcntl
+import json
+import os
 from pathlib import Path
 import re
+import runpy
+import socket
+import subprocess
+import sys
 
-from matplotlib import pyplot
 import numpy as np
 import pytest
 
 from examples.study import __main__ as command, report
-from examples.study.scales import SCALES
+
+_TINY_STUDY = Path(__file__).parent / 'tiny_study.py'
 
 
 def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   command.main(['--plan-only', '--results', str(tmp_path / 'results')])
   text = capsys.readouterr().out
-  count = int(re.search(r'about (\d+) runs to make', text)[1])
+  count = int(re.search(r'about (\d+) runs left', text)[1])
   assert 250 < count < 340
   assert not (tmp_path / 'results').exists()
 
@@ -23,10 +29,11 @@ def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   [
     ('--jobs 0 --results .', '--jobs must be at least 1, got 0'),
     ('--steps 0 --results .', '--steps must be at least 1, got 0'),
-    ('--jobs 2 --mesh fsdp=2', '--mesh is for --jobs 1'),
-    ('--steps 3', '--results a folder of its own'),
-    ('--data x.txt', '--results a folder of its own'),
-    ('--scale small --dtype bfloat16', '--results a folder of its own'),
+    ('--jobs 2 --mesh fsdp=2', '--jobs must be 1, got 2'),
+    ('--steps 3', '--results another folder'),
+    ('--data x.txt', '--results another folder'),
+    ('--scale small --dtype bfloat16', '--results another folder'),
+    ('--process-id 1', '--coordinator, --num-processes and --process-id'),
   ],
 )
 def test_flags_are_checked(flags, message, capsys):
@@ -36,50 +43,115 @@ def test_flags_are_checked(flags, message, capsys):
   assert message in capsys.readouterr().err
 
 
-class _Experiment:
-  """An experiment of two runs."""
-
-  TITLE = 'Two rates'
-
-  @staticmethod
-  def plan(scale):
-    return (yield [scale.run('merit', 8, rate) for rate in (0.01, 0.02)])
-
-  @staticmethod
-  def section(results, scale):
-    return ', '.join(f'{result.loss:.3f}' for result in results)
-
-  @staticmethod
-  def figure(results, scale):
-    return pyplot.figure()
-
-
-@pytest.mark.parametrize(
-  'scale', ['nano', pytest.param('small', marks=pytest.mark.slow)]
-)
-def test_an_experiment_runs_from_beginning_to_end(
-  scale: str, tmp_path: Path, monkeypatch, capsys
-):
-  # Small is for a cluster: here on emulated devices, with OpenWebText's format.
-  mesh = 'fsdp=4,tensor=2' if scale == 'small' else ''
+@pytest.fixture(autouse=True)
+def tokens(tmp_path: Path):
+  """Random tokens, in the format of nanoGPT."""
   tokens = np.random.default_rng(0).integers(257, size=9000, dtype=np.uint16)
   for name in ('train.bin', 'val.bin'):
     tokens.tofile(tmp_path / name)
-  settings = SCALES[scale].settings | dict(
-    cache_dir=tmp_path / 'cache', num_layers=1, width=16, num_heads=2,
-    context_length=16, eval_sequences=8, unroll=1, vocab_size=257,
-    micro_batch_size=8,
-  )  # fmt: skip
-  tiny = dataclasses.replace(SCALES[scale], settings=settings)
-  monkeypatch.setitem(command.SCALES, scale, tiny)
-  monkeypatch.setattr(report, 'EXPERIMENTS', {'hyperparameters': _Experiment})
+
+
+@pytest.fixture
+def start(tmp_path: Path):
+  """Starts a tiny study as a process, whose output goes to NAME.log."""
+
+  def start(name: str, *flags: str, devices: int = 1) -> subprocess.Popen:
+    environment = {
+      'PYTHONPATH': str(_TINY_STUDY.parents[2]),
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_NUM_CPU_DEVICES': str(devices),
+    }
+    with (tmp_path / f'{name}.log').open('w') as log:
+      return subprocess.Popen(
+        [
+          sys.executable, _TINY_STUDY, 'hyperparameters', '--steps', '3',
+          '--data', '.', *flags,
+        ],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        stdout=log,
+        stderr=log,
+      )  # fmt: skip
+
+  return start
+
+
+@pytest.fixture
+def start_pair(start):
+  """Starts a tiny study as two processes, of two devices each."""
+
+  def start_pair() -> list[subprocess.Popen]:
+    with socket.socket() as free:
+      free.bind(('localhost', 0))
+      port = free.getsockname()[1]
+    return [
+      start(
+        f'process{i}', '--coordinator', f'localhost:{port}',
+        '--num-processes', '2', '--process-id', str(i), '--mesh',
+        'fsdp=2,tensor=2', '--results', f'results{i}', devices=2,
+      )
+      for i in range(2)
+    ]  # fmt: skip
+
+  return start_pair
+
+
+def _assert_results(folder: Path, scale: str) -> list[dict]:
+  """Asserts that both runs have a result, and returns their records."""
+  lines = (folder / f'{scale}.jsonl').read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  assert [x['learning_rate'] for x in records] == [0.01, 0.02]
+  assert all(5 < x['loss'] < 7 for x in records)
+  text = (folder / scale / 'RESULTS.md').read_text()
+  # As the experiment has them, where the file is sorted.
+  losses = ', '.join(f'{x["loss"]:.3f}' for x in reversed(records))
+  assert text.splitlines()[-1] == losses
+  assert (folder / scale / 'figures/hyperparameters.png').is_file()
+  return records
+
+
+def test_an_experiment_runs_from_beginning_to_end(
+  tmp_path, monkeypatch, capsys
+):
+  tiny = runpy.run_path(str(_TINY_STUDY))
+  monkeypatch.setattr(command, 'SCALES', tiny['SCALES'])
+  monkeypatch.setattr(report, 'EXPERIMENTS', tiny['EXPERIMENTS'])
+  monkeypatch.chdir(tmp_path)
   command.main([
-    'hyperparameters', '--scale', scale, '--steps', '2', '--jobs', '1',
-    '--mesh', mesh, '--data', str(tmp_path),
-    '--results', str(tmp_path / 'results'), '--work', str(tmp_path / 'work'),
+    'hyperparameters', '--steps', '3', '--data', '.', '--jobs', '1', '--mesh',
+    'tensor=2', '--results', 'results',
   ])  # fmt: skip
-  text = (tmp_path / 'results' / 'RESULTS.md').read_text()
-  losses = [float(x) for x in text.splitlines()[-1].split(', ')]
-  assert all(5 < loss < 7 for loss in losses)
-  assert (tmp_path / 'results/figures/hyperparameters.png').is_file()
-  assert capsys.readouterr().out.count('wrote') == 2
+  _assert_results(tmp_path / 'results', 'nano')
+  output = capsys.readouterr().out
+  assert 'about 2 runs left' in output
+  assert output.count('wrote') == 2
+
+
+@pytest.mark.slow
+def test_a_large_scale_runs_on_a_mesh(start, tmp_path):
+  study = start(
+    'study', '--scale', 'small', '--results', 'results', '--mesh',
+    'fsdp=2,tensor=2', devices=4,
+  )  # fmt: skip
+  assert study.wait() == 0
+  _assert_results(tmp_path / 'results', 'small')
+
+
+@pytest.mark.slow
+def test_of_two_processes_the_first_has_the_results(start_pair, tmp_path):
+  assert [x.wait() for x in start_pair()] == [0, 0]
+  records = _assert_results(tmp_path / 'results0', 'nano')
+  assert [x['processes'] for x in records] == [2, 2]
+  assert not (tmp_path / 'results1').exists()
+  assert 'wrote' not in (tmp_path / 'process1.log').read_text()
+
+
+@pytest.mark.slow
+def test_if_the_first_process_cannot_start_both_end(start_pair, tmp_path):
+  (tmp_path / 'results0').mkdir()
+  with (tmp_path / 'results0' / '.nano.jsonl.lock').open('wb') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert [x.wait() for x in start_pair()] == [2, 2]
+  for i in range(2):
+    log = (tmp_path / f'process{i}.log').read_text()
+    assert 'in use by another study' in log

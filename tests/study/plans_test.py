@@ -1,6 +1,6 @@
 import math
 
-from examples.study.plans import Result, carry_out, count_runs, together
+from examples.study.plans import Result, count_runs, execute, gather
 from examples.study.scales import SCALES
 
 _SCALE = SCALES['nano']
@@ -24,15 +24,16 @@ def _rates_as_losses(runs):
   return [Result(run.config.learning_rate, {}) for run in runs]
 
 
-def test_plans_together_ask_at_the_same_time_and_get_their_own_results():
+def test_gathered_plans_ask_at_the_same_time_and_get_their_own_results():
   asked = []
 
   def run_all(runs):
     asked.append([run.config.learning_rate for run in runs])
     return _rates_as_losses(runs)
 
-  answers = carry_out(together(_descend(1.0, 1), _descend(0.8, 3)), run_all)
-  assert answers == [[1.0], [0.8, 0.4, 0.2]]
+  plans = {'a': _descend(1.0, 1), 'b': _descend(0.8, 3)}
+  answers = execute(gather(plans), run_all)
+  assert answers == {'a': [1.0], 'b': [0.8, 0.4, 0.2]}
   assert asked == [[1.0, 0.8], [0.4], [0.2]]
 
 
@@ -41,10 +42,9 @@ def test_plans_that_ask_for_nothing_end():
     return 3
     yield
 
-  assert carry_out(together(nothing(), _descend(1.0, 1)), _rates_as_losses) == [
-    3,
-    [1.0],
-  ]
+  assert execute(nothing(), _rates_as_losses) == 3
+  plans = {'a': nothing(), 'b': _descend(1.0, 1)}
+  assert execute(gather(plans), _rates_as_losses) == {'a': 3, 'b': [1.0]}
 
 
 def test_runs_are_counted_once_and_without_those_that_are_known():
@@ -65,7 +65,7 @@ def test_a_key_follows_what_decides_the_numbers():
     _run(1.0),
     _run(1.0, seed=1),
     _run(1.0, weight_decay=0.5),
-    _run(1.0, is_watched=True),
+    _run(1.0, with_diagnostics=True),
     _run(1.0, token_share=2.0),
     _SCALE.run('merit', 128, 1.0),
     _SCALE.run('merit', 128, 1.0, arm='l2'),

@@ -1,5 +1,4 @@
 from collections import Counter
-import json
 import math
 from pathlib import Path
 import re
@@ -7,7 +6,7 @@ import re
 import pytest
 
 from examples.study import claims, hyperparameters, report
-from examples.study.plans import Result, carry_out, together
+from examples.study.plans import Result, execute, gather
 from examples.study.points import Point
 from examples.study.scales import SCALES
 from examples.study.store import Store
@@ -26,18 +25,19 @@ def _make_up(run, *, has_diverged=False):
   layers = [[10.0 * loss, 20.0, 30.0], [40.0, None, 60.0 * loss]]
   if has_diverged:
     layers = []
-  watched = {
+  diagnostics = {
     'step': [1, 2][: len(layers)],
     'max_attention_logit': layers,
-    'attention_entropy': layers,
+    'attention_entropy': list(layers),
   }
   if config.optimizer == 'merit':
     clipped = [[0.0, 0.01, 0.02], [0.03, 0.02, 0.11]]
-    watched['clipped'] = clipped[: len(layers)]
+    diagnostics['clipped'] = clipped[: len(layers)]
   return {
-    'config': {},
+    **run.label,
     'loss': None if has_diverged else loss,
-    'watched': watched,
+    'config': {},
+    'diagnostics': diagnostics,
     'seconds': 60.0,
     'corpus_sha256': 'c' * 64,
     'versions': {'python': '3', 'jax': '1', 'optax': '2'},
@@ -50,11 +50,12 @@ def _fill(store, diverges):
 
   def run_all(runs):
     for run in runs:
-      store.write(run, _make_up(run, has_diverged=diverges(run)))
-    return [store.result(run) for run in runs]
+      record = _make_up(run, has_diverged=diverges(run))
+      store.records[run.key] = record
+    return store.results(runs)
 
-  plans = (module.plan(scale) for module in report.EXPERIMENTS.values())
-  carry_out(together(*plans), run_all)
+  experiments = report.EXPERIMENTS
+  execute(gather({x: experiments[x].plan(scale) for x in experiments}), run_all)
   return store
 
 
@@ -65,33 +66,35 @@ _DIVERGENCES = {
   'rivals': lambda run: run.config.optimizer != 'merit',
   'some seeds': lambda run: run.config.seed == 2,
   'high rates': lambda run: run.config.learning_rate > 0.05,
-  'watched': lambda run: run.is_watched,
+  'with diagnostics': lambda run: run.with_diagnostics,
 }
+
+
+def _text(store):
+  scale = SCALES['nano']
+  return report.text('nano', scale, *report.read_outcomes(scale, store))
 
 
 @pytest.mark.parametrize('name', _DIVERGENCES)
 def test_a_study_with_runs_that_diverged_is_reported(name, tmp_path):
-  store = _fill(Store(tmp_path / 'results'), _DIVERGENCES[name])
-  report.write(tmp_path, 'nano', SCALES['nano'], store)
-  text = (tmp_path / 'RESULTS.md').read_text()
+  text = _text(_fill(Store(tmp_path / 'nano.jsonl'), _DIVERGENCES[name]))
   assert 'Not complete' not in text
   assert 'nan' not in text.replace('nano', '')
-  verdict = {'merit': 'contradicted', 'rivals': 'reproduced'}.get(name)
-  if verdict:
+  verdicts = {
+    'none': 'reproduced', 'merit': 'contradicted', 'rivals': 'reproduced',
+  }  # fmt: skip
+  if verdict := verdicts.get(name):
     row = next(x for x in text.splitlines() if 'MERIT beats AdamW' in x)
     assert row.endswith(f'| {verdict} |')
 
 
 def test_losses_and_logits_that_explode_are_reported(tmp_path):
-  store = _fill(Store(tmp_path / 'results'), _DIVERGENCES['none'])
-  for path in (tmp_path / 'results').glob('*.json'):
-    record = json.loads(path.read_text())
-    if record['watched']['step'] and record['loss'] > 2:
+  store = _fill(Store(tmp_path / 'nano.jsonl'), _DIVERGENCES['none'])
+  for record in store.records.values():
+    if record['diagnostics']['step'] and record['loss'] > 2:
       record['loss'] = 2e8
-      record['watched']['max_attention_logit'][-1] = [3e29] * 3
-      path.write_text(json.dumps(record))
-  report.write(tmp_path, 'nano', SCALES['nano'], store)
-  text = (tmp_path / 'RESULTS.md').read_text()
+      record['diagnostics']['max_attention_logit'][-1] = [3e29] * 3
+  text = _text(store)
   assert '2e+08' in text
   assert '3e+29' in text
   assert max(map(len, re.findall(r'\d+', text))) < 20
@@ -105,14 +108,14 @@ def test_every_contender_has_as_many_runs_of_tuning(tmp_path):
     new = {run.key: run for run in runs if run.key not in asked}
     for run in new.values():
       config = run.config
-      if not config.seed and not run.is_watched:
+      if not config.seed and not run.with_diagnostics:
         name = (config.optimizer, config.qk_norm, config.batch_size)
         counts[name] += 1
       asked[run.key] += 1
-    return [Result(x['loss'], x['watched']) for x in map(_make_up, runs)]
+    return [Result(x['loss'], x['diagnostics']) for x in map(_make_up, runs)]
 
   counts = Counter()
-  carry_out(report.EXPERIMENTS['batch-scaling'].plan(scale), run_all)
+  execute(report.EXPERIMENTS['batch-scaling'].plan(scale), run_all)
   by_size = {
     size: {n for (_, _, x), n in counts.items() if x == size}
     for size in scale.batch_sizes
@@ -120,17 +123,17 @@ def test_every_contender_has_as_many_runs_of_tuning(tmp_path):
   assert by_size == {16: {7}, 32: {7}, 64: {7}, 128: {9}}
 
 
-def test_a_whole_study_is_reported(tmp_path):
-  made_up = _fill(Store(tmp_path / 'results'), _DIVERGENCES['none'])
-  files = report.write(tmp_path, 'nano', SCALES['nano'], made_up)
+@pytest.mark.parametrize('name', ['none', 'all', 'some seeds'])
+def test_figures_are_drawn(name, tmp_path):
+  store = _fill(Store(tmp_path / 'nano.jsonl'), _DIVERGENCES[name])
+  files = report.write(tmp_path, 'nano', SCALES['nano'], store)
   text = (tmp_path / 'RESULTS.md').read_text()
-  assert 'Not complete' not in text
-  row = next(x for x in text.splitlines() if 'MERIT beats LAMB' in x)
-  assert row.endswith('| reproduced |')
-  for module in report.EXPERIMENTS.values():
-    assert f'## {module.TITLE}' in text
+  assert text == _text(store)
   assert len(files) == 1 + len(report.EXPERIMENTS)
-  for path in files[1:]:
+  for path, module in zip(files[1:], report.EXPERIMENTS.values(), strict=True):
+    assert (
+      f'## {module.TITLE}\n\n![{module.TITLE}](figures/{path.name})' in text
+    )
     assert path.stat().st_size > 5000
 
 
@@ -152,20 +155,17 @@ def test_the_rate_is_fitted_to_the_number_of_steps():
       for share in (0.5, 2.0)
     },
   }
-  at_1000, power = hyperparameters.fit_rate(outcome, scale)
+  at_1000, power = hyperparameters.fit_learning_rate(outcome, scale)
   assert (at_1000, power) == pytest.approx((0.02, -0.7))
 
 
 def test_what_is_not_complete_is_told(tmp_path):
-  store = Store(tmp_path / 'results')
-  report.write(tmp_path, 'nano', SCALES['nano'], store)
-  text = (tmp_path / 'RESULTS.md').read_text()
+  text = _text(Store(tmp_path / 'nano.jsonl'))
   assert text.count('Not complete') == len(report.EXPERIMENTS)
 
 
 def test_the_committed_results_are_up_to_date():
-  scale, store = SCALES['nano'], Store(_STUDY / 'results' / 'nano')
-  expected = report.text('nano', scale, *report.read_outcomes(scale, store))
+  expected = _text(Store(_STUDY / 'results' / 'nano.jsonl'))
   assert (_STUDY / 'RESULTS.md').read_text() == expected
 
 

@@ -5,19 +5,13 @@ import pickle
 
 import pytest
 
-from examples.gpt2.config import UsageError
 from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import StoppedError
 from examples.study.plans import Result
 from examples.study.runner import Runner, RunsFailedError
-from examples.study.runs import make
+from examples.study.runs import train
 from examples.study.scales import SCALES
 from examples.study.store import Store
-
-_RECORD = {
-  'config': {}, 'corpus_sha256': 'abc', 'loss': 2.0, 'seconds': 1.0,
-  'versions': {'python': '3.11.7'}, 'watched': {},
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -29,21 +23,23 @@ def scale(tmp_path: Path):
   settings = nano.settings | dict(
     data=str(text), cache_dir=tmp_path / 'cache', num_layers=1, width=16,
     num_heads=2, context_length=16, eval_sequences=8, unroll=1,
+    micro_batch_size=None,
   )  # fmt: skip
   return dataclasses.replace(nano, settings=settings, steps=2)
 
 
-def test_a_run_leaves_its_loss_and_what_was_watched(scale, tmp_path):
+def test_a_run_leaves_its_loss_and_diagnostics(scale, tmp_path):
   run = scale.run(
-    'merit', 8, 0.01, is_watched=True, clip_threshold=float('inf')
+    'merit', 8, 0.01, with_diagnostics=True, clip_threshold=float('inf')
   )
-  record = make(run, tmp_path / 'work')
+  record = train(run, tmp_path / 'work')
   assert 4 < record['loss'] < 7
   assert record['steps_done'] == 2
-  assert record['watched']['step'] == [1, 2]
+  assert record['diagnostics']['step'] == [1, 2]
   for name in ('max_attention_logit', 'attention_entropy', 'clipped'):
-    assert [len(x) for x in record['watched'][name]] == [1, 1]
-  assert record['config']['arm'] == ''
+    assert [len(x) for x in record['diagnostics'][name]] == [1, 1]
+  assert record['optimizer'] == 'merit'
+  assert record['config']['clip_threshold'] == 'inf'
   assert record['versions']['jax']
   # The infinite threshold too.
   json.dumps(record, allow_nan=False)
@@ -52,7 +48,7 @@ def test_a_run_leaves_its_loss_and_what_was_watched(scale, tmp_path):
 @pytest.mark.slow
 def test_arms_train(scale, tmp_path):
   losses = {
-    arm: make(scale.run('merit', 8, 0.1, arm=arm), tmp_path / 'w')['loss']
+    arm: train(scale.run('merit', 8, 0.1, arm=arm), tmp_path / 'w')['loss']
     for arm in ('', 'l2', 'decay_outside')
   }
   assert len(set(losses.values())) == 3
@@ -60,54 +56,25 @@ def test_arms_train(scale, tmp_path):
 
 def test_a_run_that_diverges_is_a_result(scale, tmp_path):
   run = scale.run('adamw', 8, 1e38)
-  store = Store(tmp_path / 'results')
+  store = Store(tmp_path / 'results.jsonl')
   with Runner(store, tmp_path / 'work', 1, 1) as runner:
-    assert runner([run]) == [Result(float('inf'), store.read(run)['watched'])]
-  assert store.read(run)['loss'] is None
+    (result,) = runner([run])
+  record = store.records[run.key]
+  assert result == Result(float('inf'), record['diagnostics'])
+  assert record['loss'] is None
 
 
 def test_finished_runs_are_not_repeated(scale, tmp_path, monkeypatch):
-  store = Store(tmp_path / 'results')
+  store = Store(tmp_path / 'results.jsonl')
   runs = [scale.run('adamw', 8, rate) for rate in (0.01, 0.02, 0.01)]
   with Runner(store, tmp_path / 'work', 1, 2) as runner:
     first = runner(runs)
   assert first[0] == first[2] != first[1]
-  assert len(store.read_all()) == 2
+  assert len(store.records) == 2
   assert not any((tmp_path / 'work').iterdir())
-  monkeypatch.delattr('examples.study.runner.make')
+  monkeypatch.delattr('examples.study.runner.train')
   with Runner(store, tmp_path / 'work', 1, 0) as runner:
     assert runner(runs) == first
-
-
-def test_results_of_another_text_are_refused(scale, tmp_path):
-  store = Store(tmp_path / 'results')
-  store.write(scale.run('adamw', 8, 0.01), _RECORD)
-  store.check_text('abc')
-  with pytest.raises(UsageError, match='another text.*made with 3.11.7'):
-    store.check_text('def')
-
-
-@pytest.mark.parametrize('content', ['{', '[]', '{}', '', 'null'])
-def test_a_damaged_result_is_named(scale, tmp_path, content):
-  store = Store(tmp_path)
-  run = scale.run('adamw', 8, 0.01)
-  (tmp_path / f'{run.key}.json').write_text(content)
-  (tmp_path / 'package.json').write_text('{}')
-  for read in (store.read_all, lambda: store.read(run)):
-    with pytest.raises(UsageError, match=f'{run.key}.json is damaged'):
-      read()
-
-
-def test_one_study_at_a_time_has_the_results(tmp_path):
-  store = Store(tmp_path / 'results')
-  with (
-    store.locked(),
-    pytest.raises(UsageError, match='in use by a study'),
-    Store(store.folder).locked(),
-  ):
-    pass
-  with store.locked():
-    pass
 
 
 @pytest.mark.parametrize(
@@ -125,7 +92,7 @@ def test_a_run_that_fails_does_not_cost_the_others(scale, tmp_path):
     bad, config=dataclasses.replace(bad.config, data=str(tmp_path / 'none'))
   )
   good = scale.run('lamb', 8, 0.02)
-  store = Store(tmp_path / 'results')
+  store = Store(tmp_path / 'results.jsonl')
   with (
     Runner(store, tmp_path / 'work', 2, 2) as runner,
     pytest.raises(RunsFailedError, match='1 of 2 runs failed.*log.txt'),
@@ -139,7 +106,7 @@ def test_processes_give_the_same_losses_as_one(scale, tmp_path):
   runs = [scale.run('lamb', 8, rate) for rate in (0.01, 0.02, 0.04)]
   losses = []
   for jobs in (1, 2):
-    store = Store(tmp_path / f'results{jobs}')
+    store = Store(tmp_path / f'results{jobs}.jsonl')
     with Runner(store, tmp_path / 'work', jobs, 3) as runner:
       losses.append([result.loss for result in runner(runs)])
   assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,35 +1,81 @@
-"""Batches of a run: which tokens, where on the devices, and made ahead.
+"""Batches of a run: which tokens, and where on the devices.
 
 A batch is a pure function of the seed and the step, the same for any number of
 devices, processes and micro-batches. Each process reads only the sequences of
 its own devices.
 """
 
-from collections.abc import Callable
-import queue
-import threading
-import time
-
 import jax
+from jax.sharding import Mesh
 import numpy as np
 
 from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
 
 
-def training_starts(
-  num_tokens: int, length: int, batch_size: int, seed: int, step: int
-) -> np.ndarray:
-  """Returns where the sequences of a step start, int64, shape (batch size,).
+def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
+  """Returns the shape and sharding of the tokens of a step.
 
   Args:
-    num_tokens: Number of tokens to draw from, above ``length``.
-    length: Tokens in a sequence; one more, the last target, follows it.
-    batch_size: Sequences in the step.
-    seed: Seed of the run, not negative.
-    step: Number of the step, not negative.
+    config: Settings, with their micro-batch.
+    mesh: Device mesh.
+
+  Returns:
+    int32, shape (micro-batches, sequences of a micro-batch of all shards,
+    context length + 1).
   """
-  generator = np.random.default_rng((seed, step))
-  return generator.integers(num_tokens - length, size=batch_size)
+  rows = config.micro_batch_size * num_batch_shards(mesh)
+  return jax.ShapeDtypeStruct(
+    (config.batch_size // rows, rows, config.context_length + 1),
+    np.int32,
+    sharding=batch_sharding(mesh),
+  )
+
+
+def training_batch(
+  tokens: np.ndarray, config: Config, step: int, mesh: Mesh
+) -> jax.Array:
+  """Makes the batch of a step: random windows, by seed and step alone.
+
+  Args:
+    tokens: Training tokens, shape (tokens,).
+    config: Resolved settings.
+    step: Number of the step.
+    mesh: Device mesh.
+
+  Returns:
+    Array of :func:`batch_shape`: inputs and, one further, targets.
+  """
+  generator = np.random.default_rng((config.seed, step))
+  starts = generator.integers(
+    len(tokens) - config.context_length, size=config.batch_size
+  )
+  return _make_batch(tokens, starts, batch_shape(config, mesh))
+
+
+def validation_batch(
+  tokens: np.ndarray, config: Config, mesh: Mesh
+) -> tuple[jax.Array, int]:
+  """Makes the batch of an evaluation, the same at every step.
+
+  Args:
+    tokens: Validation tokens, shape (tokens,).
+    config: Resolved settings.
+    mesh: Device mesh.
+
+  Returns:
+    The batch, of :func:`batch_shape` but for the number of micro-batches, and
+    the number of sequences to count: those after it, in the order of the first
+    two axes, repeat others to fill the last micro-batch.
+  """
+  starts = validation_starts(
+    len(tokens), config.context_length, config.eval_sequences
+  )
+  like = batch_shape(config, mesh)
+  rows = like.shape[1]
+  # Repeated sequences give no new maximum, where padding would.
+  filled = np.resize(starts, -(-len(starts) // rows) * rows)
+  return _make_batch(tokens, filled, like), len(starts)
 
 
 def validation_starts(
@@ -50,196 +96,22 @@ def validation_starts(
   return np.arange(count) * available // count * length
 
 
-def windows(
-  tokens: np.ndarray,
-  starts: np.ndarray,
-  length: int,
-  positions: slice = slice(None),
-) -> np.ndarray:
-  """Reads windows of tokens.
-
-  Args:
-    tokens: Tokens, perhaps memory-mapped, shape (tokens,).
-    starts: First position of each window, integer, any shape.
-    length: Tokens in a window.
-    positions: Part of each window to return.
-
-  Returns:
-    int32, the shape of ``starts`` and an axis of positions.
-  """
+def windows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+  """Reads windows of tokens: int32, the shape of the starts and an axis T."""
   views = np.lib.stride_tricks.sliding_window_view(tokens, length)
-  return views[starts][..., positions].astype(np.int32)
+  return views[starts].astype(np.int32)
 
 
-def make_batch(
-  tokens: np.ndarray,
-  starts: np.ndarray,
-  length: int,
-  micro_batch_size: int,
-  sharding: jax.sharding.Sharding,
+def _make_batch(
+  tokens: np.ndarray, starts: np.ndarray, like: jax.ShapeDtypeStruct
 ) -> jax.Array:
-  """Makes a batch as one array over all devices and processes.
-
-  Args:
-    tokens: Tokens, perhaps memory-mapped, shape (tokens,). Only what the
-      devices of this process hold is read, and only once.
-    starts: First position of each sequence, a whole number of micro-batches;
-      the same in each process.
-    length: Tokens in a sequence, T; one more, the last target, follows it.
-    micro_batch_size: Sequences in a micro-batch.
-    sharding: Sharding of the result.
-
-  Returns:
-    int32, shape (micro-batches, micro-batch size, T + 1).
-
-  Raises:
-    ValueError: If the last micro-batch is not full, or the sharding does not
-      divide the shape.
-  """
-  starts_AB = starts.reshape(-1, micro_batch_size)
-  parts: dict[str, np.ndarray] = {}
-
-  def read(index: tuple[slice, ...]) -> np.ndarray:
-    # Devices along a tensor axis hold the same sequences.
-    key = str(index)
-    if key not in parts:
-      starts_ab = starts_AB[index[:-1]]
-      parts[key] = windows(tokens, starts_ab, length + 1, index[-1])
-    return parts[key]
-
-  shape = (*starts_AB.shape, length + 1)
-  return jax.make_array_from_callback(shape, sharding, read, dtype=np.int32)
-
-
-def training_batch(
-  tokens: np.ndarray,
-  config: Config,
-  step: int,
-  sharding: jax.sharding.Sharding,
-) -> jax.Array:
-  """Makes the batch of a step: random windows, by seed and step alone.
-
-  Args:
-    tokens: Training tokens, shape (tokens,).
-    config: Resolved settings.
-    step: Number of the step.
-    sharding: Sharding of the result.
-
-  Returns:
-    int32, shape (micro-batches, micro-batch size, context length + 1): inputs
-    and, one further, targets.
-  """
-  length = config.context_length
-  starts = training_starts(
-    len(tokens), length, config.batch_size, config.seed, step
+  """Makes an array over all devices, with any number of micro-batches."""
+  _, rows, length = like.shape
+  starts_AB = starts.reshape(-1, rows)
+  return jax.make_array_from_callback(
+    (*starts_AB.shape, length),
+    like.sharding,
+    # Called for the devices of this process alone; T is not sharded.
+    lambda index: windows(tokens, starts_AB[index[:2]], length),
+    dtype=like.dtype,
   )
-  return make_batch(tokens, starts, length, config.micro_batch_size, sharding)
-
-
-def validation_batch(
-  tokens: np.ndarray, config: Config, sharding: jax.sharding.Sharding
-) -> tuple[jax.Array, int]:
-  """Makes the batch of an evaluation, the same at every step.
-
-  Args:
-    tokens: Validation tokens, shape (tokens,).
-    config: Resolved settings.
-    sharding: Sharding of the batch.
-
-  Returns:
-    The batch, int32, shape (micro-batches, micro-batch size, context length +
-    1), and the number of sequences to count: those after it, in the order of
-    the first two axes, repeat others to fill the last micro-batch.
-  """
-  length, size = config.context_length, config.micro_batch_size
-  starts = validation_starts(len(tokens), length, config.eval_sequences)
-  # Repeated sequences give no new maximum, where padding would.
-  filled = np.resize(starts, -(-len(starts) // size) * size)
-  return make_batch(tokens, filled, length, size, sharding), len(starts)
-
-
-class Prefetch:
-  """Makes the batches of consecutive steps ahead, in a thread.
-
-  As a context, it starts the thread and stops it. As an iterator, it gives the
-  batches in order.
-
-      with Prefetch(make, first=1, last=100) as batches:
-        for batch in batches:
-          ...
-
-  Attributes:
-    waited: Seconds that ``next`` has waited for batches, in all.
-  """
-
-  def __init__(
-    self,
-    make: Callable[[int], jax.Array],
-    first: int,
-    last: int,
-    ahead: int = 2,
-  ):
-    """Plans the batches; nothing is made before the context is entered.
-
-    Args:
-      make: Function from the number of a step to its batch. It runs in the
-        thread, where no mesh is set.
-      first: First step.
-      last: Last step, itself included.
-      ahead: Batches that are made and not yet taken, at the most.
-    """
-    self.waited = 0.0
-    self._make = make
-    self._steps = range(first, last + 1)
-    self._free = threading.Semaphore(ahead)
-    # Holds batches, then at the end what `next` is to raise.
-    self._made: queue.SimpleQueue[jax.Array | BaseException]
-    self._made = queue.SimpleQueue()
-    self._stopping = False
-    self._thread = threading.Thread(target=self._run, daemon=True)
-
-  def __enter__(self) -> 'Prefetch':
-    self._thread.start()
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    """Stops the thread, after the batch that it is making."""
-    self._stopping = True
-    self._free.release()
-    self._thread.join()
-    # Batches that nobody took go, and with them their device memory.
-    self._made = queue.SimpleQueue()
-    self._made.put(StopIteration())
-
-  def __iter__(self) -> 'Prefetch':
-    return self
-
-  def __next__(self) -> jax.Array:
-    """Returns the next batch.
-
-    Raises:
-      StopIteration: After the last batch, and once the context has been left.
-      RuntimeError: If the context has not been entered.
-      Exception: What ``make`` raised.
-    """
-    if self._thread.ident is None:
-      raise RuntimeError('Prefetch makes batches only within a with statement.')
-    start = time.perf_counter()
-    batch = self._made.get()
-    self.waited += time.perf_counter() - start
-    if isinstance(batch, BaseException):
-      self._made.put(batch)  # For the next call, which would wait for ever.
-      raise batch
-    self._free.release()
-    return batch
-
-  def _run(self) -> None:
-    try:
-      for step in self._steps:
-        self._free.acquire()
-        if self._stopping:
-          break
-        self._made.put(self._make(step))
-      self._made.put(StopIteration())
-    except BaseException as error:  # Whatever it is, `next` waits for it.
-      self._made.put(error)

@@ -1,26 +1,129 @@
-"""Streams documents of any amount of text, one by one or in groups."""
+"""Documents in files: read into memory and split, or streamed one by one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-import contextlib
-import functools
+from collections.abc import Iterable, Iterator
+import dataclasses
 import gzip
-import io
+import hashlib
 import json
 from pathlib import Path
-from typing import IO
+import sysconfig
+from typing import IO, NamedTuple
 import zlib
 
 import tqdm
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.corpus import END_OF_TEXT
+from examples.gpt2.data.tokenizer import END_OF_TEXT
 
+_VALIDATION_SHARE = 0.05
+# With fewer files than this, a split by file would be too coarse.
+_FILES_FOR_SPLIT = 40
+_NOT_STDLIB = {
+  'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test',
+}  # fmt: skip
+_JSON_SUFFIXES = ('.jsonl', '.ndjson', '.json')
 _LONG_TEXT = 1 << 17
 _LONG_LINE = 1 << 14
-_JSON_SUFFIXES = ('.jsonl', '.ndjson', '.json')
-_CHARACTERS_IN_MEMORY = 1 << 22
 
 
+class Corpus(NamedTuple):
+  """Text of a run, in memory."""
+
+  source: str  # Where it came from, for people.
+  train: list[str]  # Documents to train on.
+  validation: list[str]  # Documents held out.
+  num_bytes: int  # Size of all documents in UTF-8.
+  sha256: str  # Hash of all documents and of the split, hexadecimal.
+
+
+def load_corpus(data: str) -> Corpus:
+  """Reads text files, of which each is a document, and splits them.
+
+  Args:
+    data: ``'stdlib'``, a text file, or a folder of text files, which is read
+      with all its subfolders; files that are not UTF-8 text are left out.
+
+  Returns:
+    The corpus. Of many files, about every twentieth, chosen by a hash of its
+    name, is held out; of few, the last twentieth of their text.
+
+  Raises:
+    UsageError: If there is no such path, or no text in it.
+  """
+  if not data:
+    raise UsageError('--data must not be empty.')
+  if data == 'stdlib':
+    root = Path(sysconfig.get_path('stdlib'))
+    paths = [
+      path
+      for path in _find_files(root, '*.py')
+      if not _NOT_STDLIB & set(path.relative_to(root).parts)
+    ]
+  else:
+    root = Path(data).expanduser()
+    paths = _find_files(root)
+  texts = {p.relative_to(root).as_posix(): _read_text(p) for p in paths}
+  documents = {name: text for name, text in texts.items() if text.strip()}
+  if not documents:
+    raise UsageError(
+      f'--data {data} holds no UTF-8 text: expected a text file or a folder '
+      'of text files that are not empty.'
+    )
+  train, validation = _split(documents)
+  return Corpus(
+    source=f'{data} ({len(documents)} of {len(paths)} files)',
+    train=train,
+    validation=validation,
+    num_bytes=sum(len(text.encode()) for text in documents.values()),
+    sha256=_hash(train, validation),
+  )
+
+
+def _find_files(path: Path, pattern: str = '*') -> list[Path]:
+  """Returns a file, or the files of a folder and its subfolders in order."""
+  if path.is_file():
+    return [path]
+  if not path.is_dir():
+    raise UsageError(
+      f'--data {path} does not exist: expected a file or a folder of files.'
+    )
+  return [file for file in sorted(path.rglob(pattern)) if file.is_file()]
+
+
+def _read_text(path: Path) -> str:
+  """Returns the text of a file, nothing where it is not UTF-8 text."""
+  content = path.read_bytes()
+  try:
+    return '' if b'\0' in content else content.decode()
+  except UnicodeDecodeError:
+    return ''
+
+
+def _split(documents: dict[str, str]) -> tuple[list[str], list[str]]:
+  """Splits documents, by their names, into training and validation."""
+  if len(documents) < _FILES_FOR_SPLIT:
+    text = '\n'.join(documents.values())
+    cut = round(len(text) * (1 - _VALIDATION_SHARE))
+    return [text[:cut]], [text[cut:]]
+  order = sorted(documents, key=lambda name: _hash([name]))
+  wanted = _VALIDATION_SHARE * sum(map(len, documents.values()))
+  validation: list[str] = []
+  while sum(map(len, validation)) < wanted:
+    validation.append(documents[order.pop()])
+  return [documents[name] for name in order], validation
+
+
+def _hash(*groups: list[str]) -> str:
+  digest = hashlib.sha256()
+  for group in groups:
+    digest.update(f'{len(group)} documents'.encode())
+    for text in group:
+      content = text.encode()
+      digest.update(f'{len(content)} bytes'.encode() + content)
+  return digest.hexdigest()
+
+
+@dataclasses.dataclass
 class DocumentReader:
   """Streams the documents of text files and of files of JSON lines.
 
@@ -29,159 +132,74 @@ class DocumentReader:
   than one with lines ``<|endoftext|>`` between them; a document of more than
   131,072 bytes is cut there, at the next end of a line (or of a word, in a line
   of more than 16,384 bytes). Files that end in ``.gz`` are unpacked. Empty
-  documents are left out.
-
-  Attributes:
-    paths: The files, in the order in which they are read.
-    num_bytes: Size of the files as they lie on the disk.
-    num_skipped: Documents that the last reading left out as not readable.
+  documents are left out, and of folders what a leading dot hides.
   """
 
-  def __init__(
-    self, data: Sequence[Path], text_field: str = 'text', skip_bad: bool = False
-  ):
-    """Finds the files.
+  data: Iterable[Path]  # Files, and folders with their subfolders.
+  text_field: str = 'text'  # Field of the text in JSON.
+  skip_bad: bool = False  # Whether to leave out what cannot be read.
+  num_skipped: int = 0  # Documents left out by the last reading.
+  num_bytes: int = 0  # Size in UTF-8 of the documents of the last reading.
+
+  def read(self, purpose: str) -> Iterator[str]:
+    """Yields the documents in order, with a progress bar.
 
     Args:
-      data: Files, and folders that are read with all their subfolders but
-        without what a leading dot hides.
-      text_field: Field of the text in JSON.
-      skip_bad: Whether documents that cannot be read are left out.
+      purpose: What they are read for, for people.
 
     Raises:
-      UsageError: If a path does not exist, or there are no files.
+      UsageError: If there are no files, if a document cannot be read, unless
+        those are skipped, or if a compressed file is damaged.
     """
-    self.paths = [file for path in data for file in _files_of(path)]
-    if not self.paths:
-      raise UsageError(f'--data {" ".join(map(str, data))} holds no files.')
-    self.num_bytes = sum(path.stat().st_size for path in self.paths)
-    self.num_skipped = 0
-    self._text_field = text_field
-    self._skip_bad = skip_bad
+    self.num_skipped = self.num_bytes = 0
+    paths = [
+      file
+      for path in map(Path.expanduser, self.data)
+      for file in _find_files(path)
+      if not any(x.startswith('.') for x in file.relative_to(path).parts)
+    ]
+    if not paths:
+      raise UsageError(f'--data {" ".join(map(str, self.data))} has no files.')
+    size = sum(path.stat().st_size for path in paths)
+    with tqdm.tqdm(desc=purpose, total=size, unit='B', unit_scale=True) as bar:
+      for path in paths:
+        for text in filter(None, self._read_file(path, bar)):
+          self.num_bytes += len(text.encode())
+          yield text
 
-  def read(self, on_read: Callable[[int], object]) -> Iterator[str]:
-    """Reads all documents in order.
-
-    Args:
-      on_read: Called with the number of bytes of each piece of a file.
-
-    Yields:
-      The text of each document, which UTF-8 can encode.
-
-    Raises:
-      UsageError: If a document cannot be read, unless those are skipped, or if
-        a compressed file is damaged.
-    """
-    self.num_skipped = 0
-    for path in self.paths:
+  def _read_file(self, path: Path, bar: tqdm.tqdm) -> Iterator[str]:
+    before = bar.n
+    with path.open('rb') as file:
+      stream = gzip.GzipFile(fileobj=file) if path.suffix == '.gz' else file
+      is_json = path.name.removesuffix('.gz').endswith(_JSON_SUFFIXES)
+      documents = enumerate(stream, 1) if is_json else _split_text(stream)
       try:
-        with _open(path, on_read) as stream:
-          yield from filter(None, self._documents(path, stream))
+        for line, content in documents:
+          bar.update(before + file.tell() - bar.n)
+          yield self._parse(path, line, content, is_json)
       except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UsageError(f'{path} is damaged: {error}.') from error
 
-  def _documents(self, path: Path, stream: IO[bytes]) -> Iterator[str]:
-    split, parse, expected = _split_text, bytes.decode, 'UTF-8 text'
-    if path.name.removesuffix('.gz').endswith(_JSON_SUFFIXES):
-      split = functools.partial(enumerate, start=1)
-      parse = functools.partial(_parse_json, field=self._text_field)
-      expected = f'a JSON object with a text field {self._text_field!r}'
-    for line, content in split(stream):
-      try:
-        yield parse(content)
-      except (ValueError, RecursionError) as error:
-        if not self._skip_bad:
-          raise UsageError(
-            f'{path}, line {line + _lines_before(error)}: expected {expected}, '
-            f'got {error}; --skip-bad leaves out what cannot be read.'
-          ) from error
-        self.num_skipped += 1
+  def _parse(self, path: Path, line: int, content: bytes, is_json: bool) -> str:
+    """Returns the text of a document, nothing for one that is skipped."""
+    try:
+      text = content.decode()
+      return _text_of(text, self.text_field) if is_json else text
+    except (ValueError, RecursionError) as error:
+      if not self.skip_bad:
+        line += content.count(b'\n', 0, getattr(error, 'start', 0))
+        raise UsageError(
+          f'{path}, line {line}: expected UTF-8 text, in JSON lines a JSON '
+          f'object with a text field {self.text_field!r}, got {error}; '
+          '--skip-bad leaves out what cannot be read.'
+        ) from error
+      self.num_skipped += 1
+      return ''
 
 
-def read_with_progress(reader: DocumentReader, what: str) -> Iterator[str]:
-  """Reads all documents, with a progress bar of the bytes of their files.
-
-  Args:
-    reader: Reader of the documents.
-    what: What they are read for, for people.
-
-  Yields:
-    The text of each document.
-  """
-  with tqdm.tqdm(
-    total=reader.num_bytes, desc=what, unit='B', unit_scale=True
-  ) as progress:
-    yield from reader.read(progress.update)
-
-
-def in_groups(documents: Iterable[str]) -> Iterator[list[str]]:
-  """Groups documents: enough for all cores, and not too much for memory.
-
-  Args:
-    documents: Text of documents.
-
-  Yields:
-    The next documents, in order; the last group may be empty.
-  """
-  batch: list[str] = []
-  size = 0
-  for text in documents:
-    batch.append(text)
-    size += len(text)
-    if size > _CHARACTERS_IN_MEMORY:
-      yield batch
-      batch, size = [], 0
-  yield batch
-
-
-def _lines_before(error: Exception) -> int:
-  """Returns how many lines of a document are above a mistake in it."""
-  if not isinstance(error, UnicodeDecodeError):
-    return 0
-  return error.object.count(b'\n', 0, error.start)
-
-
-def _files_of(path: Path) -> list[Path]:
-  path = path.expanduser()
-  if path.is_file():
-    return [path]
-  if not path.is_dir():
-    raise UsageError(
-      f'--data {path} does not exist: expected files of text or of JSON lines, '
-      'or folders of such files.'
-    )
-  return [
-    file
-    for file in sorted(path.rglob('*'))
-    if file.is_file()
-    and not any(part.startswith('.') for part in file.relative_to(path).parts)
-  ]
-
-
-class _CountedFile(io.FileIO):
-  """A file that says how many bytes are read."""
-
-  def __init__(self, path: Path, on_read: Callable[[int], object]):
-    super().__init__(path)
-    self._on_read = on_read
-
-  def readinto(self, buffer: memoryview) -> int:
-    count = super().readinto(buffer)
-    self._on_read(count)
-    return count
-
-
-@contextlib.contextmanager
-def _open(path: Path, on_read: Callable[[int], object]) -> Iterator[IO[bytes]]:
-  with io.BufferedReader(_CountedFile(path, on_read), 1 << 20) as file:
-    yield gzip.GzipFile(fileobj=file) if path.suffix == '.gz' else file
-
-
-def _parse_json(line: bytes, field: str) -> str:
+def _text_of(line: str, field: str) -> str:
   """Returns the text in a line of JSON; of an empty line, an empty one."""
-  if not line.strip():
-    return ''
-  record = json.loads(line.decode())
+  record = json.loads(line) if line.strip() else {field: ''}
   text = record.get(field) if isinstance(record, dict) else None
   if not isinstance(text, str):
     raise ValueError(f'JSON without it: {line[:40]!r}')
@@ -191,27 +209,15 @@ def _parse_json(line: bytes, field: str) -> str:
 
 def _split_text(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
   """Yields documents and, before each, the number of its first line."""
-  first = number = 1
-  document = bytearray()
-  for part in _lines(stream):
-    number += part.endswith(b'\n')
-    ends = part.strip() == END_OF_TEXT.encode()
+  first, document, in_line = 1, bytearray(), False
+  while part := stream.readline(_LONG_LINE):
+    ends = not in_line and part.strip() == END_OF_TEXT.encode()
+    in_line = len(part) == _LONG_LINE and not part.endswith(b'\n')
     if not ends:
       document += part
-    if ends or len(document) > _LONG_TEXT:
-      yield first, bytes(document)
-      document.clear()
-      first = number
+    cut = document.rfind(b' ') + 1 if in_line else len(document)
+    if ends or cut > _LONG_TEXT:
+      yield first, bytes(document[:cut])
+      first += document.count(b'\n', 0, cut) + ends
+      del document[:cut]
   yield first, bytes(document)
-
-
-def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-  """Yields lines; those that are too long, in parts that end with a space."""
-  rest = b''
-  while line := stream.readline(_LONG_LINE):
-    whole = line.endswith(b'\n') or len(line) < _LONG_LINE
-    line = rest + line
-    cut = len(line) if whole else line.rfind(b' ') + 1
-    yield line[:cut]
-    rest = line[cut:]
-  yield rest

@@ -1,25 +1,20 @@
-"""What the machine is and can do: peak FLOP/s, memory, processes, signals."""
+"""What the machine is and can do: FLOP/s, memory, cores, versions."""
 
 import math
 import os
 import platform
 import resource
-import signal
 import sys
-import threading
-from types import FrameType
 from typing import Any
 
 import flax
 import jax
-from jax.experimental import multihost_utils
 import jaxlib
 import numpy as np
 import optax
 import orbax.checkpoint
 import tokenizers
 
-from examples.gpt2.config import Config
 from examples.gpt2.devices import chips
 from examples.gpt2.model.layers import ModelConfig
 import merit_optax
@@ -50,6 +45,26 @@ def flops_per_token(config: ModelConfig, params: Any) -> float:
     matrices += config.vocab_size * config.width
   attention = config.num_layers * config.width * config.context_length
   return 6.0 * matrices + 12.0 * attention
+
+
+def memory_bytes(device: jax.Device) -> float | None:
+  """Returns the bytes that programs may use of an accelerator.
+
+  Args:
+    device: Device, perhaps one that is only compiled for.
+
+  Returns:
+    What the device says, or what is known of its kind; None if neither is, and
+    for a CPU.
+  """
+  if device.platform == 'cpu':
+    return None
+  try:
+    stats = device.memory_stats() or {}
+  except (jax.errors.JaxRuntimeError, NotImplementedError):
+    stats = {}
+  known = chips.find(device.device_kind).hbm
+  return stats.get('bytes_limit') or (None if math.isnan(known) else known)
 
 
 def peak_memory() -> int:
@@ -88,69 +103,3 @@ def versions() -> dict[str, Any]:
     'processes': jax.process_count(),
     'cpu_cores': os.cpu_count(),
   }
-
-
-def say(text: str) -> None:
-  """Prints, in one of several processes."""
-  if jax.process_index() == 0:
-    print(text, flush=True)
-
-
-def connect(config: Config) -> None:
-  """Joins the processes of a run, if there are several.
-
-  Args:
-    config: Settings. Without ``--coordinator``, processes find each other on a
-      TPU pod and under Slurm.
-  """
-  if config.coordinator is not None:
-    jax.distributed.initialize(
-      config.coordinator, config.num_processes, config.process_id
-    )
-  elif _has_peers() and not jax.distributed.is_initialized():
-    jax.distributed.initialize()
-
-
-def _has_peers() -> bool:
-  """Whether a TPU pod's or Slurm's environment tells of other processes."""
-  tasks = os.environ.get('SLURM_STEP_NUM_TASKS', '1')
-  return tasks != '1' or ',' in os.environ.get('TPU_WORKER_HOSTNAMES', '')
-
-
-class StopRequest:
-  """Notes SIGTERM and control-C, so that a run can save before it stops.
-
-  As a context, it handles the signals. The second control-C interrupts at once.
-  """
-
-  def __init__(self) -> None:
-    self._received: int | None = None
-    self._before: dict[int, Any] = {}
-
-  def __enter__(self) -> 'StopRequest':
-    # Only the main thread may. With several processes, jax notes SIGTERM
-    # itself, and tells the others of it.
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and jax.process_count() == 1:
-      for number in (signal.SIGTERM, signal.SIGINT):
-        self._before[number] = signal.signal(number, self._note)
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    for number, handler in self._before.items():
-      signal.signal(number, handler)
-
-  def received(self, step: int) -> int | None:
-    """Returns the signal, or None; in each process the same at each step."""
-    if jax.process_count() > 1:
-      if multihost_utils.reached_preemption_sync_point(step):
-        return signal.SIGTERM
-      return None
-    return self._received
-
-  def _note(self, number: int, _: FrameType | None) -> None:
-    if self._received is not None and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    self._received = number
-    name = signal.Signals(number).name
-    print(f'{name}: stopping after this step', file=sys.stderr, flush=True)

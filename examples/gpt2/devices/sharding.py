@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
 import optax
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import UsageError
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH_AXES = ('data', 'fsdp')
@@ -82,29 +83,6 @@ def _parse(text: str) -> dict[str, int]:
       )
     sizes[axis] = int(size)
   return sizes
-
-
-def check_sizes(mesh: Mesh, config: Config) -> None:
-  """Checks that micro-batches and heads can be split over the mesh.
-
-  Args:
-    mesh: Device mesh.
-    config: Resolved settings.
-
-  Raises:
-    UsageError: If an axis does not divide what it splits.
-  """
-  shards = num_batch_shards(mesh)
-  if config.micro_batch_size % shards:
-    raise UsageError(
-      f'data * fsdp = {shards} of --mesh must divide --micro-batch-size '
-      f'{config.micro_batch_size}.'
-    )
-  if config.num_heads % mesh.shape['tensor']:
-    raise UsageError(
-      f'tensor = {mesh.shape["tensor"]} of --mesh must divide --num-heads '
-      f'{config.num_heads}.'
-    )
 
 
 def parameter_shardings(mesh: Mesh, params: Any) -> Any:
@@ -183,3 +161,35 @@ def constrain(x: jax.Array, kind: str = 'features') -> jax.Array:
 def path_name(path: tuple[Any, ...], separator: str = '.') -> str:
   """Returns the path of a parameter, such as 'blocks.mlp.up.kernel'."""
   return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by path, in the order of the tree."""
+  return {path_name(p): x for p, x in jax.tree.leaves_with_path(tree)}
+
+
+def to_host(x: jax.Array) -> np.ndarray | None:
+  """Brings a sharded parameter to process 0; all processes must call it.
+
+  A parameter of stacked layers comes layer by layer, so that no device holds
+  more than one of them whole.
+
+  Args:
+    x: Array over the devices of all processes.
+
+  Returns:
+    The array in process 0, None in others.
+  """
+  if x.is_fully_addressable or x.is_fully_replicated:
+    return np.asarray(x)
+  is_stacked = x.ndim > 1 and x.sharding.spec[0] is None
+  stack = x if is_stacked else x[None]
+  take = jax.jit(
+    lambda stack, i: stack[i], out_shardings=replicated(x.sharding.mesh)
+  )
+  whole = np.empty(stack.shape, x.dtype) if jax.process_index() == 0 else None
+  for i in range(len(stack)):
+    row = take(stack, i)
+    if whole is not None:
+      whole[i] = row
+  return whole if whole is None or is_stacked else whole[0]

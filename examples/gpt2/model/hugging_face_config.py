@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.corpus import END_OF_TEXT
+from examples.gpt2.data.tokenizer import END_OF_TEXT
 from examples.gpt2.model.files import Model
 from examples.gpt2.model.layers import ModelConfig, padded_vocab_size
 from examples.gpt2.model.model_files import read_json

@@ -1,10 +1,10 @@
-"""Diagnostics of a step, compiled on their own: other steps pay nothing.
+"""Diagnostics of a step, a separate program: other steps pay nothing.
 
-Letters at the end of a name give the axes of an array: A micro-batches, B
-sequences, T tokens, L layers, H heads.
+Axis letters: A micro-batches, B sequences, T tokens, L layers, H heads.
 """
 
-from typing import Any
+import math
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,32 +15,41 @@ from examples.gpt2.config import Config
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.layers import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
-from examples.gpt2.run.step import Trainer, TrainState
 from merit_optax import attention_statistics, merit_statistics
 
+if TYPE_CHECKING:  # The package run imports this one.
+  from examples.gpt2.run.step import Trainer, TrainState
+
+# Of merit_statistics; the median would sort every parameter.
 _SHARES = (
   'decided_by_weight', 'decided_by_row', 'decided_by_column', 'clipped',
   'fallback',
 )  # fmt: skip
-# Parts that a batch of one micro-batch is cut into, for the gradient's noise.
-_PARTS = (8, 4, 2)
 
 
-class Watch:
-  """Looks at attention, gradient and update of a step that is to be taken."""
+class Diagnostics:
+  """Measures attention, gradient and update of a step before it is taken."""
 
-  def __init__(self, config: Config, trainer: Trainer):
+  def __init__(self, config: Config, trainer: 'Trainer'):
     self._config = config
     self._trainer = trainer
-    self._measure = jax.jit(
-      self._measure_all, out_shardings=sharding.replicated(trainer.mesh)
-    )
-    self._measure_attention = jax.jit(
-      self._attention, out_shardings=sharding.replicated(trainer.mesh)
-    )
+    everywhere = sharding.replicated(trainer.mesh)
+    self._measure: Any = jax.jit(self._measure_all, out_shardings=everywhere)
+    self._measure_attention = jax.jit(self._attention, out_shardings=everywhere)
+
+  def compile(
+    self, state_shapes: 'TrainState', batch_shape: jax.ShapeDtypeStruct
+  ) -> None:
+    """Compiles ahead of time what a call runs.
+
+    Args:
+      state_shapes: Shapes and shardings of the state.
+      batch_shape: Shape (A, B, T + 1), int32, and sharding of the batch.
+    """
+    self._measure = self._measure.lower(state_shapes, batch_shape).compile()
 
   def __call__(
-    self, state: TrainState, tokens_ABT: jax.Array
+    self, state: 'TrainState', tokens_ABT: jax.Array
   ) -> dict[str, Any]:
     """Measures a step before it is taken.
 
@@ -56,8 +65,8 @@ class Watch:
         over heads and queries, nats);
       - ``layers``: by name, ``gradient_norm`` (before the global clip),
         ``update_to_weight`` (ratio of l2 norms) and, of MERIT, the smallest and
-        the largest trust ratio and the shares of elements that
-        :func:`merit_optax.merit_statistics` tells;
+        the largest trust ratio and the shares of elements of
+        :func:`merit_optax.merit_statistics`;
       - ``others``: the same for each parameter outside of the layers;
       - ``gradient_noise``: the trace of the covariance of a sequence's
         gradient, and the squared norm of the true one, both without bias;
@@ -65,8 +74,7 @@ class Watch:
         beyond which more tokens a step pay less and less; None if the batch is
         too small to tell.
     """
-    measured = jax.device_get(self._measure(state, tokens_ABT))
-    measured = jax.tree.map(np.ndarray.tolist, measured)
+    measured = _to_json(self._measure(state, tokens_ABT))
     noise = measured['gradient_noise']
     scale = None
     if noise is not None and noise['squared_norm'] > 0:
@@ -76,24 +84,18 @@ class Watch:
 
   def attention(self, params: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
     """Measures attention alone: the first three entries of a call."""
-    measured = jax.device_get(self._measure_attention(params, tokens_ABT))
-    return jax.tree.map(np.ndarray.tolist, measured)
+    return _to_json(self._measure_attention(params, tokens_ABT))
 
-  def _measure_all(
-    self, state: TrainState, tokens_ABT: jax.Array
-  ) -> dict[str, Any]:
-    parts_ABT = self._cut(tokens_ABT)
-    gradients, noise = self._gradients(state.params, parts_ABT)
+  def _measure_all(self, state: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
+    gradients, noise = self._gradients(state.params, self._cut(tokens_ABT))
     return {
       **self._attention(state.params, tokens_ABT),
       **self._updates(state, gradients),
       'gradient_noise': noise,
     }
 
-  def _attention(
-    self, params: Any, tokens_ABT: jax.Array
-  ) -> dict[str, jax.Array]:
-    """Returns what attention saw, each of shape (L,)."""
+  def _attention(self, params: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
+    """Returns statistics of the attention logits, each of shape (L,)."""
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
       return causal_attention(q, k, v)[0], attention_statistics(q, k)
@@ -110,20 +112,18 @@ class Watch:
     }
 
   def _cut(self, tokens_ABT: jax.Array) -> jax.Array:
-    """Cuts one micro-batch to several, if the mesh can still split them."""
+    """Cuts one micro-batch to up to eight, which the mesh must still split."""
     micro_batches, size, length = tokens_ABT.shape
-    shards = sharding.num_batch_shards(self._trainer.mesh)
-    fitting = [n for n in _PARTS if size % (n * shards) == 0]
-    if micro_batches > 1 or not fitting:
+    if micro_batches > 1:
       return tokens_ABT
-    parts_ABT = tokens_ABT.reshape(-1, size // fitting[0], length)
+    shards = sharding.num_batch_shards(self._trainer.mesh)
+    parts = math.gcd(size // shards, 8)
     return jax.lax.with_sharding_constraint(
-      parts_ABT, sharding.batch_sharding(self._trainer.mesh)
+      tokens_ABT.reshape(parts, size // parts, length),
+      sharding.batch_sharding(self._trainer.mesh),
     )
 
-  def _gradients(
-    self, params: Any, parts_ABT: jax.Array
-  ) -> tuple[Any, dict[str, jax.Array] | None]:
+  def _gradients(self, params: Any, parts_ABT: jax.Array) -> tuple[Any, Any]:
     """Returns the mean gradient, and its noise if there are several parts.
 
     After McCandlish et al., `An Empirical Model of Large-Batch Training
@@ -137,98 +137,69 @@ class Watch:
       return total, optax.tree.norm(gradients, squared=True)
 
     zero = jax.tree.map(jnp.zeros_like, params)
-    total, squares = jax.lax.scan(add, zero, parts_ABT)
+    total, squares_A = jax.lax.scan(add, zero, parts_ABT)
     gradients = jax.tree.map(lambda x: x / count, total)
     if count == 1:
       return gradients, None
     large = count * small
     large_square = optax.tree.norm(gradients, squared=True)
-    small_square = jnp.mean(squares)
+    small_square = jnp.mean(squares_A)
     return gradients, {
       'trace': (small_square - large_square) / (1 / small - 1 / large),
       'squared_norm': (large * large_square - small * small_square)
       / (large - small),
     }
 
-  def _updates(self, state: TrainState, gradients: Any) -> dict[str, Any]:
+  def _updates(self, state: Any, gradients: Any) -> dict[str, Any]:
     """Returns what the optimizer does, by layer and by other parameter."""
-    updates, _ = self._trainer.optimizer.update(
-      gradients, state.opt_state, state.params
-    )
-    statistics = {
-      'gradient_norm': _map_layers(_norm, gradients),
-      'update_to_weight': _map_layers(
-        lambda update, param: _norm(update) / _norm(param),
-        updates,
-        state.params,
-      ),
-    }
-    if self._config.optimizer == 'merit':
-      statistics |= self._merit_statistics(state, gradients)
-    names = ('layers', *state.params.keys() - {'blocks'})
-    table = {
-      name: {key: value[name] for key, value in statistics.items()}
-      for name in sorted(names)
-    }
-    return {'layers': table.pop('layers'), 'others': table}
-
-  def _merit_statistics(
-    self, state: TrainState, gradients: Any
-  ) -> dict[str, dict[str, jax.Array]]:
-    """Returns trust ratios and clip shares by layer and other parameter."""
+    params, opt_state = state
+    updates, _ = self._trainer.optimizer.update(gradients, opt_state, params)
+    if self._config.optimizer != 'merit':
+      return _by_group(_norms, params, gradients, updates)
     clip = optax.clip_by_global_norm(self._config.max_gradient_norm)
     clipped, _ = clip.update(gradients, clip.init(gradients))
-    adam = optax.tree.get(state.opt_state, 'ScaleByAdamState')
-    statistics = merit_statistics(**merit_settings(self._config, stacked=False))
+    adam = optax.tree.get(opt_state, 'ScaleByAdamState')
+    statistics = merit_statistics(**merit_settings(self._config))
 
-    def measure(
-      gradients: Any, mu: Any, nu: Any, params: Any
-    ) -> dict[str, jax.Array]:
+    def measure(params, gradients, updates, clipped, mu, nu) -> dict[str, Any]:
       moments = optax.ScaleByAdamState(adam.count, mu, nu)
-      by_param = statistics(gradients, moments, params)
-      return _summarize(by_param, params)
+      by_param = statistics(clipped, moments, params)
+      return _norms(params, gradients, updates) | _pool(by_param, params)
 
-    by_group = _map_layers(measure, clipped, adam.mu, adam.nu, state.params)
-    keys = by_group['layers'].keys()
-    return {
-      key: {name: group[key] for name, group in by_group.items()}
-      for key in keys
-    }
+    return _by_group(
+      measure, params, gradients, updates, clipped, adam.mu, adam.nu
+    )
 
 
-def _map_layers(function: Any, *trees: Any) -> dict[str, Any]:
-  """Applies a function to each layer (``'layers'``) and other parameter."""
-  blocks = [tree['blocks'] for tree in trees]
-  others = trees[0].keys() - {'blocks'}
-  return {'layers': jax.vmap(function)(*blocks)} | {
-    name: function(*(tree[name] for tree in trees)) for name in others
+def _to_json(arrays: Any) -> Any:
+  return jax.tree.map(np.ndarray.tolist, jax.device_get(arrays))
+
+
+def _by_group(measure: Any, *trees: Any) -> dict[str, Any]:
+  """Applies a function to each layer, and to each parameter outside of them."""
+  groups = {name: [tree[name] for tree in trees] for name in trees[0]}
+  return {
+    'layers': jax.vmap(measure)(*groups.pop('blocks')),
+    'others': {name: measure(*group) for name, group in groups.items()},
   }
 
 
-def _norm(tree: Any) -> jax.Array:
-  return optax.tree.norm(tree)
-
-
-def _summarize(
-  by_param: dict[str, jax.Array], params: Any
-) -> dict[str, jax.Array]:
-  """Returns statistics of several parameters together."""
-  sizes = {
-    sharding.path_name(path, '/'): x.size
-    for path, x in jax.tree.leaves_with_path(params)
+def _norms(params: Any, gradients: Any, updates: Any) -> dict[str, jax.Array]:
+  return {
+    'gradient_norm': optax.tree.norm(gradients),
+    'update_to_weight': optax.tree.norm(updates) / optax.tree.norm(params),
   }
-  total = sum(sizes.values())
 
-  def all_of(key: str) -> jax.Array:
-    return jnp.stack([by_param[f'{name}/{key}'] for name in sizes])
 
-  def mean(key: str) -> jax.Array:
-    shares = jnp.array([size / total for size in sizes.values()])
-    return jnp.sum(shares * all_of(key))
+def _pool(by_param: dict[str, jax.Array], params: Any) -> dict[str, jax.Array]:
+  """Returns the statistics of several parameters together."""
+  sizes = np.array([x.size for x in jax.tree.leaves(params)])
+
+  def of_all(key: str) -> jax.Array:
+    return jnp.stack([x for k, x in by_param.items() if k.endswith(f'/{key}')])
 
   return {
-    'trust_ratio_min': all_of('trust_ratio_min').min(),
-    'trust_ratio_max': all_of('trust_ratio_max').max(),
-    # The median would sort every parameter.
-    **{key: mean(key) for key in _SHARES},
+    'trust_ratio_min': of_all('trust_ratio_min').min(),
+    'trust_ratio_max': of_all('trust_ratio_max').max(),
+    **{k: jnp.sum(sizes / sizes.sum() * of_all(k)) for k in _SHARES},
   }

@@ -1,6 +1,8 @@
 """Optimizers by name, with schedule, masks and dimension numbers."""
 
+import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -8,12 +10,8 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from examples.gpt2.config import Config
-from examples.gpt2.devices.sharding import path_name
+from examples.gpt2.devices.sharding import by_path, path_name
 import merit_optax
-
-_MATRICES = ('kernel', 'embedding')
-# Gives Muon's updates the size of Adam's, so that both share a learning rate.
-_MUON_RMS = 0.2
 
 
 def make_schedule(config: Config) -> optax.Schedule:
@@ -32,17 +30,12 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
   """Returns the optimizer, behind a clip of the gradient's global norm."""
   return optax.chain(
     optax.clip_by_global_norm(config.max_gradient_norm),
-    _MAKERS[config.optimizer](config),
+    _OPTIMIZERS[config.optimizer](config),
   )
 
 
-def merit_settings(config: Config, *, stacked: bool = True) -> dict[str, Any]:
-  """Returns the arguments of :func:`merit_optax.merit`.
-
-  Args:
-    config: Resolved settings.
-    stacked: Whether the blocks have a leading axis of layers.
-  """
+def merit_settings(config: Config) -> dict[str, Any]:
+  """Returns the arguments of :func:`merit_optax.merit`."""
   is_unbounded = math.isinf(config.clip_threshold)
   matrices_only = config.trust_ratio == 'matrices'
   return _adam_settings(config) | dict(
@@ -50,62 +43,58 @@ def merit_settings(config: Config, *, stacked: bool = True) -> dict[str, Any]:
     ratios=config.ratios,
     min_norm=config.min_norm,
     trust_ratio_mask=is_matrix if matrices_only else None,
-    weight_dimension_numbers=lambda params: dimension_numbers(
-      params, config.qkv, stacked=stacked
+    weight_dimension_numbers=functools.partial(
+      dimension_numbers, qkv=config.qkv
     ),
   )
 
 
-def dimension_numbers(params: Any, qkv: str, *, stacked: bool = True) -> Any:
+def dimension_numbers(params: Any, qkv: str) -> Any:
   """Returns which axes of each parameter are rows and columns of a matrix.
 
   Args:
-    params: Tree of parameters.
+    params: Tree of parameters, of a model or of one layer.
     qkv: Whether query, key and value count as one matrix (``'fused'``), as
       three (``'split'``), or as three for each head (``'heads'``).
-    stacked: Whether the blocks have a leading axis of layers.
 
   Returns:
     Tree like ``params`` of :class:`optax.contrib.MuonDimensionNumbers`.
   """
   # The kernel's axes are (width, heads, 3, head features), after the layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
-  rows = {'kernel': (-4,), 'bias': ()}
-  names = [
-    path_name(path, '/') for path, _ in jax.tree.leaves_with_path(params)
-  ]
-  # optax.tree.map_params asks for those of a placeholder.
-  has_layers = stacked and any(name.startswith('blocks/') for name in names)
+  # Paths have slashes in merit_optax, dots here; 'blocks.0' is not stacked.
+  stacked = {r'^blocks.\D': 1}
+  overrides = {
+    r'.qkv.kernel$': MuonDimensionNumbers((-4,), columns),
+    r'.qkv.bias$': MuonDimensionNumbers((), columns),
+  }
+
+  def matching(patterns: dict[str, Any]) -> dict[str, Any]:
+    """Returns the patterns that match a parameter; others are refused."""
+    names = by_path(params)
+    found = [p for p in patterns if any(re.search(p, name) for name in names)]
+    return {p: patterns[p] for p in found}
+
   return merit_optax.flax_dimension_numbers(
+    params, stacked=matching(stacked), overrides=matching(overrides)
+  )
+
+
+def muon_dimension_numbers(params: Any, qkv: str) -> Any:
+  """Returns those of hidden matrices, and None for what Adam updates."""
+  hidden = re.compile(r'blocks\..*\.kernel')
+  return jax.tree.map_with_path(
+    lambda path, _, spec: spec if hidden.fullmatch(path_name(path)) else None,
     params,
-    stacked={'^blocks/': 1} if has_layers else None,
-    overrides={
-      f'^{name}$': MuonDimensionNumbers(rows[name.split('/')[-1]], columns)
-      for name in names
-      if '/qkv/' in name
-    },
+    dimension_numbers(params, qkv),
   )
 
 
 def is_matrix(params: Any) -> Any:
   """Returns a tree of whether each parameter is a weight matrix."""
   return jax.tree.map_with_path(
-    lambda path, _: path_name(path).split('.')[-1] in _MATRICES, params
+    lambda path, _: path_name(path[-1:]) in ('kernel', 'embedding'), params
   )
-
-
-def _muon_dimension_numbers(config: Config, params: Any) -> Any:
-  """Returns those of hidden matrices, and None for what Adam updates."""
-  specs = dimension_numbers(params, config.qkv)
-  return jax.tree.map_with_path(
-    lambda path, _, spec: spec if _is_hidden_matrix(path_name(path)) else None,
-    params,
-    specs,
-  )
-
-
-def _is_hidden_matrix(name: str) -> bool:
-  return name.startswith('blocks.') and name.endswith('.kernel')
 
 
 def _adam_settings(config: Config) -> dict[str, Any]:
@@ -125,19 +114,20 @@ def _muon(config: Config) -> optax.GradientTransformation:
     learning_rate,
     beta=config.b1,
     adam_b2=config.b2,
-    muon_weight_dimension_numbers=lambda params: _muon_dimension_numbers(
-      config, params
+    muon_weight_dimension_numbers=functools.partial(
+      muon_dimension_numbers, qkv=config.qkv
     ),
-    consistent_rms=_MUON_RMS,
+    # The size of Adam's updates, so that both share a learning rate.
+    consistent_rms=0.2,
   )
-  # Its own decay takes no mask for what Adam updates.
+  # The decay of optax.contrib.muon takes no mask for what Adam updates.
   decay = optax.add_decayed_weights(
     lambda step: -config.weight_decay * learning_rate(step), settings['mask']
   )
   return optax.chain(muon, decay)
 
 
-_MAKERS = {
+_OPTIMIZERS = {
   'merit': lambda config: merit_optax.merit(**merit_settings(config)),
   'adamw': lambda config: optax.adamw(**_adam_settings(config)),
   'lamb': lambda config: optax.lamb(**_adam_settings(config)),

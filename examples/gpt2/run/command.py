@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import math
 import sys
 
 from examples.gpt2.config import UsageError
@@ -36,6 +37,14 @@ def columns(rows: list[dict[str, str]]) -> str:
     '  '.join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip()
     for line in cells
   )
+
+
+def format_bytes(size: float) -> str:
+  """Returns a number of bytes as text with three digits, such as '1.5 GiB'."""
+  unit = min(int(math.log(max(size, 1), 1024)), 4)
+  number = size / 1024**unit
+  digits = f'{number:.0f}' if number >= 100 else f'{number:.3g}'
+  return f'{digits} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
 
 
 @contextlib.contextmanager

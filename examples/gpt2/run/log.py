@@ -1,4 +1,4 @@
-"""Follows a run: metrics.jsonl, TensorBoard, the bar, and the watch for NaN."""
+"""Logs a run: metrics.jsonl, TensorBoard and the progress bar."""
 
 from collections.abc import Iterator
 import contextlib
@@ -13,6 +13,7 @@ import tqdm
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices import hardware
+from examples.gpt2.devices.processes import is_first
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.run.command import CommandError
 from examples.gpt2.run.folder import RunFolder
@@ -23,84 +24,60 @@ MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 
 
 class NotFiniteError(CommandError):
-  """A loss or gradient is infinite or not a number.
-
-  Attributes:
-    step: Step whose loss or gradient it is.
-  """
+  """A loss or gradient is infinite or not a number."""
 
   status = 3
 
-  def __init__(self, message: str, step: int):
-    super().__init__(message)
-    self.step = step
 
-  def __reduce__(self) -> tuple[Any, ...]:
-    return type(self), (str(self), self.step)
-
-
-class StepLog:
+class StepLog(contextlib.ExitStack):
   """Logs one line a step, and leaves the device no time to wait.
 
-  The metrics of a step are fetched after the next one has been dispatched.
+  The metrics of a step are fetched after the next one has been dispatched. As a
+  context, it closes the progress bar and TensorBoard's file at its end.
   """
 
   def __init__(
     self, config: Config, trainer: Trainer, folder: RunFolder, done: int
   ):
-    """Opens the log of a run.
-
-    Args:
-      config: Resolved settings.
-      trainer: Trainer of the run.
-      folder: Folder of the run.
-      done: Steps that have been done before.
-    """
-    self._config = config
-    self._folder = folder
+    """Opens the log of a run of which some steps are done."""
+    super().__init__()
+    self._config, self._folder = config, folder
     self._tokens_per_step = config.batch_size * config.context_length
-    self._flops_per_token = hardware.flops_per_token(
-      trainer.model_config, trainer.shapes.params
+    self._peak_tokens_per_second = (
+      hardware.peak_flops(jax.devices()[0])
+      * jax.device_count()
+      / hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
     )
     self._learning_rates = np.asarray(
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
-    self._progress = tqdm.tqdm(
-      total=config.steps,
-      initial=done,
-      unit='step',
-      mininterval=0.5 if sys.stderr.isatty() else 10,
-      disable=jax.process_index() > 0,
+    self._events = self.enter_context(_open_events(config, folder, done))
+    self._bar = self.enter_context(
+      tqdm.tqdm(
+        total=config.steps,
+        initial=done,
+        unit='step',
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+        disable=not is_first(),
+      )
     )
-    self._events = _open_events(config, folder, done)
-    self._evaluation: dict[str, Any] = {}
-    self._running: tuple[int, dict[str, jax.Array], dict[str, Any]] | None
-    self._running = None
+    self._evaluation = 'none'
+    self._running: Any = None
     self._since = time.perf_counter()
-    self._paused = self._waited = 0.0
-
-  def __enter__(self) -> 'StepLog':
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._progress.close()
-    if self._events is not None:
-      self._events.close()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """Leaves time out of the speed: of evaluations, saves and watch steps."""
-    if self._running is not None:
-      jax.block_until_ready(self._running[1])
+    """Leaves time out of the speed: evaluations, saves and diagnostics."""
+    jax.block_until_ready(self._running)
     start = time.perf_counter()
     yield
-    self._paused += time.perf_counter() - start
+    self._since += time.perf_counter() - start
 
   def begin_step(
     self,
     step: int,
     metrics: dict[str, jax.Array],
-    watched: dict[str, Any],
+    diagnostics: dict[str, Any],
     waited: float,
   ) -> None:
     """Remembers a step that has been dispatched, and logs the one before it.
@@ -108,13 +85,11 @@ class StepLog:
     Args:
       step: Number of the step.
       metrics: What the step returned, still on the device.
-      watched: What was measured before the step.
-      waited: Seconds waited for data since the start.
+      diagnostics: What was measured before the step.
+      waited: Seconds in which the batch of the next step was made.
     """
     self.finish_step()
-    self._running = step, metrics, watched
-    self._waited, waited = waited, waited - self._waited
-    self._waited_here = waited
+    self._running = step, metrics, diagnostics, waited
 
   def finish_step(self, evaluation: dict[str, float] | None = None) -> None:
     """Waits for the dispatched step, if there is one, and logs it.
@@ -128,28 +103,25 @@ class StepLog:
     """
     if self._running is None:
       return
-    step, arrays, watched = self._running
+    step, arrays, diagnostics, waited = self._running
     self._running = None
     values = {k: float(x) for k, x in jax.device_get(arrays).items()}
-    metrics = self._metrics(step) | values | watched | (evaluation or {})
-    is_finite = all(map(math.isfinite, [*values.values()]))
-    if not is_finite and self._config.not_finite == 'stop':
-      self._folder.flush()
-      raise NotFiniteError(self._explain(step, values), step)
-    if not is_finite:
+    metrics = self._measure(step, waited) | values | diagnostics
+    metrics |= evaluation or {}
+    if not all(map(math.isfinite, values.values())):
+      self._stop_unless_skipping(step, values)
       metrics['skipped'] = True
     if evaluation:
-      self._evaluation = metrics
+      self._evaluation = _describe(metrics)
     self._folder.log(metrics)
     self._show(metrics)
 
-  def _metrics(self, step: int) -> dict[str, Any]:
+  def _measure(self, step: int, waited: float) -> dict[str, Any]:
     now = time.perf_counter()
-    seconds = max(now - self._since - self._paused, 1e-9)
-    self._since, self._paused = now, 0.0
+    seconds = max(now - self._since, 1e-9)
+    self._since = now
     speed = self._tokens_per_step / seconds
-    peak = hardware.peak_flops(jax.devices()[0]) * jax.device_count()
-    mfu = self._flops_per_token * speed / peak
+    mfu = speed / self._peak_tokens_per_second
     return {
       'step': step,
       'tokens': step * self._tokens_per_step,
@@ -157,61 +129,49 @@ class StepLog:
       'learning_rate': float(self._learning_rates[step - 1]),
       'tokens_per_second': speed,
       'mfu': mfu if math.isfinite(mfu) else None,
-      'waited_share': min(1.0, self._waited_here / seconds),
+      'waited_share': min(1.0, waited / seconds),
       'peak_bytes': hardware.peak_memory(),
     }
 
-  def _explain(self, step: int, values: dict[str, float]) -> str:
+  def _stop_unless_skipping(self, step: int, values: dict[str, float]) -> None:
+    if self._config.not_finite == 'skip':
+      return
+    self._folder.flush()
     found = ', '.join(f'{k} is {v}' for k, v in values.items())
-    before = _describe(self._evaluation) if self._evaluation else 'none'
-    return (
-      f'at step {step} {found} (evaluation before: {before}). Metrics so far '
-      f'are in {self._folder.path}.'
+    raise NotFiniteError(
+      f'at step {step} {found}; the step changed no weights (evaluation before:'
+      f' {self._evaluation}). Metrics so far are in {self._folder.path}.'
     )
 
   def _show(self, metrics: dict[str, Any]) -> None:
+    shown = {
+      'loss': f'{metrics["train_loss"]:.3f}',
+      'tokens/s': f'{metrics["tokens_per_second"]:,.0f}',
+      'MFU': 'n/a' if metrics['mfu'] is None else f'{metrics["mfu"]:.1%}',
+    }
+    self._bar.set_postfix(shown, refresh=False)
+    self._bar.update()
+    if 'val_loss' in metrics and is_first():
+      self._bar.write(_describe(metrics))
     if self._events is not None:
-      for name, value in _scalars(metrics):
-        self._events.add_scalar(name, value, metrics['step'])
-    shown = {'loss': f'{metrics["train_loss"]:.3f}'}
-    if self._evaluation:
-      shown['val'] = f'{self._evaluation["val_loss"]:.3f}'
-    shown['tokens/s'] = f'{metrics["tokens_per_second"]:,.0f}'
-    if metrics['mfu'] is not None:
-      shown['MFU'] = f'{metrics["mfu"]:.1%}'
-    self._progress.set_postfix(shown, refresh=False)
-    self._progress.update()
-    if 'val_loss' in metrics and jax.process_index() == 0:
-      self._progress.write(_describe(metrics))
+      for path, value in jax.tree.leaves_with_path(metrics):
+        # Layers count from 1.
+        keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
+        self._events.add_scalar('/'.join(keys), float(value), metrics['step'])
 
 
 def _open_events(config: Config, folder: RunFolder, done: int) -> Any:
   """Opens TensorBoard's file, if it is wanted."""
-  if not config.tensorboard or jax.process_index() > 0:
-    return None
+  if not config.tensorboard or not is_first():
+    return contextlib.nullcontext()
   try:
     import tensorboardX  # noqa: PLC0415  Others need not have it.
   except ModuleNotFoundError as error:
     raise UsageError(
       '--tensorboard needs a package: pip install tensorboardX'
     ) from error
-  return tensorboardX.SummaryWriter(
-    str(folder.path / 'tensorboard'), purge_step=done + 1
-  )
-
-
-def _scalars(value: Any, name: str = '') -> Iterator[tuple[str, float]]:
-  """Yields the numbers in nested JSON values, by their paths."""
-  if isinstance(value, dict):
-    items = list(value.items())
-  elif isinstance(value, list):
-    items = [(str(i + 1), x) for i, x in enumerate(value)]
-  else:
-    if isinstance(value, int | float):
-      yield name, float(value)
-    return
-  for key, x in items:
-    yield from _scalars(x, f'{name}/{key}' if name else key)
+  path = folder.path / 'tensorboard'
+  return tensorboardX.SummaryWriter(str(path), purge_step=done + 1)
 
 
 def _describe(metrics: dict[str, Any]) -> str:

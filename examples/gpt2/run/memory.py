@@ -1,16 +1,27 @@
-"""Advice for a run that does not fit into the memory of its devices."""
+"""How much of a batch fits into a device, and what to try if it does not."""
 
 from collections.abc import Iterator
 import contextlib
+import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from examples.gpt2.config import Config
-from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.model import loss
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices import hardware
+from examples.gpt2.devices.sharding import num_batch_shards
+from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.command import CommandError
 from examples.gpt2.run.step import Trainer
+
+# Of the memory of a device; the estimate is within a factor of 1.6.
+_FILLED_SHARE = 0.6
+# Weight, two moments, gradient of a micro-batch and of the step, in float32.
+_BYTES_A_PARAMETER = 20
+# Logits of a chunk and their gradient, in float32.
+_LOGITS_BYTES = 2 * 4 << 27
 
 
 class OutOfMemoryError(CommandError):
@@ -19,12 +30,117 @@ class OutOfMemoryError(CommandError):
   status = 4
 
 
+def fit(config: Config, mesh: Mesh) -> Config:
+  """Chooses the micro-batch, unless it is given, and checks it and the mesh.
+
+  Args:
+    config: Resolved settings.
+    mesh: Device mesh.
+
+  Returns:
+    Settings with ``micro_batch_size``: sequences that each data * fsdp shard
+    of a batch processes at once.
+
+  Raises:
+    UsageError: If the mesh does not divide batch or heads, or the micro-batch
+      does not divide a shard's part of the batch.
+  """
+  shards, tensor = num_batch_shards(mesh), mesh.shape['tensor']
+  sequences, rest = divmod(config.batch_size, shards)
+  if rest:
+    raise UsageError(
+      f'data * fsdp = {shards} of --mesh must divide --batch-size '
+      f'{config.batch_size}.'
+    )
+  if config.num_heads % tensor:
+    raise UsageError(
+      f'tensor = {tensor} of --mesh must divide --num-heads {config.num_heads}.'
+    )
+  size = config.micro_batch_size
+  if size is None:
+    size = _default_size(config, mesh, sequences)
+    return dataclasses.replace(config, micro_batch_size=size)
+  if sequences % size:
+    raise UsageError(
+      f'--micro-batch-size {size} must divide the {sequences} sequences of '
+      f'--batch-size {config.batch_size} that each of the {shards} data * fsdp '
+      'shards of --mesh takes.'
+    )
+  return config
+
+
+def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
+  """Returns the largest divisor of a shard's sequences that should fit."""
+  capacity = hardware.memory_bytes(mesh.devices.flat[0])
+  if capacity is None:
+    return math.gcd(sequences, PRESETS[config.preset]['micro_batch_size'])
+  room = _FILLED_SHARE * capacity - _state_bytes(config, mesh)
+  fitting = [
+    n
+    for n in range(1, sequences + 1)
+    if sequences % n == 0 and activation_bytes(config, mesh, n) <= room
+  ]
+  return max(fitting, default=1)
+
+
+def _state_bytes(config: Config, mesh: Mesh) -> float:
+  """Returns about what weights, moments and gradients take on a device."""
+  matrices = 4 * config.width + _up_projections(config) * config.mlp_width
+  layers = config.num_layers * (matrices + config.mlp_width)
+  embeddings = config.vocab_size * (1 + config.untied_head)
+  params = config.width * (layers + embeddings + config.context_length)
+  shards = mesh.shape['fsdp'] * mesh.shape['tensor']
+  return _BYTES_A_PARAMETER * params / shards
+
+
+def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
+  """Returns an estimate of the activations that a device holds, in bytes.
+
+  It counts what the backward pass reads: of each layer all, only the products
+  with weights (``dots``) or only the residual stream (``full``); of the layer
+  that it is in, all once more; and the logits of a chunk of tokens.
+
+  Args:
+    config: Resolved settings.
+    mesh: Device mesh.
+    sequences: Sequences that a shard of the batch processes at once.
+  """
+  tensor = mesh.shape['tensor']
+  size = jnp.dtype(config.dtype).itemsize
+  whole = _layer_bytes(config, size, tensor, mesh.devices.flat[0].platform)
+  projections = 3 * config.width + _up_projections(config) * config.mlp_width
+  kept = {
+    'none': whole,
+    'dots': size * (2 * config.width + projections // tensor),
+    'full': size * config.width,
+  }[config.remat]
+  tokens = sequences * config.context_length
+  logits = min(4 * tokens * config.vocab_size, _LOGITS_BYTES) // tensor
+  return tokens * (config.num_layers * kept + whole) + logits
+
+
+def _up_projections(config: Config) -> int:
+  return 2 if config.architecture == 'llama' else 1
+
+
+def _layer_bytes(config: Config, size: int, tensor: int, platform: str) -> int:
+  """Returns the bytes of what the backward pass reads of a layer, by token."""
+  # Norms compute in float32, and so does the softmax.
+  stream = config.width * (4 * size + 4 * 4)
+  inner = 4 * config.width * size + 6 * config.mlp_width * size
+  if not (platform == 'gpu' and config.dtype == 'bfloat16'):
+    # On CPU, attention keeps its weights once.
+    weights = config.num_heads * config.context_length
+    inner += weights * (4 if platform == 'cpu' else size + 4)
+  return stream + inner // tensor
+
+
 @contextlib.contextmanager
 def advice(config: Config, trainer: Trainer) -> Iterator[None]:
   """Turns an allocation that failed into advice.
 
   Args:
-    config: Resolved settings.
+    config: Settings, with their micro-batch.
     trainer: Trainer of the run.
 
   Raises:
@@ -49,74 +165,30 @@ def explain(config: Config, trainer: Trainer) -> str:
     'weights': params,
     'moments': state - params,
     'gradients': params,
-    'activations, about': activation_bytes(config, trainer),
+    'activations, about': activation_bytes(
+      config, trainer.mesh, config.micro_batch_size
+    ),
   }
   lines = [f'  {k}: {v / 2**30:.2f} GiB' for k, v in needed.items()]
+  hints = [f'  {hint}' for hint in _hints(config, trainer.mesh)]
   return '\n'.join(
-    ['Estimate for each device:', *lines, 'Try, in this order:']
-    + [f'  {hint}' for hint in _hints(config, trainer)]
+    ['Estimate for each device:', *lines, 'Try, in this order:', *hints]
   )
 
 
-def activation_bytes(config: Config, trainer: Trainer) -> int:
-  """Returns an estimate of the activations that a device holds, in bytes.
-
-  It counts what the backward pass reads: of each layer all, only the products
-  with weights (``dots``) or only the residual stream (``full``); of the layer
-  that it is in, all once more; and the logits of a chunk of tokens.
-  """
-  shards = sharding.num_batch_shards(trainer.mesh)
-  tensor = trainer.mesh.shape['tensor']
-  sequences = config.micro_batch_size // shards
-  size = jnp.dtype(config.dtype).itemsize
-  up_projections = 2 if config.architecture == 'llama' else 1
-  platform = trainer.mesh.devices.flat[0].platform
-  whole = _whole_layer_bytes(config, tensor, platform)
-  kept = {
-    'none': whole,
-    'dots': size
-    * (
-      2 * config.width
-      + (3 * config.width + up_projections * config.mlp_width) // tensor
-    ),
-    'full': size * config.width,
-  }[config.remat]
-  vocab_size = trainer.model_config.vocab_size
-  chunk = loss.chunk_length(sequences, config.context_length, vocab_size)
-  layers = config.context_length * (config.num_layers * kept + whole)
-  logits = 2 * 4 * chunk * vocab_size // tensor
-  return sequences * (layers + logits)
-
-
-def _whole_layer_bytes(config: Config, tensor: int, platform: str) -> int:
-  """Returns the bytes of what the backward pass reads of a layer, by token."""
-  size = jnp.dtype(config.dtype).itemsize
-  # Norms compute in float32, and so does the softmax.
-  stream = config.width * (4 * size + 4 * 4)
-  inner = 4 * config.width * size + 6 * config.mlp_width * size
-  if not (platform == 'gpu' and config.dtype == 'bfloat16'):
-    # On CPU, attention keeps its weights once.
-    weights = config.num_heads * config.context_length
-    inner += weights * (4 if platform == 'cpu' else size + 4)
-  return stream + inner // tensor
-
-
-def _hints(config: Config, trainer: Trainer) -> Iterator[str]:
+def _hints(config: Config, mesh: Mesh) -> Iterator[str]:
   """Yields what to change, the cheapest first."""
-  shards = sharding.num_batch_shards(trainer.mesh)
-  smaller = config.micro_batch_size // 2
-  if smaller and smaller % shards == 0 and config.batch_size % smaller == 0:
-    yield f'--micro-batch-size {smaller} (same numbers but for rounding)'
+  if config.micro_batch_size % 2 == 0:
+    half = config.micro_batch_size // 2
+    yield f'--micro-batch-size {half} (same numbers but for rounding)'
   if config.remat != 'full':
     more = 'dots' if config.remat == 'none' else 'full'
     yield f'--remat {more} (same numbers, recomputes in the backward pass)'
   if config.dtype == 'float32':
     yield '--dtype bfloat16 (a new run: half the activations)'
-  mesh = trainer.mesh.shape
-  devices = trainer.mesh.size
-  if devices > mesh['fsdp'] * mesh['tensor']:
-    yield f'--mesh fsdp={devices // mesh["tensor"]}' + (
-      f',tensor={mesh["tensor"]}' if mesh['tensor'] > 1 else ''
-    )
-  if devices == 1:
+  tensor = mesh.shape['tensor']
+  if mesh.size > mesh.shape['fsdp'] * tensor:
+    rest = f',tensor={tensor}' if tensor > 1 else ''
+    yield f'--mesh fsdp={mesh.size // tensor}{rest}'
+  if mesh.size == 1:
     yield 'more devices, with --mesh fsdp=N'

@@ -5,13 +5,14 @@ from pathlib import Path
 import hypothesis
 from hypothesis import strategies as st
 import pytest
+import tqdm
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.documents import DocumentReader
+from examples.gpt2.data.documents import DocumentReader, load_corpus
 
 
 def _read(*paths: Path, **options) -> list[str]:
-  return list(DocumentReader(paths, **options).read(lambda _: None))
+  return list(DocumentReader(paths, **options).read('reading'))
 
 
 def test_json_lines_are_documents(tmp_path: Path):
@@ -79,24 +80,27 @@ def test_files_are_read_in_order_and_without_hidden_ones(tmp_path: Path):
 
 
 @pytest.mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz', 'a.jsonl.gz'])
-def test_progress_ends_at_the_size_of_the_files(tmp_path: Path, name: str):
-  content = b'{"text": "word"}\n' * 200_000
+def test_progress_ends_at_the_size_of_the_files(
+  tmp_path: Path, capsys, name: str
+):
+  content = b'{"text": "word"}\n' * 100_000
   if name.endswith('.gz'):
     content = gzip.compress(content, 1)
   (tmp_path / name).write_bytes(content)
-  read: list[int] = []
-  reader = DocumentReader([tmp_path])
-  for _ in reader.read(read.append):
-    pass
-  assert sum(read) == reader.num_bytes == len(content)
+  (tmp_path / 'b.txt').write_text('word')
+  assert _read(tmp_path)
+  last = capsys.readouterr().err.split('\r')[-1]
+  total = tqdm.tqdm.format_sizeof(len(content) + 4)
+  assert f'reading: 100%|██████████| {total}/{total}' in last
 
 
 def test_documents_are_streamed(tmp_path: Path):
   path = tmp_path / 'a.jsonl'
-  path.write_bytes(b'{"text": "word"}\n' * 200_000)
-  read: list[int] = []
-  next(DocumentReader([path]).read(read.append))
-  assert sum(read) < path.stat().st_size / 2
+  path.write_bytes(b'{"text": "word"}\n' * 10_000 + b'junk')
+  documents = DocumentReader([path]).read('reading')
+  assert next(documents) == 'word'
+  with pytest.raises(UsageError, match='line 10001'):
+    list(documents)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_documents_that_cannot_be_read_can_be_skipped(tmp_path: Path):
   (tmp_path / 'b.txt').write_bytes(b'x\xff\ny\n<|endoftext|>\ntwo')
   reader = DocumentReader([tmp_path], skip_bad=True)
   for _ in range(2):
-    assert list(reader.read(lambda _: None)) == ['one', 'two']
+    assert list(reader.read('reading')) == ['one', 'two']
     assert reader.num_skipped == 3
 
 
@@ -149,6 +153,66 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes):
 
 def test_missing_documents_are_refused(tmp_path: Path):
   with pytest.raises(UsageError, match='nothing does not exist: expected'):
-    DocumentReader([tmp_path / 'nothing'])
-  with pytest.raises(UsageError, match='holds no files'):
-    DocumentReader([tmp_path])
+    _read(tmp_path / 'nothing')
+  with pytest.raises(UsageError, match='has no files'):
+    _read(tmp_path)
+
+
+def test_the_standard_library_is_split_by_file():
+  corpus = load_corpus('stdlib')
+  assert 5_000_000 < corpus.num_bytes < 50_000_000
+  assert not set(corpus.train) & set(corpus.validation)
+  held_out = sum(len(text.encode()) for text in corpus.validation)
+  assert 0.04 < held_out / corpus.num_bytes < 0.12
+  assert any('class OrderedDict' in text for text in corpus.train)
+
+
+def test_reading_twice_gives_the_same(tmp_path: Path):
+  for i in range(50):
+    (tmp_path / f'{i}.txt').write_text(f'document {i} ' * 20)
+  assert load_corpus(str(tmp_path)) == load_corpus(str(tmp_path))
+
+
+def test_a_changed_file_changes_the_hash(tmp_path: Path):
+  path = tmp_path / 'a.txt'
+  path.write_text('one')
+  before = load_corpus(str(path)).sha256
+  path.write_text('two')
+  assert load_corpus(str(path)).sha256 != before
+
+
+def test_a_single_file_is_split_within(text_file: Path):
+  corpus = load_corpus(str(text_file))
+  text = text_file.read_text()
+  assert corpus.train[0] + corpus.validation[0] == text
+  assert len(corpus.validation[0]) == pytest.approx(0.05 * len(text), abs=1)
+
+
+def test_a_folder_is_read_with_its_subfolders_and_without_binaries(
+  tmp_path: Path,
+):
+  (tmp_path / 'sub').mkdir()
+  (tmp_path / 'sub' / 'a.txt').write_text('some text')
+  (tmp_path / 'picture.png').write_bytes(b'\x89PNG\0\xff')
+  (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
+  corpus = load_corpus(str(tmp_path))
+  assert '1 of 3 files' in corpus.source
+  assert corpus.num_bytes == len('some text')
+
+
+@pytest.mark.parametrize('content', [b'', b' \n', b'\0\1\2', b'\xff\xfe'])
+def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes):
+  path = tmp_path / 'data.txt'
+  path.write_bytes(content)
+  with pytest.raises(UsageError, match=r'data\.txt.*no UTF-8 text'):
+    load_corpus(str(path))
+
+
+def test_a_missing_path_is_refused(tmp_path: Path):
+  with pytest.raises(UsageError, match='does not exist.*expected'):
+    load_corpus(str(tmp_path / 'nothing'))
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path):
+  with pytest.raises(UsageError, match='no UTF-8 text'):
+    load_corpus(str(tmp_path))

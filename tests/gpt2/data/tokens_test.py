@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import os
 from pathlib import Path
@@ -23,8 +24,8 @@ def _cache_entry(config: Config) -> Path:
   return path.parent
 
 
-def _survey_file(config: Config) -> Path:
-  (path,) = (config.cache_dir / 'surveys').iterdir()
+def _statistics_file(config: Config) -> Path:
+  (path,) = (config.cache_dir / 'statistics').iterdir()
   return path
 
 
@@ -48,7 +49,7 @@ def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
   first = load_tokens(tiny)
   Path(tiny.data).write_text('other text ' * 500)
   assert load_tokens(tiny).sha256 != first.sha256
-  monkeypatch.setattr(tokens_module, '_fill_cache', None)
+  monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
   load_tokens(tiny)
 
 
@@ -135,25 +136,10 @@ def test_half_of_the_token_files_is_refused(tiny, tmp_path, name: str):
     load_tokens(config)
 
 
-def test_a_cache_with_a_lost_file_is_filled_again(tiny: Config):
-  first = load_tokens(tiny)
-  entry = _cache_entry(tiny)
-  (entry / 'val.bin').unlink()
-  np.testing.assert_array_equal(load_tokens(tiny).validation, first.validation)
-
-
-def test_a_damaged_tokenizer_is_named(tiny: Config):
-  load_tokens(tiny)
-  entry = _cache_entry(tiny)
-  (entry / 'tokenizer.json').write_text('junk')
-  with pytest.raises(UsageError, match=r'tokenizer\.json.*delete it'):
-    load_tokens(tiny)
-
-
-def test_token_files_are_surveyed_once(tiny: Config, tmp_path, monkeypatch):
+def test_token_files_are_counted_once(tiny: Config, tmp_path, monkeypatch):
   config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
   first = load_tokens(config)
-  monkeypatch.setattr(tokens_module, '_survey', None)
+  monkeypatch.setattr(np, 'bincount', None)
   second = load_tokens(config)
   assert (second.sha256, second.unigram_entropy) == (
     first.sha256,
@@ -162,7 +148,7 @@ def test_token_files_are_surveyed_once(tiny: Config, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
-def test_changed_token_files_are_surveyed_again(tiny, tmp_path, name: str):
+def test_changed_token_files_are_counted_again(tiny, tmp_path, name: str):
   config = _with_bins(tiny, tmp_path, [0] * 100, [1] * 100)
   before = load_tokens(config)
   path = tmp_path / name
@@ -181,7 +167,7 @@ def _wait_for_another_time(path: Path) -> None:
     path.touch()
 
 
-def test_the_survey_of_other_files_is_not_taken(tiny: Config, tmp_path: Path):
+def test_the_counts_of_other_files_are_not_taken(tiny: Config, tmp_path: Path):
   folders = tmp_path / 'one', tmp_path / 'two'
   hashes = set()
   for i, folder in enumerate(folders):
@@ -191,18 +177,14 @@ def test_the_survey_of_other_files_is_not_taken(tiny: Config, tmp_path: Path):
   assert len(hashes) == 2
 
 
-@pytest.mark.parametrize(
-  'content',
-  [b'', b'junk', b'\xff', b'{}', b'[]', b'{"largest_token": 1}']
-  + [b'{"largest_token": "1", "sha256": "a", "unigram_entropy": 0.5}'],
-)
-def test_a_damaged_survey_is_made_again(tiny, tmp_path, content: bytes):
+@pytest.mark.parametrize('content', [b'', b'junk', b'\xff', b'{"largest_to'])
+def test_damaged_counts_are_made_again(tiny, tmp_path, content: bytes):
   config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
   first = load_tokens(config)
-  whole = _survey_file(config).read_bytes()
-  _survey_file(config).write_bytes(content)
+  whole = _statistics_file(config).read_bytes()
+  _statistics_file(config).write_bytes(content)
   assert load_tokens(config).sha256 == first.sha256
-  assert _survey_file(config).read_bytes() == whole
+  assert _statistics_file(config).read_bytes() == whole
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_a_run(tiny, tmp_path):
@@ -211,13 +193,9 @@ def test_a_cache_that_cannot_be_written_does_not_stop_a_run(tiny, tmp_path):
   assert load_tokens(config).unigram_entropy == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize('text', ['ä' * 60, 'word ' * 60])
-def test_text_that_is_certainly_too_short_is_refused_before_the_work(
-  tiny: Config, monkeypatch, text: str
-):
-  monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
-  Path(tiny.data).write_text(text)
-  with pytest.raises(UsageError, match=r'validation.*at most .*few.*length 16'):
+def test_text_that_is_too_short_is_refused(tiny: Config):
+  Path(tiny.data).write_text('word ' * 60)
+  with pytest.raises(UsageError, match='validation.* tokens, too few.* 16 '):
     load_tokens(tiny)
 
 
@@ -234,13 +212,32 @@ def test_text_that_is_just_long_enough_is_taken(tiny: Config):
   assert len(load_tokens(config).validation) == 17
 
 
-@pytest.mark.parametrize('size', [-10, None])
-def test_a_damaged_cache_is_made_anew(tiny: Config, size: int | None):
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin', 'tokenizer.json'])
+@pytest.mark.parametrize('damage', ['flipped', 'cut', 'cut oddly', 'lost'])
+def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
   before = load_tokens(tiny)
-  expected = np.array(before.train)
-  (path,) = tiny.cache_dir.glob('*/train.bin')
+  expected = np.array(before.train), before.tokenizer.to_str()
+  path = _cache_entry(tiny) / name
   content = bytearray(path.read_bytes())
   content[20] ^= 1
-  path.write_bytes(content[:size])
+  size = {'flipped': None, 'cut': -10, 'cut oddly': -9, 'lost': 0}[damage]
+  path.unlink()
+  if size != 0:
+    path.write_bytes(content[:size])
   with pytest.warns(UserWarning, match='damaged'):
-    np.testing.assert_array_equal(load_tokens(tiny).train, expected)
+    after = load_tokens(tiny)
+  np.testing.assert_array_equal(after.train, expected[0])
+  assert after.tokenizer.to_str() == expected[1]
+
+
+def test_of_several_processes_the_first_makes_the_tokens(tiny, monkeypatch):
+  done = []
+
+  def on_first(function, *args):
+    done.append(function(*args))
+    monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
+    return json.loads(json.dumps(done[-1]))
+
+  monkeypatch.setattr(tokens_module, 'on_first', on_first)
+  assert load_tokens(tiny).vocab_size == 288
+  assert len(done) == 2

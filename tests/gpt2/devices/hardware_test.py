@@ -1,7 +1,5 @@
 import math
-import os
 from pathlib import Path
-import signal
 import sys
 import types
 
@@ -112,9 +110,7 @@ def test_bytes_of_a_device_count_its_shards():
 
 def test_bytes_of_a_device_are_what_it_holds():
   mesh = make_mesh('fsdp=4,tensor=2')
-  config = resolve(
-    Config(num_layers=1, width=64, num_heads=2, micro_batch_size=8)
-  )
+  config = resolve(Config(num_layers=1, width=64, num_heads=2))
   shapes = Trainer(config, 64, mesh).shapes
   state = jax.tree.map(
     lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), shapes
@@ -144,58 +140,18 @@ def test_versions_name_packages_and_devices():
 
 
 @pytest.mark.parametrize(
-  ('environment', 'expected'),
+  ('platform', 'kind', 'stats', 'expected'),
   [
-    ({}, 0),
-    ({'SLURM_STEP_NUM_TASKS': '1'}, 0),
-    ({'SLURM_STEP_NUM_TASKS': '4'}, 1),
-    ({'TPU_WORKER_HOSTNAMES': 'localhost'}, 0),
-    ({'TPU_WORKER_HOSTNAMES': 'a,b'}, 1),
+    ('cpu', 'cpu', {'bytes_limit': 5}, None),
+    ('tpu', 'TPU v5 lite', {'bytes_limit': 5}, 5),
+    ('tpu', 'TPU v5 lite', None, 15.75 * 2**30),
+    ('gpu', 'of tomorrow', {}, None),
   ],
 )
-def test_processes_join_where_there_are_peers(
-  monkeypatch, environment: dict[str, str], expected: int
+def test_memory_is_what_the_device_says_or_its_kind_has(
+  platform: str, kind: str, stats: dict | None, expected: float | None
 ):
-  calls = []
-  monkeypatch.setattr(jax.distributed, 'initialize', lambda *a: calls.append(a))
-  for name in ('SLURM_STEP_NUM_TASKS', 'TPU_WORKER_HOSTNAMES'):
-    monkeypatch.delenv(name, raising=False)
-  for name, value in environment.items():
-    monkeypatch.setenv(name, value)
-  hardware.connect(Config())
-  assert calls == [()] * expected
-  given = Config(coordinator='a:1', num_processes=2, process_id=1)
-  hardware.connect(given)
-  assert calls[expected:] == [('a:1', 2, 1)]
-
-
-@pytest.fixture
-def handlers():
-  numbers = (signal.SIGTERM, signal.SIGINT)
-  before = {n: signal.getsignal(n) for n in numbers}
-  yield lambda: {n: signal.getsignal(n) for n in numbers} == before
-  for number, handler in before.items():
-    signal.signal(number, handler)
-
-
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_is_noted_until_the_end(handlers, number: int, capsys):
-  with hardware.StopRequest() as stop:
-    assert not handlers()
-    assert stop.received(1) is None
-    os.kill(os.getpid(), number)
-    assert stop.received(2) == number
-    assert stop.received(3) == number
-  assert handlers()
-  assert signal.Signals(number).name in capsys.readouterr().err
-
-
-@pytest.mark.parametrize('first', [signal.SIGTERM, signal.SIGINT])
-def test_the_second_interrupt_stops_at_once(handlers, first: int):
-  with hardware.StopRequest() as stop:
-    os.kill(os.getpid(), first)
-    os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.received(1) is not None
-    with pytest.raises(KeyboardInterrupt):
-      os.kill(os.getpid(), signal.SIGINT)
-  assert handlers()
+  device = types.SimpleNamespace(
+    platform=platform, device_kind=kind, memory_stats=lambda: stats
+  )
+  assert hardware.memory_bytes(device) == expected

@@ -10,7 +10,6 @@ import pytest
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices.sharding import (
   batch_sharding,
-  check_sizes,
   constrain,
   make_mesh,
   num_batch_shards,
@@ -81,18 +80,6 @@ def test_a_wrong_mesh_is_explained(text: str, words: list[str]):
     assert word in str(error.value)
 
 
-def test_the_batch_must_fit_the_mesh():
-  config = resolve(Config(batch_size=12, micro_batch_size=12))
-  with pytest.raises(UsageError, match='8 of --mesh must divide.*size 12'):
-    check_sizes(make_mesh(''), config)
-  check_sizes(make_mesh('fsdp=4,tensor=2'), config)
-
-
-def test_heads_must_fit_the_mesh():
-  with pytest.raises(UsageError, match='tensor = 8 .*--num-heads 4'):
-    check_sizes(make_mesh('tensor=8'), resolve(Config()))
-
-
 def test_a_dimension_that_does_not_fit_is_named():
   params = {'mlp': {'up': {'kernel': jax.ShapeDtypeStruct((6, 24), 'float32')}}}
   with pytest.raises(UsageError, match=r'fsdp = 4.*6.*mlp\.up\.kernel'):
@@ -129,9 +116,7 @@ def test_every_matrix_is_split_over_all_devices(architecture: str):
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_moments_lie_as_their_parameters(optimizer: str):
   mesh = make_mesh('fsdp=4,tensor=2')
-  config = resolve(
-    Config(optimizer=optimizer, num_layers=1, width=64, micro_batch_size=8)
-  )
+  config = resolve(Config(optimizer=optimizer, num_layers=1, width=64))
   shapes = Trainer(config, 512, mesh).shapes
   params = {
     path_name(path): x for path, x in jax.tree.leaves_with_path(shapes.params)

@@ -10,9 +10,9 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import batch_sharding, make_mesh
-from examples.gpt2.optim.diagnostics import Watch
+from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.optim.optimizers import make_schedule
-from examples.gpt2.presets import resolve
+from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.step import Trainer, TrainState
 import merit_optax
 
@@ -72,11 +72,12 @@ def _state(trainer: Trainer) -> TrainState:
 
 @pytest.fixture(scope='module')
 def seen():
-  """Returns a trainer, its state, a batch and what a watch step measures."""
+  """Returns a trainer, its state, a batch and the diagnostics of a step."""
   config = _config()
   trainer = _trainer(config)
   state, tokens = _state(trainer), jnp.asarray(_tokens())
-  return config, trainer, state, tokens, Watch(config, trainer)(state, tokens)
+  diagnostics = Diagnostics(config, trainer)
+  return config, trainer, state, tokens, diagnostics(state, tokens)
 
 
 @pytest.fixture(scope='module')
@@ -130,7 +131,7 @@ def test_attention_equals_a_plain_computation(seen):
     ('attention_entropy', np.mean(entropies)),
   ):
     assert measured[name][0] == pytest.approx(value, rel=1e-4)
-  alone = Watch(config, trainer).attention(state.params, tokens)
+  alone = Diagnostics(config, trainer).attention(state.params, tokens)
   assert set(alone) <= set(measured)
   for name, values in alone.items():
     np.testing.assert_allclose(values, measured[name], rtol=1e-5)
@@ -148,10 +149,9 @@ def test_gradient_norms_add_up_to_the_global_one(seen, gradients):
   assert total > 0.05, 'the clip does something'
 
 
-def test_updates_are_those_of_the_step(seen):
-  _, trainer, state, tokens, measured = seen
-  copy = jax.tree.map(jnp.copy, state)
-  new, _ = trainer.step(copy, tokens)
+def _assert_updates_of_a_step(trainer, state, tokens, measured) -> None:
+  """Checks each ratio of update to weight against the step itself."""
+  new, _ = trainer.step(jax.tree.map(jnp.copy, state), tokens)
 
   def ratio(new, old) -> float:
     change = jax.tree.map(jnp.subtract, new, old)
@@ -166,6 +166,10 @@ def test_updates_are_those_of_the_step(seen):
   for name, values in measured['others'].items():
     expected = ratio(new.params[name], state.params[name])
     assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
+
+
+def test_updates_are_those_of_the_step(seen):
+  _assert_updates_of_a_step(*seen[1:])
 
 
 def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
@@ -269,13 +273,13 @@ def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
     micro_batch_size=shape[1],
   )
   trainer = _trainer(config, _Linear)
-  state, watch = _state(trainer), Watch(config, trainer)
+  state, diagnostics = _state(trainer), Diagnostics(config, trainer)
   found = []
   # The mean over all batches that may be drawn.
   for rows in itertools.product(range(3), repeat=4):
     tokens = np.zeros(shape, np.int32)
     tokens[..., 0] = np.reshape(rows, shape[:2])
-    noise = watch(state, jnp.asarray(tokens))['gradient_noise']
+    noise = diagnostics(state, jnp.asarray(tokens))['gradient_noise']
     found.append((noise['trace'], noise['squared_norm']))
   trace, square = np.mean(found, axis=0)
   assert trace == pytest.approx(_TABLE.var(axis=0).sum(), rel=1e-4)
@@ -285,11 +289,40 @@ def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
 def test_a_batch_that_cannot_be_cut_has_no_noise():
   config = _config(optimizer='lion', num_layers=1)
   trainer = _trainer(config, _Linear)
-  watch = Watch(config, trainer)
-  measured = watch(_state(trainer), jnp.asarray(_tokens((1, 1, 17)) % 3))
+  diagnostics = Diagnostics(config, trainer)
+  tokens = jnp.asarray(_tokens((1, 1, 17)) % 3)
+  measured = diagnostics(_state(trainer), tokens)
   assert measured['gradient_noise'] is None
   assert measured['noise_scale_tokens'] is None
+
+
+@pytest.mark.parametrize('optimizer', sorted({*OPTIMIZERS} - {'merit'}))
+def test_updates_are_measured_for_every_optimizer(optimizer: str):
+  config = _config(optimizer=optimizer, num_layers=1)
+  trainer = _trainer(config, _Linear)
+  state, tokens = _state(trainer), jnp.asarray(_tokens() % 3)
+  measured = Diagnostics(config, trainer)(state, tokens)
   assert set(measured['layers']) == {'gradient_norm', 'update_to_weight'}
+  _assert_updates_of_a_step(trainer, state, tokens, measured)
+
+
+def test_what_was_compiled_ahead_is_what_runs(monkeypatch):
+  config = _config(optimizer='lion', num_layers=1)
+  trainer = _trainer(config, _Linear)
+  state, tokens = _state(trainer), jnp.asarray(_tokens() % 3)
+  expected = Diagnostics(config, trainer)(state, tokens)
+  diagnostics = Diagnostics(config, trainer)
+  batch = jax.ShapeDtypeStruct(
+    tokens.shape, tokens.dtype, sharding=batch_sharding(trainer.mesh)
+  )
+  diagnostics.compile(trainer.shapes, batch)
+
+  def fail(*_: object) -> None:
+    raise AssertionError('traced again')
+
+  monkeypatch.setattr(trainer, 'loss', fail)
+  monkeypatch.setattr(trainer, 'model', fail)
+  assert diagnostics(state, tokens) == expected
 
 
 @pytest.mark.slow
@@ -300,7 +333,7 @@ def test_a_mesh_measures_what_one_device_does(seen, mesh: str):
   trainer = _trainer(config)
   with jax.set_mesh(trainer.mesh):
     batch = jax.device_put(np.asarray(tokens), batch_sharding(trainer.mesh))
-    found = Watch(config, trainer)(_state(trainer), batch)
+    found = Diagnostics(config, trainer)(_state(trainer), batch)
   # Of the noise the mesh makes another estimate, from fewer parts.
   leave_out = ('gradient_noise', 'noise_scale_tokens')
   one, other = (

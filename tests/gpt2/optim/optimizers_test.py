@@ -291,10 +291,18 @@ def test_stacked_layers_get_the_updates_of_separate_ones(settings):
 def test_dimension_numbers_fit_layers_that_are_not_stacked():
   params, _ = _trees()
   layer = jax.tree.map(lambda x: x[0], params['blocks'])
-  specs = dimension_numbers(layer, 'heads', stacked=False)
-  assert merit_optax.describe(layer, weight_dimension_numbers=specs)
-  kernel = specs['attention']['qkv']['kernel']
-  assert (kernel.reduction_axis, kernel.output_axis) == ((-4,), (-1,))
+  # A layer alone, as diagnostics see it, and layers beside each other.
+  for tree, found in (
+    (layer, lambda specs: specs),
+    ({'blocks': {'0': layer, '1': layer}}, lambda specs: specs['blocks']['1']),
+  ):
+    specs = dimension_numbers(tree, 'heads')
+    assert merit_optax.describe(tree, weight_dimension_numbers=specs)
+    one = found(specs)
+    kernel = one['attention']['qkv']['kernel']
+    assert (kernel.reduction_axis, kernel.output_axis) == ((-4,), (-1,))
+    down = one['mlp']['down']['kernel']
+    assert (down.reduction_axis, down.output_axis) == ((0,), (1,))
 
 
 def test_muon_has_moments_of_hidden_matrices_only():

@@ -1,16 +1,17 @@
 import jax
-import numpy as np
 import pytest
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import (
   OutOfMemoryError,
   activation_bytes,
   advice,
   explain,
+  fit,
 )
 from examples.gpt2.run.step import Trainer
 
@@ -24,13 +25,13 @@ def _make(devices: int = 8, **settings) -> tuple[Config, Trainer]:
     width=64,
     context_length=64,
     batch_size=16,
-    micro_batch_size=16,
     steps=10,
     vocab_size=512,
     unroll=1,
   )
   config = resolve(Config(**defaults | settings))
   mesh = make_mesh(config.mesh, jax.devices()[:devices])
+  config = fit(config, mesh)
   return config, Trainer(config, config.vocab_size, mesh)
 
 
@@ -44,7 +45,7 @@ def test_a_failed_allocation_becomes_advice(error: Exception):
   text = str(found.value)
   assert '12345' in text or isinstance(error, MemoryError)
   assert 'more' not in text.splitlines()[0]
-  assert '--micro-batch-size 8' in text
+  assert '--micro-batch-size 1' in text
   assert '--remat dots' in text
   assert '--dtype bfloat16' in text
   assert '--mesh fsdp=8' in text
@@ -73,8 +74,8 @@ def test_without_an_error_nothing_happens():
 @pytest.mark.parametrize(
   ('settings', 'there', 'missing'),
   [
-    ({'micro_batch_size': 8}, [], ['--micro-batch-size']),
-    ({'micro_batch_size': 8, 'devices': 1}, ['--micro-batch-size 4'], []),
+    ({'micro_batch_size': 2}, ['--micro-batch-size 1'], []),
+    ({'micro_batch_size': 4, 'devices': 1}, ['--micro-batch-size 2'], []),
     ({'micro_batch_size': 1, 'devices': 1}, [], ['--micro-batch-size']),
     ({'remat': 'dots'}, ['--remat full'], []),
     ({'remat': 'full'}, [], ['--remat']),
@@ -104,43 +105,100 @@ def test_weights_and_moments_are_counted_by_device():
 @pytest.mark.parametrize(
   'settings',
   [
-    {'devices': 1},
+    {'devices': 1, 'micro_batch_size': 16},
     {'devices': 1, 'remat': 'full', 'context_length': 256, 'batch_size': 4},
     pytest.param(
-      {'mesh': 'fsdp=4,tensor=2', 'architecture': 'llama', 'batch_size': 32},
+      {
+        'mesh': 'fsdp=4,tensor=2',
+        'architecture': 'llama',
+        'batch_size': 64,
+        'micro_batch_size': 8,
+      },
       marks=pytest.mark.slow,
     ),
     pytest.param(
-      {'devices': 1, 'remat': 'dots', 'width': 128}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-      {'devices': 1, 'vocab_size': 8192, 'remat': 'full'},
+      {'devices': 1, 'remat': 'dots', 'width': 128, 'micro_batch_size': 16},
       marks=pytest.mark.slow,
     ),
     pytest.param(
-      {'devices': 1, 'architecture': 'llama', 'remat': 'dots'},
+      {
+        'devices': 1,
+        'vocab_size': 8192,
+        'remat': 'full',
+        'micro_batch_size': 16,
+      },
+      marks=pytest.mark.slow,
+    ),
+    pytest.param(
+      {
+        'devices': 1,
+        'architecture': 'llama',
+        'remat': 'dots',
+        'micro_batch_size': 16,
+      },
       marks=pytest.mark.slow,
     ),
   ],
 )
 def test_the_estimate_is_near_what_is_compiled(settings: dict):
-  settings = dict(settings)
-  settings['micro_batch_size'] = min(16, settings.get('batch_size', 16))
   config, trainer = _make(**settings)
-  batch = jax.ShapeDtypeStruct(
-    (
-      config.batch_size // config.micro_batch_size,
-      config.micro_batch_size,
-      config.context_length + 1,
-    ),
-    np.int32,
-    sharding=batch_sharding(trainer.mesh),
-  )
+  batch = batch_shape(config, trainer.mesh)
   with jax.set_mesh(trainer.mesh):
     compiled = trainer.step.lower(trainer.shapes, batch).compile()
   measured = compiled.memory_analysis().temp_size_in_bytes
   # Gradients of a micro-batch, and their sum.
   gradients = 2 * hardware.bytes_per_device(trainer.shapes.params)
   assert gradients < measured / 2
-  ratio = activation_bytes(config, trainer) / (measured - gradients)
+  ratio = activation_bytes(config, trainer.mesh, config.micro_batch_size) / (
+    measured - gradients
+  )
   assert 1 / 1.6 < ratio < 1.6
+
+
+def _fit(mesh: str = '', **settings) -> int | None:
+  config = resolve(Config(**{'batch_size': 64} | settings))
+  return fit(config, make_mesh(mesh)).micro_batch_size
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'batch', 'size'),
+  [('', 64, 8), ('tensor=4', 64, 8), ('', 16, 2), ('', 24, 1), ('', 8, 1)],
+)
+def test_a_cpu_takes_the_micro_batch_of_the_preset_if_it_divides(
+  mesh: str, batch: int, size: int
+):
+  assert _fit(mesh, batch_size=batch) == size
+
+
+def test_a_micro_batch_is_counted_for_each_shard():
+  assert _fit('fsdp=4,tensor=2', micro_batch_size=16) == 16
+  with pytest.raises(
+    UsageError, match='--micro-batch-size 16 .* 8 seq.*64.* 8 '
+  ):
+    _fit('fsdp=8', micro_batch_size=16)
+
+
+def test_batch_and_heads_must_fit_the_mesh():
+  with pytest.raises(
+    UsageError, match='8 of --mesh must divide --batch-size 12'
+  ):
+    _fit('', batch_size=12)
+  with pytest.raises(UsageError, match='tensor = 8 .*--num-heads 4'):
+    _fit('tensor=8')
+
+
+@pytest.mark.parametrize('preset', ['small', 'xl', 'llama-7b'])
+def test_an_accelerator_takes_what_fills_its_memory(preset: str, monkeypatch):
+  config = resolve(Config(preset=preset, dtype='bfloat16', remat='full'))
+  mesh = make_mesh('fsdp=8')
+  sizes = []
+  for gigabytes in (1, 64, 512):
+    monkeypatch.setattr(
+      'examples.gpt2.devices.hardware.memory_bytes', lambda _: gigabytes * 2**30
+    )
+    sizes.append(fit(config, mesh).micro_batch_size)
+    held = activation_bytes(config, mesh, sizes[-1])
+    assert sizes[-1] == 1 or held < gigabytes * 2**30
+  assert sizes == sorted(sizes)
+  assert sizes[0] == 1
+  assert sizes[-1] >= 16

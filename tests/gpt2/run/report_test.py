@@ -10,6 +10,7 @@ from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import report
+from examples.gpt2.run.command import format_bytes, table
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 
@@ -27,7 +28,7 @@ def _line(step: int, **more) -> dict:
   }
 
 
-def _watched(step: int, trace: float, square: float, **more) -> dict:
+def _diagnosed(step: int, trace: float, square: float, **more) -> dict:
   noise = {'trace': trace, 'squared_norm': square}
   return _line(
     step, max_attention_logit=[1.0, 2.25], gradient_noise=noise, **more
@@ -38,6 +39,7 @@ def _after(folder: Path, lines: list[dict]) -> str:
   run = RunFolder(folder)
   with run:
     run.start({'config': {'seed': 0}, 'corpus': {'unigram_entropy': 5.25}})
+    run.keep_metrics(0)
     for line in lines:
       run.log(line)
     run.write_sample('And so it goes.')
@@ -80,10 +82,10 @@ def test_before_a_run_its_size_is_told(tmp_path: Path):
 def test_after_a_run_its_results_are_told(tmp_path: Path):
   lines = [
     _line(1),
-    _watched(2, 1.0, 1.0),
+    _diagnosed(2, 1.0, 1.0),
     _line(3, skipped=True, waited_share=0.2),
-    _watched(4, 6.0, 2.0, val_loss=3.14159),
-    _watched(5, 2.0, 2.0, val_loss=3.0),
+    _diagnosed(4, 6.0, 2.0, val_loss=3.14159),
+    _diagnosed(5, 2.0, 2.0, val_loss=3.0),
   ]
   text = _after(tmp_path, lines)
   for part in (
@@ -102,6 +104,13 @@ def test_after_a_run_its_results_are_told(tmp_path: Path):
   assert text.endswith('\n\nAnd so it goes.')
 
 
+def test_a_run_whose_last_line_is_lost_tells_what_is_left(tmp_path: Path):
+  text = _after(tmp_path, [_diagnosed(1, 1.0, 1.0)])
+  assert 'not known, since metrics are lost' in text
+  assert '1,000 tokens/s' in text
+  assert 'not known' in _after(tmp_path / 'none', [])
+
+
 def test_what_was_not_measured_is_not_told(tmp_path: Path):
   text = _after(tmp_path, [_line(1, mfu=None, val_loss=2.0)])
   assert 'MFU n/a' in text
@@ -112,34 +121,37 @@ def test_what_was_not_measured_is_not_told(tmp_path: Path):
 @pytest.mark.parametrize(
   ('lines', 'expected'),
   [
-    ([_watched(1, 8.0, 2.0)], 128.0),
+    ([_diagnosed(1, 8.0, 2.0)], 128),
     # The first half is from before the weights have settled.
-    ([_watched(1, 1e9, 1.0), _watched(2, 8.0, 2.0)], 128.0),
+    ([_diagnosed(1, 1e9, 1.0), _diagnosed(2, 8.0, 2.0)], 128),
     (
-      [_watched(1, 0.0, 1.0), _watched(2, 8.0, 4.0), _watched(3, 8.0, 0.0)],
-      128.0,
+      [_diagnosed(1, 0.0, 1.0), _diagnosed(2, 8.0, 4.0), _diagnosed(3, 8.0, 0)],
+      128,
     ),
-    ([_watched(1, 8.0, -2.0)], None),
-    ([_watched(1, -8.0, 2.0)], None),
-    ([_line(1, gradient_noise=None)], None),
+    ([_diagnosed(1, 8.0, -2.0)], None),
+    ([_diagnosed(1, -8.0, 2.0)], None),
+    ([_line(1, max_attention_logit=[1.0], gradient_noise=None)], None),
     (
       [
-        _watched(1, 8.0, 2.0),
-        _watched(2, 8.0, 2.0),
-        _watched(3, float('nan'), 1.0, skipped=True),
+        _diagnosed(1, 8.0, 2.0),
+        _diagnosed(2, 8.0, 2.0),
+        _diagnosed(3, float('nan'), 1.0, skipped=True),
       ],
-      128.0,
+      128,
     ),
   ],
 )
-def test_the_noise_scale_is_a_ratio_of_means(lines, expected: float | None):
-  assert report.noise_scale_tokens(lines) == expected
+def test_the_noise_scale_is_a_ratio_of_means(
+  tmp_path: Path, lines: list[dict], expected: int | None
+):
+  text = _after(tmp_path, lines)
+  assert (f'critical batch about {expected} tokens' in text) == bool(expected)
+  assert ('critical batch' in text) == bool(expected)
 
 
 @hypothesis.given(st.integers(1, 2**55))
 def test_bytes_have_three_digits(size: int):
-  rows = report._speed([_line(1, peak_bytes=size)])
-  number, unit = rows['peak memory'].split()
+  number, unit = format_bytes(size).split()
   power = ('B', 'KiB', 'MiB', 'GiB', 'TiB').index(unit)
   assert float(number) * 1024**power == pytest.approx(size, rel=0.006)
   assert 'e' not in number
@@ -147,4 +159,4 @@ def test_bytes_have_three_digits(size: int):
 
 
 def test_a_table_has_two_columns():
-  assert report.table({'a': '1', 'long': '2'}) == 'a     1\nlong  2'
+  assert table({'a': '1', 'long': '2'}) == 'a     1\nlong  2'

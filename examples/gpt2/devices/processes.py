@@ -1,0 +1,141 @@
+"""The processes of a run: how they meet, and what process 0 does for all."""
+
+from collections.abc import Callable
+import json
+import os
+import re
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
+from examples.gpt2.config import Config, UsageError
+
+_SHUTDOWN_SECONDS = 30
+# Errors that process 0 hands to the others as what they are.
+_KNOWN_ERRORS = {'UsageError': UsageError, 'OSError': OSError}
+
+
+def connect(config: Config) -> None:
+  """Joins the processes of a run, if there are several.
+
+  To be called before anything that makes jax look for devices.
+
+  Args:
+    config: Settings. With ``--distributed auto``, the processes are those of
+      the cluster that jax detects: a TPU pod, Slurm, Open MPI, Kubernetes.
+
+  Raises:
+    UsageError: With ``--distributed on``, if jax detects no cluster.
+  """
+  if config.distributed == 'off' or jax.distributed.is_initialized():
+    return
+  try:
+    jax.distributed.initialize(
+      config.coordinator,
+      config.num_processes,
+      config.process_id,
+      # A process that failed alone waits so long for the others to leave.
+      shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )
+  except (ValueError, RuntimeError) as error:
+    if config.distributed == 'on' or not _is_alone(error):
+      raise UsageError(
+        f'--distributed {config.distributed}: the processes of this run '
+        f'cannot be found ({error}). Give --coordinator, --num-processes and '
+        '--process-id, or --distributed off for a process without others.'
+      ) from error
+    return
+  if _has_a_node_for_itself():
+    # jax assumes a process for each GPU under Slurm and Open MPI.
+    for platform in ('cuda', 'rocm'):
+      jax.config.update(f'jax_{platform}_visible_devices', 'all')
+
+
+def _is_alone(error: Exception) -> bool:
+  """Returns whether jax says that there is no cluster, or no more to join."""
+  return bool(re.search('coordinator_address|before any JAX calls', str(error)))
+
+
+def _has_a_node_for_itself() -> bool:
+  """Returns whether Slurm or Open MPI started one process on each node."""
+  tasks = os.environ.get('SLURM_STEP_TASKS_PER_NODE') or os.environ.get(
+    'OMPI_COMM_WORLD_LOCAL_SIZE', ''
+  )
+  is_chosen = 'JAX_LOCAL_DEVICE_IDS' in os.environ
+  return not is_chosen and bool(re.fullmatch(r'1(\(x\d+\))?', tasks))
+
+
+def is_first() -> bool:
+  """Returns whether this is process 0, which writes what is shared."""
+  return jax.process_index() == 0
+
+
+def say(text: str) -> None:
+  """Prints, in process 0."""
+  if is_first():
+    print(text, flush=True)
+
+
+def barrier(name: str) -> None:
+  """Waits until all processes are here."""
+  multihost_utils.sync_global_devices(name)
+
+
+def any_failed(has_failed: bool) -> bool:
+  """Returns, in all processes, whether one of them has failed."""
+  if jax.process_count() == 1:
+    return has_failed
+  return bool(multihost_utils.process_allgather(np.array(has_failed)).any())
+
+
+def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+  """Calls a function in process 0, and gives its result to all.
+
+  An error is given to all as well, so that none waits for the others.
+
+  Args:
+    function: Function to call; it must not wait for other processes.
+    *args: Its arguments.
+    **named: Its named arguments.
+
+  Returns:
+    What the function returned, which must be a JSON value.
+
+  Raises:
+    Exception: What the function raised. In other processes than 0 it is a
+      :class:`UsageError` or ``OSError`` if it was one, else ``RuntimeError``.
+  """
+  if jax.process_count() == 1:
+    return function(*args, **named)
+  outcome, raised = {}, None
+  if is_first():
+    try:
+      outcome = {'result': function(*args, **named)}
+    except Exception as error:
+      outcome, raised = _describe(error), error
+  outcome = _broadcast(outcome)
+  if raised is not None:
+    raise raised
+  if 'error' in outcome:
+    raise _KNOWN_ERRORS.get(outcome['error'], RuntimeError)(outcome['text'])
+  return outcome['result']
+
+
+def _describe(error: Exception) -> dict[str, str]:
+  kinds = [k for k, v in _KNOWN_ERRORS.items() if isinstance(error, v)]
+  kind = kinds[0] if kinds else type(error).__name__
+  text = str(error) if kinds else f'{kind} in process 0: {error}'
+  return {'error': kind, 'text': text}
+
+
+def _broadcast(value: Any) -> Any:
+  """Returns the JSON value of process 0 in all processes."""
+  content = np.frombuffer(json.dumps(value).encode(), np.uint8)
+  size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
+  # Powers of two: each shape is a program to compile.
+  padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
+  if is_first():
+    padded[:size] = content
+  return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)[:size]))

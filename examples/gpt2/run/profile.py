@@ -1,0 +1,46 @@
+"""A trace of some steps, for TensorBoard or xprof."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from examples.gpt2.config import Config
+
+_TRACED = (10, 15)
+"""First and last step of a trace, after those that were done before."""
+
+
+class Profile:
+  """Writes a trace of some steps, if the settings ask for it.
+
+  As a context, it ends a trace that an error or a signal has cut short.
+  """
+
+  def __init__(self, config: Config, folder: Path, done: int):
+    self._first, self._last = (done + step for step in _TRACED)
+    self._is_wanted = config.profile
+    self._is_tracing = False
+    self._folder = folder / 'profile'
+
+  def __enter__(self) -> 'Profile':
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._is_tracing:
+      jax.profiler.stop_trace()
+      self._is_tracing = False
+
+  def before(self, step: int, state: Any) -> None:
+    """Starts or ends the trace.
+
+    Args:
+      step: Step that is to be taken.
+      state: State before it.
+    """
+    if self._is_wanted and step == self._first:
+      jax.profiler.start_trace(str(self._folder))
+      self._is_tracing = True
+    elif self._is_tracing and step > self._last:
+      jax.block_until_ready(state)
+      self.__exit__()

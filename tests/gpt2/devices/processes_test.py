@@ -1,0 +1,172 @@
+import json
+import os
+from pathlib import Path
+import re
+import socket
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices import processes
+
+_ROOT = Path(__file__).parents[3]
+_ALONE = ValueError('coordinator_address should be defined.')
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple]:
+  """The arguments that jax is initialized with."""
+  found = []
+  monkeypatch.setattr(
+    jax.distributed, 'initialize', lambda *a, **_: found.append(a)
+  )
+  return found
+
+
+def _refuse(monkeypatch, error: Exception):
+  def initialize(*_, **__):
+    raise error
+
+  monkeypatch.setattr(jax.distributed, 'initialize', initialize)
+
+
+def test_jax_is_asked_for_the_cluster(calls: list[tuple]):
+  processes.connect(Config())
+  processes.connect(Config(coordinator='a:1', num_processes=2, process_id=1))
+  assert calls == [(None, None, None), ('a:1', 2, 1)]
+
+
+def test_nothing_is_asked_if_that_is_forbidden(calls: list[tuple]):
+  processes.connect(Config(distributed='off'))
+  assert not calls
+
+
+@pytest.mark.parametrize(
+  'error', [_ALONE, RuntimeError('must be called before any JAX calls that')]
+)
+def test_a_process_without_a_cluster_is_alone(error: Exception, monkeypatch):
+  _refuse(monkeypatch, error)
+  processes.connect(Config())
+  with pytest.raises(UsageError, match='--distributed on: .*--coordinator'):
+    processes.connect(Config(distributed='on'))
+
+
+def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch):
+  _refuse(monkeypatch, RuntimeError('Failed to recognize coordinator'))
+  with pytest.raises(UsageError, match='recognize.*--distributed off'):
+    processes.connect(Config())
+
+
+@pytest.mark.parametrize(
+  ('environment', 'visible'),
+  [
+    ({'SLURM_STEP_TASKS_PER_NODE': '1(x4)'}, 'all'),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1'}, 'all'),
+    ({'OMPI_COMM_WORLD_LOCAL_SIZE': '1'}, 'all'),
+    ({'SLURM_STEP_TASKS_PER_NODE': '8(x4)'}, '0'),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1,2'}, '0'),
+    ({'SLURM_STEP_TASKS_PER_NODE': '1', 'JAX_LOCAL_DEVICE_IDS': '0'}, '0'),
+  ],
+)
+def test_one_process_of_a_node_takes_all_its_gpus(
+  environment: dict[str, str], visible: str, monkeypatch
+):
+  def initialize(*_, **__):  # What jax does for a task of Slurm.
+    jax.config.update('jax_cuda_visible_devices', '0')
+
+  monkeypatch.setattr(jax.distributed, 'initialize', initialize)
+  for name, value in environment.items():
+    monkeypatch.setenv(name, value)
+  try:
+    processes.connect(Config())
+    assert jax.config.values['jax_cuda_visible_devices'] == visible
+  finally:
+    jax.config.update('jax_cuda_visible_devices', 'all')
+
+
+def test_one_process_does_all_by_itself(capsys):
+  assert processes.is_first()
+  processes.say('words')
+  assert capsys.readouterr().out == 'words\n'
+  assert processes.on_first(lambda x, y: {'sum': x + y}, 1, y=2) == {'sum': 3}
+  with pytest.raises(KeyError, match='gone'):
+    processes.on_first({}.__getitem__, 'gone')
+  assert processes.any_failed(True)
+  assert not processes.any_failed(False)
+
+
+_PROGRAM = """
+import json
+import sys
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices import processes
+
+coordinator, process = sys.argv[1], int(sys.argv[2])
+processes.connect(
+  Config(coordinator=coordinator, num_processes=2, process_id=process)
+)
+calls = []
+
+
+def call(result):
+  calls.append(result)
+  if isinstance(result, Exception):
+    raise result
+  return result
+
+
+def outcome(value):
+  try:
+    return processes.on_first(call, value)
+  except Exception as error:
+    return [type(error).__name__, str(error)]
+
+
+values = [None, 'x' * 3000, {'a': [1.5, True]}]
+errors = [UsageError('a flag'), FileNotFoundError('a file'), KeyError('a key')]
+print(json.dumps({
+  'outcomes': [outcome(value) for value in values + errors],
+  'calls': len(calls),
+  'failed': [processes.any_failed(process == 1), processes.any_failed(False)],
+}))
+processes.say('only once')
+"""
+
+
+@pytest.mark.slow
+def test_process_0_works_for_all():
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    address = f'localhost:{free.getsockname()[1]}'
+  running = [
+    subprocess.Popen(
+      [sys.executable, '-c', _PROGRAM, address, str(i)],
+      env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  outputs = [process.communicate(timeout=120)[0] for process in running]
+  first, second = (
+    json.loads(re.search(r'^{.*}$', output, re.M)[0]) for output in outputs
+  )
+  assert first['outcomes'][:3] == [None, 'x' * 3000, {'a': [1.5, True]}]
+  assert second['outcomes'][:3] == first['outcomes'][:3]
+  assert first['outcomes'][3:] == [
+    ['UsageError', 'a flag'],
+    ['FileNotFoundError', 'a file'],
+    ['KeyError', "'a key'"],
+  ]
+  assert second['outcomes'][3:] == [
+    ['UsageError', 'a flag'],
+    ['OSError', 'a file'],
+    ['RuntimeError', "KeyError in process 0: 'a key'"],
+  ]
+  assert (first['calls'], second['calls']) == (6, 0)
+  assert first['failed'] == second['failed'] == [True, False]
+  assert [x.count('only once') for x in outputs] == [1, 0]

@@ -1,0 +1,38 @@
+import os
+import signal
+
+import pytest
+
+from examples.gpt2.run.signals import StopRequest
+
+
+@pytest.fixture
+def handlers():
+  numbers = (signal.SIGTERM, signal.SIGINT)
+  before = {n: signal.getsignal(n) for n in numbers}
+  yield lambda: {n: signal.getsignal(n) for n in numbers} == before
+  for number, handler in before.items():
+    signal.signal(number, handler)
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_until_the_end(handlers, number: int, capsys):
+  with StopRequest() as stop:
+    assert not handlers()
+    assert stop.received(1) is None
+    os.kill(os.getpid(), number)
+    assert stop.received(2) == number
+    assert stop.received(3) == number
+  assert handlers()
+  assert signal.Signals(number).name in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('first', [signal.SIGTERM, signal.SIGINT])
+def test_the_second_interrupt_stops_at_once(handlers, first: int):
+  with StopRequest() as stop:
+    os.kill(os.getpid(), first)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.received(1) is not None
+    with pytest.raises(KeyboardInterrupt):
+      os.kill(os.getpid(), signal.SIGINT)
+  assert handlers()
