@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
-from merit_optax._norms import magnitude
 
 
 def elementwise_clip(
@@ -48,7 +47,8 @@ def elementwise_clip(
 
   def clip(update: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(update):
-      size = magnitude(update)
+      size = jnp.abs(update)
+      # Zeros divide by max_delta, or their gradient would be NaN.
       scale = max_delta / jnp.maximum(size, max_delta)
       clipped = jnp.where(size > max_delta, update * scale, update)
     else:

@@ -96,12 +96,11 @@ def keep_matrix_norms(
   def keep(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
     if not axes.rows:
       return update
-    w, u = widen(param), widen(update)
-    moved = w + u
+    w = widen(param)
+    moved = w + widen(update)
     kept = ratio(*(matrix_norms(x, axes, NORMS[norm]) for x in (w, moved)))
-    kept_update = largest_ratio([kept]) * moved - w
     dtype = jnp.promote_types(update.dtype, param.dtype)
-    return jnp.where(kept == jnp.inf, u, kept_update).astype(dtype)
+    return (largest_ratio([kept]) * moved - w).astype(dtype)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     check_params(weight_dimension_numbers, params)

@@ -26,7 +26,7 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     return jnp.maximum(jnp.max(x, **options), -jnp.min(x, **options))
 
   def by_default(x: jax.Array) -> jax.Array:
-    return jnp.max(magnitude(x), **options)
+    return jnp.max(jnp.abs(x), **options)
 
   if jnp.iscomplexobj(x):
     return by_default(x)
@@ -34,14 +34,6 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     x, cpu=on_cpu, default=by_default
   )
   return largest
-
-
-def magnitude(x: jax.Array) -> jax.Array:
-  """Returns absolute values, with a gradient at complex zeros too."""
-  if not jnp.iscomplexobj(x):
-    return jnp.abs(x)
-  is_zero = x == 0
-  return jnp.where(is_zero, 0, jnp.abs(jnp.where(is_zero, 1, x)))
 
 
 def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:

@@ -416,6 +416,11 @@ def test_half_precision_is_widened_and_dtypes_promote(update_dtype):
   u = (_normal(1, (64, 64)) / 8).astype(update_dtype)
   kept = jax.jit(_keep())(u, w)
   assert kept.dtype == update_dtype
+  if update_dtype == jnp.float32:  # Which holds the step without rounding.
+    np.testing.assert_allclose(
+      *(_norms(x[None], 'l2') for x in (w + kept, w.astype(jnp.float32))),
+      rtol=1e-6,
+    )
   new = optax.apply_updates(w, kept)
   assert new.dtype == jnp.bfloat16
   np.testing.assert_allclose(
