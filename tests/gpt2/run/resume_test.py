@@ -229,6 +229,8 @@ def test_an_infinite_gradient_stops_the_run_with_advice(config, monkeypatch):
   message = str(error.value)
   assert 'at step 5' in message
   assert 'gradient_norm is inf' in message
+  # Step 6 has diagnostics, which wait for the step before.
+  assert 'With the weights after step 5' in message
   assert 'in layer' in message
   assert '--not-finite skip' in message
   saved = sorted(p.name for p in (config.out_dir / 'checkpoints').iterdir())
