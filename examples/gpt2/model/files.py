@@ -52,9 +52,13 @@ def save_model(folder: Path, model: Model) -> None:
   for name in (_MODEL, TOKENIZER):
     (folder / name).unlink(missing_ok=True)
   with whole_file(folder / _WEIGHTS) as path:
-    safetensors.numpy.save_file(
-      contiguous(sharding.by_path(model.params)), path
-    )
+    arrays = contiguous(sharding.by_path(model.params))
+    try:
+      safetensors.numpy.save_file(arrays, path)
+    except safetensors.SafetensorError as error:
+      raise OSError(
+        f'{folder / _WEIGHTS} cannot be written: {error}'
+      ) from error
   if model.tokenizer is not None:
     with whole_file(folder / TOKENIZER) as path:
       model.tokenizer.save(str(path))
