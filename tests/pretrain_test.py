@@ -209,7 +209,9 @@ def _commands() -> list[str]:
     path.read_text() for path in (_ROOT / 'README.md', *_ROOT.glob('docs/*.md'))
   )
   text = text.replace('\\\n', ' ')
-  found = re.findall(r'^ *((?:\w+=\w+ )?python .*pretrain.*)$', text, re.MULTILINE)
+  found = re.findall(
+    r'^ *((?:\w+=\w+ )?python .*pretrain.*)$', text, re.MULTILINE
+  )
   return sorted({' '.join(shlex.split(x, comments=True)) for x in found})
 
 
