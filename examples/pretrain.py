@@ -214,7 +214,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 @functools.partial(jax.jit, static_argnames='config')
 def init_state(config: Config) -> dict[str, Any]:
-  """Returns parameters and optimizer state before the first step."""
+  """Returns the first parameters and optimizer state, as trees of arrays."""
   params = nnx.as_pure(nnx.state(GPT2(config, nnx.Rngs(config.seed))))
   return pin(dict(params=params, opt_state=make_optimizer(config).init(params)))
 
@@ -256,7 +256,7 @@ def eval_step(params: Any, tokens_ABT: jax.Array, config: Config) -> jax.Array:
 def train(config: Config) -> list[float]:
   """Trains from the last checkpoint on, and returns the loss of each step."""
   log = print if jax.process_index() == 0 else lambda _: None
-  train_tokens, val_tokens = load_tokens(config)
+  tokens, val_tokens = load_tokens(config)
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
   manager = ocp.CheckpointManager(config.out_dir.absolute(), options=options)
@@ -272,11 +272,10 @@ def train(config: Config) -> list[float]:
     losses, since, start = [], first, time.perf_counter()
     for step in range(first + 1, config.steps + 1):
       # Does not wait for the devices: they work while the next batch is made.
-      tokens_ABT = make_batch(train_tokens, config, step)
-      state, loss = train_step(state, tokens_ABT, config)
+      state, loss = train_step(state, make_batch(tokens, config, step), config)
       losses.append(loss)
       if step % config.eval_every == 0 or step in (first + 1, config.steps):
-        jax.block_until_ready(loss)
+        jax.block_until_ready(loss)  # The first one includes compilation.
         num_tokens = (step - since) * config.batch_size * config.context_length
         speed = num_tokens / (time.perf_counter() - start)
         val = float(eval_step(state['params'], val_ABT, config))

@@ -1,16 +1,16 @@
-"""The one file to copy: the trainer's losses, any mesh, resuming, commands."""
+"""The file to copy: the trainer's losses, any mesh, resuming, its commands."""
 
 import ast
-from collections.abc import Callable, Iterator
-import contextlib
-import dataclasses
+import functools
 import os
 from pathlib import Path
+import random
 import re
 import shlex
-import socket
 import subprocess
 import sys
+import tempfile
+from unittest import mock
 
 from flax import nnx
 import jax
@@ -20,7 +20,7 @@ import tyro
 
 from examples import pretrain
 from examples.gpt2.config import Config
-from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import Trainer
 
@@ -36,43 +36,38 @@ _SIZES = dict(
   steps=20,
   learning_rate=0.03,
 )
-_TINY = dict(num_layers=1, num_heads=2, width=16, context_length=8, steps=2)
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> pretrain.Config:
-  """Settings of a run that takes seconds."""
-  return pretrain.Config(out_dir=tmp_path, accumulation_steps=2, **_SIZES)
+def _config(folder: str | Path, **settings) -> pretrain.Config:
+  defaults = dict(accumulation_steps=2, out_dir=Path(folder), **_SIZES)
+  return pretrain.Config(**defaults | settings)
 
 
-@pytest.fixture
-def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
-  mesh = make_mesh('', jax.devices()[:1])
-  monkeypatch.setattr(pretrain, 'make_mesh', lambda config: mesh)
+def _one_device(_: pretrain.Config) -> jax.sharding.Mesh:
+  return make_mesh('', jax.devices()[:1])
 
 
-def _write_tokens(folder: Path, largest: int = 250) -> Path:
-  for name, size in (('train.bin', 3000), ('val.bin', 500)):
-    tokens = np.arange(size) * 7 % (largest + 1)
-    tokens.astype(np.uint16).tofile(folder / name)
-  return folder
+@functools.cache
+def _losses(**mesh: int) -> list[float]:
+  """Returns the losses of a run on a mesh, by default of one device."""
+  patch = mock.patch.object(pretrain, 'make_mesh', _one_device)
+  with tempfile.TemporaryDirectory() as folder:
+    if mesh:
+      return pretrain.train(_config(folder, **mesh))
+    with patch:
+      return pretrain.train(_config(folder))
 
 
-def _names(params: nnx.State) -> dict[str, jax.Array]:
-  """Returns parameters by a name such as 'blocks.up.kernel'."""
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='.'): x
-    for path, x in jax.tree.leaves_with_path(params)
-  }
+def _name(path: tuple) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='.')
 
 
 def _trainer_params(params: nnx.State, like: nnx.State) -> nnx.State:
   """Puts parameters into the tree of the trainer."""
-  ours = _names(params)
+  ours = {_name(path): x for path, x in jax.tree.leaves_with_path(params)}
 
-  def find(path, x):
-    name = jax.tree_util.keystr(path, simple=True, separator='.')
-    name = name.replace('.attention.', '.').replace('.mlp.', '.')
+  def find(path: tuple, x: jax.Array) -> jax.Array:
+    name = _name(path).replace('.attention.', '.').replace('.mlp.', '.')
     return ours.pop(name).reshape(x.shape)
 
   found = jax.tree.map_with_path(find, like)
@@ -80,14 +75,11 @@ def _trainer_params(params: nnx.State, like: nnx.State) -> nnx.State:
   return found
 
 
-@pytest.mark.usefixtures('one_device')
-def test_losses_are_those_of_the_trainer(config):
-  mesh = pretrain.make_mesh(config)
-  trainer = Trainer(
-    resolve(Config(micro_batch_size=8, unroll=1, **_SIZES)),
-    config.vocab_size,
-    mesh,
-  )
+def test_losses_are_those_of_the_trainer(tmp_path):
+  config = _config(tmp_path)
+  mesh = _one_device(config)
+  settings = resolve(Config(micro_batch_size=8, unroll=1, **_SIZES))
+  trainer = Trainer(settings, config.vocab_size, mesh)
   tokens, _ = pretrain.load_tokens(config)
   expected = []
   with jax.set_mesh(mesh):
@@ -95,102 +87,110 @@ def test_losses_are_those_of_the_trainer(config):
     state = state._replace(params=_trainer_params(params, state.params))
     for step in range(1, config.steps + 1):
       tokens_ABT = pretrain.make_batch(tokens, config, step)
-      assert tokens_ABT.sharding.is_equivalent_to(batch_sharding(mesh), 3)
       state, metrics = trainer.step(state, tokens_ABT)
       expected.append(metrics['train_loss'])
-  losses = pretrain.train(config)
-  assert losses[-1] < losses[0] - 0.5
-  np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-4)
+  assert expected[-1] < expected[0] - 0.5
+  np.testing.assert_allclose(_losses(), expected, rtol=0, atol=1e-4)
 
 
-def test_a_mesh_gives_the_losses_of_one_device(config, request):
-  meshes = {'fsdp': 8}, {'fsdp': 2, 'tensor': 2}
-  losses = []
-  for i, sizes in enumerate(meshes):
-    changes = dict(out_dir=config.out_dir / str(i), **sizes)
-    losses.append(pretrain.train(dataclasses.replace(config, **changes)))
-  request.getfixturevalue('one_device')
-  expected = pretrain.train(config)
-  for found in losses:
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+@pytest.mark.parametrize('mesh', [{'fsdp': 8}, {'fsdp': 2, 'tensor': 2}])
+def test_a_mesh_gives_the_losses_of_one_device(mesh):
+  np.testing.assert_allclose(_losses(**mesh), _losses(), rtol=0, atol=1e-5)
 
 
-def test_arrays_stay_where_they_are_said_to_be(config):
-  config = dataclasses.replace(config, fsdp=2, tensor=2)
+def test_a_step_leaves_the_state_where_it_is(tmp_path):
+  config = _config(tmp_path, fsdp=2, tensor=2)
   tokens, _ = pretrain.load_tokens(config)
-  with jax.set_mesh(pretrain.make_mesh(config)) as mesh:
+  with jax.set_mesh(pretrain.make_mesh(config)):
     state = pretrain.init_state(config)
-    places = jax.tree.map(lambda x: x.sharding, state)
-    state, _ = pretrain.train_step(
-      state, pretrain.make_batch(tokens, config, 1), config
-    )
-  jax.tree.map(
-    lambda x, place: np.testing.assert_(
-      x.sharding.is_equivalent_to(place, x.ndim)
-    ),
-    state,
-    places,
-  )
+    places = {
+      _name(path): x.sharding for path, x in jax.tree.leaves_with_path(state)
+    }
+    tokens_ABT = pretrain.make_batch(tokens, config, 1)
+    state, _ = pretrain.train_step(state, tokens_ABT, config)
+  for path, x in jax.tree.leaves_with_path(state):
+    name = _name(path)
+    assert x.sharding.is_equivalent_to(places[name], x.ndim), name
+    # A fourth of each matrix and its moments is on a device, where data is 2.
+    is_split = any(name.endswith(matrix) for matrix in pretrain.MATRICES)
+    assert x.addressable_shards[0].data.size * (4 if is_split else 1) == x.size
 
 
-def test_a_resumed_run_gives_the_same_losses(config, monkeypatch):
-  config = dataclasses.replace(config, fsdp=8, steps=8, eval_every=3)
-  other = dataclasses.replace(config, out_dir=config.out_dir / 'other')
-  expected = pretrain.train(other)
+def test_a_run_resumes_with_the_same_losses(tmp_path):
+  config = _config(tmp_path, fsdp=8, eval_every=4)
   make_batch = pretrain.make_batch
 
-  def stop_at_seven(tokens, config, step):
-    if step == 7:
+  def stop(tokens, config, step):
+    if step == 11:
       raise KeyboardInterrupt
     return make_batch(tokens, config, step)
 
-  with monkeypatch.context() as patch:
-    patch.setattr(pretrain, 'make_batch', stop_at_seven)
-    with pytest.raises(KeyboardInterrupt):
-      pretrain.train(config)
-  assert pretrain.train(config) == expected[6:]
+  with (
+    mock.patch.object(pretrain, 'make_batch', stop),
+    pytest.raises(KeyboardInterrupt),
+  ):
+    pretrain.train(config)
+  # The last line of output and its checkpoint were those of step 8.
+  assert pretrain.train(config) == _losses(fsdp=8)[8:]
   assert pretrain.train(config) == []
 
 
-def test_bfloat16_and_remat(config):
-  changes = dict(dtype='bfloat16', remat=True, steps=4)
-  losses = pretrain.train(dataclasses.replace(config, **changes))
-  assert abs(losses[0] - np.log(256)) < 0.1
-  assert losses[-1] < losses[0]
+def test_bfloat16_and_remat(tmp_path):
+  with mock.patch.object(pretrain, 'make_mesh', _one_device):
+    losses = pretrain.train(_config(tmp_path, dtype='bfloat16', remat=True))
+  np.testing.assert_allclose(losses, _losses(), rtol=0, atol=0.05)
+  assert losses != _losses()
 
 
-def test_batches_are_windows_of_the_files(config, tmp_path):
-  config = dataclasses.replace(config, data=_write_tokens(tmp_path))
+def _write_tokens(folder: Path) -> Path:
+  """Writes token files: each token is the one before it, plus 7 modulo 251."""
+  for name, size in (('train.bin', 3000), ('val.bin', 500)):
+    tokens = np.arange(size) * 7 % 251
+    tokens.astype(np.uint16).tofile(folder / name)
+  return folder
+
+
+def test_batches_are_windows_of_the_token_files(tmp_path):
+  config = _config(tmp_path, data=_write_tokens(tmp_path))
   tokens, validation = pretrain.load_tokens(config)
   assert (len(tokens), len(validation)) == (3000, 500)
   with jax.set_mesh(pretrain.make_mesh(config)):
-    first, again, next_ = (
+    first, again, other = (
       np.asarray(pretrain.make_batch(tokens, config, i)) for i in (1, 1, 2)
     )
   assert first.shape == (2, 8, 17)
   assert first.dtype == np.int32
   np.testing.assert_array_equal(np.diff(first) % 251, 7)
   np.testing.assert_array_equal(first, again)
-  assert (first != next_).any()
+  assert (first != other).any()
 
 
 @pytest.mark.parametrize(
-  ('changes', 'message'),
+  ('settings', 'message'),
   [
-    ({'fsdp': 3}, '8 devices'),
-    ({'tensor': 16}, '8 devices'),
+    ({'fsdp': 3}, 'fsdp . tensor must divide 8 devices'),
+    ({'tensor': 16}, 'fsdp . tensor must divide 8 devices'),
     ({'vocab_size': 200}, 'vocab_size must be above 250'),
+    ({'batch_size': 24}, 'evenly divide'),
   ],
 )
-def test_settings_that_do_not_fit_are_refused(
-  changes, message, config, tmp_path
-):
-  data = _write_tokens(tmp_path)
+def test_settings_that_do_not_fit_are_refused(settings, message, tmp_path):
+  config = _config(tmp_path, data=_write_tokens(tmp_path), **settings)
   with pytest.raises(ValueError, match=message):
-    pretrain.train(dataclasses.replace(config, data=data, **changes))
+    pretrain.train(config)
 
 
-def test_it_is_short_and_stands_alone():
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+  nan = mock.Mock(return_value=np.nan)
+  with (
+    mock.patch.object(pretrain, 'eval_step', nan),
+    pytest.raises(FloatingPointError, match='nan after step 1'),
+  ):
+    pretrain.train(_config(tmp_path, fsdp=8))
+  assert not list(tmp_path.iterdir())
+
+
+def test_it_is_short_and_needs_nothing_else_of_the_repository():
   text = _FILE.read_text()
   assert len(text.splitlines()) <= 300
   imported = set()
@@ -204,22 +204,71 @@ def test_it_is_short_and_stands_alone():
 
 
 def _commands() -> list[str]:
-  """Returns the commands of the pages that run the file."""
-  text = pretrain.__doc__ + ''.join(
-    path.read_text() for path in (_ROOT / 'README.md', *_ROOT.glob('docs/*.md'))
+  """Returns the commands in the file and in the pages that run it."""
+  pages = _ROOT / 'README.md', *_ROOT.glob('docs/*.md'), _FILE
+  text = '\n'.join(page.read_text() for page in pages).replace('\\\n', ' ')
+  line = re.compile(
+    r'^ *(?:srun )?((?:\w+=\w+ )?python examples/pretrain\.py.*)$', re.MULTILINE
   )
-  text = text.replace('\\\n', ' ')
-  found = re.findall(
-    r'^ *((?:\w+=\w+ )?python .*pretrain.*)$', text, re.MULTILINE
-  )
-  return sorted({' '.join(shlex.split(x, comments=True)) for x in found})
+  return sorted({shlex.join(shlex.split(x, True)) for x in line.findall(text)})
 
 
-def test_documented_commands_take_their_arguments():
-  commands = _commands()
-  assert len(commands) >= 3
-  for command in commands:
-    _, args = re.split(r'pretrain(?:\.py)?', command, maxsplit=1)
-    config = tyro.cli(pretrain.Config, args=shlex.split(args))
-    assert config.width % config.num_heads == 0
-    assert config.batch_size % config.accumulation_steps == 0
+def test_there_are_commands():
+  assert any('--distributed' in command for command in _commands())
+  assert any('--data' in command for command in _commands())
+
+
+@pytest.mark.parametrize('command', _commands())
+def test_a_command_takes_its_arguments(command):
+  _, arguments = command.split('pretrain.py')
+  config = tyro.cli(pretrain.Config, args=shlex.split(arguments))
+  assert config.width % config.num_heads == 0
+  assert config.batch_size % config.accumulation_steps == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', _commands())
+def test_a_command_runs(command, tmp_path):
+  sizes = ' '.join(
+    f'--{name.replace("_", "-")} {value}' for name, value in _SIZES.items()
+  )
+  command += f' {sizes} --accumulation-steps 2 --out-dir {tmp_path / "run"}'
+  if '--data' in command:
+    command += f' --data {_write_tokens(tmp_path)}'
+  is_distributed = '--distributed' in command
+  outputs = _run(command, num_processes=2 if is_distributed else 1)
+  lines = outputs[0].splitlines()
+  assert lines[-1].startswith('step 20 loss ')
+  if '--data' not in command and '--fsdp 8' in command:
+    losses = [float(line.split()[3]) for line in lines[1:]]
+    expected = [_losses(fsdp=8)[i] for i in (0, 19)]
+    np.testing.assert_allclose(losses, expected, atol=1e-3)
+  assert outputs[1:] == [''] * (len(outputs) - 1)
+
+
+def _run(command: str, num_processes: int) -> list[str]:
+  """Returns what a command prints in each task of a Slurm job."""
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
+  if num_processes > 1:
+    environment |= {
+      'JAX_NUM_CPU_DEVICES': str(8 // num_processes),
+      'SLURM_JOB_ID': str(random.randrange(1 << 20)),
+      'SLURM_NTASKS': str(num_processes),
+      'SLURM_STEP_NODELIST': 'localhost',
+    }
+  command = command.replace('python', shlex.quote(sys.executable), 1)
+  processes = [
+    subprocess.Popen(
+      command,
+      shell=True,
+      cwd=_ROOT,
+      env=environment
+      | {'SLURM_PROCID': str(process), 'SLURM_LOCALID': str(process)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(num_processes)
+  ]
+  outputs = [process.communicate()[0] for process in processes]
+  assert not any(process.returncode for process in processes), outputs
+  return outputs

@@ -18,13 +18,9 @@ def one(results: dict[str, Any]) -> str:
     ],
     'The largest': results['largest_collectives'],
     'Of a device, ESTIMATED by a roofline': [
-      {
-        'what': name,
-        'step': _text(name, x),
-        'update': _text(name, update[name]),
-      }
-      for name, x in step.items()
-      if name in update
+      {'what': k, 'step': _text(k, v), 'update': _text(k, update[k])}
+      for k, v in step.items()
+      if k in update
     ],
   }
   texts = [f'{title}\n{_columns(rows)}' for title, rows in tables.items()]

@@ -45,7 +45,9 @@ def whole(tmp_path_factory) -> Path:
   return folder
 
 
-def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
+def _start(
+  folder: Path, name: str, *flags: str, output: int | None = None
+) -> subprocess.Popen:
   """Starts a run of some seconds in a process of its own."""
   arguments = (
     '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
@@ -59,8 +61,9 @@ def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
       [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
       cwd=folder,
       env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
-      stdout=log,
-      stderr=log,
+      stdout=output or log,
+      stderr=subprocess.STDOUT,
+      text=True,
     )
 
 
@@ -131,8 +134,8 @@ def test_a_signal_saves_a_checkpoint(
 ):
   flags = ['--data', config.data, '--out-dir', str(config.out_dir)]
   for name in ('vocab_size', 'num_layers', 'num_heads', 'width',
-               'context_length', 'batch_size', 'steps', 'eval_every',
-               'eval_sequences', 'cache_dir', 'watch_every',
+               'context_length', 'batch_size', 'micro_batch_size', 'steps',
+               'eval_every', 'eval_sequences', 'cache_dir', 'watch_every',
                'unroll'):  # fmt: skip
     flags += ['--' + name.replace('_', '-'), str(getattr(config, name))]
   with monkeypatch.context() as patch:
@@ -226,6 +229,8 @@ def test_an_infinite_gradient_stops_the_run_with_advice(config, monkeypatch):
   message = str(error.value)
   assert 'at step 5' in message
   assert 'gradient_norm is inf' in message
+  # Step 6 has diagnostics, which wait for the step before.
+  assert 'With the weights after step 5' in message
   assert 'in layer' in message
   assert '--not-finite skip' in message
   saved = sorted(p.name for p in (config.out_dir / 'checkpoints').iterdir())
@@ -287,6 +292,7 @@ def _start_pair(
   name: str,
   flags: tuple[str, ...] = (),
   of_second: tuple[str, ...] = (),
+  output: int | None = None,
 ) -> list[subprocess.Popen]:
   """Starts a run of two processes with four devices each.
 
@@ -295,6 +301,7 @@ def _start_pair(
     name: Name of its folder.
     flags: Flags of both.
     of_second: Flags of process 1 alone.
+    output: Where they write, if not to a file.
   """
   with socket.socket() as free:
     free.bind(('localhost', 0))
@@ -304,8 +311,8 @@ def _start_pair(
     'fsdp=4,tensor=2', *flags, '--process-id',
   )  # fmt: skip
   return [
-    _start(folder, name, *common, '0'),
-    _start(folder, name, *common, '1', *of_second),
+    _start(folder, name, *common, '0', output=output),
+    _start(folder, name, *common, '1', *of_second, output=output),
   ]
 
 
@@ -347,14 +354,17 @@ def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='asks Linux')
 def test_a_full_disk_of_process_0_is_told_by_all(pair: Path):
   short = '--steps', '6', '--checkpoint-every', '3', '--eval-every', '6'
-  assert _end(_start_pair(pair, 'room', short)) == [0, 0]
-  # The tokens are cached now; lines of metrics need more room than this.
-  running = _start_pair(pair, 'full', short)
-  resource.prlimit(running[0].pid, resource.RLIMIT_FSIZE, (2000, 2000))
-  assert _end(running) == [2, 2]
-  text = (pair / 'full.log').read_text()
-  assert 'no checkpoint of step 3' in text
-  assert text.count('error: ') == 2
+  first, second = _start_pair(pair, 'full', short, output=subprocess.PIPE)
+  while not (pair / 'full' / 'checkpoints').exists():
+    assert first.poll() is None
+    time.sleep(0.05)
+  resource.prlimit(first.pid, resource.RLIMIT_FSIZE, (200, 200))
+  assert _end([first, second]) == [2, 2]
+  told = first.stdout.read()
+  assert 'cannot be written' in told
+  assert 'no checkpoint of step 3' in told
+  assert 'error: ' in told
+  assert 'error: ' in second.stdout.read()
   assert not list((pair / 'full' / 'checkpoints').iterdir())
 
 
