@@ -3,7 +3,6 @@
 Axes: A micro-batches, B sequences, T tokens.
 """
 
-import functools
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +18,6 @@ from examples.gpt2.data.documents import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
 from examples.gpt2.data.tokens import map_tokens
 from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model
 from examples.gpt2.model.loss import sequence_losses
 from examples.gpt2.model.transformer import as_module
@@ -98,21 +96,22 @@ def evaluate(
   )
   batch_ABT, count = validation_batch(tokens, settings, devices)
   with jax.set_mesh(devices):
-    losses = [
-      np.asarray(_losses(model.config, model.params, tokens_BT))
-      for tokens_BT in tqdm.tqdm(batch_ABT, 'evaluating', delay=2)
-    ]
-  loss = float(np.concatenate(losses)[:count].mean(dtype=np.float64))
+    losses_B = _sequence_losses(model, batch_ABT)[:count]
+  loss = float(losses_B.mean(dtype=np.float64))
   bits = loss / math.log(2) * len(tokens)
   per_byte = bits / num_bytes if num_bytes else None
   return Evaluation(loss, count, count * length, per_byte)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _losses(
-  config: ModelConfig, params: Any, tokens_BT: jax.Array
-) -> jax.Array:
-  return sequence_losses(as_module(config, params), tokens_BT)
+def _sequence_losses(model: Model, batch_ABT: jax.Array) -> np.ndarray:
+  """Returns the mean loss of each sequence, of all micro-batches."""
+
+  @jax.jit
+  def measure(params: Any, tokens_BT: jax.Array) -> jax.Array:
+    return sequence_losses(as_module(model.config, params), tokens_BT)
+
+  progress = tqdm.tqdm(batch_ABT, 'evaluating', delay=2)
+  return np.concatenate([measure(model.params, x_BT) for x_BT in progress])
 
 
 def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
@@ -126,11 +125,13 @@ def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
       'text: expected a folder with val.bin.'
     )
   size = model.tokenizer.get_vocab_size()
-  if model.tokenizer.token_to_id(END_OF_TEXT) is None or size > MAX_VOCAB_SIZE:
+  has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
+  if not has_end or size > MAX_VOCAB_SIZE:
     raise UsageError(
-      f"The model's tokenizer has {size} tokens: expected at most "
-      f'{MAX_VOCAB_SIZE}, and {END_OF_TEXT} to put after each document. Give '
-      '--data a folder with val.bin.'
+      f"The model's tokenizer has {size} tokens, {END_OF_TEXT} "
+      f'{"among" if has_end else "not among"} them: expected at most '
+      f'{MAX_VOCAB_SIZE} with it, which comes after each document. Give --data '
+      'a folder with val.bin.'
     )
   documents = load_corpus(data).validation
   num_bytes = sum(len(text.encode()) for text in documents)

@@ -1,8 +1,8 @@
 """A decoder of language, GPT-2 or Llama, in Flax NNX, with scanned layers.
 
-With activations in bfloat16, the gradients of a layer's matrices and biases are
-summed over devices in bfloat16 (on CPU, in float32), those of norms and of the
-head in float32. Gradients of micro-batches are added in float32.
+With activations in bfloat16, gradients of embeddings and of the matrices and
+biases of layers are summed over devices in bfloat16 (on CPU, in float32), those
+of norms and of the head in float32. Micro-batches are added in float32.
 
 Axes: B sequences, T tokens, D features, V vocabulary, L layers.
 """
