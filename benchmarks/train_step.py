@@ -18,7 +18,7 @@ from benchmarks.rounds import Timing, race, ratio, write_json
 from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.model.layers import padded_vocab_size
+from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import fit

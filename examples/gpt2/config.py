@@ -69,6 +69,9 @@ class Config:
   context_length: int | None = None
   """Tokens in a sequence."""
 
+  norm_epsilon: float | None = None
+  """What norms add to the variance. Default: 1e-5, of llama 1e-6."""
+
   qk_norm: bool = False
   """Whether queries and keys go through an RMSNorm in each head."""
 
@@ -217,6 +220,13 @@ class Config:
 def flag(name: str) -> str:
   """Returns the command-line flag of a setting."""
   return '--' + name.replace('_', '-')
+
+
+def check_at_least(least: int, **settings: int | None) -> None:
+  """Raises ``UsageError`` for a setting that is given and below a number."""
+  for name, value in settings.items():
+    if value is not None and value < least:
+      raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
 
 
 def digest(*parts: Any) -> str:

@@ -2,65 +2,23 @@
 
 import json
 from pathlib import Path
-import re
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import safetensors.numpy
 import tyro
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.tokenizer import END_OF_TEXT
+from examples.gpt2.data.tokenizer import num_identifiers, read_tokenizer
 from examples.gpt2.data.tokens import new_folder
-from examples.gpt2.model.files import (
-  TOKENIZER,
-  Model,
-  arrays_by_path,
-  as_tree,
-  load_model,
-  save_model,
-)
-from examples.gpt2.model.hugging_face_config import read_settings, to_settings
-from examples.gpt2.model.hugging_face_layout import (
-  from_hugging_face,
-  hugging_face_shapes,
-  to_hugging_face,
-)
-from examples.gpt2.model.layers import ModelConfig
-from examples.gpt2.model.model_files import (
-  check_arrays,
-  num_identifiers,
-  read_arrays,
-  read_json,
-  read_tokenizer,
-)
+from examples.gpt2.model import files, hugging_face
 from examples.gpt2.run.command import exit_on_error
 
 _CONFIG = 'config.json'
 _WEIGHTS = 'model.safetensors'
-_INDEX = 'model.safetensors.index.json'
-_HEAD = 'lm_head.weight'
-_EMBEDDINGS = {
-  'gpt2': 'transformer.wte.weight',
-  'llama': 'model.embed_tokens.weight',
-}
-# Constants that old versions saved beside the weights.
-_CONSTANTS = re.compile(
-  r'.*h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'
-)
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
-
-  Raises:
-    SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read or written, and 130 after control-C.
-  """
+  """Runs the command line; status 2 for what the user can correct."""
   with exit_on_error():
     tyro.extras.subcommand_cli_from_dict(
       {'export': export_model, 'import': import_model},
@@ -83,23 +41,14 @@ def export_model(
     UsageError: If a folder is wrong, or Hugging Face has no such model.
     OSError: If a file cannot be read or written.
   """
-  _check_is_free(out)
-  model = load_model(folder)
-  if model.config.qk_norm:
-    raise UsageError(
-      f'{folder} has qk_norm, which neither GPT2LMHeadModel nor '
-      'LlamaForCausalLM has: only a model without it can be exported.'
-    )
-  params = arrays_by_path(model.params)
-  arrays = to_hugging_face(model.config, model.num_tokens, params)
   with new_folder(out.expanduser().resolve()) as scratch:
-    _write_json(scratch / _CONFIG, to_settings(model))
-    safetensors.numpy.save_file(
-      arrays_by_path(arrays), scratch / _WEIGHTS, metadata={'format': 'pt'}
-    )
-    if model.tokenizer is not None:
-      model.tokenizer.save(str(scratch / TOKENIZER))
-      _write_json(scratch / 'tokenizer_config.json', _tokenizer_settings(model))
+    model = files.load_model(folder)
+    if model.config.qk_norm:
+      raise UsageError(
+        f'{folder} has qk_norm, which neither GPT2LMHeadModel nor '
+        'LlamaForCausalLM has: only a model without it can be exported.'
+      )
+    _write(scratch, model)
 
 
 def import_model(
@@ -117,106 +66,58 @@ def import_model(
     UsageError: If a folder is wrong, or the model is another than ours.
     OSError: If a file cannot be read or written.
   """
-  _check_is_free(out)
-  model = _read_model(folder.expanduser())
   with new_folder(out.expanduser().resolve()) as scratch:
-    save_model(
-      scratch, model.config, model.num_tokens, model.params, model.tokenizer
-    )
+    files.save_model(scratch, _read(folder.expanduser()))
 
 
-def _read_model(folder: Path) -> Model:
-  """Reads a folder of Hugging Face."""
-  config, num_rows = read_settings(folder / _CONFIG)
-  arrays = _with_one_naming(folder, _read_weights(folder), config)
-  expected = hugging_face_shapes(config, num_rows)
-  check_arrays(folder / _WEIGHTS, arrays, expected)
-  params = as_tree(config, from_hugging_face(config, arrays))
-  if not (folder / TOKENIZER).is_file():
-    return Model(config, num_rows, params, None)
-  tokenizer = read_tokenizer(folder / TOKENIZER, num_rows)
+def _write(folder: Path, model: files.Model) -> None:
+  """Writes the files of Hugging Face."""
+  arrays = hugging_face.to_arrays(model.config, model.num_tokens, model.params)
+  safetensors.numpy.save_file(
+    files.contiguous(arrays),
+    folder / _WEIGHTS,
+    metadata={'format': 'pt'},  # Some versions insist on it.
+  )
+  settings = {_CONFIG: hugging_face.to_settings(model)}
+  if model.tokenizer is not None:
+    model.tokenizer.save(str(folder / files.TOKENIZER))
+    name = 'tokenizer_config.json'
+    settings[name] = hugging_face.tokenizer_settings(model)
+  for name, values in settings.items():
+    (folder / name).write_text(json.dumps(values, indent=2) + '\n')
+
+
+def _read(folder: Path) -> files.Model:
+  """Reads the files of Hugging Face."""
+  with files.naming(folder / _CONFIG):
+    settings = files.read_json(folder / _CONFIG)
+    config, num_rows = hugging_face.from_settings(settings)
+  arrays: dict[str, Any] = {}
+  for path in _parts(folder):
+    with files.naming(path):
+      arrays |= files.open_arrays(path)
+  with files.naming(folder / _WEIGHTS):
+    params = hugging_face.from_arrays(config, num_rows, arrays)
+  if not (folder / files.TOKENIZER).is_file():
+    return files.Model(config, num_rows, params)
+  tokenizer = read_tokenizer(folder / files.TOKENIZER, num_rows)
   # Rows that no token has are padding too.
-  return Model(config, num_identifiers(tokenizer), params, tokenizer)
+  return files.Model(config, num_identifiers(tokenizer), params, tokenizer)
 
 
-def _check_is_free(out: Path) -> None:
-  """Refuses, before the work, a folder with something in it."""
-  out = out.expanduser()
-  if out.exists() and (not out.is_dir() or any(out.iterdir())):
-    raise UsageError(
-      f'{out} is there and not an empty folder: choose another, or delete it.'
-    )
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-  path.write_text(json.dumps(value, indent=2) + '\n')
-
-
-def _tokenizer_settings(model: Model) -> dict[str, Any]:
-  """Returns what AutoTokenizer needs beside tokenizer.json."""
-  has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
-  names = ('bos_token', 'eos_token', 'unk_token') if has_end else ()
-  return {
-    'tokenizer_class': 'PreTrainedTokenizerFast',
-    'model_max_length': model.config.context_length,
-    'clean_up_tokenization_spaces': False,
-    **dict.fromkeys(names, END_OF_TEXT),
-  }
-
-
-def _read_weights(folder: Path) -> dict[str, np.ndarray]:
-  """Reads arrays by name, half precision as float32."""
-  arrays: dict[str, np.ndarray] = {}
-  for path in _weight_files(folder):
-    arrays |= read_arrays(path)
-  floats = (jnp.float16, jnp.bfloat16, jnp.float32)
-  return {
-    name: x.astype(np.float32, copy=False) if x.dtype in floats else x
-    for name, x in arrays.items()
-  }
-
-
-def _weight_files(folder: Path) -> list[Path]:
-  """Returns the files of the weights: one, or the parts in an index."""
-  index = folder / _INDEX
+def _parts(folder: Path) -> list[Path]:
+  """Returns the files of the weights: one, or its parts."""
   if (folder / _WEIGHTS).is_file():
     return [folder / _WEIGHTS]
-  if index.is_file():
-    names = read_json(index).get('weight_map')
-    if not isinstance(names, dict):
-      raise UsageError(f'{index} has no object weight_map.')
-    # What an index of somebody else names lies in the folder itself.
-    return sorted({folder / Path(str(name)).name for name in names.values()})
-  pickles = sorted(folder.glob('*.bin'))
-  raise UsageError(
-    f'{folder} holds no {_WEIGHTS}'
-    + (
-      f'. {pickles[0].name} is not read, since a pickle can run any code: save '
-      'the model as safetensors.'
-      if pickles
-      else ': expected a folder of Hugging Face with weights as safetensors.'
-    )
-  )
-
-
-def _with_one_naming(
-  folder: Path, arrays: dict[str, np.ndarray], config: ModelConfig
-) -> dict[str, np.ndarray]:
-  """Returns the arrays that count, by the names of a model with a head."""
-  embedding = _EMBEDDINGS[config.architecture]
-  prefix = embedding.split('.')[0] + '.'
-  if not any(name.startswith(prefix) for name in arrays):
-    arrays = {
-      name if name == _HEAD else prefix + name: x for name, x in arrays.items()
-    }
-  arrays = {k: x for k, x in arrays.items() if not _CONSTANTS.fullmatch(k)}
-  head = None if config.untied_head else arrays.pop(_HEAD, None)
-  if head is not None and not np.array_equal(head, arrays.get(embedding)):
+  parts = sorted(folder.glob('model-*.safetensors'))
+  if not parts:
+    names = ', '.join(sorted(path.name for path in folder.glob('*.bin')))
     raise UsageError(
-      f'{folder} holds {_HEAD} that is not {embedding}, but {_CONFIG} has '
-      'tie_word_embeddings.'
+      f'{folder} holds no {_WEIGHTS} and no parts of it: expected weights as '
+      f'safetensors; pickles ({names or "*.bin"}) are not read, since they can '
+      'run any code.'
     )
-  return arrays
+  return parts
 
 
 if __name__ == '__main__':

@@ -147,7 +147,9 @@ def resolve(config: Config) -> Config:
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
   fields = dataclasses.asdict(config)
-  return {k: v for k, v in fields.items() if k not in _NOT_IDENTITY}
+  return {
+    k: v for k, v in fields.items() if k not in _NOT_IDENTITY and v is not None
+  }
 
 
 def _merit_rate(steps: int) -> float:

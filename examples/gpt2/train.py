@@ -1,5 +1,6 @@
 """Trains a GPT-2 or Llama: python -m examples.gpt2.train --help."""
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import save_model
+from examples.gpt2.model.files import Model, save_model
 from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
@@ -147,24 +148,18 @@ def _finish(
   params: Any,
 ) -> None:
   """Writes weights, picture and, last, the sample."""
+  model = Model(
+    trainer.model_config, tokens.vocab_size, params, tokens.tokenizer
+  )
   arrays = jax.tree.map(sharding.to_host, params)
 
   def write() -> None:
-    save_model(
-      folder.path,
-      trainer.model_config,
-      tokens.vocab_size,
-      arrays,
-      tokens.tokenizer,
-    )
+    save_model(folder.path, dataclasses.replace(model, params=arrays))
     plot_runs((folder.path,), folder.picture)
-    folder.write_sample(
-      sample_text(
-        trainer.model, arrays, tokens, config.context_length, config.seed
-      )
-    )
 
   on_first(write)
+  text = sample_text(model, tokens.validation, trainer.mesh, config.seed)
+  on_first(folder.write_sample, text)
 
 
 if __name__ == '__main__':

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from examples.gpt2.devices import chips
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.config import ModelConfig
 from examples.plan.collectives import Collective
 
 

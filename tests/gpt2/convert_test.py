@@ -16,16 +16,11 @@ import safetensors.numpy
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.convert import export_model, import_model, main
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
+from examples.gpt2.devices.sharding import by_path, make_mesh
+from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import generate_tokens
-from examples.gpt2.model.files import (
-  arrays_by_path,
-  as_module,
-  by_path,
-  load_model,
-  save_model,
-  shapes,
-)
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.files import Model, load_model, save_model
+from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import make_model_config
 
@@ -42,7 +37,7 @@ _CONFIGS = {
   'gpt2': _GPT2,
   'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True),
   'llama': dataclasses.replace(_LLAMA, untied_head=True),
-  'llama-tied': _LLAMA,
+  'llama-tied': dataclasses.replace(_LLAMA, norm_epsilon=1e-6),
 }
 _NUM_TOKENS = 270
 _PADDED = {'token_embedding.embedding': 0, 'head.kernel': 1}
@@ -61,7 +56,7 @@ def _save(folder: Path, config: ModelConfig) -> Path:
   """Writes a model with a tokenizer."""
   tokenizer = train_tokenizer([_TEXT], _NUM_TOKENS)
   assert tokenizer.get_vocab_size() == _NUM_TOKENS
-  save_model(folder, config, _NUM_TOKENS, _params(config), tokenizer)
+  save_model(folder, Model(config, _NUM_TOKENS, _params(config), tokenizer))
   return folder
 
 
@@ -75,7 +70,7 @@ def _without_padding(params: dict) -> dict[str, np.ndarray]:
     path: x
     if path not in _PADDED
     else x.take(range(_NUM_TOKENS), axis=_PADDED[path])
-    for path, x in arrays_by_path(params).items()
+    for path, x in by_path(params).items()
   }
 
 
@@ -126,7 +121,7 @@ def test_rounding_up_leaves_logits_and_hardly_moves_the_loss(tmp_path: Path):
   # Logits far below zero, which is what rows of zeros would have.
   params['token_embedding']['embedding'] -= 1
   params['final_norm']['bias'] += 1
-  save_model(tmp_path / 'model', _GPT2, _NUM_TOKENS, params)
+  save_model(tmp_path / 'model', Model(_GPT2, _NUM_TOKENS, params))
   export_model(tmp_path / 'model', tmp_path / 'exported')
   import_model(tmp_path / 'exported', tmp_path / 'imported')
   model = load_model(tmp_path / 'imported')
@@ -184,15 +179,11 @@ def test_weights_in_parts_and_of_half_precision_are_read(tmp_path: Path):
   exported = _export(tmp_path, 'llama')
   weights = safetensors.numpy.load_file(exported / 'model.safetensors')
   half = {k: x.astype(jnp.bfloat16) for k, x in weights.items()}
-  names, parts = sorted(half), {}
   for number in range(2):
-    part = f'model-{number}.safetensors'
     safetensors.numpy.save_file(
-      {name: half[name] for name in names[number::2]}, exported / part
+      {name: half[name] for name in sorted(half)[number::2]},
+      exported / f'model-0000{number + 1}-of-00002.safetensors',
     )
-    parts |= dict.fromkeys(names[number::2], part)
-  index = exported / 'model.safetensors.index.json'
-  index.write_text(json.dumps({'weight_map': parts}))
   (exported / 'model.safetensors').unlink()
   import_model(exported, tmp_path / 'imported')
   got = by_path(load_model(tmp_path / 'imported').params)
@@ -216,17 +207,17 @@ def test_qk_norm_cannot_be_exported(tmp_path: Path):
   [
     ('gpt2', dict(model_type='opt'), "model_type must be .* got 'opt'"),
     ('gpt2', dict(n_layer='2'), "n_layer must be .* got '2'"),
-    ('gpt2', dict(n_head=3), 'got 16 for 3 heads'),
+    ('gpt2', dict(n_head=3), 'num_heads 3 must divide width 16'),
     ('gpt2', dict(activation_function='gelu'), 'activation_function must be'),
-    ('gpt2', dict(layer_norm_epsilon=1e-6), 'layer_norm_epsilon must be 1e-05'),
+    ('gpt2', dict(layer_norm_epsilon=0.0), 'layer_norm_epsilon .* got 0.0'),
     (
       'gpt2',
       dict(scale_attn_by_inverse_layer_idx=True),
       'inverse_layer_idx must be False',
     ),
-    ('gpt2', dict(n_inner=None), r'mlp.c_fc.bias is float32\[24\], .*\[64\]'),
-    ('gpt2', dict(n_positions=8), r'wpe.weight is float32\[16, 16\], .*\[8,'),
-    ('llama', dict(rms_norm_eps=1e-5), 'rms_norm_eps must be 1e-06'),
+    ('gpt2', dict(n_inner=None), r'mlp.c_fc.bias is F32\[24\], .*\[64\]'),
+    ('gpt2', dict(n_positions=8), r'wpe.weight is F32\[16, 16\], .*\[8,'),
+    ('llama', dict(rms_norm_eps='1e-5'), "rms_norm_eps .* got '1e-5'"),
     ('llama', dict(num_key_value_heads=1), 'num_key_value_heads must be 2'),
     ('llama', dict(head_dim=4), 'head_dim must be 8'),
     ('llama', dict(attention_bias=True), 'attention_bias must be False'),
@@ -235,17 +226,25 @@ def test_qk_norm_cannot_be_exported(tmp_path: Path):
     (
       'llama',
       dict(rope_parameters={'rope_type': 'default', 'rope_theta': 1.0}),
-      'rope_theta must be 10000.0, .* got 1.0',
+      'rope_parameters must be .*10000.0.* got .*1.0',
     ),
     (
       'llama',
       dict(rope_parameters={'rope_type': 'yarn', 'rope_theta': 1e4}),
-      'rope_scaling must be None',
+      "rope_parameters must be .* 'default'.* got .*yarn",
     ),
-    ('llama', dict(num_attention_heads=16), 'must have .* got 16 for 16'),
-    ('llama', dict(tie_word_embeddings=True), 'lm_head.weight that is not'),
+    ('llama', dict(num_attention_heads=16), 'must be even for llama, got 1'),
+    (
+      'llama',
+      dict(tie_word_embeddings=True),
+      'lm_head.weight is not model.embed_tokens',
+    ),
     ('llama-tied', dict(tie_word_embeddings=False), 'lm_head.weight is not'),
-    ('llama', dict(num_hidden_layers=1), 'model.layers.1.* expected not there'),
+    (
+      'llama',
+      dict(num_hidden_layers=1),
+      'array model.layers.1.* expected not there',
+    ),
   ],
 )
 def test_models_that_are_not_ours_are_refused(
@@ -263,21 +262,24 @@ def test_pickles_are_refused(tmp_path: Path):
   exported = _export(tmp_path, 'gpt2')
   (exported / 'model.safetensors').rename(exported / 'pytorch_model.bin')
   with pytest.raises(
-    UsageError, match=r'pytorch_model\.bin is not read, since'
+    UsageError, match=r'pytorch_model\.bin\) are not read, since'
   ):
     import_model(exported, tmp_path / 'imported')
   (exported / 'pytorch_model.bin').unlink()
-  with pytest.raises(UsageError, match=r'no model\.safetensors: expected'):
+  with pytest.raises(UsageError, match=r'no model\.safetensors and no parts'):
     import_model(exported, tmp_path / 'imported')
 
 
-def test_an_index_reads_nothing_outside_of_its_folder(tmp_path: Path):
-  exported = _export(tmp_path, 'gpt2')
-  (exported / 'model.safetensors').rename(tmp_path / 'other.safetensors')
-  index = exported / 'model.safetensors.index.json'
-  index.write_text('{"weight_map": {"a": "../other.safetensors"}}')
-  with pytest.raises(UsageError, match=r'exported/other\.safetensors is miss'):
-    import_model(exported, tmp_path / 'imported')
+@pytest.mark.parametrize('epsilon', [None, 1e-5, 1e-6])
+def test_llamas_of_any_epsilon_are_read(tmp_path: Path, epsilon: float | None):
+  exported = _export(tmp_path, 'llama')
+  _change_json(exported / 'config.json', rms_norm_eps=epsilon)
+  import_model(exported, tmp_path / 'imported')
+  config = load_model(tmp_path / 'imported').config
+  assert config.norm_epsilon == (epsilon or 1e-6)
+  export_model(tmp_path / 'imported', tmp_path / 'again')
+  settings = json.loads((tmp_path / 'again' / 'config.json').read_text())
+  assert settings['rms_norm_eps'] == config.norm_epsilon
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(
@@ -289,7 +291,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(
     with pytest.raises(SystemExit) as caught:
       main([command, str(tmp_path / 'nowhere'), str(tmp_path / 'out')])
     assert caught.value.code == 2
-    assert 'not an empty folder' in capsys.readouterr().err
+    assert 'there and not empty' in capsys.readouterr().err
   assert [p.name for p in (tmp_path / 'out').iterdir()] == ['mine.txt']
 
 
@@ -340,13 +342,12 @@ def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
     **ids, do_sample=False, max_length=16, eos_token_id=-1, pad_token_id=0
   )
   ours = generate_tokens(
-    model.config,
-    model.params,
-    ids['input_ids'][0].numpy(),
+    model,
+    ids['input_ids'][0].tolist(),
     16 - length,
-    num_identifiers=_NUM_TOKENS,
+    make_mesh('', jax.devices()[:1]),
+    seed=0,
     temperature=0.0,
-    key=jax.random.key(0),
   )
   assert torch.equal(written[0, length:], torch.tensor(np.asarray(ours[0])))
   text = tokenizer.decode(written[0, length:])
@@ -355,13 +356,21 @@ def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
 
 @pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-tied'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
+@pytest.mark.parametrize('epsilon', [None, 0.1])
+def test_models_of_transformers_are_read(
+  tmp_path: Path, kind: str, dtype: str, epsilon: float | None
+):
   transformers = _transformers()
   torch = pytest.importorskip('torch')
   torch.manual_seed(0)
   if kind == 'gpt2':
     config = transformers.GPT2Config(
-      vocab_size=_NUM_TOKENS, n_positions=16, n_embd=16, n_layer=2, n_head=2
+      vocab_size=_NUM_TOKENS,
+      n_positions=16,
+      n_embd=16,
+      n_layer=2,
+      n_head=2,
+      layer_norm_epsilon=epsilon or 1e-5,
     )
   else:
     config = transformers.LlamaConfig(
@@ -372,6 +381,7 @@ def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
       num_attention_heads=2,
       max_position_embeddings=16,
       tie_word_embeddings=kind == 'llama-tied',
+      rms_norm_eps=epsilon or 1e-6,
     )
   theirs = transformers.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():

@@ -1,7 +1,5 @@
 import dataclasses
-import functools
 from pathlib import Path
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,16 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
-from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
-from examples.gpt2.generate import (
-  GenerateConfig,
-  generate,
-  main,
-  sample_text,
+from examples.gpt2.devices.sharding import (
+  by_path,
+  make_mesh,
+  parameter_shardings,
 )
+from examples.gpt2.generate import generate, main, sample_text
+from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import empty_cache, extend, generate_tokens
-from examples.gpt2.model.files import as_module, save_model, shapes
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.files import Model, save_model
+from examples.gpt2.model.transformer import as_module, shapes
 
 _GPT2 = ModelConfig(
   vocab_size=320,
@@ -51,39 +49,42 @@ def _params(config: ModelConfig) -> dict:
   return params
 
 
-def _generate(config: ModelConfig, **options: object) -> np.ndarray:
+def _model(kind: str = 'gpt2', **settings: object) -> Model:
+  config = dataclasses.replace(_CONFIGS[kind], **settings)
+  return Model(config, _NUM_TOKENS, _params(config))
+
+
+def _one_device() -> jax.sharding.Mesh:
+  return make_mesh('', jax.devices()[:1])
+
+
+def _generate(model: Model, **options: object) -> np.ndarray:
   options = (
     dict(
-      params=_params(config),
-      prompt_T=np.array([5, 250, 7], np.int32),
+      prompt_T=[5, 250, 7],
       num_tokens=13,
-      num_identifiers=_NUM_TOKENS,
+      mesh=_one_device(),
       temperature=1.0,
-      key=jax.random.key(0),
+      seed=0,
     )
     | options
   )
-  return np.asarray(generate_tokens(config, **options))
+  return generate_tokens(model, **options)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
   """A model with a tokenizer."""
   tokenizer = train_tokenizer(['some text, and some more text'], _NUM_TOKENS)
-  save_model(
-    tmp_path,
-    _GPT2,
-    tokenizer.get_vocab_size(),
-    _params(_GPT2),
-    tokenizer,
-  )
+  count = tokenizer.get_vocab_size()
+  save_model(tmp_path, Model(_GPT2, count, _params(_GPT2), tokenizer))
   return tmp_path
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
   """A model without a tokenizer."""
-  save_model(tmp_path, _GPT2, _NUM_TOKENS, _params(_GPT2))
+  save_model(tmp_path, _model())
   return tmp_path
 
 
@@ -120,7 +121,7 @@ def test_at_temperature_zero_the_likeliest_known_token_is_taken(kind: str):
     padded += int(logits.argmax() >= _NUM_TOKENS)
     tokens.append(int(logits[:_NUM_TOKENS].argmax()))
   assert padded  # Else the mask would not have counted.
-  got = _generate(config, temperature=0.0)
+  got = _generate(_model(kind), temperature=0.0)
   np.testing.assert_array_equal(got, [tokens[3:]])
 
 
@@ -128,7 +129,7 @@ def _draw_once(**options: object) -> tuple[jax.Array, np.ndarray]:
   """Returns the logits after a prompt, and many tokens that follow it."""
   model = as_module(_GPT2, _params(_GPT2))
   logits = model(np.array([[5, 250, 7]]))[0, -1, :_NUM_TOKENS]
-  drawn = _generate(_GPT2, num_tokens=1, num_samples=20_000, **options)
+  drawn = _generate(_model(), num_tokens=1, num_samples=20_000, **options)
   return logits, drawn[:, 0]
 
 
@@ -151,48 +152,63 @@ def test_only_the_top_tokens_are_taken(top_k: int):
 
 
 def test_samples_differ_and_a_seed_repeats_them():
-  first, second = _generate(_GPT2, num_samples=2)
+  first, second = _generate(_model(), num_samples=2)
   assert (first != second).any()
-  np.testing.assert_array_equal(_generate(_GPT2, num_samples=2)[1], second)
-  other = _generate(_GPT2, num_samples=2, key=jax.random.key(1))
+  np.testing.assert_array_equal(_generate(_model(), num_samples=2)[1], second)
+  other = _generate(_model(), num_samples=2, seed=2**32 - 1)
   assert (other[0] != first).any()
 
 
 def test_no_tokens_are_generated_where_none_are_asked_for():
-  assert _generate(_GPT2, num_tokens=0).shape == (1, 0)
+  assert _generate(_model(), num_tokens=0).shape == (1, 0)
 
 
 def test_half_precision_generates():
-  config = dataclasses.replace(_GPT2, dtype='bfloat16')
-  tokens = _generate(config, params=_params(config))
-  assert tokens.shape == (1, 13)
+  assert _generate(_model(dtype='bfloat16')).shape == (1, 13)
+  config = _model(dtype='bfloat16').config
   assert empty_cache(config, 1, 2)[0].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize('mesh', ['fsdp=8', 'data=2,fsdp=2,tensor=2'])
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_a_mesh_writes_what_one_device_does(kind: str, mesh: str):
+  model, mesh = _model(kind, num_heads=4), make_mesh(mesh)
+  shardings = parameter_shardings(mesh, model.params)
+  sharded = dataclasses.replace(
+    model, params=jax.device_put(model.params, shardings)
+  )
+  expected = _generate(model, temperature=0.0)
+  for count in (1, 9):
+    got = _generate(sharded, mesh=mesh, temperature=0.0, num_samples=count)
+    np.testing.assert_array_equal(got, np.repeat(expected, count, axis=0))
+  assert jax.tree.map(lambda x: x.sharding, sharded.params) == shardings
+
+
+def _sample(model: Model, mesh: jax.sharding.Mesh, seed: int = 3) -> str:
+  return sample_text(model, np.arange(40, 80, dtype=np.uint16), mesh, seed)
 
 
 @pytest.mark.parametrize('with_tokenizer', [True, False])
 def test_the_trainers_sample_is_the_same_on_a_mesh(with_tokenizer: bool):
   tokenizer = train_tokenizer(['some text, and some more text'], 290)
-  tokens = types.SimpleNamespace(
-    validation=np.arange(40, 80, dtype=np.uint16),
-    tokenizer=tokenizer if with_tokenizer else None,
-    vocab_size=tokenizer.get_vocab_size(),
-  )
-  params = _params(_GPT2)
-
-  def sample(params: dict, seed: int, context_length: int = 16) -> str:
-    model = functools.partial(as_module, _GPT2)
-    return sample_text(model, params, tokens, context_length, seed)
-
-  text = sample(params, 3)
+  model = _model()
+  if with_tokenizer:
+    model = dataclasses.replace(
+      model, num_tokens=tokenizer.get_vocab_size(), tokenizer=tokenizer
+    )
+  text = _sample(model, _one_device())
   mesh = make_mesh('data=2,fsdp=2,tensor=2')
-  sharded = jax.device_put(params, parameter_shardings(mesh, params))
-  assert sample(sharded, 3) == text
-  assert sample(params, 4) != text
+  sharded = jax.device_put(
+    model.params, parameter_shardings(mesh, model.params)
+  )
+  assert _sample(dataclasses.replace(model, params=sharded), mesh) == text
+  assert _sample(model, _one_device(), seed=4) != text
   start = tokenizer.decode([40, 41]) if with_tokenizer else '40 41'
   assert text.startswith(f'[prompt]\n{start}\n[continuation]\n')
   if not with_tokenizer:
     assert len(text.split()) == 2 + 16
-    assert len(sample(params, 3, context_length=1).split()) == 2 + 1
+    shortest = _model(context_length=1)
+    assert len(_sample(shortest, _one_device()).split()) == 2 + 1
 
 
 def test_text_is_continued(folder: Path, capsys: pytest.CaptureFixture):
@@ -206,22 +222,42 @@ def test_text_is_continued(folder: Path, capsys: pytest.CaptureFixture):
 
 
 def test_without_a_prompt_a_document_starts(folder: Path):
-  (text,) = generate(GenerateConfig(folder, tokens=3))
+  (text,) = generate(folder, tokens=3)
   assert text.startswith(END_OF_TEXT)
 
 
-def test_identifiers_are_continued_where_there_is_no_tokenizer(bare: Path):
+@pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
+def test_identifiers_are_continued_where_there_is_no_tokenizer(
+  bare: Path, mesh: str
+):
   (text,) = generate(
-    GenerateConfig(bare, prompt='5 250  7', tokens=13, temperature=0.0)
+    bare, prompt='5 250  7', tokens=13, temperature=0.0, mesh=mesh
   )
-  expected = _generate(_GPT2, temperature=0.0)[0]
+  expected = _generate(_model(), temperature=0.0)[0]
   assert text == '5 250 7 ' + ' '.join(map(str, expected))
+
+
+def test_parameters_are_sharded_while_a_command_samples(
+  bare: Path, monkeypatch: pytest.MonkeyPatch
+):
+  passed = []
+
+  def look(model: Model, *args: object) -> np.ndarray:
+    passed.append(model.params)
+    return generate_tokens(model, *args)
+
+  monkeypatch.setattr('examples.gpt2.generate.generate_tokens', look)
+  generate(bare, prompt='5', tokens=1, mesh='fsdp=8')
+  (params,) = passed
+  for name, x in by_path(params).items():
+    is_matrix = name.endswith(('kernel', 'embedding'))
+    assert x.is_fully_replicated != is_matrix, name
 
 
 @pytest.mark.parametrize('prompt', ['', 'text', '-1', '1 290', '²'])
 def test_other_prompts_are_refused_there(bare: Path, prompt: str):
   with pytest.raises(UsageError, match='--prompt must be token .* below 290'):
-    generate(GenerateConfig(bare, prompt=prompt))
+    generate(bare, prompt=prompt)
 
 
 @pytest.mark.parametrize(
@@ -234,6 +270,7 @@ def test_other_prompts_are_refused_there(bare: Path, prompt: str):
     ('--temperature', 'nan', '--temperature must be finite and at least 0'),
     ('--temperature', 'inf', '--temperature must be finite and at least 0'),
     ('--seed', '-1', '--seed must be in'),
+    ('--mesh', 'fsdp=3', '--mesh fsdp=3: the product of its axes'),
   ],
 )
 def test_settings_out_of_range_exit_with_status_2(
@@ -248,18 +285,16 @@ def test_settings_out_of_range_exit_with_status_2(
 def test_a_context_that_is_too_long_is_refused_for_learned_positions(
   bare: Path,
 ):
-  config = GenerateConfig(bare, prompt='5 250 7', tokens=14, temperature=0.0)
   message = 'The prompt of 3 tokens and --tokens 14 exceed .* model, 16'
   with pytest.raises(UsageError, match=message):
-    generate(config)
-  assert generate(dataclasses.replace(config, tokens=13))
+    generate(bare, prompt='5 250 7', tokens=14)
+  assert generate(bare, prompt='5 250 7', tokens=13)
 
 
 def test_a_context_that_is_too_long_is_mentioned_for_rotary_positions(
   tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-  config = _CONFIGS['llama']
-  save_model(tmp_path, config, _NUM_TOKENS, _params(config))
-  (text,) = generate(GenerateConfig(tmp_path, prompt='5', tokens=20))
+  save_model(tmp_path, _model('llama'))
+  (text,) = generate(tmp_path, prompt='5', tokens=20)
   assert len(text.split()) == 21
   assert 'exceed the context length' in capsys.readouterr().err

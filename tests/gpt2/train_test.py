@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import load_tokens
-from examples.gpt2.evaluate import EvaluateConfig, evaluate
+from examples.gpt2.evaluate import evaluate
 from examples.gpt2.presets import identity
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
@@ -77,9 +77,7 @@ def test_a_run_leaves_all_its_files(finished: Config):
 
 def test_saved_weights_give_the_reported_loss(finished: Config):
   evaluation = evaluate(
-    EvaluateConfig(
-      finished.out_dir, data=finished.data, sequences=finished.eval_sequences
-    )
+    finished.out_dir, data=finished.data, sequences=finished.eval_sequences
   )
   reported = RunFolder(finished.out_dir).read_metrics()[-1]['val_loss']
   assert evaluation.loss == pytest.approx(reported, abs=1e-5)

@@ -20,7 +20,7 @@ import pytest
 from examples.gpt2.config import Config
 from examples.gpt2.devices import chips, hardware
 from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.model.layers import causal_attention
+from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer

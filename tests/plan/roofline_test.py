@@ -4,7 +4,7 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices import chips
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import make_model_config
 from examples.plan import roofline

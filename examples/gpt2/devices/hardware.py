@@ -16,7 +16,7 @@ import orbax.checkpoint
 import tokenizers
 
 from examples.gpt2.devices import chips
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.config import ModelConfig
 import merit_optax
 
 

@@ -1,62 +1,82 @@
 """Generates tokens with a cache of keys and values, in one compiled loop.
 
-Letters at the end of a name give the axes of an array: B sequences, T tokens,
-S slots of the cache, V vocabulary, L layers, H heads, K features of a head.
+Axes: B sequences, T tokens, S slots of the cache, V vocabulary, L layers, H
+heads, K features of a head.
 """
 
+from collections.abc import Sequence
 import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec as P
+import numpy as np
 
-from examples.gpt2.model.files import as_module
-from examples.gpt2.model.layers import ModelConfig
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.devices.sharding import num_batch_shards
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.files import Model
+from examples.gpt2.model.transformer import Transformer, as_module
 
 Cache = tuple[jax.Array, jax.Array]
 """Keys and values of all layers, each of shape (L, B, S, H, K)."""
 
 
-@functools.partial(
-  jax.jit, static_argnames=('config', 'num_tokens', 'top_k', 'num_samples')
-)
 def generate_tokens(
-  config: ModelConfig,
-  params: Any,
-  prompt_T: jax.typing.ArrayLike,
+  model: Model,
+  prompt_T: Sequence[int],
   num_tokens: int,
-  *,
-  num_identifiers: jax.typing.ArrayLike,
-  temperature: jax.typing.ArrayLike,
+  mesh: Mesh,
+  seed: int,
+  temperature: float,
   top_k: int = 0,
   num_samples: int = 1,
-  key: jax.Array,
-) -> jax.Array:
-  """Continues a prompt; to be called where no mesh is set.
+) -> np.ndarray:
+  """Continues a prompt; all processes of the mesh must call it.
 
   Args:
-    config: What the model is.
-    params: Tree of its parameters.
+    model: Model, whose parameters stay on the devices as they are.
     prompt_T: Tokens to continue, at least one.
     num_tokens: Tokens to generate.
-    num_identifiers: Number that generated tokens are below.
+    mesh: Device mesh, over whose batch axes the continuations are split.
+    seed: Seed of the random numbers, in [0, 2**32).
     temperature: Temperature of the softmax; at 0, the likeliest token is taken.
     top_k: Number of likeliest tokens to choose from; 0 for all.
     num_samples: Continuations.
-    key: Key of the random numbers.
 
   Returns:
-    Generated tokens, int32, shape (num_samples, num_tokens).
+    Generated tokens, int32, shape (num_samples, num_tokens), in each process.
   """
+  shards = num_batch_shards(mesh)
+  # Each shard of the batch reads the prompt once, for all its continuations.
+  prompt_BT = np.tile(np.asarray(prompt_T, np.int32), (shards, 1))
+  sizes = num_tokens, -(-num_samples // shards), top_k
+  with jax.set_mesh(mesh):
+    tokens_BT = _generate(
+      model.config, sizes, model.params, prompt_BT,
+      model.num_tokens, temperature, np.uint32(seed),
+    )  # fmt: skip
+  return np.asarray(tokens_BT)[:num_samples]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _generate(
+  config: ModelConfig,
+  sizes: tuple[int, int, int],
+  params: Any,
+  prompt_BT: jax.Array,
+  num_identifiers: jax.Array,
+  temperature: jax.Array,
+  seed: jax.Array,
+) -> jax.Array:
+  """Returns some continuations of each prompt, on all devices."""
+  num_tokens, copies, top_k = sizes
   model = as_module(config, params)
-  length = len(prompt_T)
-  features_BTD, cache = extend(
-    model, prompt_T[None], empty_cache(config, 1, length + num_tokens), 0
-  )
+  batch_size, length = prompt_BT.shape
+  cache = empty_cache(config, batch_size, length + num_tokens)
+  features_BTD, cache = extend(model, prompt_BT, cache, 0)
   state = jax.tree.map(
-    # All samples share what was computed of the prompt.
-    lambda x, axis: jnp.repeat(x, num_samples, axis),
+    lambda x, axis: jnp.repeat(x, copies, axis),
     (features_BTD[:, -1:], cache),
     (0, (1, 1)),
   )
@@ -71,29 +91,27 @@ def generate_tokens(
     return extend(model, tokens_B[:, None], cache, position), tokens_B
 
   positions_T = length + jnp.arange(num_tokens)
-  keys_T = jax.random.split(key, num_tokens)
+  keys_T = jax.random.split(jax.random.key(seed), num_tokens)
   _, tokens_TB = jax.lax.scan(step, state, (positions_T, keys_T))
-  return tokens_TB.T
+  return jax.lax.with_sharding_constraint(tokens_TB.T, P())
 
 
 def _restrict(
-  logits_BV: jax.Array, num_identifiers: jax.typing.ArrayLike, top_k: int
+  logits_BV: jax.Array, num_identifiers: jax.Array, top_k: int
 ) -> jax.Array:
   """Rules out padding of the vocabulary, and all but the largest logits."""
   size = logits_BV.shape[-1]
-  known_V = jnp.arange(size) < num_identifiers
-  logits_BV = jnp.where(known_V, logits_BV, -jnp.inf)
+  logits_BV = jnp.where(jnp.arange(size) < num_identifiers, logits_BV, -jnp.inf)
   if not 0 < top_k < size:
     return logits_BV
-  largest_BK, _ = jax.lax.top_k(logits_BV, top_k)
-  return jnp.where(logits_BV < largest_BK[:, -1:], -jnp.inf, logits_BV)
+  least_B1 = jax.lax.top_k(logits_BV, top_k)[0][:, -1:]
+  return jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
 
 
 def empty_cache(config: ModelConfig, batch_size: int, length: int) -> Cache:
   """Returns a cache of zeros with slots for some tokens."""
-  shape = (
-    config.num_layers, batch_size, length, config.num_heads, config.head_width
-  )  # fmt: skip
+  heads = config.num_heads, config.head_width
+  shape = config.num_layers, batch_size, length, *heads
   zeros = jnp.zeros(shape, config.dtype)
   return zeros, zeros
 
@@ -119,20 +137,18 @@ def extend(
   length, slots = tokens_BT.shape[1], cache[0].shape[2]
   positions_T = position + jnp.arange(length)
   visible_TS = jnp.arange(slots) <= positions_T[:, None]
+  put = functools.partial(
+    jax.lax.dynamic_update_slice_in_dim, start_index=position
+  )
 
   def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, *cache: jax.Array
+    q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax.Array
   ) -> tuple[jax.Array, Cache]:
-    keys, values = (
-      _put(x, new, 1) for x, new in zip(cache, (k, v), strict=True)
-    )
+    keys, values = put(keys, k, axis=1), put(values, v, axis=1)
     mask = visible_TS[None, None]
     return jax.nn.dot_product_attention(q, keys, values, mask=mask), (k, v)
-
-  def _put(x: jax.Array, new: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(x, new, position, axis)
 
   features_BTD, new = model.features(
     tokens_BT, attend, first_position=position, by_layer=cache
   )
-  return features_BTD, jax.tree.map(lambda x, y: _put(x, y, 2), cache, new)
+  return features_BTD, jax.tree.map(functools.partial(put, axis=2), cache, new)

@@ -1,28 +1,23 @@
 """Model folders: what a model is, its weights and its tokenizer, as files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
 import jax
+from jax.sharding import Mesh
 import numpy as np
 import safetensors.numpy
 import tokenizers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices.sharding import path_name
-from examples.gpt2.model.layers import ModelConfig
-from examples.gpt2.model.model_files import (
-  check_arrays,
-  read_arrays,
-  read_config,
-  read_tokenizer,
-)
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.data.tokenizer import read_tokenizer
+from examples.gpt2.devices import sharding
+from examples.gpt2.model.config import ModelConfig, check_names, from_json
+from examples.gpt2.model.transformer import shapes
 from examples.gpt2.run.folder import whole_file
 
 TOKENIZER = 'tokenizer.json'
@@ -32,29 +27,15 @@ _WEIGHTS = 'weights.safetensors'
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A model as it was read.
-
-  Attributes:
-    config: What the model is.
-    num_tokens: Number of token identifiers, of which ``config.vocab_size`` may
-      be a larger, rounded-up number.
-    params: Tree of float32 NumPy arrays.
-    tokenizer: Tokenizer, where there is one.
-  """
+  """A model with its weights."""
 
   config: ModelConfig
-  num_tokens: int
-  params: Any
-  tokenizer: tokenizers.Tokenizer | None
+  num_tokens: int  # Number of token identifiers; vocab_size may be larger.
+  params: Any  # Tree of float32 arrays.
+  tokenizer: tokenizers.Tokenizer | None = None
 
 
-def save_model(
-  folder: Path,
-  config: ModelConfig,
-  num_tokens: int,
-  params: Any,
-  tokenizer: tokenizers.Tokenizer | None = None,
-) -> None:
+def save_model(folder: Path, model: Model) -> None:
   """Writes a model into a folder, in place of one that is there.
 
   Each file is whole or not there, even after a kill; ``model.json`` is written
@@ -62,11 +43,7 @@ def save_model(
 
   Args:
     folder: Folder; made if need be.
-    config: What the model is.
-    num_tokens: Number of token identifiers, ``config.vocab_size`` at the most.
-    params: Tree of arrays that this process can read whole, or arrays by path,
-      such as ``'blocks.mlp.up.kernel'``.
-    tokenizer: Tokenizer, where there is one.
+    model: Model, with arrays that this process can read whole.
 
   Raises:
     OSError: If a file cannot be written.
@@ -75,70 +52,130 @@ def save_model(
   for name in (_MODEL, TOKENIZER):
     (folder / name).unlink(missing_ok=True)
   with whole_file(folder / _WEIGHTS) as path:
-    safetensors.numpy.save_file(arrays_by_path(params), path)
-  if tokenizer is not None:
+    safetensors.numpy.save_file(
+      contiguous(sharding.by_path(model.params)), path
+    )
+  if model.tokenizer is not None:
     with whole_file(folder / TOKENIZER) as path:
-      tokenizer.save(str(path))
-  settings = {'num_tokens': num_tokens, 'config': dataclasses.asdict(config)}
+      model.tokenizer.save(str(path))
+  settings = {
+    'num_tokens': model.num_tokens,
+    'config': dataclasses.asdict(model.config),
+  }
   with whole_file(folder / _MODEL) as path:
     path.write_text(json.dumps(settings, indent=2))
 
 
-def load_model(folder: Path) -> Model:
+def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   """Reads a model folder.
 
   Args:
     folder: Folder that :func:`save_model` wrote.
+    mesh: Device mesh, of which each device reads its part of the weights.
+      Without one, they are NumPy arrays.
 
   Returns:
     The model, checked.
 
   Raises:
     UsageError: If a file or an array is missing, damaged, unknown or of another
-      shape or type than the model's; it is named.
+      shape or type than the model's, which is named; or if the mesh does not
+      fit the model.
     OSError: If a file cannot be read.
   """
   folder = folder.expanduser()
   if not folder.is_dir():
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
-  config, num_tokens = read_config(folder / _MODEL)
-  arrays = read_arrays(folder / _WEIGHTS)
-  check_arrays(folder / _WEIGHTS, arrays, by_path(shapes(config)))
+  with naming(folder / _MODEL):
+    config, num_tokens = _parse(read_json(folder / _MODEL))
   tokenizer = None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-  return Model(config, num_tokens, as_tree(config, arrays), tokenizer)
+  with naming(folder / _WEIGHTS):
+    arrays = open_arrays(folder / _WEIGHTS)
+    check_arrays(arrays, sharding.by_path(shapes(config)))
+  return Model(config, num_tokens, _read(config, arrays, mesh), tokenizer)
 
 
-def as_module(config: ModelConfig, params: Any) -> Transformer:
-  """Returns the model with some parameters; to be traced."""
-  return nnx.merge(_split(config)[0], params)
+def _parse(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
+  """Returns what the model is, and the number of its token identifiers."""
+  check_names(settings, {'config', 'num_tokens'}, ('config', 'num_tokens'))
+  values, num_tokens = settings['config'], settings['num_tokens']
+  if not isinstance(values, dict):
+    raise UsageError(f'config must be a JSON object, got {values!r}.')
+  config = from_json(values)
+  if type(num_tokens) is not int or not 0 < num_tokens <= config.vocab_size:
+    raise UsageError(
+      'num_tokens must be an integer above 0 and at most vocab_size '
+      f'{config.vocab_size}, got {num_tokens!r}.'
+    )
+  return config, num_tokens
 
 
-def shapes(config: ModelConfig) -> Any:
-  """Returns the tree of the shapes of a model's parameters."""
-  return nnx.as_pure(_split(config)[1])
-
-
-@functools.cache
-def _split(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
-  model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
-  return nnx.split(model)
-
-
-def as_tree(config: ModelConfig, arrays: Mapping[str, Any]) -> Any:
-  """Returns the tree of a model's parameters, given by path."""
-  return jax.tree.map_with_path(
-    lambda path, _: arrays[path_name(path)], shapes(config)
+def _read(
+  config: ModelConfig, arrays: dict[str, Any], mesh: Mesh | None
+) -> Any:
+  """Returns the tree of parameters; each device reads its part of the mesh."""
+  like = shapes(config)
+  opened = jax.tree.map_with_path(
+    lambda path, _: arrays[sharding.path_name(path)], like
+  )
+  if mesh is None:
+    return jax.tree.map(lambda x: x[:], opened)
+  return jax.tree.map(
+    lambda x, like, sharding: jax.make_array_from_callback(
+      like.shape, sharding, x.__getitem__
+    ),
+    opened,
+    like,
+    sharding.parameter_shardings(mesh, like),
   )
 
 
-def by_path(params: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree by path, such as 'blocks.mlp.up.kernel'."""
-  return {path_name(p): x for p, x in jax.tree.leaves_with_path(params)}
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+  """Raises ``UsageError`` that names a file, for what is wrong with it."""
+  try:
+    yield
+  except FileNotFoundError as error:
+    raise UsageError(f'{path} is missing.') from error
+  except (ValueError, RecursionError, safetensors.SafetensorError) as error:
+    raise UsageError(f'{path} cannot be used: {error}') from error
 
 
-def arrays_by_path(params: Any) -> dict[str, np.ndarray]:
-  """Returns the leaves of a tree by path, as contiguous NumPy arrays."""
-  # safetensors writes the memory as it lies, whatever the strides say.
-  return {k: np.ascontiguousarray(x) for k, x in by_path(params).items()}
+def read_json(path: Path) -> dict[str, Any]:
+  """Returns the JSON object in a file."""
+  value = json.loads(path.read_text())
+  if not isinstance(value, dict):
+    raise UsageError(f'expected a JSON object, got {value!r}.')
+  return value
+
+
+def open_arrays(path: Path) -> dict[str, Any]:
+  """Returns arrays of safetensors by name; what is indexed is read."""
+  with safetensors.safe_open(path, 'numpy') as file:
+    return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+
+
+def contiguous(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
+  """Returns arrays as safetensors writes them right: it ignores strides."""
+  return {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+
+
+def check_arrays(
+  found: Mapping[str, Any],
+  expected: Mapping[str, Any],
+  dtypes: tuple[str, ...] = ('F32',),
+) -> None:
+  """Raises ``UsageError`` for open arrays that are not as expected."""
+  for name in sorted(found.keys() | expected.keys()):
+    got, accepted = 'not there', ['not there']
+    if name in found:
+      got = f'{found[name].get_dtype()}{found[name].get_shape()}'
+    if name in expected:
+      accepted = [f'{dtype}{list(expected[name].shape)}' for dtype in dtypes]
+    if got not in accepted:
+      raise UsageError(
+        f'the array {name} is {got}, expected {" or ".join(accepted)} from '
+        'what the model is.'
+      )

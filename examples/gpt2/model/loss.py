@@ -1,8 +1,7 @@
 """Cross-entropy without all logits at once.
 
-Letters at the end of a name give the axes of an array: B sequences, T tokens,
-C tokens of a sequence in a chunk, N all tokens of a chunk, D features, V
-vocabulary.
+Axes: B sequences, T tokens, C tokens of each sequence in a chunk, N tokens of
+all sequences in a chunk, D features, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -12,9 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from examples.gpt2.devices.sharding import num_batch_shards
+from examples.gpt2.model.transformer import Transformer
 
 # Float32 logits of a chunk, of all sequences of a device.
 _LOGITS_AT_ONCE = 1 << 27
+# Target of what fills the last chunk.
+_FILL = -1
 
 
 @jax.custom_vjp
@@ -25,7 +27,7 @@ def mean_cross_entropy(
 
   Logits exist for a few tokens of each sequence at a time, and only once: the
   gradient is computed beside the loss, so that the backward pass need not
-  compute them anew.
+  recompute them.
 
   Args:
     features_BTD: Features of each token, any floating type.
@@ -53,8 +55,20 @@ def token_losses(
     )
     return losses_N.reshape(targets_BC.shape)
 
-  chunks = _cut(features_BTD, head_VD), _cut(targets_BT, head_VD)
-  return _join(jax.lax.map(measure, chunks))
+  chunks = _chunks(features_BTD, head_VD, targets_BT)
+  return _join(jax.lax.map(measure, chunks), targets_BT.shape[1])
+
+
+def sequence_losses(model: Transformer, tokens_BT: jax.Array) -> jax.Array:
+  """Returns the mean loss of each sequence, nats a token, float32, shape (B,).
+
+  Args:
+    model: Model.
+    tokens_BT: Inputs and, one further, targets: integers, shape (B, T + 1).
+  """
+  features_BTD, _ = model.features(tokens_BT[:, :-1])
+  losses_BT = token_losses(features_BTD, model.head_VD, tokens_BT[:, 1:])
+  return losses_BT.mean(axis=-1)
 
 
 def _forward(
@@ -72,16 +86,17 @@ def _forward(
     gradient_ND = _matmul(error_NV, head_VD.astype(dtype))
     # The reverse product would have XLA transpose the larger matrix on CPU.
     head_gradient_DV += _matmul(features_ND.T, error_NV)
-    total = loss + jnp.sum(losses_N), head_gradient_DV
-    return total, gradient_ND.reshape(chunk[0].shape)
+    # Features that fill the last chunk are zero, so they have no gradients.
+    loss += jnp.sum(losses_N, where=targets_N != _FILL)
+    return (loss, head_gradient_DV), gradient_ND.reshape(chunk[0].shape)
 
   dtype = features_BTD.dtype
-  chunks = _cut(features_BTD, head_VD), _cut(targets_BT, head_VD)
+  chunks = _chunks(features_BTD, head_VD, targets_BT)
   zero = jnp.zeros([]), jnp.zeros(head_VD.T.shape)
   (loss, head_gradient_DV), gradients = jax.lax.scan(measure, zero, chunks)
   count = targets_BT.size
   return loss / count, (
-    (_join(gradients) / count).astype(dtype),
+    (_join(gradients, targets_BT.shape[1]) / count).astype(dtype),
     (head_gradient_DV.T / count).astype(head_VD.dtype),
   )
 
@@ -89,12 +104,7 @@ def _forward(
 def _backward(
   residuals: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-  features_gradient, head_gradient = residuals
-  return (
-    (g * features_gradient).astype(features_gradient.dtype),
-    (g * head_gradient).astype(head_gradient.dtype),
-    None,
-  )
+  return *((g * x).astype(x.dtype) for x in residuals), None
 
 
 mean_cross_entropy.defvjp(_forward, _backward)
@@ -129,31 +139,35 @@ _matmul: Callable[..., jax.Array] = functools.partial(
 )
 
 
-def chunk_length(batch: int, length: int, vocab_size: int) -> int:
-  """Returns for how many tokens of each sequence logits exist at once.
-
-  Args:
-    batch: Sequences of a device.
-    length: Tokens of a sequence.
-    vocab_size: Size of the vocabulary.
-  """
-  wanted = max(1, _LOGITS_AT_ONCE // (batch * vocab_size))
+def _chunk_length(batch: int, length: int, vocab_size: int) -> int:
+  """Returns for how many tokens of each sequence logits exist at once."""
   # At least two chunks, so that all logits never exist at once.
-  sizes = range(1, max(1, length // 2) + 1)
-  return max(n for n in sizes if length % n == 0 and n <= wanted)
+  most = min(_LOGITS_AT_ONCE // (batch * vocab_size), -(-length // 2))
+  most = max(1, most)
+  divisor = max(n for n in range(1, most + 1) if length % n == 0)
+  # Filling the last chunk costs less than many small ones.
+  return divisor if 2 * divisor >= most else -(-length // -(-length // most))
 
 
-def _cut(x: jax.Array, head_VD: jax.Array) -> jax.Array:
-  """Moves chunks of tokens, (B, T, ...), to a leading axis."""
-  batch, length = x.shape[:2]
+def _chunks(
+  features_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Cuts tokens to chunks of one length, on a leading axis."""
+  batch, length = targets_BT.shape
   # On many devices, few chunks: each gathers the head and sums its gradient.
   mesh = jax.sharding.get_abstract_mesh()
   shards = 1 if mesh.empty else num_batch_shards(mesh)
-  chunk = chunk_length(-(-batch // shards), length, len(head_VD))
-  return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
+  chunk = _chunk_length(-(-batch // shards), length, len(head_VD))
+
+  def cut(x: jax.Array, fill: int) -> jax.Array:
+    widths = [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)]
+    x = jnp.pad(x, widths, constant_values=fill)
+    return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
+
+  return cut(features_BTD, 0), cut(targets_BT, _FILL)
 
 
-def _join(x: jax.Array) -> jax.Array:
-  """Undoes :func:`_cut`."""
-  x = jnp.moveaxis(x, 0, 1)
-  return x.reshape(x.shape[0], -1, *x.shape[3:])
+def _join(chunks: jax.Array, length: int) -> jax.Array:
+  """Puts chunks of tokens together again, without what fills the last."""
+  x = jnp.moveaxis(chunks, 0, 1)
+  return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]

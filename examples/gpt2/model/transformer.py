@@ -1,10 +1,14 @@
 """A decoder of language, GPT-2 or Llama, in Flax NNX, with scanned layers.
 
-Letters at the end of a name give the axes of an array: B sequences, T tokens,
-D features, V vocabulary, L layers.
+With activations in bfloat16, the gradients of a layer's matrices and biases are
+summed over devices in bfloat16 (on CPU, in float32), those of norms and of the
+head in float32. Gradients of micro-batches are added in float32.
+
+Axes: B sequences, T tokens, D features, V vocabulary, L layers.
 """
 
 from collections.abc import Callable
+import functools
 from typing import Any
 
 from flax import nnx
@@ -13,18 +17,24 @@ import jax.numpy as jnp
 
 from examples.gpt2.devices.sharding import constrain
 from examples.gpt2.model import layers
-from examples.gpt2.model.layers import Attend, ModelConfig
+from examples.gpt2.model.attention import Attend, Attention, causal_attention
+from examples.gpt2.model.config import ModelConfig
+
+# What the backward pass need not recompute.
+_KEPT = {
+  'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  'full': jax.checkpoint_policies.nothing_saveable,
+}
 
 
 class Block(nnx.Module):
   """Pre-norm transformer block."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    is_gpt2 = config.architecture == 'gpt2'
     self.attention_norm = layers.norm(config, rngs)
-    self.attention = layers.Attention(config, rngs)
+    self.attention = Attention(config, rngs)
     self.mlp_norm = layers.norm(config, rngs)
-    self.mlp = (layers.MLP if is_gpt2 else layers.GatedMLP)(config, rngs)
+    self.mlp = layers.MLP(config, rngs)
 
   def __call__(
     self, x_BTD: jax.Array, positions_T: jax.Array, attend: Attend
@@ -50,7 +60,8 @@ class Transformer(nnx.Module):
       self.position_embedding = layers.embedding(
         config, config.context_length, rngs
       )
-    self.blocks = _stacked_blocks(config, rngs)
+    make = nnx.vmap(lambda rngs: Block(config, rngs))
+    self.blocks = nnx.split_rngs(splits=config.num_layers)(make)(rngs)
     self.final_norm = layers.norm(config, rngs)
     if config.untied_head:
       self.head = layers.linear(
@@ -65,7 +76,7 @@ class Transformer(nnx.Module):
   def features(
     self,
     tokens_BT: jax.Array,
-    attend: Callable[..., tuple[jax.Array, Any]] = layers.causal_attention,
+    attend: Callable[..., tuple[jax.Array, Any]] = causal_attention,
     *,
     first_position: jax.typing.ArrayLike = 0,
     by_layer: Any = (),
@@ -93,8 +104,12 @@ class Transformer(nnx.Module):
       block, given = nnx.merge(graphdef, layer[0]), layer[1]
       return block(x_BTD, positions_T, lambda *qkv: attend(*qkv, *given))
 
+    if self.config.remat != 'none':
+      # In a scan nothing can be merged with the forward pass anyway.
+      policy = _KEPT[self.config.remat]
+      run = jax.checkpoint(run, policy=policy, prevent_cse=False)
     x_BTD, seen = jax.lax.scan(
-      layers.remat(self.config, run),
+      run,
       constrain(x_BTD),
       (blocks, by_layer),
       unroll=self.config.unroll,
@@ -118,12 +133,17 @@ class Transformer(nnx.Module):
     )
 
 
-def _stacked_blocks(config: ModelConfig, rngs: nnx.Rngs) -> Block:
-  """Makes the blocks of all layers as one, with a leading axis of layers."""
+def as_module(config: ModelConfig, params: Any) -> Transformer:
+  """Returns the model with some parameters; to be traced."""
+  return nnx.merge(_split(config)[0], params)
 
-  @nnx.split_rngs(splits=config.num_layers)
-  @nnx.vmap
-  def make(rngs: nnx.Rngs) -> Block:
-    return Block(config, rngs)
 
-  return make(rngs)
+def shapes(config: ModelConfig) -> Any:
+  """Returns the tree of the shapes of a model's parameters."""
+  return nnx.as_pure(_split(config)[1])
+
+
+@functools.cache
+def _split(config: ModelConfig) -> tuple[nnx.GraphDef[Transformer], nnx.State]:
+  model = nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+  return nnx.split(model)

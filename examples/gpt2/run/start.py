@@ -4,8 +4,8 @@ import jax
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model
-from examples.gpt2.model.layers import ModelConfig
 from examples.gpt2.run.step import Trainer, TrainState
 
 # What may differ between a model and the run that starts from it.

@@ -14,8 +14,12 @@ import optax
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices import sharding
-from examples.gpt2.model.layers import ModelConfig, padded_vocab_size
-from examples.gpt2.model.loss import mean_cross_entropy, token_losses
+from examples.gpt2.model.config import (
+  NORM_EPSILON,
+  ModelConfig,
+  padded_vocab_size,
+)
+from examples.gpt2.model.loss import mean_cross_entropy, sequence_losses
 from examples.gpt2.model.transformer import Transformer
 from examples.gpt2.optim.optimizers import make_optimizer
 
@@ -150,14 +154,10 @@ class Trainer:
 
   def _sequence_losses(self, params: Any, tokens_ABT: jax.Array) -> jax.Array:
     """Returns the mean loss of each sequence, nats a token, shape (A, B)."""
-
-    def measure(tokens_BT: jax.Array) -> jax.Array:
-      model = self.model(params)
-      features_BTD, _ = model.features(tokens_BT[:, :-1])
-      losses = token_losses(features_BTD, model.head_VD, tokens_BT[:, 1:])
-      return losses.mean(axis=-1)
-
-    return jax.lax.map(measure, tokens_ABT)
+    return jax.lax.map(
+      lambda tokens_BT: sequence_losses(self.model(params), tokens_BT),
+      tokens_ABT,
+    )
 
 
 def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
@@ -166,7 +166,11 @@ def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
     'context_length', 'num_layers', 'num_heads', 'width', 'mlp_width',
     'architecture', 'qk_norm', 'untied_head', 'dtype', 'remat', 'unroll',
   )  # fmt: skip
+  epsilon = config.norm_epsilon
+  if epsilon is None:
+    epsilon = NORM_EPSILON[config.architecture]
   return ModelConfig(
     vocab_size=padded_vocab_size(vocab_size),
+    norm_epsilon=epsilon,
     **{name: getattr(config, name) for name in names},
   )

@@ -17,7 +17,7 @@ from examples.gpt2.devices.sharding import (
   path_name,
   replicated,
 )
-from examples.gpt2.model.layers import ModelConfig
+from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import Transformer
 from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.step import Trainer

@@ -13,14 +13,14 @@ import safetensors.numpy
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.model.files import (
-  arrays_by_path,
-  as_module,
-  load_model,
-  save_model,
+from examples.gpt2.devices.sharding import (
+  by_path,
+  make_mesh,
+  parameter_shardings,
 )
-from examples.gpt2.model.layers import ModelConfig
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.files import Model, load_model, save_model
+from examples.gpt2.model.transformer import Transformer, as_module
 
 _CONFIG = ModelConfig(
   vocab_size=320,
@@ -45,7 +45,7 @@ def params() -> nnx.State:
 @pytest.fixture
 def folder(tmp_path: Path, params: nnx.State) -> Path:
   """A model folder to spoil."""
-  save_model(tmp_path / 'model', _CONFIG, 300, params)
+  save_model(tmp_path / 'model', Model(_CONFIG, 300, params))
   return tmp_path / 'model'
 
 
@@ -65,7 +65,7 @@ def _change_weights(folder: Path, change: Callable[[dict], object]):
 
 def test_a_model_comes_back_as_it_was_saved(tmp_path: Path, params: nnx.State):
   tokenizer = train_tokenizer(['some text, some more text'], 270)
-  save_model(tmp_path / 'a' / 'b', _CONFIG, 300, params, tokenizer)
+  save_model(tmp_path / 'a' / 'b', Model(_CONFIG, 300, params, tokenizer))
   model = load_model(tmp_path / 'a' / 'b')
   assert (model.config, model.num_tokens) == (_CONFIG, 300)
   chex.assert_trees_all_equal(model.params, params)
@@ -76,30 +76,52 @@ def test_a_model_comes_back_as_it_was_saved(tmp_path: Path, params: nnx.State):
   )
 
 
-def test_params_may_be_given_by_path_and_in_any_memory_order(
-  tmp_path: Path, params: nnx.State
-):
-  arrays = arrays_by_path(params)
-  turned = {k: np.asfortranarray(x) for k, x in arrays.items()}
-  assert not turned['head.kernel'].flags.c_contiguous
-  save_model(tmp_path, _CONFIG, 300, turned)
+def test_arrays_may_have_any_memory_order(tmp_path: Path, params: nnx.State):
+  turned = jax.tree.map(np.asfortranarray, params)
+  assert not turned['head']['kernel'].flags.c_contiguous
+  save_model(tmp_path, Model(_CONFIG, 300, turned))
   assert {p.name for p in tmp_path.iterdir()} == {
     'model.json',
     'weights.safetensors',
   }
   stored = safetensors.numpy.load_file(tmp_path / 'weights.safetensors')
-  chex.assert_trees_all_equal(stored, arrays)
+  chex.assert_trees_all_equal(stored, by_path(params))
   assert stored['blocks.mlp.up.kernel'].shape == (2, 8, 16)
 
 
-def test_params_may_lie_on_many_devices(tmp_path: Path, params: nnx.State):
-  mesh = jax.make_mesh((8,), ('x',))
-  spec = jax.sharding.NamedSharding(mesh, jax.P(None, 'x'))
-  sharded = jax.tree.map(
-    lambda x: jax.device_put(x, spec) if x.ndim > 2 else x, params
-  )
-  save_model(tmp_path, _CONFIG, 300, sharded)
-  chex.assert_trees_all_equal(load_model(tmp_path).params, params)
+def test_params_may_lie_on_many_devices(folder: Path, params: nnx.State):
+  mesh = make_mesh('fsdp=4,tensor=2')
+  model = load_model(folder, mesh)
+  chex.assert_trees_all_equal(model.params, params)
+  expected = parameter_shardings(mesh, params)
+  assert jax.tree.map(lambda x: x.sharding, model.params) == expected
+  save_model(folder, model)
+  chex.assert_trees_all_equal(load_model(folder).params, params)
+
+
+def test_each_device_reads_its_part_alone(
+  folder: Path, params: nnx.State, monkeypatch: pytest.MonkeyPatch
+):
+  read = []
+  put = jax.make_array_from_callback
+
+  def watch(shape, sharding, callback):
+    def part(index):
+      x = callback(index)
+      read.append(x.size * len(sharding.device_set) / np.prod(shape))
+      return x
+
+    return put(shape, sharding, part)
+
+  monkeypatch.setattr(jax, 'make_array_from_callback', watch)
+  load_model(folder, make_mesh('fsdp=4,tensor=2'))
+  sizes = sum(x.size > 100 for x in jax.tree.leaves(params))
+  assert np.isclose(read, 1).sum() == 8 * sizes
+
+
+def test_a_mesh_that_does_not_fit_is_refused(folder: Path):
+  with pytest.raises(UsageError, match='tensor = 8 of --mesh must divide 2'):
+    load_model(folder, make_mesh('tensor=8'))
 
 
 def test_a_model_replaces_the_one_before_with_all_it_had(
@@ -107,9 +129,9 @@ def test_a_model_replaces_the_one_before_with_all_it_had(
 ):
   tokenizer = train_tokenizer(['text'], 260)
   (folder / 'other.txt').write_text('mine')
-  save_model(folder, _CONFIG, 300, params, tokenizer)
+  save_model(folder, Model(_CONFIG, 300, params, tokenizer))
   other = jax.tree.map(lambda x: x + 1, params)
-  save_model(folder, _CONFIG, 290, other)
+  save_model(folder, Model(_CONFIG, 290, other))
   model = load_model(folder)
   assert (model.num_tokens, model.tokenizer) == (290, None)
   chex.assert_trees_all_equal(model.params, other)
@@ -135,10 +157,10 @@ def test_a_kill_leaves_no_half_written_model(
   with monkeypatch.context() as patch:
     patch.setattr(os, 'replace', replace)
     with pytest.raises(KeyboardInterrupt):
-      save_model(folder, _CONFIG, 300, params, tokenizer)
+      save_model(folder, Model(_CONFIG, 300, params, tokenizer))
   with pytest.raises(UsageError, match=r'model\.json is missing'):
     load_model(folder)
-  save_model(folder, _CONFIG, 300, params, tokenizer)
+  save_model(folder, Model(_CONFIG, 300, params, tokenizer))
   assert not list(folder.glob('.*'))
   assert load_model(folder).tokenizer is not None
 
@@ -149,15 +171,46 @@ def test_a_new_setting_with_a_default_may_be_missing(folder: Path):
 
 
 @pytest.mark.parametrize(
+  ('architecture', 'epsilon'), [('gpt2', 1e-5), ('llama', 1e-6)]
+)
+def test_older_models_have_the_epsilon_of_their_architecture(
+  tmp_path: Path, architecture: str, epsilon: float
+):
+  config = dataclasses.replace(
+    _CONFIG, architecture=architecture, norm_epsilon=1e-3
+  )
+  params = nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+  save_model(tmp_path, Model(config, 300, params))
+  assert load_model(tmp_path).config.norm_epsilon == 1e-3
+  _change_settings(tmp_path, lambda x: x['config'].pop('norm_epsilon'))
+  assert load_model(tmp_path).config.norm_epsilon == epsilon
+
+
+@pytest.mark.parametrize(
   ('change', 'message'),
   [
-    (lambda x: x.pop('num_tokens'), 'no entry num_tokens'),
-    (lambda x: x.update(num_tokens=321), 'num_tokens 321 must be at most'),
+    (
+      lambda x: x.pop('num_tokens'),
+      'entries num_tokens are missing or unknown',
+    ),
+    (
+      lambda x: x.update(num_tokens=321),
+      'num_tokens must be .* at most .* 320, got 321',
+    ),
     (lambda x: x.update(num_tokens='9'), "num_tokens must be .* got '9'"),
-    (lambda x: x.update(kind=1), 'unknown entry kind'),
+    (
+      lambda x: x.update(kind=1),
+      'entries kind are missing or unknown: .* num_tokens',
+    ),
     (lambda x: x.update(config=[]), r'config must be .* got \[\]'),
-    (lambda x: x['config'].pop('width'), 'no entry width'),
-    (lambda x: x['config'].update(depth=1), 'unknown entry depth'),
+    (
+      lambda x: x['config'].pop('width'),
+      'entries width are missing or unknown',
+    ),
+    (
+      lambda x: x['config'].update(depth=1),
+      'entries depth are missing or unknown',
+    ),
     (lambda x: x['config'].update(width=True), 'width must be .* got True'),
     (lambda x: x['config'].update(width=0), 'width must be .* got 0'),
     (lambda x: x['config'].update(qk_norm=1), 'qk_norm must be true or false'),
@@ -165,8 +218,15 @@ def test_a_new_setting_with_a_default_may_be_missing(folder: Path):
       lambda x: x['config'].update(architecture='rnn'),
       "architecture must be out of gpt2, llama, got 'rnn'",
     ),
+    (
+      lambda x: x['config'].update(norm_epsilon='1'),
+      "norm_epsilon must be a float above 0, got '1'",
+    ),
     (lambda x: x['config'].update(num_heads=3), 'num_heads 3 must divide'),
-    (lambda x: x['config'].update(num_heads=8), 'must be even, got 1'),
+    (
+      lambda x: x['config'].update(num_heads=8),
+      'must be even for llama, got 1',
+    ),
   ],
 )
 def test_wrong_settings_are_named(
@@ -184,15 +244,15 @@ def test_wrong_settings_are_named(
     (lambda x: x.pop('head.kernel'), 'array head.kernel is not there'),
     (
       lambda x: x.update(more=np.zeros(3)),
-      r'array more is float64\[3\], expected not there',
+      r'array more is F64\[3\], expected not there',
     ),
     (
       lambda x: x.update({'final_norm.scale': np.zeros((9,), np.float32)}),
-      r'final_norm.scale is float32\[9\], expected float32\[8\]',
+      r'final_norm.scale is F32\[9\], expected F32\[8\]',
     ),
     (
       lambda x: x.update({'final_norm.scale': np.zeros((8,), np.float16)}),
-      r'final_norm.scale is float16\[8\], expected float32\[8\]',
+      r'final_norm.scale is F16\[8\], expected F32\[8\]',
     ),
   ],
 )
@@ -208,11 +268,11 @@ def test_wrong_arrays_are_named(
 @pytest.mark.parametrize(
   ('name', 'content', 'message'),
   [
-    ('model.json', b'{', 'no JSON'),
-    ('model.json', b'\xff\xfe', 'no JSON'),
-    ('model.json', b'[1]', 'must hold a JSON object'),
-    ('weights.safetensors', b'12345678', 'no whole safetensors file'),
-    ('tokenizer.json', b'{}', 'no file of the tokenizers library'),
+    ('model.json', b'{', 'cannot be used: Expecting'),
+    ('model.json', b'\xff\xfe', 'cannot be used: .* decode'),
+    ('model.json', b'[1]', r'expected a JSON object, got \[1\]'),
+    ('weights.safetensors', b'12345678', 'cannot be used: .*header'),
+    ('tokenizer.json', b'{}', 'tokenizer'),
   ],
 )
 def test_damaged_files_are_named(
@@ -227,7 +287,7 @@ def test_damaged_files_are_named(
 def test_a_cut_file_of_weights_is_refused(folder: Path):
   path = folder / 'weights.safetensors'
   path.write_bytes(path.read_bytes()[:-1])
-  with pytest.raises(UsageError, match='no whole safetensors file'):
+  with pytest.raises(UsageError, match='cannot be used: .*incomplete'):
     load_model(folder)
 
 
@@ -247,8 +307,8 @@ def test_a_tokenizer_of_another_model_is_refused(
   tmp_path: Path, params: nnx.State
 ):
   tokenizer = train_tokenizer(['text'], 257)
-  save_model(tmp_path, _CONFIG, 256, params, tokenizer)
-  with pytest.raises(UsageError, match='identifiers up to 256, .* has 256'):
+  save_model(tmp_path, Model(_CONFIG, 256, params, tokenizer))
+  with pytest.raises(UsageError, match='identifiers up to 256: .* below 256'):
     load_model(tmp_path)
 
 

@@ -12,11 +12,7 @@ import pytest
 
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model import loss
-from examples.gpt2.model.loss import (
-  chunk_length,
-  mean_cross_entropy,
-  token_losses,
-)
+from examples.gpt2.model.loss import mean_cross_entropy, token_losses
 
 
 def _plain(features, head, targets):
@@ -162,18 +158,26 @@ def _largest(text: str) -> int:
   return max(np.prod([int(n) for n in x.split(',')]) for x in shapes)
 
 
-@hypothesis.given(
-  batch=st.integers(1, 64),
-  length=st.integers(1, 4096),
-  vocab_size=st.integers(1, 65536),
-)
-def test_a_chunk_is_the_largest_that_fits(
-  batch: int, length: int, vocab_size: int
-):
-  chunk = chunk_length(batch, length, vocab_size)
-  assert length % chunk == 0
-  assert chunk * 2 <= length or length == 1
-  limit = 1 << 27
-  assert chunk == 1 or batch * chunk * vocab_size <= limit
-  larger = [n for n in range(chunk + 1, length // 2 + 1) if length % n == 0]
-  assert all(batch * n * vocab_size > limit for n in larger)
+@pytest.mark.parametrize('length', [2, 3, 128, 1000, 1021, 1024])
+@pytest.mark.parametrize('at_once', [0, 40, 1 << 27])
+def test_chunks_are_few_and_within_the_limit(length: int, at_once: int):
+  inputs = jax.eval_shape(lambda: _inputs(2, length, 4, 8))
+  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once * 2 * 8):
+    text = str(_value_and_grad(mean_cross_entropy).trace(*inputs).jaxpr)
+  count = int(re.search(r'length=(\d+)', text)[1])
+  # At least two, so that all logits never exist at once.
+  fewest = max(2, -(-length // max(1, at_once)))
+  assert fewest <= count <= 2 * fewest
+
+
+def test_a_prime_length_has_the_loss_of_full_logits():
+  inputs = _inputs(2, 1021, 4, 8)
+  found = _value_and_grad(mean_cross_entropy)(*inputs)
+  expected = _value_and_grad(_plain_mean)(*inputs)
+  for one, other in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+  np.testing.assert_allclose(
+    token_losses(*inputs), _plain(*inputs), rtol=1e-5, atol=1e-6
+  )

@@ -1,6 +1,7 @@
 import dataclasses
-import functools
+import itertools
 from pathlib import Path
+import re
 
 import chex
 from flax import nnx
@@ -10,101 +11,157 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from examples.gpt2.model.files import as_module, as_tree, shapes
-from examples.gpt2.model.hugging_face_layout import from_hugging_face
-from examples.gpt2.model.layers import ModelConfig, causal_attention, rotate
-from examples.gpt2.model.transformer import Transformer
-from examples.gpt2.presets import PRESETS
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import by_path
+from examples.gpt2.model import hugging_face
+from examples.gpt2.model.attention import causal_attention
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.files import open_arrays
+from examples.gpt2.model.loss import mean_cross_entropy
+from examples.gpt2.model.transformer import Transformer, as_module, shapes
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.step import make_model_config
 
 _GOLDEN = Path(__file__).parents[2] / 'data' / 'gpt2_golden.safetensors'
 _CONFIG = ModelConfig(
-  vocab_size=65,
+  vocab_size=64,
   context_length=16,
   num_layers=2,
-  num_heads=4,
-  width=32,
-  mlp_width=128,
+  num_heads=2,
+  width=16,
+  mlp_width=32,
 )
 _KINDS = {
   'gpt2': {},
-  'llama': dict(architecture='llama', untied_head=True, mlp_width=96),
-  'qk_norm': dict(qk_norm=True),
+  'llama': dict(architecture='llama', untied_head=True, mlp_width=48),
+  'gpt2-qk': dict(qk_norm=True),
+  'llama-qk': dict(architecture='llama', qk_norm=True),
 }
+_TOKENS = np.random.default_rng(0).integers(64, size=(4, 17)).astype(np.int32)
 
 
-def _golden_model() -> tuple[Transformer, dict[str, np.ndarray]]:
-  arrays = safetensors.numpy.load_file(_GOLDEN)
-  weights = {k: v for k, v in arrays.items() if k not in ('tokens', 'logits')}
-  params = from_hugging_face(_CONFIG, weights)
-  assert len(params) == len(jax.tree.leaves(shapes(_CONFIG)))
-  return as_module(_CONFIG, as_tree(_CONFIG, params)), arrays
+@pytest.fixture(scope='module')
+def golden() -> dict[str, np.ndarray]:
+  return safetensors.numpy.load_file(_GOLDEN)
 
 
-def _random_model(kind: str, **options: int) -> Transformer:
-  """Returns a model in which each parameter counts."""
-  config = dataclasses.replace(_CONFIG, **_KINDS[kind], **options)
+@pytest.fixture(scope='module')
+def golden_model() -> Transformer:
+  """A random GPT-2 of Hugging Face, of which logits are known."""
+  sizes = dict(vocab_size=65, n_positions=16, n_embd=32, n_layer=2, n_head=4)
+  config, rows = hugging_face.from_settings({'model_type': 'gpt2', **sizes})
+  arrays = open_arrays(_GOLDEN)
+  weights = {k: x for k, x in arrays.items() if k.startswith('transformer.')}
+  return as_module(config, hugging_face.from_arrays(config, rows, weights))
+
+
+def _config(kind: str, **settings: object) -> ModelConfig:
+  return dataclasses.replace(_CONFIG, **_KINDS[kind] | settings)
+
+
+def _params(config: ModelConfig) -> dict:
+  """Returns random parameters, no bias zero and no scale 1."""
   generator = np.random.default_rng(0)
-  params = jax.tree.map(
-    lambda x: generator.normal(0.1, 0.3, x.shape).astype(np.float32),
+  return jax.tree.map_with_path(
+    lambda path, x: np.float32(
+      ('scale' in str(path)) + 0.2 * generator.normal(size=x.shape)
+    ),
     shapes(config),
   )
-  return as_module(config, params)
 
 
-def _tokens(seed: int = 0) -> np.ndarray:
-  generator = np.random.default_rng(seed)
-  return generator.integers(65, size=(3, 16)).astype(np.int32)
+def _model(kind: str, **settings: object) -> Transformer:
+  config = _config(kind, **settings)
+  return as_module(config, _params(config))
 
 
-def test_logits_equal_those_of_hugging_face():
-  model, golden = _golden_model()
-  logits = model(golden['tokens'])
+def _value_and_grad(config: ModelConfig):
+  """Returns a compiled function from parameters and tokens."""
+
+  def loss(params, tokens):
+    model = as_module(config, params)
+    features, _ = model.features(tokens[:, :-1])
+    return mean_cross_entropy(features, model.head_VD, tokens[:, 1:])
+
+  return jax.jit(jax.value_and_grad(loss))
+
+
+def test_logits_equal_those_of_hugging_face(golden_model, golden):
+  logits = golden_model(golden['tokens'])[..., :65]
   np.testing.assert_allclose(logits, golden['logits'], atol=5e-5)
 
 
-def test_key_bias_keeps_its_place():
+def test_key_bias_keeps_its_place(golden_model, golden):
   # A key bias shifts all logits of a query alike, so no logit shows it.
-  model, golden = _golden_model()
-  bias_LHXK = model.blocks.attention.qkv.bias.get_value()
+  bias_LHXK = golden_model.blocks.attention.qkv.bias.get_value()
   theirs_XHK = golden['transformer.h.1.attn.c_attn.bias'].reshape(3, 4, 8)
   np.testing.assert_array_equal(bias_LHXK[1, :, 1], theirs_XHK[1])
 
 
 @pytest.mark.parametrize('kind', _KINDS)
 def test_a_token_does_not_see_later_ones(kind: str):
-  model, tokens = _random_model(kind), _tokens()
-  changed = tokens.copy()
-  changed[:, 9:] = (changed[:, 9:] + 1) % _CONFIG.vocab_size
-  before, after = model(tokens), model(changed)
-  np.testing.assert_allclose(before[:, :9], after[:, :9], atol=1e-5)
-  assert np.abs(before[:, 9:] - after[:, 9:]).min(axis=-1).max() > 1e-3
+  model = jax.jit(_model(kind))
+  before = model(_TOKENS[:, :16])
+  for t in (1, 9, 15):
+    changed = _TOKENS[:, :16].copy()
+    changed[:, t:] = (changed[:, t:] + 1) % 64
+    after = model(changed)
+    np.testing.assert_array_equal(after[:, :t], before[:, :t])
+    assert np.abs(after[:, t:] - before[:, t:]).max(-1).min() > 1e-3
 
 
-@pytest.mark.parametrize('kind', _KINDS)
+@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'gpt2-qk'])
 def test_the_order_of_earlier_tokens_counts(kind: str):
   # In a second layer, the mask alone would tell the order.
-  model, tokens = _random_model(kind, num_layers=1), _tokens()
-  swapped = tokens[:, [1, 0, *range(2, 16)]]
-  assert np.abs(model(tokens) - model(swapped))[:, 2:].max() > 1e-2
+  model, tokens = _model(kind, num_layers=1), _TOKENS[:, :16]
+  difference = model(tokens) - model(tokens[:, [1, 0, *range(2, 16)]])
+  assert np.abs(difference[:, -1]).max() > 1e-3
 
 
-def test_loops_and_recomputation_change_nothing():
-  model, tokens = _random_model('llama'), _tokens()
-  params = nnx.as_pure(nnx.state(model))
+@pytest.mark.parametrize(
+  ('kind', 'remats'),
+  [
+    ('gpt2-qk', ('dots', 'none')),
+    pytest.param('gpt2-qk', ('full', 'dots'), marks=pytest.mark.slow),
+    pytest.param('llama-qk', ('full', 'dots', 'none'), marks=pytest.mark.slow),
+  ],
+)
+def test_remat_saves_memory_and_changes_no_numbers(
+  kind: str, remats: tuple[str, ...]
+):
+  config, tokens = _config(kind, num_layers=6), np.tile(_TOKENS, (4, 1))
+  params = _params(config)
+  compiled = {
+    remat: _value_and_grad(dataclasses.replace(config, remat=remat))
+    .lower(params, tokens)
+    .compile()
+    for remat in remats
+  }
+  found = {k: run(params, tokens) for k, run in compiled.items()}
+  for remat in remats[:-1]:
+    chex.assert_trees_all_close(
+      found[remat], found[remats[-1]], rtol=1e-4, atol=1e-5
+    )
+  sizes = [
+    run.memory_analysis().temp_size_in_bytes for run in compiled.values()
+  ]
+  for less, more in itertools.pairwise(sizes):
+    assert less < 0.8 * more
 
-  @functools.partial(jax.jit, static_argnums=0)
-  def gradient(config: ModelConfig):
-    return jax.grad(lambda p: as_module(config, p)(tokens).std())(params)
 
-  expected = gradient(model.config)
-  for options in (dict(unroll=2), dict(remat='dots'), dict(remat='full')):
-    got = gradient(dataclasses.replace(model.config, **options))
-    chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_unrolled_layers_compute_the_same(kind: str):
+  tokens = _TOKENS[:, :16]
+  rolled, unrolled = (jax.jit(_model(kind, unroll=n)) for n in (1, 2))
+  np.testing.assert_allclose(
+    unrolled(tokens), rolled(tokens), rtol=1e-5, atol=1e-5
+  )
+  assert 'while' in rolled.lower(tokens).as_text()
+  assert 'while' not in unrolled.lower(tokens).as_text()
 
 
-def test_attention_sees_queries_and_keys_of_each_layer():
-  model, golden = _golden_model()
-  tokens = golden['tokens']
+def test_attention_sees_queries_and_keys_of_each_layer(golden_model, golden):
+  model, tokens = golden_model, golden['tokens']
 
   def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: jax.Array):
     return causal_attention(q, k, v)[0], (number, q, k)
@@ -128,100 +185,98 @@ def test_attention_sees_queries_and_keys_of_each_layer():
 
 
 def test_positions_start_where_they_are_told():
-  model, tokens = _random_model('gpt2'), _tokens()
-  table = model.position_embedding.embedding
-  moved = _random_model('gpt2')
-  moved.position_embedding.embedding.set_value(
-    jnp.roll(table.get_value(), -5, axis=0)
+  model, moved, tokens = _model('gpt2'), _model('gpt2'), _TOKENS[:, :8]
+  table = model.position_embedding.embedding.get_value()
+  moved.position_embedding.embedding.set_value(jnp.roll(table, -5, axis=0))
+  later, _ = model.features(tokens, first_position=5)
+  np.testing.assert_allclose(later, moved.features(tokens)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_all_norms_have_the_epsilon_of_the_settings(kind: str):
+  def features(scale: float) -> jax.Array:
+    config = _config(kind, norm_epsilon=0.01 * scale**2)
+    params = jax.tree.map_with_path(
+      # All that is added to the residual stream.
+      lambda path, x: (
+        x * scale if re.search('embedding|out|down', str(path)) else x
+      ),
+      _params(config),
+    )
+    return as_module(config, params).features(_TOKENS[:, :16])[0]
+
+  np.testing.assert_allclose(features(0.1), features(1.0), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_bfloat16_is_close_to_float32(kind: str):
+  config = _config(kind)
+  half = dataclasses.replace(config, dtype='bfloat16')
+  params, tokens = _params(config), _TOKENS[:, :16]
+  expected, found = (
+    jax.jit(as_module(c, params))(tokens) for c in (config, half)
   )
-  later, _ = model.features(tokens[:, :8], first_position=5)
-  expected, _ = moved.features(tokens[:, :8])
-  np.testing.assert_allclose(later, expected, atol=1e-6)
+  assert found.dtype == expected.dtype == 'float32'
+  largest = np.abs(expected).max()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=0.05 * largest)
+  assert np.abs(found - expected).max() > 1e-4 * largest
+  features = jax.eval_shape(lambda: as_module(half, params).features(tokens)[0])
+  assert features.dtype == 'bfloat16'
+  value, gradients = jax.eval_shape(_value_and_grad(half), params, _TOKENS)
+  assert value.dtype == 'float32'
+  assert {x.dtype for x in jax.tree.leaves(gradients)} == {np.dtype('float32')}
 
 
-def test_rotary_logits_depend_on_the_distance_alone():
-  generator = np.random.default_rng(0)
-  query, key = generator.normal(size=(2, 1, 1, 2, 8)).astype(np.float32)
-
-  def logit(query_position: int, key_position: int) -> np.ndarray:
-    turned = rotate(query, jnp.array([query_position]))
-    other = rotate(key, jnp.array([key_position]))
-    return np.asarray((turned * other).sum(-1))
-
-  np.testing.assert_allclose(logit(7, 3), logit(104, 100), atol=1e-4)
-  assert np.abs(logit(7, 3) - logit(7, 4)).max() > 1e-2
-
-
-def test_qk_norm_takes_the_size_of_queries_and_keys_away():
-  config = dataclasses.replace(_CONFIG, qk_norm=True)
-  model = Transformer(config, rngs=nnx.Rngs(0))
-
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array):
-    return causal_attention(q, k, v)[0], (q, k, v)
-
-  _, (*expected, values) = model.features(_tokens(), attend)
-  kernel = model.blocks.attention.qkv.kernel
-  kernel.set_value(10 * kernel.get_value())
-  _, (*got, larger_values) = model.features(_tokens(), attend)
-  first = jax.tree.map(lambda x: x[0], (got, expected))
-  chex.assert_trees_all_close(*first, rtol=1e-2, atol=1e-2)
-  np.testing.assert_allclose(larger_values[0], 10 * values[0], rtol=1e-4)
-
-
-def test_half_precision_gives_about_the_same_logits():
-  model, golden = _golden_model()
-  config = dataclasses.replace(_CONFIG, dtype='bfloat16')
-  params = nnx.as_pure(nnx.state(model))
-  logits = as_module(config, params)(golden['tokens'])
-  assert logits.dtype == jnp.float32
-  error = np.abs(logits - golden['logits']).max()
-  assert 1e-4 < error < 0.05 * np.abs(golden['logits']).max()
+@pytest.mark.parametrize('qk_norm', [False, True])
+def test_llama_has_no_biases_and_no_learned_positions(qk_norm: bool):
+  llama, gpt2 = (
+    ' '.join(by_path(shapes(_config(kind, qk_norm=qk_norm))))
+    for kind in ('llama', 'gpt2')
+  )
+  assert 'bias' not in llama
+  assert 'position' not in llama
+  for name in ('qkv', 'out', 'up', 'down', 'attention_norm', 'mlp_norm'):
+    assert f'{name}.bias' in gpt2
+  assert 'position_embedding' in gpt2
 
 
 @pytest.mark.parametrize(
-  ('preset', 'vocab_size', 'millions'),
+  ('preset', 'millions'),
   [
-    ('small', 50257, 124.4),
-    ('medium', 50257, 354.8),
-    ('large', 50257, 774.0),
-    ('xl', 50257, 1557.6),
-    ('llama-130m', 32000, 134.1),
-    ('llama-7b', 32000, 6738.4),
+    ('small', 124.4),
+    ('medium', 354.8),
+    ('large', 774.0),
+    ('xl', 1557.6),
+    ('llama-130m', 134.1),
+    ('llama-350m', 368.0),
+    ('llama-7b', 6738.4),
   ],
 )
-def test_presets_have_the_published_sizes(
-  preset: str, vocab_size: int, millions: float
-):
-  names = {field.name for field in dataclasses.fields(ModelConfig)}
-  sizes = {k: v for k, v in PRESETS[preset].items() if k in names}
-  config = ModelConfig(**sizes | {'vocab_size': vocab_size})
+def test_presets_have_the_published_sizes(preset: str, millions: float):
+  settings = resolve(Config(preset=preset))
+  config = make_model_config(settings, settings.vocab_size)
+  assert config.norm_epsilon == (1e-6 if 'llama' in preset else 1e-5)
+  config = dataclasses.replace(config, vocab_size=settings.vocab_size)
   count = sum(x.size for x in jax.tree.leaves(shapes(config)))
   assert round(count / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
-def test_initialisation_is_gpt2s(architecture: str):
-  config = ModelConfig(
-    vocab_size=256,
-    context_length=16,
-    num_layers=8,
-    num_heads=4,
-    width=128,
-    mlp_width=512,
-    architecture=architecture,
-  )
-  model = Transformer(config, rngs=nnx.Rngs(0))
-
-  def std(kernel: nnx.Param) -> np.ndarray:
-    layers = kernel.get_value().reshape(8, -1)
-    assert len(np.unique(layers[:, 0])) == 8
-    return jnp.std(layers, axis=1)
-
-  block = model.blocks
-  np.testing.assert_allclose(std(block.attention.qkv.kernel), 0.02, rtol=0.05)
-  for layer in (block.attention.out, block.mlp.down):
-    np.testing.assert_allclose(std(layer.kernel), 0.02 / 4, rtol=0.05)
-  for path, x in jax.tree.leaves_with_path(nnx.as_pure(nnx.state(model))):
-    name = jax.tree_util.keystr(path, simple=True, separator='.')
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+def test_initialisation_is_gpt2s(kind: str):
+  config = _config(kind, num_layers=8, num_heads=4, width=128, mlp_width=512)
+  params = jax.jit(
+    lambda: nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
+  )()
+  for name, x in by_path(params).items():
     if name.endswith(('bias', 'scale')):
       np.testing.assert_array_equal(x, float(name.endswith('scale')))
+      continue
+    # What ends a residual branch starts smaller.
+    is_last = name.endswith(('out.kernel', 'down.kernel'))
+    std = 0.02 / 4 if is_last else 0.02
+    parts = x if name.startswith('blocks.') else x[None]
+    np.testing.assert_allclose(
+      jnp.std(parts.reshape(len(parts), -1), axis=1), std, rtol=0.05
+    )
+    # Layers start with weights of their own.
+    assert len(np.unique(parts.reshape(len(parts), -1)[:, 0])) == len(parts)

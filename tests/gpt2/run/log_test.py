@@ -18,6 +18,7 @@ from examples.gpt2.presets import resolve
 from examples.gpt2.run import log as step_log
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED, NotFiniteError, StepLog
+from examples.gpt2.run.memory import OutOfMemoryError
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import train
 
@@ -293,6 +294,6 @@ def test_diagnostics_are_compiled_before_the_first_step(
     raise MemoryError
 
   monkeypatch.setattr(Diagnostics, 'compile', fail)
-  with pytest.raises(MemoryError):
+  with pytest.raises(OutOfMemoryError):
     train(tiny)
   assert not (tiny.out_dir / 'metrics.jsonl').exists()

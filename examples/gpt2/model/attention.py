@@ -1,0 +1,134 @@
+"""Causal self-attention, with rotary positions in Llama.
+
+Axes: B sequences, T tokens, S source tokens, D features, H heads, K features of
+a head, X query, key and value.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+from examples.gpt2.devices.sharding import constrain
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.layers import by_token, linear
+
+_ROTARY_BASE = 10_000.0
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+"""Function from queries, keys and values, each (B, T, H, K), to what attention
+returns, of the same shape, and anything that the caller wants to have seen."""
+
+
+class Attention(nnx.Module):
+  """Causal self-attention.
+
+  The kernel of queries, keys and values has the shape (width, heads, 3, head
+  features): a shard of the tensor axis holds whole heads, and dimension numbers
+  can take it as one matrix, as three, or as three for each head.
+  """
+
+  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
+    self.is_rotary = config.architecture == 'llama'
+    columns = config.num_heads, 3, config.head_width
+    self.qkv = linear(config, config.width, columns, rngs)
+    self.out = linear(config, config.width, config.width, rngs, residual=True)
+    if config.qk_norm:
+      norm = functools.partial(
+        nnx.RMSNorm,
+        config.head_width,
+        epsilon=1e-6,
+        dtype=jnp.dtype(config.dtype),
+        rngs=rngs,
+      )
+      self.query_norm, self.key_norm = norm(), norm()
+
+  def __call__(
+    self, x_BTD: jax.Array, positions_T: jax.Array, attend: Attend
+  ) -> tuple[jax.Array, Any]:
+    """Returns what is added to the residual stream, and what attend saw."""
+    qkv_BTHXK = constrain(by_token(self.qkv, x_BTD), 'heads')
+    query, key, value = jnp.moveaxis(qkv_BTHXK, 3, 0)
+    if hasattr(self, 'query_norm'):
+      query, key = self.query_norm(query), self.key_norm(key)
+    if self.is_rotary:
+      query, key = (rotate(x, positions_T) for x in (query, key))
+    y_BTHK, seen = attend(query, key, value)
+    return by_token(self.out, y_BTHK.reshape(x_BTD.shape)), seen
+
+
+def causal_attention(
+  query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, None]:
+  """Attends from each token to itself and those before it.
+
+  Args:
+    query: Queries, shape (B, T, H, K).
+    key: Keys, of the same shape.
+    value: Values, of the same shape.
+
+  Returns:
+    Weighted values, of the same shape, and None.
+  """
+  # That of the mesh, for which a program may be compiled elsewhere.
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  platform = (device and device.platform) or jax.default_backend()
+  if platform == 'cpu':
+    return _attention_on_cpu(query, key, value), None
+  # cuDNN's kernel never writes the logits to memory; it takes half precision.
+  is_fused = platform == 'gpu' and query.dtype == jnp.bfloat16
+  y_BTHK = jax.nn.dot_product_attention(
+    query,
+    key,
+    value,
+    is_causal=True,
+    implementation='cudnn' if is_fused else None,
+  )
+  return y_BTHK, None
+
+
+def _attention_on_cpu(
+  query: jax.Array, key: jax.Array, value: jax.Array
+) -> jax.Array:
+  """Attends as ``jax.nn.dot_product_attention`` does.
+
+  Weights are normalized after the product with the values, which is
+  quicker on CPU: those have fewer elements.
+  """
+  length, head_width = query.shape[1], query.shape[-1]
+  query, key, value = (
+    jnp.swapaxes(x, 1, 2) for x in (query * head_width**-0.5, key, value)
+  )
+  einsum = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+  logits_BHTS = einsum('BHTK,BHSK->BHTS', query, key)
+  visible_TS = jnp.tril(jnp.ones((length, length), bool))
+  logits_BHTS = jnp.where(visible_TS, logits_BHTS, -jnp.inf)
+  # Softmax ignores what is taken off, so no gradient need go through it.
+  largest_BHT1 = jax.lax.stop_gradient(logits_BHTS.max(-1, keepdims=True))
+  exp_BHTS = jnp.exp(logits_BHTS - largest_BHT1)
+  y_BHTK = einsum('BHTS,BHSK->BHTK', exp_BHTS.astype(value.dtype), value)
+  y_BHTK /= exp_BHTS.sum(-1, keepdims=True)
+  return jnp.swapaxes(y_BHTK, 1, 2).astype(query.dtype)
+
+
+def rotate(x_BTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
+  """Turns pairs of features by angles that grow with the position.
+
+  Args:
+    x_BTHK: Queries or keys. Feature i is paired with i + K / 2.
+    positions_T: Position of each token.
+
+  Returns:
+    Array like ``x_BTHK``, after Su et al., `RoFormer
+    <https://arxiv.org/abs/2104.09864>`_, 2021.
+  """
+  half = x_BTHK.shape[-1] // 2
+  frequencies = _ROTARY_BASE ** (-jnp.arange(half) / half)
+  angles = positions_T[:, None, None] * frequencies
+  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+  turned = [first * cos - second * sin, second * cos + first * sin]
+  return jnp.concatenate(turned, axis=-1).astype(x_BTHK.dtype)

@@ -1,0 +1,299 @@
+"""Pretrains GPT-2 with MERIT on a mesh of devices: one file, to be copied.
+
+    python examples/pretrain.py  # some minutes on two CPU cores
+    JAX_NUM_CPU_DEVICES=8 python examples/pretrain.py --fsdp 4
+
+A run that was stopped resumes from its last checkpoint when the same command is
+given again. On a pod or cluster, give it to every process, with --distributed.
+
+Letters at the end of a name are the axes of an array: A micro-batches, B
+sequences, T tokens, D features, F hidden features of the MLP, H heads, X query,
+key and value, K features of a head, L layers, V vocabulary.
+"""
+
+import dataclasses
+import functools
+import os
+from pathlib import Path
+import time
+from typing import Any, Literal
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tyro
+
+import merit_optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """Pretrains GPT-2 with MERIT."""
+
+  data: Path | None = None  # Folder of train.bin, val.bin. None: Python's code.
+  vocab_size: int = 256  # Rounded up to a multiple of 64, it is faster.
+  out_dir: Path = Path('runs/pretrain')  # Checkpoints; resumed from the last.
+  seed: int = 0  # Of the weights and of the order of the data.
+
+  num_layers: int = 4
+  num_heads: int = 4
+  width: int = 128  # Features of the residual stream.
+  context_length: int = 128  # Tokens in a sequence.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
+  remat: bool = False  # Compute each block again in the backward pass.
+
+  batch_size: int = 32  # Sequences in a step, on all devices together.
+  accumulation_steps: int = 1  # Micro-batches that a batch is split into.
+  steps: int = 400
+  learning_rate: float = 0.03  # Peak. Start at 0.03 * (400 / steps) ** 0.7.
+  weight_decay: float = 0.01
+  eval_every: int = 20  # Steps between lines of output, each with a checkpoint.
+
+  fsdp: int = 1  # Devices that parameters and batches are split over.
+  tensor: int = 1  # Devices that heads, MLP and vocabulary are split over.
+  distributed: bool = False  # Connect to the other processes of a pod or job.
+
+
+# The mesh axes data and fsdp split the batch. Matrices and their moments are
+# split by fsdp along the residual stream, by tensor along heads and hidden
+# features, by both along the vocabulary. All else is copied to every device.
+BATCH = ('data', 'fsdp')
+MATRICES = {
+  'token_embedding.embedding': P(('tensor', 'fsdp')),  # VD
+  'qkv.kernel': P(None, 'fsdp', 'tensor'),  # LD(HXK)
+  'out.kernel': P(None, 'tensor', 'fsdp'),  # L(HK)D
+  'up.kernel': P(None, 'fsdp', 'tensor'),  # LDF
+  'down.kernel': P(None, 'tensor', 'fsdp'),  # LFD
+}
+
+
+def make_mesh(config: Config) -> Mesh:
+  """Returns the device mesh; the axis data takes the devices that are left."""
+  data, rest = divmod(jax.device_count(), config.fsdp * config.tensor)
+  if rest:
+    raise ValueError(f'fsdp * tensor must divide {jax.device_count()} devices.')
+  sizes, axes = (data, config.fsdp, config.tensor), ('data', 'fsdp', 'tensor')
+  return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * 3)
+
+
+def pin(state: dict[str, Any]) -> dict[str, Any]:
+  """Fixes where each array of the training state is; to be traced."""
+
+  def constrain(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    # The path of a moment ends with that of its parameter.
+    name = jax.tree_util.keystr(path[-2:], simple=True, separator='.')
+    return jax.lax.with_sharding_constraint(x, MATRICES.get(name, P()))
+
+  return jax.tree.map_with_path(constrain, state)
+
+
+def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
+  """Returns tokens to train on and tokens to validate on, one axis each."""
+  if config.data:
+    train = np.memmap(config.data / 'train.bin', dtype=np.uint16, mode='r')
+    val = np.memmap(config.data / 'val.bin', dtype=np.uint16, mode='r')
+  else:
+    files = sorted(Path(os.__file__).parent.glob('*.py'))
+    text = b''.join(file.read_bytes() for file in files)
+    tokens = np.frombuffer(text, dtype=np.uint8)
+    train, val = np.split(tokens, [len(tokens) * 95 // 100])
+  # JAX does not check indices: a larger token would make the loss NaN.
+  if val.max() >= config.vocab_size:
+    raise ValueError(f'vocab_size must be above {val.max()}, a token.')
+  return train, val
+
+
+def make_batch(tokens: np.ndarray, config: Config, step: int) -> jax.Array:
+  """Returns the random sequences of a step, int32, shape (A, B, T + 1)."""
+  # By seed and step alone: a run resumes with the batches it would have had.
+  rng = np.random.default_rng((config.seed, step))
+  end = len(tokens) - config.context_length
+  starts = rng.integers(end, size=config.batch_size)
+  starts_AB1 = starts.reshape(config.accumulation_steps, -1, 1)
+  positions_ABT = starts_AB1 + np.arange(config.context_length + 1)
+  return jax.make_array_from_callback(
+    positions_ABT.shape,
+    NamedSharding(jax.sharding.get_mesh(), P(None, BATCH)),
+    # A process reads the sequences of its own devices only.
+    lambda index: tokens[positions_ABT[index]].astype(np.int32),
+  )
+
+
+class Block(nnx.Module):
+  """Transformer block: attention and an MLP, each after a LayerNorm."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    width = config.width
+    options = dict(dtype=config.dtype, rngs=rngs)
+    init = nnx.initializers.normal(0.02)
+    # Each layer adds to the residual stream twice. What it adds starts smaller,
+    # so that the variance of the sum does not depend on the number of layers.
+    small = nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
+    self.num_heads = config.num_heads
+    self.attention_norm = nnx.LayerNorm(width, epsilon=1e-5, **options)
+    self.qkv = nnx.Linear(width, 3 * width, kernel_init=init, **options)
+    self.out = nnx.Linear(width, width, kernel_init=small, **options)
+    self.mlp_norm = nnx.LayerNorm(width, epsilon=1e-5, **options)
+    self.up = nnx.Linear(width, 4 * width, kernel_init=init, **options)
+    self.down = nnx.Linear(4 * width, width, kernel_init=small, **options)
+
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the residual stream after the block."""
+    qkv = self.qkv(self.attention_norm(x_BTD))
+    # H comes before X, so that a device of the axis tensor has whole heads.
+    qkv_BTHXK = qkv.reshape(*x_BTD.shape[:2], self.num_heads, 3, -1)
+    # cuDNN's kernel does not store the logits, (B, H, T, T); it takes bfloat16.
+    is_fused = jax.default_backend() == 'gpu' and qkv.dtype == jnp.bfloat16
+    y_BTHK = jax.nn.dot_product_attention(
+      *jnp.moveaxis(qkv_BTHXK, 3, 0),
+      is_causal=True,
+      implementation='cudnn' if is_fused else 'xla',
+    )
+    x_BTD += self.out(y_BTHK.reshape(x_BTD.shape))
+    return x_BTD + self.down(jax.nn.gelu(self.up(self.mlp_norm(x_BTD))))
+
+
+class GPT2(nnx.Module):
+  """GPT-2, the parameters of its blocks stacked on a leading axis of layers."""
+
+  def __init__(self, config: Config, rngs: nnx.Rngs):
+    options = dict(dtype=config.dtype, rngs=rngs)
+    init = nnx.initializers.normal(0.02)
+    embedding = functools.partial(nnx.Embed, embedding_init=init, **options)
+    self.config = config
+    self.token_embedding = embedding(config.vocab_size, config.width)
+    self.position_embedding = embedding(config.context_length, config.width)
+    keys = jax.random.split(rngs.params(), config.num_layers)
+    self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
+    self.final_norm = nnx.LayerNorm(config.width, epsilon=1e-5, **options)
+
+  def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the logits of each next token, float32, shape (B, T, V)."""
+    x_BTD = self.token_embedding(tokens_BT)
+    x_BTD += self.position_embedding(jnp.arange(tokens_BT.shape[1]))
+    # JAX transforms functions of arrays, so the module is split into structure
+    # and arrays. The scan compiles one block, and gives it one layer at a time.
+    structure, arrays = nnx.split(self.blocks)
+
+    def apply(x_BTD: jax.Array, arrays: Any) -> tuple[jax.Array, None]:
+      # Left to itself, the compiler might split features as in the parameters.
+      x_BTD = jax.lax.with_sharding_constraint(x_BTD, P(BATCH))
+      return nnx.merge(structure, arrays)(x_BTD), None
+
+    apply = jax.checkpoint(apply) if self.config.remat else apply
+    x_BTD, _ = jax.lax.scan(apply, x_BTD, arrays)
+    logits_BTV = self.token_embedding.attend(self.final_norm(x_BTD))
+    return logits_BTV.astype(jnp.float32)
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+  """Returns MERIT with warm-up and cosine decay, after a gradient clip."""
+  warmup_steps = config.steps // 10
+  schedule = optax.warmup_cosine_decay_schedule(
+    init_value=config.learning_rate / max(1, warmup_steps),
+    peak_value=config.learning_rate,
+    warmup_steps=warmup_steps,
+    decay_steps=config.steps,
+  )
+  # Trust ratios are of the largest weights in a matrix, its rows, its columns.
+  # Shapes do not tell which axes those are: biases of all layers, (L, F), look
+  # like a matrix, but are a vector for each layer.
+  merit = merit_optax.merit(
+    schedule,
+    weight_decay=config.weight_decay,
+    weight_dimension_numbers=functools.partial(
+      merit_optax.flax_dimension_numbers, stacked={'^blocks/': 1}
+    ),
+  )
+  return optax.chain(optax.clip_by_global_norm(1.0), merit)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def init_state(config: Config) -> dict[str, Any]:
+  """Returns the first parameters and optimizer state, as trees of arrays."""
+  params = nnx.as_pure(nnx.state(GPT2(config, nnx.Rngs(config.seed))))
+  return pin(dict(params=params, opt_state=make_optimizer(config).init(params)))
+
+
+def loss_fn(params: Any, tokens_BT: jax.Array, config: Config) -> jax.Array:
+  """Returns the mean cross-entropy in nats per token."""
+  model = nnx.eval_shape(lambda: GPT2(config, nnx.Rngs(0)))  # No arrays yet.
+  nnx.update(model, params)
+  logits_BTV = model(tokens_BT[:, :-1])
+  cross_entropy = optax.softmax_cross_entropy_with_integer_labels
+  return cross_entropy(logits_BTV, tokens_BT[:, 1:]).mean()
+
+
+@functools.partial(jax.jit, static_argnames='config', donate_argnames='state')
+def train_step(
+  state: dict[str, Any], tokens_ABT: jax.Array, config: Config
+) -> tuple[dict[str, Any], jax.Array]:
+  """Returns the next state, and the loss before the step."""
+  params, opt_state = state['params'], state['opt_state']
+
+  def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, None]:
+    one = jax.value_and_grad(loss_fn)(params, tokens_BT, config)
+    return jax.tree.map(jnp.add, total, one), None
+
+  zero = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
+  total, _ = jax.lax.scan(add, zero, tokens_ABT)
+  loss, grads = jax.tree.map(lambda x: x / len(tokens_ABT), total)
+  updates, opt_state = make_optimizer(config).update(grads, opt_state, params)
+  params = optax.apply_updates(params, updates)
+  return pin(dict(params=params, opt_state=opt_state)), loss
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def eval_step(params: Any, tokens_ABT: jax.Array, config: Config) -> jax.Array:
+  """Returns the mean loss."""
+  return jax.lax.map(lambda x: loss_fn(params, x, config), tokens_ABT).mean()
+
+
+def train(config: Config) -> list[float]:
+  """Trains from the last checkpoint on, and returns the loss of each step."""
+  log = print if jax.process_index() == 0 else lambda _: None
+  tokens, val_tokens = load_tokens(config)
+  last_two = ocp.checkpoint_managers.LatestN(2)
+  options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
+  manager = ocp.CheckpointManager(config.out_dir.absolute(), options=options)
+  with jax.set_mesh(make_mesh(config)), manager:
+    first = manager.latest_step() or 0
+    if first:
+      like = jax.tree.map(ocp.utils.to_shape_dtype_struct, init_state(config))
+      state = manager.restore(first, args=ocp.args.StandardRestore(like))
+    else:
+      state = init_state(config)
+    log(f'{jax.device_count()} devices, step {first} of {config.steps}')
+    val_ABT = make_batch(val_tokens, config, step=0)
+    losses, since, start = [], first, time.perf_counter()
+    for step in range(first + 1, config.steps + 1):
+      # Does not wait for the devices: they work while the next batch is made.
+      state, loss = train_step(state, make_batch(tokens, config, step), config)
+      losses.append(loss)
+      if step % config.eval_every == 0 or step in (first + 1, config.steps):
+        jax.block_until_ready(loss)  # The first one includes compilation.
+        num_tokens = (step - since) * config.batch_size * config.context_length
+        speed = num_tokens / (time.perf_counter() - start)
+        val = float(eval_step(state['params'], val_ABT, config))
+        log(f'step {step} loss {loss:.3f} val {val:.3f} {speed:,.0f} tokens/s')
+        if not np.isfinite(val):
+          raise FloatingPointError(f'The loss is {val} after step {step}.')
+        manager.save(step, args=ocp.args.StandardSave(state))
+        since, start = step, time.perf_counter()
+  return [float(loss) for loss in losses]
+
+
+def main(args: list[str] | None = None) -> None:
+  """Runs the command."""
+  config = tyro.cli(Config, args=args)
+  if config.distributed:
+    jax.distributed.initialize()
+  train(config)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,93 @@
+import math
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.gpt2.model.attention import causal_attention, rotate
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.transformer import as_module, shapes
+
+
+def _normal(seed: int, *shape: int) -> np.ndarray:
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@hypothesis.given(
+  shift=st.integers(0, 1000),
+  half=st.sampled_from([1, 2, 16]),
+  seed=st.integers(0, 2**32 - 1),
+)
+@hypothesis.settings(max_examples=10)
+def test_rotary_products_depend_on_the_distance_only(
+  shift: int, half: int, seed: int
+):
+  q, k = _normal(seed, 2, 1, 1, 1, 2 * half)
+  positions = jnp.arange(5)
+
+  def products(first: int):
+    rows = [
+      rotate(jnp.tile(x, (1, 5, 1, 1)), first + positions) for x in (q, k)
+    ]
+    return jnp.einsum('BTHK,BSHK->TS', *rows)
+
+  found = products(0)
+  np.testing.assert_allclose(products(shift), found, atol=2e-3)
+  # Pairs of a diagonal have the same distance.
+  np.testing.assert_allclose(found[1:, 1:], found[:-1, :-1], atol=1e-4)
+  np.testing.assert_allclose(found[0, 0], (q * k).sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_angles_are_those_of_roformer():
+  x = _normal(0, 1, 4, 1, 6)
+  pairs = x[..., :3] + 1j * x[..., 3:]
+  for position in range(4):
+    angles = position / 10000 ** (np.arange(3) / 3)
+    expected = pairs[0, position, 0] * np.exp(1j * angles)
+    found = rotate(jnp.asarray(x), jnp.arange(4))[0, position, 0]
+    np.testing.assert_allclose(found[:3], expected.real, atol=1e-5)
+    np.testing.assert_allclose(found[3:], expected.imag, atol=1e-5)
+
+
+def test_attention_is_a_causal_softmax():
+  q, k, v = _normal(0, 3, 2, 5, 3, 4)
+  found, seen = causal_attention(*map(jnp.asarray, (q, k, v)))
+  assert seen is None
+  for b, h, t in np.ndindex(2, 3, 5):
+    logits = k[b, : t + 1, h] @ q[b, t, h] / 2
+    p = np.exp(logits - logits.max())
+    np.testing.assert_allclose(
+      found[b, t, h], p / p.sum() @ v[b, : t + 1, h], rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
+@pytest.mark.parametrize('qk_norm', [False, True])
+def test_qk_norm_bounds_the_logits(architecture: str, qk_norm: bool):
+  config = ModelConfig(
+    vocab_size=64,
+    context_length=16,
+    num_layers=1,
+    num_heads=2,
+    width=16,
+    mlp_width=32,
+    architecture=architecture,
+    qk_norm=qk_norm,
+  )
+  params = jax.tree.map(lambda x: _normal(x.size, *x.shape), shapes(config))
+  attention = params['blocks']['attention']
+  attention['qkv']['kernel'] *= 1000
+  if qk_norm:
+    for name in ('query_norm', 'key_norm'):
+      attention[name]['scale'] = np.ones_like(attention[name]['scale'])
+
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array):
+    logits = jnp.einsum('BTHK,BSHK->BHTS', q, k) / math.sqrt(8)
+    return causal_attention(q, k, v)[0], jnp.abs(logits).max()
+
+  tokens = np.arange(32).reshape(2, 16)
+  _, largest = as_module(config, params).features(tokens, attend)
+  assert (float(largest[0]) <= math.sqrt(8) * 1.001) == qk_norm

@@ -1,0 +1,274 @@
+"""The file to copy: the trainer's losses, any mesh, resuming, its commands."""
+
+import ast
+import functools
+import os
+from pathlib import Path
+import random
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from unittest import mock
+
+from flax import nnx
+import jax
+import numpy as np
+import pytest
+import tyro
+
+from examples import pretrain
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.step import Trainer
+
+_ROOT = Path(__file__).parents[1]
+_FILE = _ROOT / 'examples' / 'pretrain.py'
+_PACKAGES = {'flax', 'jax', 'merit_optax', 'numpy', 'optax', 'orbax', 'tyro'}
+_SIZES = dict(
+  num_layers=2,
+  num_heads=2,
+  width=16,
+  context_length=16,
+  batch_size=16,
+  steps=20,
+  learning_rate=0.03,
+)
+
+
+def _config(folder: str | Path, **settings) -> pretrain.Config:
+  defaults = dict(accumulation_steps=2, out_dir=Path(folder), **_SIZES)
+  return pretrain.Config(**defaults | settings)
+
+
+def _one_device(_: pretrain.Config) -> jax.sharding.Mesh:
+  return make_mesh('', jax.devices()[:1])
+
+
+@functools.cache
+def _losses(**mesh: int) -> list[float]:
+  """Returns the losses of a run on a mesh, by default of one device."""
+  patch = mock.patch.object(pretrain, 'make_mesh', _one_device)
+  with tempfile.TemporaryDirectory() as folder:
+    if mesh:
+      return pretrain.train(_config(folder, **mesh))
+    with patch:
+      return pretrain.train(_config(folder))
+
+
+def _name(path: tuple) -> str:
+  return jax.tree_util.keystr(path, simple=True, separator='.')
+
+
+def _trainer_params(params: nnx.State, like: nnx.State) -> nnx.State:
+  """Puts parameters into the tree of the trainer."""
+  ours = {_name(path): x for path, x in jax.tree.leaves_with_path(params)}
+
+  def find(path: tuple, x: jax.Array) -> jax.Array:
+    name = _name(path).replace('.attention.', '.').replace('.mlp.', '.')
+    return ours.pop(name).reshape(x.shape)
+
+  found = jax.tree.map_with_path(find, like)
+  assert not ours
+  return found
+
+
+def test_losses_are_those_of_the_trainer(tmp_path):
+  config = _config(tmp_path)
+  mesh = _one_device(config)
+  settings = resolve(Config(micro_batch_size=8, unroll=1, **_SIZES))
+  trainer = Trainer(settings, config.vocab_size, mesh)
+  tokens, _ = pretrain.load_tokens(config)
+  expected = []
+  with jax.set_mesh(mesh):
+    state, params = trainer.init(), pretrain.init_state(config)['params']
+    state = state._replace(params=_trainer_params(params, state.params))
+    for step in range(1, config.steps + 1):
+      tokens_ABT = pretrain.make_batch(tokens, config, step)
+      state, metrics = trainer.step(state, tokens_ABT)
+      expected.append(metrics['train_loss'])
+  assert expected[-1] < expected[0] - 0.5
+  np.testing.assert_allclose(_losses(), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize('mesh', [{'fsdp': 8}, {'fsdp': 2, 'tensor': 2}])
+def test_a_mesh_gives_the_losses_of_one_device(mesh):
+  np.testing.assert_allclose(_losses(**mesh), _losses(), rtol=0, atol=1e-5)
+
+
+def test_a_step_leaves_the_state_where_it_is(tmp_path):
+  config = _config(tmp_path, fsdp=2, tensor=2)
+  tokens, _ = pretrain.load_tokens(config)
+  with jax.set_mesh(pretrain.make_mesh(config)):
+    state = pretrain.init_state(config)
+    places = {
+      _name(path): x.sharding for path, x in jax.tree.leaves_with_path(state)
+    }
+    tokens_ABT = pretrain.make_batch(tokens, config, 1)
+    state, _ = pretrain.train_step(state, tokens_ABT, config)
+  for path, x in jax.tree.leaves_with_path(state):
+    name = _name(path)
+    assert x.sharding.is_equivalent_to(places[name], x.ndim), name
+    # A fourth of each matrix and its moments is on a device, where data is 2.
+    is_split = any(name.endswith(matrix) for matrix in pretrain.MATRICES)
+    assert x.addressable_shards[0].data.size * (4 if is_split else 1) == x.size
+
+
+def test_a_run_resumes_with_the_same_losses(tmp_path):
+  config = _config(tmp_path, fsdp=8, eval_every=4)
+  make_batch = pretrain.make_batch
+
+  def stop(tokens, config, step):
+    if step == 11:
+      raise KeyboardInterrupt
+    return make_batch(tokens, config, step)
+
+  with (
+    mock.patch.object(pretrain, 'make_batch', stop),
+    pytest.raises(KeyboardInterrupt),
+  ):
+    pretrain.train(config)
+  # The last line of output and its checkpoint were those of step 8.
+  assert pretrain.train(config) == _losses(fsdp=8)[8:]
+  assert pretrain.train(config) == []
+
+
+def test_bfloat16_and_remat(tmp_path):
+  with mock.patch.object(pretrain, 'make_mesh', _one_device):
+    losses = pretrain.train(_config(tmp_path, dtype='bfloat16', remat=True))
+  np.testing.assert_allclose(losses, _losses(), rtol=0, atol=0.05)
+  assert losses != _losses()
+
+
+def _write_tokens(folder: Path) -> Path:
+  """Writes token files: each token is the one before it, plus 7 modulo 251."""
+  for name, size in (('train.bin', 3000), ('val.bin', 500)):
+    tokens = np.arange(size) * 7 % 251
+    tokens.astype(np.uint16).tofile(folder / name)
+  return folder
+
+
+def test_batches_are_windows_of_the_token_files(tmp_path):
+  config = _config(tmp_path, data=_write_tokens(tmp_path))
+  tokens, validation = pretrain.load_tokens(config)
+  assert (len(tokens), len(validation)) == (3000, 500)
+  with jax.set_mesh(pretrain.make_mesh(config)):
+    first, again, other = (
+      np.asarray(pretrain.make_batch(tokens, config, i)) for i in (1, 1, 2)
+    )
+  assert first.shape == (2, 8, 17)
+  assert first.dtype == np.int32
+  np.testing.assert_array_equal(np.diff(first) % 251, 7)
+  np.testing.assert_array_equal(first, again)
+  assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+  ('settings', 'message'),
+  [
+    ({'fsdp': 3}, 'fsdp . tensor must divide 8 devices'),
+    ({'tensor': 16}, 'fsdp . tensor must divide 8 devices'),
+    ({'vocab_size': 200}, 'vocab_size must be above 250'),
+    ({'batch_size': 24}, 'evenly divide'),
+  ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message, tmp_path):
+  config = _config(tmp_path, data=_write_tokens(tmp_path), **settings)
+  with pytest.raises(ValueError, match=message):
+    pretrain.train(config)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
+  nan = mock.Mock(return_value=np.nan)
+  with (
+    mock.patch.object(pretrain, 'eval_step', nan),
+    pytest.raises(FloatingPointError, match='nan after step 1'),
+  ):
+    pretrain.train(_config(tmp_path, fsdp=8))
+  assert not list(tmp_path.iterdir())
+
+
+def test_it_is_short_and_needs_nothing_else_of_the_repository():
+  text = _FILE.read_text()
+  assert len(text.splitlines()) <= 300
+  imported = set()
+  for node in ast.walk(ast.parse(text)):
+    if isinstance(node, ast.Import):
+      imported |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      imported.add(node.module)
+  packages = {name.split('.')[0] for name in imported}
+  assert packages <= _PACKAGES | sys.stdlib_module_names
+
+
+def _commands() -> list[str]:
+  """Returns the commands in the file and in the pages that run it."""
+  pages = _ROOT / 'README.md', *_ROOT.glob('docs/*.md'), _FILE
+  text = '\n'.join(page.read_text() for page in pages).replace('\\\n', ' ')
+  line = re.compile(
+    r'^ *(?:srun )?((?:\w+=\w+ )?python examples/pretrain\.py.*)$', re.MULTILINE
+  )
+  return sorted({shlex.join(shlex.split(x, True)) for x in line.findall(text)})
+
+
+def test_there_are_commands():
+  assert any('--distributed' in command for command in _commands())
+  assert any('--data' in command for command in _commands())
+
+
+@pytest.mark.parametrize('command', _commands())
+def test_a_command_takes_its_arguments(command):
+  _, arguments = command.split('pretrain.py')
+  config = tyro.cli(pretrain.Config, args=shlex.split(arguments))
+  assert config.width % config.num_heads == 0
+  assert config.batch_size % config.accumulation_steps == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('command', _commands())
+def test_a_command_runs(command, tmp_path):
+  sizes = ' '.join(
+    f'--{name.replace("_", "-")} {value}' for name, value in _SIZES.items()
+  )
+  command += f' {sizes} --accumulation-steps 2 --out-dir {tmp_path / "run"}'
+  if '--data' in command:
+    command += f' --data {_write_tokens(tmp_path)}'
+  is_distributed = '--distributed' in command
+  outputs = _run(command, num_processes=2 if is_distributed else 1)
+  lines = outputs[0].splitlines()
+  assert lines[-1].startswith('step 20 loss ')
+  if '--data' not in command and '--fsdp 8' in command:
+    losses = [float(line.split()[3]) for line in lines[1:]]
+    expected = [_losses(fsdp=8)[i] for i in (0, 19)]
+    np.testing.assert_allclose(losses, expected, atol=1e-3)
+  assert outputs[1:] == [''] * (len(outputs) - 1)
+
+
+def _run(command: str, num_processes: int) -> list[str]:
+  """Returns what a command prints in each task of a Slurm job."""
+  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
+  if num_processes > 1:
+    environment |= {
+      'JAX_NUM_CPU_DEVICES': str(8 // num_processes),
+      'SLURM_JOB_ID': str(random.randrange(1 << 20)),
+      'SLURM_NTASKS': str(num_processes),
+      'SLURM_STEP_NODELIST': 'localhost',
+    }
+  command = command.replace('python', shlex.quote(sys.executable), 1)
+  processes = [
+    subprocess.Popen(
+      command,
+      shell=True,
+      cwd=_ROOT,
+      env=environment
+      | {'SLURM_PROCID': str(process), 'SLURM_LOCALID': str(process)},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for process in range(num_processes)
+  ]
+  outputs = [process.communicate()[0] for process in processes]
+  assert not any(process.returncode for process in processes), outputs
+  return outputs
