@@ -59,8 +59,10 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _text(name: str, value: Any) -> str:
-  if isinstance(value, str | tuple | bool):
+  if isinstance(value, str | bool):
     return str(value).replace('_', ' ')
+  if name == 'shapes':
+    return ' '.join(map(str, value[:2])) + ' ...' * (len(value) > 2)
   if 'bytes' in name:
     return format_bytes(value)
   if 'seconds' in name:
