@@ -19,14 +19,15 @@ def checked(name: str, mask: Any) -> Callable[[Any], Any]:
 
   Returns:
     A function that raises ``ValueError`` if the mask holds anything else, or is
-    one boolean for several parameters. That is what becomes of a function that
+    itself a boolean. That is what becomes of a function that
     ``optax.inject_hyperparams`` took for a schedule.
   """
 
   def check(params: Any) -> Any:
     resolved = mask(params) if callable(mask) else mask
-    is_one_for_all = _is_boolean(mask) and len(jax.tree.leaves(params)) > 1
-    if is_one_for_all or not all(map(_is_boolean, jax.tree.leaves(resolved))):
+    if _is_boolean(mask) or not all(
+      map(_is_boolean, jax.tree.leaves(resolved))
+    ):
       raise ValueError(
         f'{name} must be a tree of booleans like the parameters, or a function '
         f'from parameters to one, got {resolved!r}. Under '

@@ -55,13 +55,14 @@ def settings_of_step(given: dict[str, Any], found: Found) -> dict[str, Any]:
   }
   if found.injected is None:
     return settings
-  states = getattr(found.injected, 'hyperparams_states', {})
-  for name in found.injected.hyperparams.keys() & given.keys():
-    value = jax.tree.leaves(found.injected.hyperparams[name])[0]
-    if callable(given[name]):
-      value = _at(given[name], states.get(name), found.injected.count)
-    settings[name] = value
-  return settings
+  numbers = found.injected.hyperparams
+  return settings | {
+    # The state has a schedule's value of the step before.
+    name: _at(given[name], (), found.injected.count)
+    if callable(given[name])
+    else jax.tree.leaves(numbers[name])[0]
+    for name in numbers.keys() & given.keys()
+  }
 
 
 def leaves_with_moments(tree: Any, moments: Any) -> Any:

@@ -231,8 +231,9 @@ def test_what_cannot_be_a_mask_is_named_by_init(name, mask):
 @pytest.mark.parametrize('name', ['mask', 'trust_ratio_mask'])
 def test_masks_that_are_taken_for_schedules_are_refused(name):
   build = optax.inject_hyperparams(merit_optax.merit)
-  with pytest.raises(ValueError, match=f"name '{name}' in static_args"):
-    build(0.1, **{name: _matrices}).init(_PARAMS)
+  for params in (_PARAMS, {'w': jnp.ones((2, 3))}, jnp.ones((2, 3))):
+    with pytest.raises(ValueError, match=f"name '{name}' in static_args"):
+      build(0.1, **{name: _matrices}).init(params)
   build = optax.inject_hyperparams(merit_optax.merit, static_args=name)
   injected = build(0.1, weight_decay=0.1, **{name: _matrices})
   plain = merit_optax.merit(0.1, weight_decay=0.1, **{name: _matrices})
@@ -249,7 +250,8 @@ def test_masks_that_are_taken_for_schedules_are_refused(name):
 @pytest.mark.parametrize('mask', [lambda _: True, {'w': np.True_, 'b': False}])
 def test_masks_of_other_forms_pass(mask):
   merit_optax.merit(0.1, mask=mask, trust_ratio_mask=mask).init(_PARAMS)
-  merit_optax.merit(0.1, trust_ratio_mask=False).init(jnp.ones((2, 3)))
+  alone = jnp.ones((2, 3))
+  merit_optax.merit(0.1, trust_ratio_mask=lambda _: False).init(alone)
 
 
 def test_dimension_numbers_that_are_taken_for_a_schedule_are_refused():

@@ -390,6 +390,10 @@ def test_injected_schedules_are_read_at_their_counts():
   optimizer = optax.inject_hyperparams(merit_optax.merit)(**settings)
   statistics = merit_optax.merit_statistics(**settings)
   params, state = _tree(0), optimizer.init(_tree(0))
+  adam, *rest = state.inner_state
+  # As after taking over from another optimizer.
+  adam = adam._replace(count=jnp.int32(500))
+  state = state._replace(inner_state=(adam, *rest))
   for seed in (10, 20, 30):
     watched = statistics(_tree(seed), state, params)
     updates, state = optimizer.update(_tree(seed), state, params)
