@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import importlib.util
 import math
 from typing import Any
 
@@ -138,6 +139,8 @@ def resolve(config: Config) -> Config:
       value = getattr(config, name)
       if not holds(value):
         raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
+  if config.tensorboard and not importlib.util.find_spec('tensorboardX'):
+    raise UsageError('--tensorboard needs a package: pip install tensorboardX')
   _check_heads(config)
   _check_fits_optimizer(config)
   _check_processes(config)

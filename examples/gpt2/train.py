@@ -83,9 +83,10 @@ def _run(
   say(report.before(config, tokens, trainer, folder))
   if config.describe:
     say('\n' + _describe(trainer, config) + '\n')
-  with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
-    params = Loop(trainer, config, tokens, folder).run()
-  _finish(trainer, config, tokens, folder, params)
+  with memory.advice(config, trainer):
+    with jax.set_mesh(trainer.mesh):
+      params = Loop(trainer, config, tokens, folder).run()
+    _finish(trainer, config, tokens, folder, params)
 
 
 def _describe(trainer: Trainer, config: Config) -> str:
@@ -151,6 +152,7 @@ def _finish(
   model = Model(
     trainer.model_config, tokens.vocab_size, params, tokens.tokenizer
   )
+  folder.flush()  # Or a run could be finished that lacks its last lines.
   arrays = jax.tree.map(sharding.to_host, params)
 
   def write() -> None:

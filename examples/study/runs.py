@@ -1,5 +1,7 @@
 """Trains a run with the trainer."""
 
+import dataclasses
+import math
 from pathlib import Path
 import statistics
 import time
@@ -37,6 +39,11 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   """
   config = run.config
   mesh = sharding.make_mesh(config.mesh)
+  if config.micro_batch_size is not None:
+    # A scale's micro-batch is that of one device; more may have to take less.
+    sequences = config.batch_size // sharding.num_batch_shards(mesh)
+    size = math.gcd(sequences, config.micro_batch_size)
+    config = dataclasses.replace(config, micro_batch_size=size)
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)
   optimizer = make_optimizer(run.arm, config) if run.arm else None

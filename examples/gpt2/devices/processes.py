@@ -40,7 +40,8 @@ def connect(config: Config) -> None:
       shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )
   except (ValueError, RuntimeError) as error:
-    if config.distributed == 'on' or not _is_alone(error):
+    is_wanted = config.distributed == 'on' or config.coordinator is not None
+    if is_wanted or not _is_alone(error):
       raise UsageError(
         f'--distributed {config.distributed}: the processes of this run '
         f'cannot be found ({error}). Give --coordinator, --num-processes and '
@@ -51,6 +52,10 @@ def connect(config: Config) -> None:
     # jax assumes a process for each GPU under Slurm and Open MPI.
     for platform in ('cuda', 'rocm'):
       jax.config.update(f'jax_{platform}_visible_devices', 'all')
+  if jax.process_count() > 1:
+    # The first collective has a time limit, which slow work before it would
+    # exceed in the processes that wait.
+    barrier('all processes are there')
 
 
 def _is_alone(error: Exception) -> bool:
@@ -60,8 +65,9 @@ def _is_alone(error: Exception) -> bool:
 
 def _has_a_node_for_itself() -> bool:
   """Returns whether Slurm or Open MPI started one process on each node."""
-  tasks = os.environ.get('SLURM_STEP_TASKS_PER_NODE') or os.environ.get(
-    'OMPI_COMM_WORLD_LOCAL_SIZE', ''
+  # Open MPI first, as jax does: it may have been started by Slurm.
+  tasks = os.environ.get('OMPI_COMM_WORLD_LOCAL_SIZE') or os.environ.get(
+    'SLURM_STEP_TASKS_PER_NODE', ''
   )
   is_chosen = 'JAX_LOCAL_DEVICE_IDS' in os.environ
   return not is_chosen and bool(re.fullmatch(r'1(\(x\d+\))?', tasks))

@@ -75,7 +75,7 @@ class Checkpoints:
     longer kept are deleted once the new one is whole.
 
     Args:
-      step: Step of the state. If it has a checkpoint, that is left alone.
+      step: Step of the state, which must have no checkpoint yet.
       state: Tree of arrays.
       loss: The best checkpoint has the smallest; without a finite one, a
         checkpoint is never the best.
@@ -102,19 +102,22 @@ class Checkpoints:
     self._saving = step, _make_writer()
     return self._try('save', self._folder / str(step), args=items)
 
-  def wait(self) -> None:
+  def wait(self) -> bool:
     """Waits until the save under way is durable; warns if it is not.
 
     If it failed in some of several processes, the others give up after 20
     minutes.
     """
-    if not self._saving or not self._try('close'):
-      return
+    if not self._saving:
+      return True
+    if not self._try('close'):
+      return False
     self._saving = None
     try:
       on_first(self._delete_old)
     except OSError as error:
       _warn(f'Old checkpoints are not deleted: {error}')
+    return True
 
   def _try(self, action: str, *args: Any, **named: Any) -> bool:
     """Does a part of the save; if it fails in a process, warns in all."""
@@ -156,12 +159,13 @@ class Checkpoints:
       OSError: If a file cannot be read, which does not say that it is damaged.
     """
     self.wait()
-    damaged: dict[int, _DamagedError] = {}
+    # Their text alone: a traceback would keep the arrays on the devices.
+    damaged: dict[int, str] = {}
     for step in reversed(on_first(self._steps)):
       try:
         state = self._restore_step(step, like)
       except _DamagedError as error:
-        damaged[step] = error
+        damaged[step] = str(error)
         continue
       self._set_aside(damaged)
       return step, state
@@ -205,7 +209,7 @@ class Checkpoints:
       (self._folder / str(step) / 'record' / 'metadata').read_bytes()
     )
 
-  def _set_aside(self, damaged: dict[int, '_DamagedError']) -> None:
+  def _set_aside(self, damaged: dict[int, str]) -> None:
     """Moves checkpoints away, so that their steps can be saved again."""
     for step, error in damaged.items():
       _warn(

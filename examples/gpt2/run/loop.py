@@ -137,7 +137,7 @@ class Loop:
   def _finish(self, step: int) -> None:
     """Evaluates, saves and stops where that is due."""
     is_last = step == self._config.steps
-    received = self._stop.received(step)
+    received = self._stop.received()
     evaluation: dict[str, float] = {}
     if is_last or step % self._config.eval_every == 0:
       with self._log.paused():
@@ -180,7 +180,7 @@ class Loop:
 
   def _end(self, step: int, received: int, saved: bool) -> None:
     """Raises, with what becomes of the run."""
-    self._checkpoints.wait()
+    saved = self._checkpoints.wait() and saved
     name = signal.Signals(received).name
     what = f'a checkpoint of step {step} has been saved'
     raise StoppedError(

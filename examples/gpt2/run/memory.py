@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices import hardware
+from examples.gpt2.devices.processes import on_first
 from examples.gpt2.devices.sharding import num_batch_shards
 from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.command import CommandError
@@ -58,7 +59,8 @@ def fit(config: Config, mesh: Mesh) -> Config:
     )
   size = config.micro_batch_size
   if size is None:
-    size = _default_size(config, mesh, sequences)
+    # A process knows the memory of its own devices only.
+    size = on_first(_default_size, config, mesh, sequences)
     return dataclasses.replace(config, micro_batch_size=size)
   if sequences % size:
     raise UsageError(

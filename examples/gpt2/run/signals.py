@@ -1,5 +1,6 @@
 """Signals that ask a run to stop."""
 
+import itertools
 import signal
 import sys
 import threading
@@ -8,6 +9,8 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+
+_CALLS = itertools.count(1)
 
 
 class StopRequest:
@@ -33,10 +36,11 @@ class StopRequest:
     for number, handler in self._before.items():
       signal.signal(number, handler)
 
-  def received(self, step: int) -> int | None:
-    """Returns the signal, or None; in each process the same at each step."""
+  def received(self) -> int | None:
+    """Returns the signal, or None; all processes must ask equally often."""
     if jax.process_count() > 1:
-      if multihost_utils.reached_preemption_sync_point(step):
+      # jax looks for the next number after the last that it was asked of.
+      if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
         return signal.SIGTERM
       return None
     return self._received
