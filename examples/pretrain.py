@@ -1,7 +1,7 @@
 """Pretrains GPT-2 with MERIT on a mesh of devices: one file, to be copied.
 
     python examples/pretrain.py  # some minutes on two CPU cores
-    JAX_NUM_CPU_DEVICES=8 python examples/pretrain.py --fsdp 4
+    JAX_NUM_CPU_DEVICES=8 python examples/pretrain.py --fsdp 8 --out-dir runs/8
 
 A run that was stopped resumes from its last checkpoint when the same command is
 given again. On a pod or cluster, give it to every process, with --distributed.
