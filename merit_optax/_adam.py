@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._norms import widen
 
-# With 8 bits of significand, 0.995 * v rounds back to v: v would never decay.
-_LARGEST_B2_IN_BFLOAT16 = 0.99
+# A moment that should lose a smaller part of itself, in units of its dtype's
+# eps, would round back to its old value. In bfloat16 that allows rates to 0.99.
+_LEAST_LOSS = 1.28
 
 
 def scale_by_adam(
@@ -19,6 +21,7 @@ def scale_by_adam(
   *,
   nu_dtype: jax.typing.DTypeLike | None = None,
   bias_correction: bool = False,
+  nesterov: bool = False,
 ) -> optax.GradientTransformation:
   r"""Rescales updates according to the Adam algorithm.
 
@@ -34,7 +37,8 @@ def scale_by_adam(
   :math:`\varepsilon` is ``eps``, :math:`\bar\varepsilon` is ``eps_root`` and
   :math:`u` the update. With ``bias_correction=True``, :math:`m` and :math:`v`
   are divided by :math:`1 - \beta^t` before the last line, and the transform is
-  :func:`optax.scale_by_adam`.
+  :func:`optax.scale_by_adam`, whose defaults are other ones (``b2`` 0.999,
+  ``eps`` 1e-8, with the correction).
 
   Arithmetic is done in float32 or wider. Moments are stored in the dtypes that
   they were initialised with, so that the state never changes its type (the
@@ -49,11 +53,15 @@ def scale_by_adam(
     eps_root: Added to the second moment inside the root, >= 0. Needed to
       differentiate through the update.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
-    nu_dtype: dtype of the second moment; ``None`` for that of the parameter. If
-      either is bfloat16, ``b2`` must not be above 0.99: the moment would round
-      back to its old value and never decay.
+    nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
+      Moments in half precision limit their decay rates, to 0.99 in bfloat16 and
+      0.99875 in float16: beyond, a moment would round back to its old value and
+      never decay.
     bias_correction: Whether the moments are corrected for their start at zero.
       MERIT does not: its trust ratio cancels a factor common to all elements.
+    nesterov: Whether the first moment looks a step ahead, as in
+      :func:`optax.scale_by_adam`: it is :math:`\beta_1 m + (1 - \beta_1) g` in
+      the last line.
 
   Returns:
     A :class:`optax.GradientTransformation` whose state is an
@@ -61,8 +69,8 @@ def scale_by_adam(
     and the dtype to which gradient and first moment promote.
 
   Raises:
-    ValueError: If an argument is outside its range, or if ``nu_dtype`` is
-      bfloat16 and ``b2`` above 0.99, since such a moment would never decay.
+    ValueError: If an argument is outside its range, or if a moment would never
+      decay in its dtype; by ``init``, if that dtype is the parameter's.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -88,16 +96,19 @@ def scale_by_adam(
   _arguments.check_at_least_zero('eps_root', eps_root)
   mu_dtype = _moment_dtype('mu_dtype', mu_dtype)
   nu_dtype = _moment_dtype('nu_dtype', nu_dtype)
-  if nu_dtype == jnp.bfloat16:
-    _arguments.check_number(
-      'b2',
-      b2,
-      f'at most {_LARGEST_B2_IN_BFLOAT16} when nu_dtype is bfloat16 (the '
-      'second moment would round back to its old value and never decay)',
-      lambda x: x <= _LARGEST_B2_IN_BFLOAT16,
-    )
+  _check_decays('b1', b1, set() if mu_dtype is None else {mu_dtype})
+  _check_decays('b2', b2, set() if nu_dtype is None else {nu_dtype})
 
   def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
+    dtypes = _inexact_dtypes(params)
+    _check_decays('b1', b1, dtypes if mu_dtype is None else set())
+    _check_decays('b2', b2, dtypes if nu_dtype is None else set())
+    if mu_dtype is not None and any(
+      jnp.issubdtype(x, jnp.complexfloating) for x in dtypes
+    ):
+      raise ValueError(
+        f'mu_dtype must be None for complex parameters, got {mu_dtype}.'
+      )
     return optax.ScaleByAdamState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
@@ -110,7 +121,7 @@ def scale_by_adam(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
     del params
-    g, mu, nu = jax.tree.map(_widen, (updates, state.mu, state.nu))
+    g, mu, nu = jax.tree.map(widen, (updates, state.mu, state.nu))
     mu = optax.tree.update_moment(g, mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, nu, b2, 2)
     count = optax.safe_increment(state.count)
@@ -120,8 +131,12 @@ def scale_by_adam(
       nu=jax.tree.map(_cast_like, nu, state.nu),
     )
     if bias_correction:
-      mu = optax.tree.bias_correction(mu, b1, count)
+      ahead = optax.safe_increment(count) if nesterov else count
+      g = optax.tree.bias_correction(g, b1, count)
+      mu = optax.tree.bias_correction(mu, b1, ahead)
       nu = optax.tree.bias_correction(nu, b2, count)
+    if nesterov:
+      mu = optax.tree.update_moment(g, mu, b1, 1)
     u = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu, nu)
     return jax.tree.map(_cast_to_both, u, updates, state.mu), new_state
 
@@ -138,15 +153,37 @@ def _moment_dtype(
     canonical = jax.dtypes.canonicalize_dtype(dtype)
   except TypeError:
     canonical = None
-  if canonical is None or not jnp.issubdtype(canonical, jnp.inexact):
+  is_real = canonical is not None and jnp.issubdtype(canonical, jnp.floating)
+  if not is_real or jnp.finfo(canonical).bits < 16:
     raise ValueError(
-      f'{name} must be None or a floating-point dtype, got {dtype!r}.'
+      f'{name} must be None or a real floating-point dtype of 16 bits or more, '
+      f'got {dtype!r}.'
     )
   return canonical
 
 
-def _widen(x: jax.Array) -> jax.Array:
-  return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+def _inexact_dtypes(params: optax.Params) -> set[jnp.dtype]:
+  """Returns the dtypes of the parameters that have moments."""
+  # Placeholders of optax.tree.map_params have no dtype.
+  dtypes = {x.dtype for x in jax.tree.leaves(params) if hasattr(x, 'dtype')}
+  return {x for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
+
+
+def _check_decays(
+  name: str, rate: jax.typing.ArrayLike, dtypes: set[jnp.dtype]
+) -> None:
+  """Raises ``ValueError`` if a moment never decays in one of the dtypes."""
+  if isinstance(rate, jax.core.Tracer):
+    return
+  for dtype in dtypes:
+    least = _LEAST_LOSS * float(jnp.finfo(dtype).eps)
+    # Less a little, since a rate in float32 may have been rounded up.
+    if 1 - float(jax.device_get(rate)) < 0.999 * least:
+      raise ValueError(
+        f'{name} must be at most {1 - least:.8g} for a moment in {dtype} (it '
+        'would round back to its old value and never decay; mu_dtype and '
+        f'nu_dtype say how moments are stored), got {rate!r}.'
+      )
 
 
 def _cast_like(x: jax.Array, like: jax.Array) -> jax.Array:

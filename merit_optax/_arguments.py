@@ -26,11 +26,12 @@ def check_number(
   """
   if isinstance(value, jax.Array):
     return
-  if isinstance(value, np.ndarray) and value.ndim == 0:
-    value = value.item()
-  is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+  number = value
+  if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
+    number = value.item()  # Of bfloat16 too, which is no numbers.Real.
+  is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
   try:
-    is_accepted = is_number and math.isfinite(value) and holds(value)
+    is_accepted = is_number and math.isfinite(number) and holds(number)
   except OverflowError:  # An integer beyond the largest float.
     is_accepted = False
   if not is_accepted:
@@ -52,7 +53,14 @@ def check_decay_rate(name: str, value: Any) -> None:
   check_number(name, value, 'a number in [0, 1)', lambda x: 0 <= x < 1)
 
 
-def check_number_or_schedule(name: str, value: Any) -> None:
+def check_learning_rate(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless ``value`` is callable or a finite number."""
+  accepted = 'a finite number or a schedule (steps -> number)'
+  if not callable(value):
+    check_number(name, value, accepted, lambda x: True)
+
+
+def check_weight_decay(name: str, value: Any) -> None:
   """Raises ``ValueError`` unless ``value`` is callable or in [0, inf)."""
   accepted = 'a finite number >= 0 or a schedule (steps -> number)'
   if not callable(value):

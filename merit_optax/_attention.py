@@ -104,9 +104,10 @@ def _measure(logits: jax.Array, visible: jax.Array) -> AttentionStatistics:
   # The mean of differences, since that of huge logits would be rounded.
   centred = jnp.mean(largest[..., None] - logits, -1, where=visible)
   log_p = jax.nn.log_softmax(jnp.where(visible, logits, -jnp.inf))
-  p = jnp.exp(log_p)
-  # A key out of sight has p = 0 and log p = -inf: no surprise.
-  surprise = jnp.where(p > 0, -p * log_p, 0)
+  # A key out of sight has p = 0 and log p = -inf: no surprise. Before the
+  # product, or its gradient would be NaN.
+  log_p = jnp.where(log_p == -jnp.inf, 0, log_p)
+  surprise = jnp.where(visible, -jnp.exp(log_p) * log_p, 0)
   return AttentionStatistics(largest, centred, surprise.sum(-1))
 
 

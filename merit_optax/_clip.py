@@ -48,7 +48,9 @@ def elementwise_clip(
   def clip(update: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(update):
       size = jnp.abs(update)
-      clipped = jnp.where(size > max_delta, update * (max_delta / size), update)
+      # Zeros divide by max_delta, or their gradient would be NaN.
+      scale = max_delta / jnp.maximum(size, max_delta)
+      clipped = jnp.where(size > max_delta, update * scale, update)
     else:
       clipped = jnp.clip(update, jnp.negative(max_delta), max_delta)
     return clipped.astype(update.dtype)

@@ -1,19 +1,18 @@
 """A table that says how MERIT sees each parameter."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable, Mapping
 import math
 from typing import Any
 
 import jax
+import optax
 
-from merit_optax._dimension_numbers import MatrixAxes, matrix_axes, path_name
-from merit_optax._trust_ratio import (
-  RATIOS,
-  WeightDimensionNumbers,
-  check_ratios,
-)
+from merit_optax._dimension_numbers import MatrixAxes, path_name
+from merit_optax._masks import broadcast_mask, scaled_axes
+from merit_optax._norms import RATIOS
+from merit_optax._trust_ratio import WeightDimensionNumbers, check_ratios
 
-_HEADER = ('parameter', 'shape', 'matrices', 'ratios', 'decayed')
+_HEADER = ('shape', 'matrices', 'ratios', 'decayed')
 
 
 def describe(
@@ -23,6 +22,7 @@ def describe(
   ratios: Collection[str] = RATIOS,
   trust_ratio_mask: Any | Callable[[Any], Any] | None = None,
   mask: Any | Callable[[Any], Any] | None = None,
+  weight_decay: optax.ScalarOrSchedule | None = None,
 ) -> str:
   """Returns a table of how :func:`merit_optax.merit` sees each parameter.
 
@@ -32,6 +32,8 @@ def describe(
     ratios: As given to ``merit``.
     trust_ratio_mask: As given to ``merit``.
     mask: As given to ``merit``.
+    weight_decay: As given to ``merit``: with 0 nothing is decayed. ``None`` to
+      look at the mask only.
 
   Returns:
     Text with a line for each parameter, which has its path, its shape, how many
@@ -50,24 +52,123 @@ def describe(
     b          (2,)    1 x 2      weight               yes
     w          (3, 2)  1 x 3 x 2  weight, row, column  yes
   """
+  settings: dict[str, Any] = {
+    'weight_dimension_numbers': weight_dimension_numbers,
+    'ratios': ratios,
+    'trust_ratio_mask': trust_ratio_mask,
+    'mask': mask,
+    'weight_decay': weight_decay,
+  }
+  rows = _rows(params, **settings)
+  return _table([('parameter', *_HEADER), *((k, *v) for k, v in rows.items())])
+
+
+def describe_partition(
+  params: Any,
+  param_labels: Any | Callable[[Any], Any],
+  parts: Mapping[Hashable, Mapping[str, Any] | None],
+) -> str:
+  """Returns a table of which parameter goes to which part of a partition.
+
+  Args:
+    params: Tree of arrays, or of their shapes.
+    param_labels: As given to :func:`optax.partition`: a tree of labels like the
+      parameters, or a prefix of it, or a function from parameters to one.
+    parts: For each label the keyword arguments of :func:`merit_optax.describe`
+      that hold there, or ``None`` for a part without trust ratios.
+
+  Returns:
+    The table of ``describe`` with one more column, the part. Parts without a
+    parameter are named below it.
+
+  Raises:
+    ValueError: If labels are not among the parts: it names their parameters.
+      Else as ``describe`` does.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {'w': jnp.zeros((3, 2)), 'b': jnp.zeros(2)}
+    >>> labels = {'w': 'matrix', 'b': 'other'}
+    >>> print(merit_optax.describe_partition(
+    ...     params, labels, {'matrix': {'ratios': ('row',)}, 'other': None}))
+    parameter  part    shape   matrices   ratios  decayed
+    b          other   (2,)    -          -       -
+    w          matrix  (3, 2)  1 x 3 x 2  row     yes
+  """
+  if callable(param_labels):
+    param_labels = param_labels(params)
+  # None is a label too, of parameters that nothing matched.
+  labels = jax.tree.map(
+    lambda label, part: jax.tree.map(lambda _: (label,), part),
+    param_labels,
+    params,
+    is_leaf=lambda x: x is None,
+  )
+  treedef: Any = jax.tree.structure(params)
+  label_of = {
+    path_name(path): label
+    for (path, _), (label,) in zip(
+      jax.tree_util.tree_leaves_with_path(params),
+      treedef.flatten_up_to(labels),
+      strict=True,
+    )
+  }
+  unknown = {k: v for k, v in label_of.items() if v not in parts}
+  if unknown:
+    raise ValueError(
+      f'param_labels must name parts, one of {list(parts)}, got {unknown}.'
+    )
+  rows: dict[str, tuple[str, ...]] = {}
+  for part, settings in parts.items():
+    masked = jax.tree.map(
+      lambda x, label, part=part: x if label == (part,) else optax.MaskedNode(),
+      params,
+      labels,
+    )
+    rows |= _shapes(masked) if settings is None else _rows(masked, **settings)
+  table: list[tuple[str, ...]] = [('parameter', 'part', *_HEADER)]
+  table += [(k, str(v), *rows[k]) for k, v in label_of.items()]
+  empty = [str(part) for part in parts if part not in label_of.values()]
+  note = f'\nParts without a parameter: {", ".join(empty)}' if empty else ''
+  return _table(table) + note
+
+
+def _shapes(params: Any) -> dict[str, tuple[str, ...]]:
+  """Returns the row of each parameter that has no trust ratio."""
+  return {
+    path_name(path): (str(tuple(param.shape)), '-', '-', '-')
+    for path, param in jax.tree_util.tree_leaves_with_path(params)
+  }
+
+
+def _rows(
+  params: Any,
+  *,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+  ratios: Collection[str] = RATIOS,
+  trust_ratio_mask: Any = None,
+  mask: Any = None,
+  weight_decay: optax.ScalarOrSchedule | None = None,
+) -> dict[str, tuple[str, ...]]:
+  """Returns the row of each parameter, without its name, by its name."""
   ratios = check_ratios(ratios)
   treedef: Any = jax.tree.structure(params)
   axes = scaled_axes(weight_dimension_numbers, trust_ratio_mask, params)
-  rows = [
-    (
-      path_name(path),
+  has_decay = callable(weight_decay) or weight_decay != 0
+  return {
+    path_name(path): (
       str(tuple(param.shape)),
       *_matrices_and_ratios(param.shape, leaf_axes, ratios),
-      'yes' if decayed else 'no',
+      'yes' if decayed and has_decay else 'no',
     )
     for (path, param), leaf_axes, decayed in zip(
       jax.tree_util.tree_leaves_with_path(params),
       treedef.flatten_up_to(axes),
-      treedef.flatten_up_to(broadcast_mask(mask, params)),
+      treedef.flatten_up_to(broadcast_mask('mask', mask, params)),
       strict=True,
     )
-  ]
-  return _table([_HEADER, *rows])
+  }
 
 
 def _matrices_and_ratios(
@@ -83,32 +184,6 @@ def _matrices_and_ratios(
   sizes = (count, rows, columns) if axes.rows else (count, columns)
   names = ratios if axes.rows else ('weight',)
   return ' x '.join(map(str, sizes)), ', '.join(names)
-
-
-def scaled_axes(
-  dimension_numbers: Any, trust_ratio_mask: Any, params: Any
-) -> Any:
-  """Returns the axes of each parameter's matrices, None where masked out.
-
-  As in the optimizer, a parameter without trust ratios needs no spec.
-  """
-  kept = jax.tree.map(
-    lambda param, keep: param if keep else None,
-    params,
-    broadcast_mask(trust_ratio_mask, params),
-  )
-  return matrix_axes(dimension_numbers, kept)
-
-
-def broadcast_mask(mask: Any, params: Any) -> Any:
-  """Returns a mask as a tree of the structure of the parameters."""
-  if callable(mask):
-    mask = mask(params)
-  if mask is None:
-    mask = True
-  return jax.tree.map(
-    lambda keep, part: jax.tree.map(lambda _: keep, part), mask, params
-  )
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

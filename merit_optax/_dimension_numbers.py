@@ -1,6 +1,7 @@
 """Which axes of a parameter are the rows and the columns of its matrices."""
 
 from collections.abc import Callable, Sequence
+import inspect
 import numbers
 from typing import Any, NamedTuple
 import warnings
@@ -10,6 +11,7 @@ import optax
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 _NOT_GIVEN = object()
+_LIBRARIES = ('merit_optax', 'optax', 'jax', 'flax')
 
 
 class MatrixAxes(NamedTuple):
@@ -85,13 +87,50 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
       'attention kernels of shape (model, heads, head_dim), for example. Pass '
       'weight_dimension_numbers to say what they are; '
       'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
-      stacklevel=3,
+      stacklevel=_level_of_the_caller(),
     )
 
 
 def path_name(path: tuple[Any, ...]) -> str:
   """Returns the path of a parameter as text, such as 'blocks/0/kernel'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
+  """Returns the names along a path, whatever the types of its containers."""
+  # By name, so that a dict of specs fits parameters in an nnx.State.
+  return tuple(path_name((key,)) for key in path)
+
+
+def find_nearest(
+  tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> Callable[[tuple[Any, ...]], Any]:
+  """Returns a function from a path to the entry of a prefix tree above it."""
+  entries = {
+    path_keys(path): entry
+    for path, entry in jax.tree_util.tree_leaves_with_path(
+      tree, is_leaf=is_leaf
+    )
+  }
+
+  def find(path: tuple[Any, ...]) -> Any:
+    keys = path_keys(path)
+    for length in range(len(keys), -1, -1):
+      if keys[:length] in entries:
+        return entries[keys[:length]]
+    raise KeyError(path_name(path))
+
+  return find
+
+
+def _level_of_the_caller() -> int:
+  """Returns the stacklevel, for its caller, of the code that uses optax."""
+  frame, level = inspect.currentframe(), 0
+  while frame is not None and frame.f_back is not None:
+    if frame.f_globals.get('__name__', '').split('.')[0] not in _LIBRARIES:
+      break
+    frame, level = frame.f_back, level + 1
+  return level
 
 
 class _SpecError(Exception):
@@ -106,19 +145,14 @@ def _spec_finder(
     dimension_numbers = dimension_numbers(params)
   if dimension_numbers is None:
     return lambda path: _NOT_GIVEN
-  specs = {
-    _keys(path): spec
-    for path, spec in jax.tree_util.tree_leaves_with_path(
-      dimension_numbers, is_leaf=_is_spec
-    )
-  }
+  nearest = find_nearest(dimension_numbers, is_leaf=_is_spec)
 
   def find(path: tuple[Any, ...]) -> Any:
-    keys = _keys(path)
-    for length in range(len(keys), -1, -1):
-      if keys[:length] in specs:
-        return specs[keys[:length]]
-    raise _SpecError('are missing: the tree of specs has no such entry')
+    try:
+      return nearest(path)
+    except KeyError:
+      message = 'are missing: the tree of specs has no such entry'
+      raise _SpecError(message) from None
 
   return find
 
@@ -133,25 +167,22 @@ def _is_spec(x: Any) -> bool:
   return x is None or isinstance(x, DimensionNumbers)
 
 
-def _keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-  # By name, so that a dict of specs fits parameters in an nnx.State.
-  return tuple(path_name((key,)) for key in path)
-
-
 def _axes(ndim: int, spec: Any) -> MatrixAxes:
   """Returns the axes that a spec means for a parameter of some rank."""
   if spec is _NOT_GIVEN and ndim > 1:
     return MatrixAxes(rows=(ndim - 2,), columns=(ndim - 1,))
-  if spec is _NOT_GIVEN or spec is None or ndim < 2:
+  if spec is _NOT_GIVEN or spec is None:
     return MatrixAxes(rows=(), columns=tuple(range(ndim)))
   if not isinstance(spec, DimensionNumbers):
     raise _SpecError(
       f'must be an optax.contrib.MuonDimensionNumbers or None, got {spec!r}'
     )
+  if ndim < 2 and spec != ((), ()):
+    return MatrixAxes(rows=(), columns=tuple(range(ndim)))
   rows = _normalize(spec.reduction_axis, ndim)
   columns = _normalize(spec.output_axis, ndim)
-  if len({*rows, *columns}) < len(rows + columns) or not rows + columns:
-    raise _SpecError(f'must name one axis or more, each once, got {spec}')
+  if len({*rows, *columns}) < len(rows + columns):
+    raise _SpecError(f'must name axes, each once, got {spec}')
   return MatrixAxes(rows, columns) if columns else MatrixAxes((), rows)
 
 
@@ -159,6 +190,7 @@ def _normalize(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
   """Returns axes as a tuple of numbers in [0, ndim)."""
   axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
   for axis in axes:
-    if not (isinstance(axis, numbers.Integral) and -ndim <= axis < ndim):
+    is_number = isinstance(axis, numbers.Integral)
+    if not is_number or isinstance(axis, bool) or not -ndim <= axis < ndim:
       raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axis!r}')
   return tuple(int(axis) % ndim for axis in axes)

@@ -1,6 +1,6 @@
 """Dimension numbers of Flax modules, found by the paths of their parameters."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import re
 from typing import Any
 
@@ -10,14 +10,14 @@ from merit_optax._dimension_numbers import DimensionNumbers, path_name
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
 _ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')
-_CONVOLUTION = re.compile(r'conv', re.IGNORECASE)
+_CONVOLUTION = re.compile(r'((^|_)c|C)onv(olution|transpose)?(?![a-z])')
 _VECTORS = ('bias', 'scale')
 
 
 def flax_dimension_numbers(
   params: Any,
   *,
-  stacked: Mapping[str, int] | None = None,
+  stacked: Mapping[str, int | Sequence[int]] | None = None,
   overrides: Mapping[str, DimensionNumbers | None] | None = None,
 ) -> Any:
   """Makes the dimension numbers of Flax modules, NNX or Linen.
@@ -30,8 +30,9 @@ def flax_dimension_numbers(
     ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of model
     rows and heads times head_dim columns; below ``out`` (also ``o``,
     ``out_proj``, ...), of shape (heads, head_dim, model), the reverse;
-  - ``kernel`` below a name with ``conv`` in it, of three axes or more: windows
-    and inputs are rows, outputs columns;
+  - ``kernel`` below a name with the word ``conv`` in it (``Conv_0``, ``conv1``,
+    ``patch_conv``), of three axes or more: windows and inputs are rows, outputs
+    columns;
   - ``embedding``, of shape (entries, features): a matrix;
   - ``bias`` and ``scale``: the weight-wise ratio over all axes that are not
     stacked.
@@ -39,10 +40,12 @@ def flax_dimension_numbers(
   Args:
     params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
       ``nnx.state(model, nnx.Param)``, also as ``nnx.as_pure`` gives it.
-    stacked: Numbers of leading axes that count layers, experts and so on, by a
-      regular expression to search for in the path, such as
-      ``{'blocks/': 1, 'blocks/.*experts/': 2}``. The largest that applies
-      counts.
+    stacked: Axes that count layers, experts and so on, by a regular expression
+      to search for in the path: the number of leading ones, or the axes
+      themselves where they do not lead, such as
+      ``{'blocks/': 1, 'blocks/.*experts/': 2}``, or ``{'layers/': (1,)}`` for
+      kernels of shape (model, layers, heads, head_dim). Of several that apply,
+      the one with most axes counts.
     overrides: Dimension numbers by a regular expression to search for in the
       path, for parameters that the rules above would not fit. Their axes
       count from the whole array.
@@ -53,8 +56,8 @@ def flax_dimension_numbers(
     The function itself may be given too.
 
   Raises:
-    ValueError: If parameters are not recognised, or patterns match none; it
-      names them all.
+    ValueError: If parameters are not recognised, if patterns match none (it
+      names them all), or if a parameter does not have its stacked axes.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -76,9 +79,14 @@ def flax_dimension_numbers(
     for pattern, override in overrides.items():
       if pattern in found:
         return override
-    counts = [n for pattern, n in stacked.items() if pattern in found]
+    ndim = len(param.shape)
+    counting = [
+      _stacked_axes(pattern, stacked[pattern], name, ndim)
+      for pattern in stacked
+      if pattern in found
+    ]
     numbers = _recognise(
-      name.split('/'), len(param.shape), max(counts, default=0)
+      name.split('/'), ndim, max(counting, key=len, default=())
     )
     if numbers is None:
       unknown.append(f'{name} {param.shape}')
@@ -93,18 +101,32 @@ def flax_dimension_numbers(
   if unknown:
     raise ValueError(
       f'params holds parameters that are not recognised: {", ".join(unknown)}. '
-      'If a leading axis counts layers or experts, say so by stacked, such as '
+      'If axes count layers or experts, say so by stacked, such as '
       "stacked={'blocks/': 1}; otherwise give their dimension numbers by "
-      'overrides.'
+      'overrides. (Under optax.inject_hyperparams, which calls functions with '
+      "the step count, name 'weight_dimension_numbers' in static_args.)"
     )
   return specs
 
 
+def _stacked_axes(
+  pattern: str, stacked: int | Sequence[int], name: str, ndim: int
+) -> tuple[int, ...]:
+  """Returns the axes of a parameter that count layers and so on."""
+  axes = range(stacked) if isinstance(stacked, int) else stacked
+  if not all(-ndim <= axis < ndim for axis in axes):
+    raise ValueError(
+      f'stacked[{pattern!r}] must name some of the {ndim} axes of {name!r}, '
+      f'got {stacked!r}.'
+    )
+  return tuple(axis % ndim for axis in axes)
+
+
 def _recognise(
-  names: list[str], ndim: int, num_stacked: int
+  names: list[str], ndim: int, stacked: tuple[int, ...]
 ) -> DimensionNumbers | None:
   """Returns the spec of a parameter, or None if no rule fits."""
-  axes = tuple(range(num_stacked, ndim))
+  axes = tuple(axis for axis in range(ndim) if axis not in stacked)
   num_rows = _num_row_axes(names, len(axes))
   if num_rows is None:
     return None

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from merit_optax import _arguments
+from merit_optax import _arguments, _masks
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
 from merit_optax._trust_ratio import (
@@ -51,8 +51,14 @@ def merit(
     w_{ij} &\leftarrow w_{ij} - \eta \, \text{clip}(s_{ij} z_{ij}, 1)
 
   with the learning rate :math:`\eta` and the weight decay :math:`\lambda`. So
-  :math:`|\Delta w| \le \eta \max |w|` where no norm is zero: the learning rate
-  is the largest fraction of the biggest weight that a step may move.
+  :math:`|\Delta w| \le \eta \max |w|` where no norm is zero and ``min_norm`` is
+  not above :math:`\max |w|`: the learning rate is the largest fraction of the
+  biggest weight that a step may move.
+
+  Parameters with more than two axes want ``weight_dimension_numbers``: without,
+  ``init`` warns and takes them as stacks of matrices over their last two. Call
+  ``update`` under ``jax.jit`` and not inside of ``jax.shard_map``, where each
+  device would take the norms of its own shards, without a word.
 
   The arguments up to ``mask`` stand in the order of :func:`optax.lamb`. The
   optimizer is a chain of :func:`merit_optax.scale_by_adam`,
@@ -62,7 +68,8 @@ def merit(
   :func:`optax.scale_by_learning_rate`.
 
   Args:
-    learning_rate: Learning rate, or a schedule from steps to learning rates.
+    learning_rate: Learning rate, or a schedule from steps to learning rates. A
+      negative one climbs.
     b1: Decay rate of the first moment, in [0, 1).
     b2: Decay rate of the second moment, in [0, 1).
     eps: Added to the root of the second moment, >= 0.
@@ -75,7 +82,8 @@ def merit(
     bias_correction: Whether Adam's bias correction is applied. The paper does
       without.
     clip_threshold: Largest magnitude of an element of the scaled update, before
-      the learning rate, > 0; ``None`` for no clip.
+      the learning rate, > 0 (``max_delta`` of
+      :func:`merit_optax.elementwise_clip`); ``None`` for no clip.
     ratios: Which trust ratios take part in the maximum: one or more of
       ``'weight'``, ``'row'`` and ``'column'``.
     trust_ratio_mask: Tree of booleans (or a function from parameters to one)
@@ -92,7 +100,12 @@ def merit(
 
   Raises:
     ValueError: If an argument is outside its range; by ``init`` and ``update``
-      if a spec does not fit its parameter.
+      if a spec or a mask does not fit the parameters; by ``update`` if it is
+      called without ``params``.
+
+  Warns:
+    UserWarning: By ``init``, if nothing says which axes of a parameter with
+      more than two are its rows and columns.
 
   Examples:
     >>> import jax
@@ -118,8 +131,8 @@ def merit(
     Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
     Algorithm 1.
   """
-  _arguments.check_number_or_schedule('learning_rate', learning_rate)
-  _arguments.check_number_or_schedule('weight_decay', weight_decay)
+  _arguments.check_learning_rate('learning_rate', learning_rate)
+  _arguments.check_weight_decay('weight_decay', weight_decay)
   if clip_threshold is None:
     clip = optax.identity()
   else:
@@ -131,7 +144,11 @@ def merit(
     weight_dimension_numbers=weight_dimension_numbers,
   )
   if trust_ratio_mask is not None:
-    trust_ratio = optax.masked(trust_ratio, trust_ratio_mask)
+    trust_ratio = optax.masked(
+      trust_ratio, _masks.checked('trust_ratio_mask', trust_ratio_mask)
+    )
+  if mask is not None:
+    mask = _masks.checked('mask', mask)
   return optax.chain(
     scale_by_adam(
       b1=b1,

@@ -1,46 +1,81 @@
-"""What MERIT would do to each parameter, for steps that are watched."""
+"""What MERIT would do to each parameter, on diagnostics steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+import functools
 import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import optax
 
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
-from merit_optax._describe import scaled_axes
-from merit_optax._dimension_numbers import MatrixAxes, path_name
+from merit_optax._dimension_numbers import MatrixAxes
+from merit_optax._masks import scaled_axes
 from merit_optax._merit import merit
-from merit_optax._trust_ratio import (
-  RATIOS,
-  check_ratios,
-  largest_ratio,
-  trust_ratios,
+from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
+from merit_optax._state import (
+  find_merit,
+  leaves_with_moments,
+  settings_of_step,
 )
+from merit_optax._trust_ratio import WeightDimensionNumbers, check_ratios
+from merit_optax._update_statistics import align, by_name, update_to_weight
 
 
 def merit_statistics(
-  *args: Any, **kwargs: Any
+  learning_rate: optax.ScalarOrSchedule,
+  b1: jax.typing.ArrayLike = 0.9,
+  b2: jax.typing.ArrayLike = 0.95,
+  eps: jax.typing.ArrayLike = 1e-6,
+  eps_root: jax.typing.ArrayLike = 0.0,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  *,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
+  bias_correction: bool = False,
+  clip_threshold: jax.typing.ArrayLike | None = 1.0,
+  ratios: Collection[str] = ('weight', 'row', 'column'),
+  trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
+  min_norm: jax.typing.ArrayLike = 0.0,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
   r"""Makes a function that tells what a MERIT step does to each parameter.
 
-  It computes the step anew from gradients, state and parameters, so that steps
+  It computes the step again from gradients, state and parameters, so that steps
   on which it is not called cost nothing, and the state holds nothing for it.
+  Numbers that ``optax.inject_hyperparams`` keeps in the state go before those
+  given here, and schedules are read at the counts that the state has for them.
 
   Args:
-    *args: Positional arguments of :func:`merit_optax.merit`, the same as those
-      of the optimizer that is watched.
-    **kwargs: Keyword arguments of it.
+    learning_rate: As given to the :func:`merit_optax.merit` that is watched,
+      like all that follow.
+    b1: See ``merit``.
+    b2: See ``merit``.
+    eps: See ``merit``.
+    eps_root: See ``merit``.
+    weight_decay: See ``merit``.
+    mask: See ``merit``.
+    mu_dtype: See ``merit``.
+    nu_dtype: See ``merit``.
+    bias_correction: See ``merit``.
+    clip_threshold: See ``merit``.
+    ratios: See ``merit``.
+    trust_ratio_mask: See ``merit``.
+    min_norm: See ``merit``.
+    weight_dimension_numbers: See ``merit``.
 
   Returns:
     A function ``(gradients, state, params)`` to a flat dictionary of float32
     scalars, which may be jitted. ``state`` is the state before the step, of
-    ``merit`` or of any optimizer that has one Adam state in it; ``gradients``
+    ``merit`` or of any optimizer that has one Adam state in it, or one of
+    ``merit`` beside others, as an :func:`optax.partition` may; ``gradients``
     are those that reach ``merit`` (clipped, say). Trees of ``nnx.Optimizer``
     (``optimizer.opt_state`` and ``nnx.State``) fit too. Keys are the path of a
-    parameter (of those that are not empty), a slash, and
+    parameter (of those that are not empty and not masked out), a slash, and
 
     - ``trust_ratio_min``, ``trust_ratio_median``, ``trust_ratio_max``: over all
       elements (the median sorts them);
@@ -49,11 +84,13 @@ def merit_statistics(
     - ``fallback``: share of elements with ratio 1, since a norm is zero;
     - ``clipped``: share of elements that the clip changes;
     - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite where a
-      parameter that is zero moves.
+      parameter that is zero moves. More about how far it moves, for any
+      optimizer, tells :func:`merit_optax.update_statistics`.
 
   Raises:
     ValueError: As ``merit`` does; by the function if the state has no Adam
-      state, or several, or one for other parameters.
+      state, or several, or one for other parameters, or if two paths are the
+      same when written with slashes.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -67,48 +104,46 @@ def merit_statistics(
     >>> print(watched['w/decided_by_row'], watched['w/update_to_weight'])
     0.0 0.125
   """
-  merit(*args, **kwargs)  # Checks the arguments.
-  bound = inspect.signature(merit).bind(*args, **kwargs)
-  bound.apply_defaults()
-  settings = bound.arguments
+  given = dict(locals())
+  merit(**given)  # Checks the arguments.
 
   def statistics(
     gradients: Any, state: Any, params: Any
   ) -> dict[str, jax.Array]:
-    adam = _align_state(_find_adam(state), params)
-    gradients = _align(gradients, params)
-    count = adam.count
+    found = find_merit(state)
+    settings = settings_of_step(given, found)
+    gradients = align(gradients, params)
+    params, gradients = (
+      leaves_with_moments(tree, found.adam.mu) for tree in (params, gradients)
+    )
+    adam = optax.ScaleByAdamState(
+      jax.tree.leaves(found.adam.count)[0],
+      align(found.adam.mu, params),
+      align(found.adam.nu, params),
+    )
     z = _decayed_direction(settings, gradients, adam, params)
     axes = scaled_axes(
       settings['weight_dimension_numbers'], settings['trust_ratio_mask'], params
     )
-    learning_rate = _at(settings['learning_rate'], count)
-    treedef: Any = jax.tree.structure(params)
-    result = {}
-    for (path, w), *leaf in zip(
-      jax.tree_util.tree_leaves_with_path(params),
-      *(treedef.flatten_up_to(tree) for tree in (z, axes)),
-      strict=True,
-    ):
-      if w.size == 0:
-        continue
-      for name, value in _leaf_statistics(
-        settings, learning_rate, w, *leaf
-      ).items():
-        result[f'{path_name(path)}/{name}'] = value.astype(jnp.float32)
-    return result
+    return by_name(
+      params,
+      jax.tree.map(
+        lambda *leaf: _leaf_statistics(settings, *leaf), params, z, axes
+      ),
+    )
 
   return statistics
 
 
 def _leaf_statistics(
   settings: dict[str, Any],
-  learning_rate: jax.typing.ArrayLike,
   param: jax.Array,
   z: jax.Array,
   axes: MatrixAxes | None,
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
+  if param.size == 0:
+    return {}
   parts: dict[str, jax.Array] = {}
   if axes is not None:
     ratios = check_ratios(settings['ratios'])
@@ -120,31 +155,30 @@ def _leaf_statistics(
   if settings['clip_threshold'] is not None:
     clip = elementwise_clip(settings['clip_threshold'])
     clipped, _ = clip.update(update, optax.EmptyState())
-  moved = jnp.max(jnp.abs(learning_rate * clipped))
+  moved = jnp.max(jnp.abs(settings['learning_rate'] * clipped))
   return {
     'trust_ratio_min': jnp.min(ratio),
-    'trust_ratio_median': jnp.median(ratio),
+    'trust_ratio_median': _median(ratio),
     'trust_ratio_max': jnp.max(ratio),
-    **_shares(parts, param.shape),
+    **_shares(parts),
     'clipped': jnp.mean(jnp.abs(update) > jnp.abs(clipped)),
-    'update_to_weight': jnp.where(
-      moved > 0, moved / jnp.max(jnp.abs(param)), moved
-    ),
+    'update_to_weight': update_to_weight(moved, jnp.max(jnp.abs(param))),
   }
 
 
-def _shares(
-  parts: dict[str, jax.Array], shape: tuple[int, ...]
-) -> dict[str, jax.Array]:
+def _shares(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
   """Returns the share of elements that each ratio decides."""
   shares = {f'decided_by_{name}': jnp.zeros(()) for name in RATIOS}
   if not parts:
     return shares | {'fallback': jnp.zeros(())}
-  ratios = jnp.stack([jnp.broadcast_to(x, shape) for x in parts.values()])
-  is_void = jnp.max(ratios, axis=0) == jnp.inf
-  first = jnp.argmax(ratios, axis=0)
-  for i, name in enumerate(parts):
-    shares[f'decided_by_{name}'] = jnp.mean((first == i) & ~is_void)
+  # Broadcast by operators, which on a mesh of Explicit axes keep shardings.
+  largest = functools.reduce(jnp.maximum, parts.values())
+  is_void = largest == jnp.inf
+  is_open = ~is_void
+  for name, ratio in parts.items():
+    is_decided = is_open & (ratio == largest)
+    shares[f'decided_by_{name}'] = jnp.mean(is_decided)
+    is_open &= ~is_decided
   return shares | {'fallback': jnp.mean(is_void)}
 
 
@@ -155,54 +189,15 @@ def _decayed_direction(
   params: Any,
 ) -> Any:
   """Returns Adam's update plus the weight decay."""
-  names = inspect.signature(scale_by_adam).parameters
+  names = inspect.signature(scale_by_adam).parameters.keys() & settings.keys()
   transform = scale_by_adam(**{name: settings[name] for name in names})
   u, _ = transform.update(gradients, adam)
-  decay = optax.add_decayed_weights(
-    _at(settings['weight_decay'], adam.count), settings['mask']
-  )
+  decay = optax.add_decayed_weights(settings['weight_decay'], settings['mask'])
   return decay.update(u, decay.init(params), params)[0]
 
 
-def _at(value: Any, count: jax.Array) -> Any:
-  """Returns a number, or a schedule's value."""
-  return value(count) if callable(value) else value
-
-
-def _find_adam(state: Any) -> optax.ScaleByAdamState:
-  """Returns the only Adam state in the state of an optimizer."""
-  found = [
-    leaf for leaf in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(leaf)
-  ]
-  if len(found) != 1:
-    raise ValueError(
-      f'state must hold one optax.ScaleByAdamState, found {len(found)}.'
-    )
-  return found[0]
-
-
-def _is_adam(x: Any) -> bool:
-  return isinstance(x, optax.ScaleByAdamState)
-
-
-def _align_state(
-  adam: optax.ScaleByAdamState, params: Any
-) -> optax.ScaleByAdamState:
-  """Returns the state with plain arrays, in trees like the parameters."""
-  return optax.ScaleByAdamState(
-    count=jax.tree.leaves(adam.count)[0],
-    mu=_align(adam.mu, params),
-    nu=_align(adam.nu, params),
-  )
-
-
-def _align(tree: Any, params: Any) -> Any:
-  """Returns the leaves of a tree in the structure of the parameters."""
-  leaves = jax.tree.leaves(tree)
-  treedef: Any = jax.tree.structure(params)
-  if len(leaves) != treedef.num_leaves:
-    raise ValueError(
-      'gradients, state and params must belong together, got '
-      f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
-    )
-  return jax.tree.unflatten(treedef, leaves)
+def _median(x: jax.Array) -> jax.Array:
+  """Returns the median, on a mesh of Explicit axes too, where nothing sorts."""
+  if any(jax.typeof(x).sharding.spec):
+    x = jax.sharding.reshard(x, PartitionSpec())
+  return jnp.median(x)

@@ -1,7 +1,6 @@
-"""The max-norm trust ratio: weight-wise, row-wise and column-wise."""
+"""Trust ratios, weight-wise, row-wise and column-wise, on any direction."""
 
 from collections.abc import Callable, Collection, Iterable
-import functools
 from typing import Any, TypeAlias
 
 import jax
@@ -15,12 +14,19 @@ from merit_optax._dimension_numbers import (
   check_params,
   matrix_axes,
 )
+from merit_optax._norms import (
+  RATIOS,
+  Norm,
+  l2_norm,
+  largest_ratio,
+  max_norm,
+  trust_ratios,
+)
 
 WeightDimensionNumbers: TypeAlias = (
   DimensionNumbers | optax.Params | Callable[[optax.Params], Any] | None
 )
-RATIOS = ('weight', 'row', 'column')
-_NO_PARAMS_MESSAGE = (
+NO_PARAMS_MESSAGE = (
   'You are using a transformation that requires the current value of '
   'parameters, but you are not passing `params` when calling `update`.'
 )
@@ -58,11 +64,17 @@ def scale_by_max_norm_trust_ratio(
   the update that it would get alone. Unlike in Muon,
 
   - a parameter with fewer than two axes has the weight-wise ratio only,
-    whatever a spec says;
+    whichever axes a spec names;
   - with an empty ``reduction_axis`` a parameter has the weight-wise ratio over
     its output axes only: ``MuonDimensionNumbers((), (1,))`` suits biases
     stacked as (layers, features);
-  - ``None`` in a tree of specs means the weight-wise ratio over all axes.
+  - ``None`` in a tree of specs means the weight-wise ratio over all axes;
+  - ``MuonDimensionNumbers((), ())`` means that every element is a parameter of
+    its own, as in scalars stacked as (layers,).
+
+  Any sharding is right under ``jax.jit``. Inside of ``jax.shard_map`` a device
+  sees its own shards only, and takes their norms: wrong, without a word, unless
+  it holds whole matrices. Compute gradients there, and call ``update`` outside.
 
   Without any spec, a parameter with more than two axes is taken as a stack of
   matrices over its last two, and ``init`` warns. (The authors' code takes the
@@ -91,6 +103,10 @@ def scale_by_max_norm_trust_ratio(
       if a spec does not fit its parameter, and by ``update`` if it is called
       without ``params``.
 
+  Warns:
+    UserWarning: By ``init``, if nothing says which axes of a parameter with
+      more than two are its rows and columns.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> import merit_optax
@@ -107,6 +123,86 @@ def scale_by_max_norm_trust_ratio(
     Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
     Algorithm 1. The fallback to 1 is the authors' code's.
   """
+  return _scale_by_trust_ratio(
+    max_norm, min_norm, trust_coefficient, eps, ratios, weight_dimension_numbers
+  )
+
+
+def scale_by_l2_norm_trust_ratio(
+  min_norm: jax.typing.ArrayLike = 0.0,
+  trust_coefficient: jax.typing.ArrayLike = 1.0,
+  eps: jax.typing.ArrayLike = 0.0,
+  *,
+  ratios: Collection[str] = ('weight',),
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+  r"""Scales every element by the largest l2 trust ratio it belongs to.
+
+  For a matrix :math:`w` and its update :math:`z`,
+
+  .. math::
+
+    z \leftarrow \frac{\|w\|_2}{\|z\|_2} \, z
+
+  by default: the ratio of LAMB. As :func:`optax.scale_by_trust_ratio`, but
+  right for parameters that hold several matrices: that takes one norm over a
+  whole stack of layers, experts or heads; this one gives each matrix the update
+  that it would get alone. ``ratios`` takes ratios of rows and columns into the
+  maximum too, and everything else is as in
+  :func:`merit_optax.scale_by_max_norm_trust_ratio`, with l2 norms.
+
+  Unlike a maximum, a sum depends on the order of its terms, so between meshes
+  the last bits of an update differ. Elements below about 1e-19 count as zero in
+  a norm, and norms above 1e19 as infinite, since their squares leave float32.
+
+  Args:
+    min_norm: Lower bound of every norm, >= 0.
+    trust_coefficient: Multiplier of the trust ratios, > 0.
+    eps: Added to the norm of the update, >= 0.
+    ratios: Which ratios take part in the maximum: one or more of ``'weight'``,
+      ``'row'`` and ``'column'``.
+    weight_dimension_numbers: Which axes of a parameter are rows and columns of
+      its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
+
+  Returns:
+    A stateless :class:`optax.GradientTransformation`, whose ``update`` needs
+    ``params``. Ratios are computed in float32 or wider; updates have the dtype
+    to which update and parameter promote.
+
+  Raises:
+    ValueError: If an argument is outside its range; by ``init`` and ``update``
+      if a spec does not fit its parameter, and by ``update`` if it is called
+      without ``params``.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> transform = merit_optax.scale_by_l2_norm_trust_ratio()
+    >>> params = jnp.array([[3.0, 0.0], [0.0, 4.0]])
+    >>> updates = jnp.array([[2.0, 0.0], [0.0, 0.0]])
+    >>> updates, _ = transform.update(updates, transform.init(params), params)
+    >>> print(updates)
+    [[5. 0.]
+     [0. 0.]]
+
+  References:
+    You et al., `Large Batch Optimization for Deep Learning: Training BERT in
+    76 minutes <https://arxiv.org/abs/1904.00962>`_, 2019.
+  """
+  return _scale_by_trust_ratio(
+    l2_norm, min_norm, trust_coefficient, eps, ratios, weight_dimension_numbers
+  )
+
+
+def _scale_by_trust_ratio(
+  norm: Norm,
+  min_norm: jax.typing.ArrayLike,
+  trust_coefficient: jax.typing.ArrayLike,
+  eps: jax.typing.ArrayLike,
+  ratios: Collection[str],
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+  """Scales by the largest trust ratio in some norm."""
   _arguments.check_at_least_zero('min_norm', min_norm)
   _arguments.check_above_zero('trust_coefficient', trust_coefficient)
   _arguments.check_at_least_zero('eps', eps)
@@ -114,7 +210,7 @@ def scale_by_max_norm_trust_ratio(
 
   def scale(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
     parts = trust_ratios(
-      update, param, axes, ratios, min_norm, trust_coefficient, eps
+      update, param, axes, ratios, min_norm, trust_coefficient, eps, norm
     )
     dtype = jnp.promote_types(update.dtype, param.dtype)
     return (largest_ratio(parts.values()) * update).astype(dtype)
@@ -129,7 +225,7 @@ def scale_by_max_norm_trust_ratio(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     if params is None:
-      raise ValueError(_NO_PARAMS_MESSAGE)
+      raise ValueError(NO_PARAMS_MESSAGE)
     axes = matrix_axes(weight_dimension_numbers, params)
     return jax.tree.map(scale, updates, params, axes), state
 
@@ -145,104 +241,3 @@ def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
       f'ratios must hold one or more of {RATIOS}, got {ratios!r}.'
     )
   return tuple(name for name in RATIOS if name in names)
-
-
-def trust_ratios(
-  update: jax.Array,
-  param: jax.Array,
-  axes: MatrixAxes,
-  ratios: Collection[str] = RATIOS,
-  min_norm: jax.typing.ArrayLike = 0.0,
-  trust_coefficient: jax.typing.ArrayLike = 1.0,
-  eps: jax.typing.ArrayLike = 0.0,
-) -> dict[str, jax.Array]:
-  """Returns the trust ratios of a parameter by their names.
-
-  Each has float32 or a wider dtype, broadcasts to the parameter's shape, and is
-  infinite where one of its norms is zero; all others are finite if the norms
-  are.
-
-  Args:
-    update: Update, of any shape.
-    param: Parameter of that shape.
-    axes: Axes of the parameter's matrices.
-    ratios: Names of the ratios wanted, if the parameter has matrices.
-    min_norm: Lower bound of every norm.
-    trust_coefficient: Multiplier of the ratios.
-    eps: Added to the norm of the update.
-  """
-  param_norms = _max_norms(param, axes, min_norm)
-  update_norms = _max_norms(update, axes, min_norm)
-  names = ratios if axes.rows else ('weight',)
-  return {
-    name: _ratio(
-      jnp.multiply(trust_coefficient, param_norms[name]),
-      update_norms[name],
-      eps,
-    )
-    for name in names
-  }
-
-
-def largest_ratio(ratios: Iterable[jax.Array]) -> jax.Array:
-  """Returns the largest of the ratios, and 1 where one of them is infinite."""
-  ratio = functools.reduce(jnp.maximum, ratios)
-  return jnp.where(ratio == jnp.inf, 1, ratio)
-
-
-def _max_norms(
-  x: jax.Array, axes: MatrixAxes, min_norm: jax.typing.ArrayLike
-) -> dict[str, jax.Array]:
-  """Returns the max-norms of each matrix, of its rows and of its columns.
-
-  The reduced axes stay, with size 1, so that any sharding of the array passes
-  through.
-  """
-  row = _max_abs(x, axes.columns)
-  norms = {
-    'weight': _max_abs(row, axes.rows),
-    'row': row,
-    'column': _max_abs(x, axes.rows),
-  }
-  dtype = jnp.promote_types(row.dtype, jnp.float32)
-  return {
-    name: jnp.maximum(norm.astype(dtype), min_norm)
-    for name, norm in norms.items()
-  }
-
-
-def _max_abs(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-  """Returns the largest magnitudes along some axes, which stay with size 1."""
-  options: Any = {'axis': axis, 'keepdims': True, 'initial': 0}
-
-  def on_cpu(x: jax.Array) -> jax.Array:
-    # XLA on CPU would store |x|. Elsewhere this would double what devices
-    # exchange.
-    return jnp.maximum(jnp.max(x, **options), -jnp.min(x, **options))
-
-  def by_default(x: jax.Array) -> jax.Array:
-    return jnp.max(jnp.abs(x), **options)
-
-  if jnp.iscomplexobj(x):
-    return by_default(x)
-  largest: jax.Array = jax.lax.platform_dependent(
-    x, cpu=on_cpu, default=by_default
-  )
-  return largest
-
-
-def _ratio(
-  param_norm: jax.Array, update_norm: jax.Array, eps: jax.typing.ArrayLike
-) -> jax.Array:
-  """Returns the ratio of two norms, infinite where one of them is zero."""
-  limits = jnp.finfo(update_norm.dtype)
-  # Subnormal norms count as zero, since most hardware flushes them.
-  vanished = (param_norm < limits.tiny) | (update_norm < limits.tiny)
-  # An infinite ratio would turn the zeros of the update into NaN, so quotients
-  # that overflow are bounded by 1 / tiny.
-  least = jnp.maximum(update_norm + eps, param_norm * limits.tiny)
-  # The division comes last: XLA does it once for each norm, and what comes
-  # after it, once for each element.
-  return jnp.where(
-    vanished, jnp.inf, jnp.minimum(param_norm, limits.max)
-  ) / jnp.where(vanished, 1, least)

@@ -1,26 +1,24 @@
 """Models from and for Hugging Face: python -m examples.gpt2.convert -h."""
 
+import json
 from pathlib import Path
+from typing import Any
 
+import safetensors.numpy
 import tyro
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.tokenizer import num_identifiers, read_tokenizer
 from examples.gpt2.data.tokens import new_folder
-from examples.gpt2.model import hugging_face
-from examples.gpt2.model.files import load_model, save_model
+from examples.gpt2.model import files, hugging_face
 from examples.gpt2.run.command import exit_on_error
+
+_CONFIG = 'config.json'
+_WEIGHTS = 'model.safetensors'
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
-
-  Raises:
-    SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read or written, and 130 after control-C.
-  """
+  """Runs the command line; status 2 for what the user can correct."""
   with exit_on_error():
     tyro.extras.subcommand_cli_from_dict(
       {'export': export_model, 'import': import_model},
@@ -44,13 +42,13 @@ def export_model(
     OSError: If a file cannot be read or written.
   """
   with new_folder(out.expanduser().resolve()) as scratch:
-    model = load_model(folder)
+    model = files.load_model(folder)
     if model.config.qk_norm:
       raise UsageError(
         f'{folder} has qk_norm, which neither GPT2LMHeadModel nor '
         'LlamaForCausalLM has: only a model without it can be exported.'
       )
-    hugging_face.write_model(scratch, model)
+    _write(scratch, model)
 
 
 def import_model(
@@ -69,7 +67,57 @@ def import_model(
     OSError: If a file cannot be read or written.
   """
   with new_folder(out.expanduser().resolve()) as scratch:
-    save_model(scratch, hugging_face.read_model(folder.expanduser()))
+    files.save_model(scratch, _read(folder.expanduser()))
+
+
+def _write(folder: Path, model: files.Model) -> None:
+  """Writes the files of Hugging Face."""
+  arrays = hugging_face.to_arrays(model.config, model.num_tokens, model.params)
+  safetensors.numpy.save_file(
+    files.contiguous(arrays),
+    folder / _WEIGHTS,
+    metadata={'format': 'pt'},  # Some versions insist on it.
+  )
+  settings = {_CONFIG: hugging_face.to_settings(model)}
+  if model.tokenizer is not None:
+    model.tokenizer.save(str(folder / files.TOKENIZER))
+    name = 'tokenizer_config.json'
+    settings[name] = hugging_face.tokenizer_settings(model)
+  for name, values in settings.items():
+    (folder / name).write_text(json.dumps(values, indent=2) + '\n')
+
+
+def _read(folder: Path) -> files.Model:
+  """Reads the files of Hugging Face."""
+  with files.naming(folder / _CONFIG):
+    settings = files.read_json(folder / _CONFIG)
+    config, num_rows = hugging_face.from_settings(settings)
+  arrays: dict[str, Any] = {}
+  for path in _parts(folder):
+    with files.naming(path):
+      arrays |= files.open_arrays(path)
+  with files.naming(folder / _WEIGHTS):
+    params = hugging_face.from_arrays(config, num_rows, arrays)
+  if not (folder / files.TOKENIZER).is_file():
+    return files.Model(config, num_rows, params)
+  tokenizer = read_tokenizer(folder / files.TOKENIZER, num_rows)
+  # Rows that no token has are padding too.
+  return files.Model(config, num_identifiers(tokenizer), params, tokenizer)
+
+
+def _parts(folder: Path) -> list[Path]:
+  """Returns the files of the weights: one, or its parts."""
+  if (folder / _WEIGHTS).is_file():
+    return [folder / _WEIGHTS]
+  parts = sorted(folder.glob('model-*.safetensors'))
+  if not parts:
+    names = ', '.join(sorted(path.name for path in folder.glob('*.bin')))
+    raise UsageError(
+      f'{folder} holds no {_WEIGHTS} and no parts of it: expected weights as '
+      f'safetensors; pickles ({names or "*.bin"}) are not read, since they can '
+      'run any code.'
+    )
+  return parts
 
 
 if __name__ == '__main__':

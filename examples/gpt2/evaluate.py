@@ -3,11 +3,9 @@
 Axes: A micro-batches, B sequences, T tokens.
 """
 
-import dataclasses
-import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,46 +18,38 @@ from examples.gpt2.data.documents import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
 from examples.gpt2.data.tokens import map_tokens
 from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model
 from examples.gpt2.model.loss import sequence_losses
 from examples.gpt2.model.transformer import as_module
 from examples.gpt2.run.command import exit_on_error, table
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-  """What was measured.
+class Evaluation(NamedTuple):
+  """What was measured."""
 
-  Attributes:
-    loss: Mean cross-entropy, nats a token.
-    bits_per_byte: The same in bits, by the mean number of bytes that a token
-      has in the whole held-out part; None where that is not text.
-    num_sequences: Number of sequences.
-    num_tokens: Number of tokens that were predicted.
-  """
-
-  loss: float
-  bits_per_byte: float | None
+  loss: float  # Mean cross-entropy, nats a token.
   num_sequences: int
-  num_tokens: int
+  num_tokens: int  # Tokens that were predicted.
+  # The loss in bits, by the mean number of bytes that a token has in the whole
+  # held-out part; None where that is not text.
+  bits_per_byte: float | None
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
-
-  Raises:
-    SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read, and 130 after control-C.
-  """
+  """Runs the command line; status 2 for what the user can correct."""
   with exit_on_error():
     evaluation = tyro.cli(
       evaluate, args=args, prog='python -m examples.gpt2.evaluate'
     )
-  print(table(_rows(evaluation)))
+  rows = {
+    'loss': f'{evaluation.loss:.4f} nats per token',
+    'perplexity': f'{math.exp(evaluation.loss):.4g}',
+    'measured on': f'{evaluation.num_sequences:,} sequences, '
+    f'{evaluation.num_tokens:,} tokens',
+  }
+  if evaluation.bits_per_byte is not None:
+    rows['bits per byte'] = f'{evaluation.bits_per_byte:.4f}'
+  print(table(rows))
 
 
 def evaluate(
@@ -95,9 +85,9 @@ def evaluate(
   check_at_least(1, context_length=context_length)
   devices = make_mesh(mesh)
   model = load_model(folder, devices)
-  length = _context_length(context_length, model.config)
+  length = context_length or model.config.context_length
   tokens, num_bytes = _read(data, model)
-  _check_tokens(data, tokens, length, model.num_tokens)
+  _check_fits(model, tokens, length, data)
   settings = Config(
     context_length=length,
     eval_sequences=sequences,
@@ -106,36 +96,22 @@ def evaluate(
   )
   batch_ABT, count = validation_batch(tokens, settings, devices)
   with jax.set_mesh(devices):
-    losses = [
-      np.asarray(_losses(model.config, model.params, tokens_BT))
-      for tokens_BT in tqdm.tqdm(batch_ABT, 'evaluating', delay=2)
-    ]
-  loss = float(np.concatenate(losses)[:count].mean(dtype=np.float64))
+    losses_B = _sequence_losses(model, batch_ABT)[:count]
+  loss = float(losses_B.mean(dtype=np.float64))
   bits = loss / math.log(2) * len(tokens)
-  return Evaluation(
-    loss=loss,
-    bits_per_byte=bits / num_bytes if num_bytes else None,
-    num_sequences=count,
-    num_tokens=count * length,
-  )
+  per_byte = bits / num_bytes if num_bytes else None
+  return Evaluation(loss, count, count * length, per_byte)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _losses(
-  config: ModelConfig, params: Any, tokens_BT: jax.Array
-) -> jax.Array:
-  return sequence_losses(as_module(config, params), tokens_BT)
+def _sequence_losses(model: Model, batch_ABT: jax.Array) -> np.ndarray:
+  """Returns the mean loss of each sequence, of all micro-batches."""
 
+  @jax.jit
+  def measure(params: Any, tokens_BT: jax.Array) -> jax.Array:
+    return sequence_losses(as_module(model.config, params), tokens_BT)
 
-def _context_length(given: int | None, config: ModelConfig) -> int:
-  """Returns the number of tokens in a sequence."""
-  length = given or config.context_length
-  if config.architecture == 'gpt2' and length > config.context_length:
-    raise UsageError(
-      f'--context-length must be at most {config.context_length}, the '
-      f'positions that the model has learned, got {length}.'
-    )
-  return length
+  progress = tqdm.tqdm(batch_ABT, 'evaluating', delay=2)
+  return np.concatenate([measure(model.params, x_BT) for x_BT in progress])
 
 
 def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
@@ -149,44 +125,39 @@ def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
       'text: expected a folder with val.bin.'
     )
   size = model.tokenizer.get_vocab_size()
-  if model.tokenizer.token_to_id(END_OF_TEXT) is None or size > MAX_VOCAB_SIZE:
+  has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
+  if not has_end or size > MAX_VOCAB_SIZE:
     raise UsageError(
-      f"The model's tokenizer has {size} tokens: expected at most "
-      f'{MAX_VOCAB_SIZE}, and {END_OF_TEXT} to put after each document. Give '
-      '--data a folder with val.bin.'
+      f"The model's tokenizer has {size} tokens, {END_OF_TEXT} "
+      f'{"among" if has_end else "not among"} them: expected at most '
+      f'{MAX_VOCAB_SIZE} with it, which comes after each document. Give --data '
+      'a folder with val.bin.'
     )
   documents = load_corpus(data).validation
   num_bytes = sum(len(text.encode()) for text in documents)
   return encode(model.tokenizer, documents), num_bytes
 
 
-def _check_tokens(
-  data: str, tokens: np.ndarray, length: int, num_tokens: int
+def _check_fits(
+  model: Model, tokens: np.ndarray, length: int, data: str
 ) -> None:
-  """Raises ``UsageError`` for tokens that the model cannot be measured on."""
+  """Raises ``UsageError`` for what the model cannot be measured on."""
+  config = model.config
+  if config.architecture == 'gpt2' and length > config.context_length:
+    raise UsageError(
+      f'--context-length must be at most {config.context_length}, the '
+      f'positions that the model has learned, got {length}.'
+    )
   if len(tokens) <= length:
     raise UsageError(
       f'--data {data} holds out {len(tokens)} tokens, too few for a sequence '
       f'of --context-length {length} and its last target.'
     )
-  if tokens.max() >= num_tokens:
+  if tokens.max() >= model.num_tokens:
     raise UsageError(
       f'--data {data} holds the token {tokens.max()}, but the model has '
-      f'{num_tokens} tokens: its text was tokenized for another model.'
+      f'{model.num_tokens} tokens: its text was tokenized for another model.'
     )
-
-
-def _rows(evaluation: Evaluation) -> dict[str, str]:
-  """Returns what was measured as names and values."""
-  rows = {
-    'loss': f'{evaluation.loss:.4f} nats per token',
-    'perplexity': f'{np.exp(evaluation.loss):.4g}',
-    'measured on': f'{evaluation.num_sequences:,} sequences, '
-    f'{evaluation.num_tokens:,} tokens',
-  }
-  if evaluation.bits_per_byte is not None:
-    rows['bits per byte'] = f'{evaluation.bits_per_byte:.4f}'
-  return rows
 
 
 if __name__ == '__main__':

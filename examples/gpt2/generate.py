@@ -23,15 +23,7 @@ _MAX_TOKENS = 256
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
-
-  Raises:
-    SystemExit: With status 2 for a mistake in the settings or a file that
-      cannot be read, and 130 after control-C.
-  """
+  """Runs the command line; status 2 for what the user can correct."""
   with exit_on_error():
     texts = tyro.cli(
       generate, args=args, prog='python -m examples.gpt2.generate'

@@ -9,12 +9,10 @@ import numpy as np
 from examples.plan import hlo
 from examples.plan.hlo import Computation, Instruction
 
-KINDS = (
-  'all-reduce', 'all-gather', 'reduce-scatter', 'all-to-all',
-  'collective-permute',
-)  # fmt: skip
-
-_OPCODE = re.compile(f'(?:ragged-)?({"|".join(KINDS)})(-start)?$')
+_OPCODE = re.compile(
+  r'(?:ragged-)?(all-reduce|all-gather|reduce-scatter|all-to-all|'
+  r'collective-permute)(-start)?$'
+)
 # The forms {{0,1},{2,3}}, [2,2]<=[2,2]T(1,0) and mesh['a'=2,'b'=2] {'a'}.
 _LIST = re.compile(r'replica_groups=\{\{([\d,]+)\}')
 _IOTA = re.compile(
@@ -30,7 +28,7 @@ class Collective(NamedTuple):
   """A collective operation of a program.
 
   Attributes:
-    kind: One of ``KINDS``.
+    kind: Its operation, such as ``'all-gather'``.
     shapes: Shapes of the whole arrays that a group shares: of the operands of
       reduce-scatter, of the results of others.
     bytes: Bytes of these arrays.
@@ -73,7 +71,7 @@ def collectives(program: Computation) -> list[Collective]:
 def by_kind(found: list[Collective]) -> dict[str, dict[str, float]]:
   """Returns executions and bytes sent of each kind that occurs."""
   totals: dict[str, dict[str, float]] = {}
-  for x in sorted(found, key=lambda x: KINDS.index(x.kind)):
+  for x in found:
     total = totals.setdefault(x.kind, {'executions': 0, 'sent_bytes': 0.0})
     total['executions'] += x.executions
     total['sent_bytes'] += x.sent_bytes

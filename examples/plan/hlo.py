@@ -64,7 +64,7 @@ Computation = list[Instruction]
 
 
 def parse(text: str) -> Computation:
-  """Returns what starts a program, from the text of ``compiled.as_text()``."""
+  """Returns the entry computation of what ``compiled.as_text()`` returns."""
   computations: dict[str, Computation] = {}
   for line in text.splitlines():
     if head := _COMPUTATION.match(line):
@@ -72,15 +72,12 @@ def parse(text: str) -> Computation:
       by_name: dict[str, Instruction] = {}
     elif found := _INSTRUCTION.match(line):
       root, name, types, opcode, arguments, attributes = found.groups('')
-      called = _NAME.findall(''.join(_CALLED.findall(attributes)))
+      callees = _NAME.findall(''.join(_CALLED.findall(attributes)))
+      arrays = [_array(*array) for array in _ARRAY.findall(types)]
+      operands = [by_name[operand] for operand in _NAME.findall(arguments)]
+      called = [computations[callee] for callee in callees]
       by_name[name] = Instruction(
-        opcode,
-        [_array(*array) for array in _ARRAY.findall(types)],
-        [by_name[operand] for operand in _NAME.findall(arguments)],
-        [computations[callee] for callee in called],
-        arguments,
-        attributes,
-        bool(root),
+        opcode, arrays, operands, called, arguments, attributes, bool(root)
       )
       computation.append(by_name[name])
   return computation

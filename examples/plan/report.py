@@ -18,13 +18,9 @@ def one(results: dict[str, Any]) -> str:
     ],
     'The largest': results['largest_collectives'],
     'Of a device, ESTIMATED by a roofline': [
-      {
-        'what': name,
-        'step': _text(name, x),
-        'update': _text(name, update[name]),
-      }
-      for name, x in step.items()
-      if name in update
+      {'what': k, 'step': _text(k, v), 'update': _text(k, update[k])}
+      for k, v in step.items()
+      if k in update
     ],
   }
   texts = [f'{title}\n{_columns(rows)}' for title, rows in tables.items()]
@@ -63,8 +59,10 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _text(name: str, value: Any) -> str:
-  if isinstance(value, str | tuple | bool):
+  if isinstance(value, str | bool):
     return str(value).replace('_', ' ')
+  if name == 'shapes':
+    return ' '.join(map(str, value[:2])) + ' ...' * (len(value) > 2)
   if 'bytes' in name:
     return format_bytes(value)
   if 'seconds' in name:

@@ -76,8 +76,5 @@ def recomputed_flops(config: ModelConfig, flops_per_token: float) -> float:
   """Returns the FLOPs of a token that rematerialization adds to the others."""
   attention = 4.0 * config.num_layers * config.width * config.context_length
   head = 6.0 * config.vocab_size * config.width
-  return {
-    'none': 0.0,
-    'dots': attention,
-    'full': (flops_per_token - head) / 3,
-  }[config.remat]
+  full = (flops_per_token - head) / 3
+  return {'none': 0.0, 'dots': attention, 'full': full}[config.remat]

@@ -28,7 +28,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   Returns:
     Its record, JSON values: its label and final loss (None if it diverged), the
     other settings, diagnostics, seconds since it was last started, versions and
-    machine. Of several processes, the first returns it, and others nothing.
+    machine.
 
   Raises:
     OutOfMemoryError: If a device has too little memory.
@@ -42,8 +42,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   optimizer = make_optimizer(run.arm, config) if run.arm else None
   trainer = Trainer(config, tokens.vocab_size, mesh, optimizer)
   start = time.perf_counter()
-  is_first = processes.is_first()
-  with RunFolder(work / run.key, is_writer=is_first) as folder:
+  with RunFolder(work / run.key) as folder:
     folder.start({'config': run.identity})
     has_diverged = False
     try:
@@ -52,11 +51,9 @@ def train(run: Run, work: Path) -> dict[str, Any]:
     except NotFiniteError:
       has_diverged = True
     folder.flush()
-    lines = folder.read_metrics() if is_first else []
+    lines = processes.on_first(folder.read_metrics)
   # Programs of this run, which no other has.
   jax.clear_caches()
-  if not is_first:
-    return {}
   return {
     **run.label,
     'loss': None if has_diverged else round(lines[-1]['val_loss'], 5),

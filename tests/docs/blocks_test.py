@@ -1,6 +1,7 @@
 """The Python blocks of the documentation run, and its commands exist."""
 
 from collections.abc import Iterator
+import functools
 import importlib
 import inspect
 import itertools
@@ -82,8 +83,10 @@ def reading_only(monkeypatch: pytest.MonkeyPatch) -> None:
   """Ends commands when they have read their arguments."""
   parse = tyro.cli
 
-  def cli(*args, **kwargs):
-    parse(*args, **kwargs)
+  def cli(what, **kwargs):
+    if inspect.isfunction(what):
+      what = functools.wraps(what)(lambda *_, **__: None)
+    parse(what, **kwargs)
     raise _ReadError
 
   def subcommand_cli(subcommands, args, **_):

@@ -101,7 +101,7 @@ def test_token_files_are_measured_as_their_text(
   expected = evaluate(folder, str(text))
   data = _write_token_files(tmp_path, _held_out(folder, text))
   evaluation = evaluate(folder, data)
-  assert evaluation == dataclasses.replace(expected, bits_per_byte=None)
+  assert evaluation == expected._replace(bits_per_byte=None)
 
 
 def test_a_shorter_context_may_be_measured(folder: Path, text: Path):

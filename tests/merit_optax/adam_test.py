@@ -201,3 +201,91 @@ def test_parameters_are_not_needed():
   chex.assert_trees_all_equal(
     transform.update(gradient, state), transform.update(gradient, state, 3)
   )
+
+
+def _float(dtype):
+  return {'w': jnp.ones(3, dtype)}
+
+
+@pytest.mark.parametrize(
+  'options, params',
+  [
+    ({'b2': 0.999}, _float(jnp.bfloat16)),
+    ({'b1': 0.999}, _float(jnp.bfloat16)),
+    ({'b1': 0.999, 'mu_dtype': 'bfloat16'}, _float(jnp.float32)),
+    ({'b2': jnp.float32(0.999), 'nu_dtype': 'bfloat16'}, _float(jnp.float32)),
+    ({'b2': 0.9999}, _float(jnp.float16)),
+    ({'b2': 0.9999, 'nu_dtype': 'float16'}, _float(jnp.float32)),
+  ],
+)
+@pytest.mark.parametrize('inject', [False, True])
+def test_a_moment_that_would_never_decay_is_refused(options, params, inject):
+  build = merit_optax.scale_by_adam
+  if inject:
+    build = optax.inject_hyperparams(build)
+  with pytest.raises(ValueError, match=r'^b[12] must be at most .*never decay'):
+    build(**options).init(params)
+
+
+@pytest.mark.parametrize(
+  'options, params',
+  [
+    ({'b2': 0.999, 'nu_dtype': 'float32'}, _float(jnp.bfloat16)),
+    ({'b1': 0.99, 'b2': 0.99}, _float(jnp.bfloat16)),
+    ({'b2': 0.998}, _float(jnp.float16)),
+    ({'b2': 0.9999}, _float(jnp.float32)),
+    ({'b2': 0.9999}, {'w': jnp.ones(3, jnp.int32)}),
+  ],
+)
+@pytest.mark.parametrize('inject', [False, True])
+def test_a_moment_that_decays_is_not(options, params, inject):
+  build = merit_optax.scale_by_adam
+  if inject:
+    # Or it rounds numbers to the dtype of the parameters, and 0.999 to 1.
+    build = optax.inject_hyperparams(build, hyperparam_dtype=jnp.float32)
+  build(**options).init(params)
+
+
+def test_complex_parameters_have_complex_first_moments():
+  params = _tree(0, jnp.complex64)
+  with pytest.raises(ValueError, match='mu_dtype must be None for complex'):
+    merit_optax.scale_by_adam(mu_dtype='float32').init(params)
+  transform = merit_optax.scale_by_adam(nu_dtype='float32')
+  ((updates, state),) = _run(transform, params, [params])
+  assert _dtypes(state.nu) == {jnp.dtype('float32')}
+  assert _dtypes(updates) == {jnp.dtype('complex64')}
+
+
+@pytest.mark.parametrize('correction', [True, False])
+def test_nesterov(correction):
+  params = _tree(0)
+  gradients = [_tree(seed) for seed in range(1, 5)]
+  ours = merit_optax.scale_by_adam(
+    0.8, 0.9, bias_correction=correction, nesterov=True
+  )
+  actual = [u for u, _ in _run(ours, params, gradients)]
+  if correction:
+    theirs = optax.scale_by_adam(0.8, 0.9, 1e-6, nesterov=True)
+    expected = [u for u, _ in _run(theirs, params, gradients)]
+  else:
+    plain = merit_optax.scale_by_adam(0.8, 0.9)
+    expected = [
+      jax.tree.map(
+        lambda m, v, g: (0.8 * m + 0.2 * g) / (jnp.sqrt(v) + 1e-6),
+        state.mu,
+        state.nu,
+        gradient,
+      )
+      for (_, state), gradient in zip(
+        _run(plain, params, gradients), gradients, strict=True
+      )
+    ]
+  chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_count_stops_at_its_largest():
+  transform = merit_optax.scale_by_adam(bias_correction=True)
+  largest = jnp.iinfo(jnp.int32).max
+  state = transform.init(jnp.ones(3))._replace(count=jnp.int32(largest))
+  _, state = transform.update(jnp.ones(3), state)
+  assert state.count == largest

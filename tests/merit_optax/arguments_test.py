@@ -5,6 +5,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
@@ -12,12 +13,19 @@ import pytest
 import merit_optax
 
 _NAN, _INF = float('nan'), float('inf')
-_NO_NUMBERS = ('0.5', True, False, [0.5], 1j, object, _NAN, _INF, -_INF)
+_NO_NUMBERS = (
+  *('0.5', True, False, [0.5], 1j, object, _NAN, _INF, -_INF),
+  *(np.array([0.5]), np.array(_NAN), np.float32(_INF), np.bool_(True)),
+)
 _NEGATIVE = (*_NO_NUMBERS, None, -1e-9, -1)
 _NOT_POSITIVE = (*_NEGATIVE, 0, 0.0)
 _NO_RATES = (*_NEGATIVE, 1, 1.0, 1.5)
-_NO_SCHEDULES = tuple(v for v in _NEGATIVE if v is not object)
-_NO_DTYPES = ('nonsense', '', 3, True, [], jnp.int32, 'int8', bool, object)
+_NO_DECAYS = tuple(v for v in _NEGATIVE if v is not object)
+_NO_SCHEDULES = tuple(v for v in _NO_NUMBERS if v is not object)
+_NO_DTYPES = (
+  *('nonsense', '', 3, True, [], jnp.int32, 'int8', bool, object),
+  *('complex64', jnp.float8_e4m3fn),
+)
 _NO_RATIOS = ('row', (), [], None, 3, ('rows',), ('row', 1), {'row', 'l2'})
 
 
@@ -37,7 +45,7 @@ _FUNCTIONS = {
 
 _BAD = [
   (_merit, 'learning_rate', _NO_SCHEDULES),
-  (_merit, 'weight_decay', _NO_SCHEDULES),
+  (_merit, 'weight_decay', _NO_DECAYS),
   (_merit, 'clip_threshold', [v for v in _NOT_POSITIVE if v is not None]),
   (_merit, 'min_norm', _NEGATIVE),
   (_merit, 'ratios', _NO_RATIOS),
@@ -59,7 +67,10 @@ _BAD = [
   (_clip, 'max_delta', _NOT_POSITIVE),
 ]
 _RATES = (0, 0.0, 0.9, 1 - 1e-9, np.float32(0.5), np.float64(0.5), np.int64(0))
-_NUMBERS = (0, 0.0, -0.0, 1e-30, 1, 1e30, np.float32(2), np.int32(2))
+_NUMBERS = (
+  *(0, 0.0, -0.0, 1e-30, 1, 1e30, np.float32(2), np.int32(2)),
+  *(np.array(2), ml_dtypes.bfloat16(0.5)),
+)
 _POSITIVE = (1e-30, 1, 1e30, np.float32(2), np.int32(2))
 _DTYPES = (None, 'float32', 'f4', float, jnp.bfloat16, np.dtype('float16'))
 _RATIOS = (
@@ -71,7 +82,11 @@ _RATIOS = (
   ('row', 'row'),
 )
 _GOOD = [
-  (_merit, 'learning_rate', (*_NUMBERS, optax.cosine_decay_schedule(1, 9))),
+  (
+    _merit,
+    'learning_rate',
+    (*_NUMBERS, -0.1, optax.cosine_decay_schedule(1, 9)),
+  ),
   (_merit, 'weight_decay', (*_NUMBERS, optax.constant_schedule(0.1))),
   (_merit, 'clip_threshold', (*_POSITIVE, None)),
   (_merit, 'mask', (None, True, {'w': True}, lambda tree: tree)),
@@ -139,14 +154,15 @@ def test_arrays_and_tracers_pass_unread(build, name):
 
 
 def test_every_argument_of_every_function_is_checked():
-  # bias_correction is any truth value. Masks and dimension numbers are held
-  # against the parameters, which are not there yet.
+  # bias_correction and nesterov are any truth value. Masks and dimension
+  # numbers are held against the parameters, which are not there yet.
   checked = {
     'merit-mask',
     'merit-bias_correction',
     'merit-trust_ratio_mask',
     'merit-weight_dimension_numbers',
     'scale_by_adam-bias_correction',
+    'scale_by_adam-nesterov',
     'scale_by_max_norm_trust_ratio-weight_dimension_numbers',
     *_ids(_BAD),
   }
@@ -162,8 +178,10 @@ def test_messages_say_what_is_accepted():
     merit_optax.merit(0.1, ratios=('diagonal',))
   for ratio in ('weight', 'row', 'column'):
     assert repr(ratio) in str(error.value)
+  with pytest.raises(ValueError, match='finite number or a schedule'):
+    merit_optax.merit(None)
   with pytest.raises(ValueError, match='finite number >= 0 or a schedule'):
-    merit_optax.merit(-0.1)
+    merit_optax.merit(0.1, weight_decay=-0.1)
   with pytest.raises(ValueError, match=r'number in \[0, 1\)'):
     merit_optax.merit(0.1, b1=1.0)
 
@@ -178,3 +196,64 @@ def test_numbers_of_other_kinds_are_read():
   merit_optax.merit(fractions.Fraction(1, 2), ratios=np.array(['row']))
   with pytest.raises(ValueError, match='learning_rate must be a finite number'):
     merit_optax.merit(10**400)
+
+
+def test_a_negative_rate_climbs():
+  params = {'w': jnp.full((2, 3), 0.5)}
+  up, down = (
+    optimizer.update(params, optimizer.init(params), params)[0]['w']
+    for optimizer in (merit_optax.merit(-0.1), merit_optax.merit(0.1))
+  )
+  np.testing.assert_array_equal(up, -down)
+
+
+# Masks.
+
+_PARAMS = {'w': jnp.ones((2, 3)), 'b': jnp.ones(3)}
+
+
+def _matrices(params):
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+@pytest.mark.parametrize('name', ['mask', 'trust_ratio_mask'])
+@pytest.mark.parametrize(
+  'mask', [False, True, 1.0, {'w': 1, 'b': False}, lambda _: 0.5]
+)
+def test_what_cannot_be_a_mask_is_named_by_init(name, mask):
+  optimizer = merit_optax.merit(0.1, **{name: mask})
+  with pytest.raises(ValueError, match=f'^{name} must be a tree of booleans'):
+    optimizer.init(_PARAMS)
+  with pytest.raises(ValueError, match=f'^{name} must be a tree of booleans'):
+    merit_optax.describe(_PARAMS, **{name: mask})
+
+
+@pytest.mark.parametrize('name', ['mask', 'trust_ratio_mask'])
+def test_masks_that_are_taken_for_schedules_are_refused(name):
+  build = optax.inject_hyperparams(merit_optax.merit)
+  with pytest.raises(ValueError, match=f"name '{name}' in static_args"):
+    build(0.1, **{name: _matrices}).init(_PARAMS)
+  build = optax.inject_hyperparams(merit_optax.merit, static_args=name)
+  injected = build(0.1, weight_decay=0.1, **{name: _matrices})
+  plain = merit_optax.merit(0.1, weight_decay=0.1, **{name: _matrices})
+  for actual, expected in zip(
+    *(
+      jax.tree.leaves(x.update(_PARAMS, x.init(_PARAMS), _PARAMS)[0])
+      for x in (injected, plain)
+    ),
+    strict=True,
+  ):
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('mask', [lambda _: True, {'w': np.True_, 'b': False}])
+def test_masks_of_other_forms_pass(mask):
+  merit_optax.merit(0.1, mask=mask, trust_ratio_mask=mask).init(_PARAMS)
+  merit_optax.merit(0.1, trust_ratio_mask=False).init(jnp.ones((2, 3)))
+
+
+def test_dimension_numbers_that_are_taken_for_a_schedule_are_refused():
+  specs = merit_optax.flax_dimension_numbers
+  build = optax.inject_hyperparams(merit_optax.merit)
+  with pytest.raises(ValueError, match="'weight_dimension_numbers' in static"):
+    build(0.1, weight_dimension_numbers=specs).init(_PARAMS)

@@ -256,3 +256,25 @@ def test_bad_layouts(layout):
 def test_shapes_that_do_not_fit(query, key, message):
   with pytest.raises(ValueError, match=message):
     merit_optax.attention_statistics(jnp.ones(query), jnp.ones(key))
+
+
+@pytest.mark.parametrize('is_causal', [False, True])
+def test_nan_is_told(is_causal):
+  query, key = _pair()
+  query = query.at[0, 3, 1].set(jnp.nan)
+  measured = _measure(query, key, is_causal=is_causal)
+  for value in measured:
+    np.testing.assert_array_equal(jnp.isnan(value), [False, True, False, False])
+
+
+@pytest.mark.parametrize('is_causal', [False, True])
+def test_the_entropy_has_a_gradient(is_causal):
+  query, key = _pair(5)
+
+  def entropy(scale):
+    return _measure(scale * query, key, is_causal=is_causal).entropy.sum()
+
+  gradient = jax.grad(entropy)(3.0)
+  step = 1e-2
+  expected = (entropy(3 + step) - entropy(3 - step)) / (2 * step)
+  np.testing.assert_allclose(gradient, expected, rtol=1e-2)

@@ -101,3 +101,11 @@ def test_huge_complex_numbers_stay_finite():
   update = jnp.array([1e30 + 0j, 0 - 1e35j], jnp.complex64)
   clipped, _ = transform.update(update, transform.init(update))
   np.testing.assert_allclose(clipped, [1e10, -1e10j], rtol=1e-6)
+
+
+@pytest.mark.parametrize('max_delta', [0.5, 2.0])
+def test_complex_zeros_have_a_gradient(max_delta):
+  updates = jnp.array([0, 1 + 1j], jnp.complex64)
+  gradient = jax.grad(lambda x: _clip(max_delta, x).real.sum())(updates)
+  assert jnp.all(jnp.isfinite(gradient))
+  assert gradient[0] == 1

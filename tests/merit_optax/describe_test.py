@@ -133,6 +133,66 @@ def test_empty_arrays_none_leaves_and_empty_trees():
   _assert_table({}, 'parameter  shape  matrices  ratios  decayed')
 
 
+@pytest.mark.parametrize(
+  'weight_decay, decayed', [(0.0, 'no'), (0, 'no'), (0.1, 'yes'), (None, 'yes')]
+)
+def test_nothing_is_decayed_by_zero(weight_decay, decayed):
+  _assert_table(
+    _shapes(w=(3, 2)),
+    f"""
+    parameter  shape   matrices   ratios               decayed
+    w          (3, 2)  1 x 3 x 2  weight, row, column  {decayed}
+    """,
+    weight_decay=weight_decay,
+  )
+  schedule = merit_optax.describe(_shapes(w=(3, 2)), weight_decay=lambda _: 0)
+  assert schedule.endswith('yes')
+
+
+# Partitions.
+
+_PARTS = {
+  'matrix': {
+    'weight_dimension_numbers': {'blocks': _Spec(1, 2)},
+    'mask': {'blocks': False, 'w': True, 'b': True},
+    'weight_decay': 0.1,
+  },
+  'rest': {'ratios': ('weight',)},
+  'other': None,
+}
+
+
+@pytest.mark.parametrize('as_function', [False, True])
+def test_which_parameter_goes_to_which_part(as_function):
+  params = {'blocks': [_shapes(w=(2, 3, 4))], **_shapes(w=(5, 4), b=(4,))}
+  labels = {'blocks': 'matrix', 'w': 'rest', 'b': 'other'}
+  table = merit_optax.describe_partition(
+    params, (lambda _: labels) if as_function else labels, _PARTS
+  )
+  assert table == textwrap.dedent(
+    """
+    parameter   part    shape      matrices   ratios               decayed
+    b           other   (4,)       -          -                    -
+    blocks/0/w  matrix  (2, 3, 4)  2 x 3 x 4  weight, row, column  no
+    w           rest    (5, 4)     1 x 5 x 4  weight               yes
+    """
+  ).strip('\n')
+
+
+@pytest.mark.parametrize('label', ['matrices', None])
+def test_a_parameter_that_goes_nowhere_is_named(label):
+  labels = {'w': 'rest', 'b': label}
+  with pytest.raises(ValueError, match=r"param_labels must .*\{'b': "):
+    merit_optax.describe_partition(_shapes(w=(5, 4), b=(4,)), labels, _PARTS)
+
+
+def test_a_part_without_a_parameter_is_told():
+  table = merit_optax.describe_partition(
+    _shapes(w=(5, 4)), {'w': 'rest'}, {'rest': {}, 'other': None, 3: None}
+  )
+  assert table.splitlines()[-1] == 'Parts without a parameter: other, 3'
+
+
 def test_bad_arguments():
   with pytest.raises(ValueError, match=r"parameter 'w' of shape \(2, 3\)"):
     merit_optax.describe(

@@ -1,6 +1,7 @@
 """Which axes are rows and columns: all forms of `weight_dimension_numbers`."""
 
 import functools
+import math
 import warnings
 
 import equinox
@@ -197,6 +198,18 @@ def test_any_axes_may_be_rows_and_columns(shape_and_axes, is_negative):
 def test_a_rank_below_two_is_always_weight_wise(shape, spec):
   update, param = _normal(0, shape), _normal(1, shape)
   _assert_axes(update, param, spec, (), tuple(range(len(shape))))
+
+
+@pytest.mark.parametrize('shape', [(3,), (2, 3)])
+def test_scalars_of_stacked_layers_are_apart(shape):
+  update, param = _normal(0, shape), _normal(1, shape)
+  expected = np.abs(param) * np.sign(update)
+  scaled = _scale(update, param, {'scale': _Spec((), ())}['scale'])
+  np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+  (row,) = merit_optax.describe(
+    {'s': param}, weight_dimension_numbers=_Spec((), ())
+  ).splitlines()[1:]
+  assert f'{math.prod(shape)} x 1 ' in row
 
 
 # Trees of specs.
@@ -413,6 +426,7 @@ def test_init_warns_of_each_guess_with_path_and_shape():
   with pytest.warns(UserWarning) as record:
     merit_optax.merit(0.1).init(params)
   (warning,) = record
+  assert warning.filename == __file__  # And not a line of optax.
   text = str(warning.message)
   assert 'attention/q (6, 2, 3)' in text
   assert 'attention/k (6, 2, 3)' in text
@@ -458,7 +472,8 @@ _BAD_SPECS = [
   (_Spec((0, 0), 1), 'each once'),
   (_Spec((0, -3), 1), 'each once'),
   (_Spec((0, 1), (1, 2)), 'each once'),
-  (_Spec((), ()), 'one axis or more'),
+  (_Spec(True, 0), 'got True'),
+  (_Spec(0, (1, False)), 'got False'),
   (_Spec('0', 1), "got '0'"),
   (_Spec(0.0, 1), r'got 0\.0'),
   (_Spec(None, 1), 'got None'),

@@ -303,6 +303,47 @@ def test_stacked_norms_keep_a_spec():
   }
 
 
+def test_stacked_axes_that_do_not_lead():
+  # As in MaxText, whose kernels are (model, layers, heads, head_dim).
+  params = {
+    'layers': {
+      'query': {'kernel': _shape(8, 3, 2, 4), 'bias': _shape(2, 3, 4)},
+      'mlp': {'kernel': _shape(8, 3, 6)},
+      'norm': {'scale': _shape(8, 3)},
+    }
+  }
+  assert _specs(params, stacked={'layers/': (1,)}) == {
+    'layers/query/kernel': ((0,), (2, 3)),
+    'layers/query/bias': ((), (0, 2)),
+    'layers/mlp/kernel': ((0,), (2,)),
+    'layers/norm/scale': ((), (0,)),
+  }
+  last = {'mlp': {'kernel': _shape(8, 6, 3)}}
+  assert _specs(last, stacked={'mlp': [-1]}) == {'mlp/kernel': ((0,), (1,))}
+  for axes in (3, (2,), (-3,)):
+    with pytest.raises(ValueError, match=r"stacked\['norm'\] must name"):
+      _specs({'norm': {'scale': _shape(8, 3)}}, stacked={'norm': axes})
+
+
+@pytest.mark.parametrize(
+  'name',
+  [
+    'conv',
+    'conv1',
+    'Conv_0',
+    'patch_conv',
+    'DepthwiseConv',
+    'conv_up',
+    'ConvTranspose_0',
+    'convolution',
+    'Convolution2D',
+  ],
+)
+def test_names_of_convolutions(name):
+  params = {name: {'kernel': _shape(3, 3, 8, 4)}}
+  assert _specs(params) == {f'{name}/kernel': ((0, 1, 2), (3,))}
+
+
 # Unknown parameters.
 
 
@@ -333,6 +374,12 @@ def test_unknown_parameters_are_all_named():
     ('mlp/kernel', (8, 2, 4)),
     ('monkey/kernel', (8, 2, 4)),  # Not a key.
     ('pout/kernel', (2, 4, 8)),
+    ('output_gate/kernel', (2, 4, 8)),
+    ('query_gate/kernel', (8, 2, 4)),
+    ('about/kernel', (2, 4, 8)),
+    ('unconventional/kernel', (3, 8, 4)),
+    ('reconv/kernel', (3, 8, 4)),
+    ('Convert_0/kernel', (3, 8, 4)),
     ('dense/kernel', (8,)),
     ('embed/embedding', (2, 3, 4)),
   ],

@@ -61,6 +61,21 @@ def _optimizer():
   )
 
 
+def _norms_kept(norm):
+  """Returns Lion with a relative step, in a chain that keeps norms."""
+  specs = {k: spec for k, (*_, spec) in _LAYOUTS.items()}
+  ratio = {
+    'l2': merit_optax.scale_by_l2_norm_trust_ratio,
+    'max': merit_optax.scale_by_max_norm_trust_ratio,
+  }[norm]
+  return optax.chain(
+    optax.scale_by_lion(),
+    ratio(weight_dimension_numbers=specs),
+    optax.scale_by_learning_rate(0.125),
+    merit_optax.keep_matrix_norms(norm, weight_dimension_numbers=specs),
+  )
+
+
 def _shardings(mesh):
   return {
     name: NamedSharding(mesh, spec) for name, (_, spec, _) in _LAYOUTS.items()
@@ -169,6 +184,36 @@ def test_sharded_steps_are_those_of_one_device_bit_by_bit(axis_type, dtype):
   for tree in actual:
     _assert_sharded_as(tree, (shardings, state_shardings))
   _assert_same_bits(actual, _run_on_one_device(dtype))
+
+
+@pytest.mark.parametrize(
+  'norm, axis_type',
+  [
+    ('max', AxisType.Auto),
+    ('max', AxisType.Explicit),
+    ('l2', AxisType.Explicit),
+  ],
+)
+def test_norms_are_kept_on_a_mesh(norm, axis_type):
+  params, *gradients = (
+    {name: tree[name] for name in ('rows_columns', 'layers', 'heads', 'bias')}
+    for tree in (_params(), *_gradients(2))
+  )
+  mesh, optimizer = _mesh(axis_type), _norms_kept(norm)
+  step = jax.jit(_step_function(optimizer))
+  *_, expected = _run(step, params, optimizer.init(params), gradients)
+  shardings = {name: _shardings(mesh)[name] for name in params}
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(params, shardings)
+    state = optimizer.init(placed)
+    gradients = jax.device_put(gradients, [shardings] * 2)
+    *_, actual = _run(step, placed, state, gradients)
+  if norm == 'max':
+    _assert_same_bits(actual, expected)
+  else:  # Sums depend on their order.
+    chex.assert_trees_all_close(
+      *jax.device_get((actual, expected)), rtol=1e-4, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

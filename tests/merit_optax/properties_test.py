@@ -456,3 +456,10 @@ def test_complex_norms_are_magnitudes():
   scaled = _scale(z, w)
   assert scaled.dtype == jnp.complex64
   np.testing.assert_allclose(scaled, 2 * z, rtol=1e-6)
+
+
+def test_an_infinite_norm_of_weights_leaves_zeros_zero():
+  w = np.array([[np.inf, 1.0], [1.0, 1.0]], np.float32)
+  z = np.array([[1.0, 0.0], [1.0, 1.0]], np.float32)
+  assert np.all(np.isfinite(_scale(z, w)))
+  assert _scale(z, w)[0, 1] == 0

@@ -1,5 +1,7 @@
 """`merit_statistics` against a NumPy oracle and against the optimizer."""
 
+import inspect
+
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -371,6 +373,88 @@ def test_under_inject_hyperparams():
   _assert_moves(watched, updates, params)
 
 
+def test_a_rate_changed_in_the_state():
+  build = optax.inject_hyperparams(merit_optax.merit)
+  optimizer = build(learning_rate=0.05, weight_decay=0.1, min_norm=0.0)
+  statistics = merit_optax.merit_statistics(0.05, weight_decay=0.1)
+  params, gradients = _tree(0), _tree(10)
+  state = optimizer.init(params)
+  state.hyperparams['learning_rate'] = jnp.array(0.25)
+  state.hyperparams['min_norm'] = jnp.array(5.0)
+  updates, _ = optimizer.update(gradients, state, params)
+  _assert_moves(statistics(gradients, state, params), updates, params)
+
+
+def test_injected_schedules_are_read_at_their_counts():
+  settings = {'learning_rate': _WARM_UP, 'weight_decay': lambda i: 0.1 * i}
+  optimizer = optax.inject_hyperparams(merit_optax.merit)(**settings)
+  statistics = merit_optax.merit_statistics(**settings)
+  params, state = _tree(0), optimizer.init(_tree(0))
+  for seed in (10, 20, 30):
+    watched = statistics(_tree(seed), state, params)
+    updates, state = optimizer.update(_tree(seed), state, params)
+    _assert_moves(watched, updates, params)
+    params = optax.apply_updates(params, updates)
+
+
+def test_schedules_are_read_at_their_own_counts():
+  # After taking over from AdamW, whose count goes on.
+  settings = {
+    'learning_rate': optax.linear_schedule(0.1, 0.0, 10),
+    'weight_decay': optax.linear_schedule(2.0, 0.0, 10),
+  }
+  optimizer = merit_optax.merit(**settings)
+  params, gradients = _tree(0), _tree(10)
+  adam, *rest = optimizer.init(params)
+  state = (adam._replace(count=jnp.int32(500)), *rest)
+  watched = merit_optax.merit_statistics(**settings)(gradients, state, params)
+  updates, _ = optimizer.update(gradients, state, params)
+  _assert_moves(watched, updates, params)
+  assert watched['w/update_to_weight'] > 0.01
+  # The decay, which the ratio hides from the size of the step.
+  constant = merit_optax.merit_statistics(0.1, weight_decay=2.0)
+  expected = constant(gradients, state, params)
+  name = 'w/trust_ratio_median'
+  np.testing.assert_allclose(watched[name], expected[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize('num_merits', [1, 2])
+def test_a_partition(num_merits):
+  params, gradients = _tree(0), _tree(10)
+  settings = {'learning_rate': 0.1, 'weight_decay': 0.1}
+  merit = merit_optax.merit(**settings)
+  other = optax.adamw(0.1) if num_merits == 1 else merit
+  labels = {'w': 'matrix', 'blocks': 'matrix', 'b': 'other'}
+  optimizer = optax.partition({'matrix': merit, 'other': other}, labels)
+  state = optimizer.init(params)
+  statistics = merit_optax.merit_statistics(**settings)
+  if num_merits == 2:
+    with pytest.raises(ValueError, match=r"found 2.*inner_states\['matrix'\]"):
+      statistics(gradients, state, params)
+    state = state.inner_states['matrix']
+  watched = statistics(gradients, state, params)
+  expected = _watch(params, gradients, **settings)
+  del params['b']
+  _assert_same(
+    watched, {k: v for k, v in expected.items() if not k.startswith('b/')}
+  )
+
+
+@pytest.mark.parametrize('axis_type', list(jax.sharding.AxisType)[:2])
+def test_on_a_mesh(axis_type):
+  mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(axis_type,) * 2)
+  params, gradients = _normal(0, (4, 6)), _normal(1, (4, 6))
+  expected = _watch({'w': params}, {'w': gradients})
+  moved = merit_optax.update_statistics({'w': gradients}, {'w': params})
+  with jax.set_mesh(mesh):
+    placed = jax.device_put(
+      ({'w': params}, {'w': gradients}),
+      jax.NamedSharding(mesh, jax.P('x', 'y')),
+    )
+    _assert_same(jax.jit(_watch)(*placed), expected)
+    _assert_same(jax.jit(merit_optax.update_statistics)(*placed[::-1]), moved)
+
+
 class _Model(nnx.Module):
   def __init__(self):
     rngs = nnx.Rngs(0)
@@ -453,6 +537,19 @@ def test_a_state_of_other_parameters():
     merit_optax.merit_statistics(0.1)(params, state, params)
 
 
+def test_a_state_of_other_shapes():
+  params = {'w': _normal(0, (5, 3))}
+  state = merit_optax.merit(0.1).init({'w': jnp.ones(3)})
+  with pytest.raises(ValueError, match=r"shape \(3,\) for the parameter 'w'"):
+    merit_optax.merit_statistics(0.1)(params, state, params)
+
+
+def test_paths_that_are_written_the_same():
+  params = {'a/b': _normal(0, (2, 3)), 'a': {'b': _normal(1, (2, 3))}}
+  with pytest.raises(ValueError, match='a/b.* more than once'):
+    _watch(params, params)
+
+
 def test_gradients_of_other_parameters():
   params = _tree(0)
   state = merit_optax.merit(0.1).init(params)
@@ -531,3 +628,87 @@ def test_jit_gives_what_eager_gives():
   )
   for name, value in second.items():
     np.testing.assert_allclose(jitted[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_arguments_and_defaults_are_those_of_merit():
+  ours, merits = (
+    inspect.signature(f).parameters
+    for f in (merit_optax.merit_statistics, merit_optax.merit)
+  )
+  assert ours == merits
+
+
+# Of any optimizer.
+
+_MOVES = {
+  *('update_to_weight', 'update_to_weight_min', 'update_to_weight_max'),
+  *('l2_update_to_weight', 'l2_update_to_weight_min'),
+  *('l2_update_to_weight_max', 'unmoved_rows', 'not_finite'),
+}
+
+
+@pytest.mark.parametrize(
+  'spec, axes', [(_Spec(1, 2), (1, 2)), (None, (0, 1, 2))]
+)
+def test_moves_of_each_matrix_of_a_stack(spec, axes):
+  w = _normal(0, (3, 4, 5)) * jnp.array([0.1, 1.0, 10.0])[:, None, None]
+  u = _normal(1, (3, 4, 5)).at[1, 2].set(0)
+  watched = merit_optax.update_statistics(
+    {'w': u}, {'w': w}, weight_dimension_numbers={'w': spec}
+  )
+  w, u = np.asarray(w, np.float64), np.asarray(u, np.float64)
+  watched = _below(watched, 'w')
+  assert watched.keys() == _MOVES
+  norms = (
+    ('', lambda x, a: np.max(np.abs(x), a)),
+    ('l2_', lambda x, a: np.sqrt(np.sum(x * x, a))),
+  )
+  for prefix, norm in norms:
+    each = norm(u, axes) / norm(w, axes)
+    for name, value in (
+      ('', norm(u, None) / norm(w, None)),
+      ('_min', np.min(each)),
+      ('_max', np.max(each)),
+    ):
+      np.testing.assert_allclose(
+        watched[f'{prefix}update_to_weight{name}'], value, rtol=1e-5
+      )
+  assert watched['unmoved_rows'] == pytest.approx(1 / 12 if spec else 0)
+  assert watched['not_finite'] == 0
+
+
+@pytest.mark.parametrize('optimizer', [optax.adamw(0.1), optax.lion(0.1)])
+def test_moves_of_any_optimizer_in_any_tree(optimizer):
+  params = _tree(0) | {'none': None, 'empty': jnp.zeros((0, 3))}
+  updates, _ = optimizer.update(params, optimizer.init(params), params)
+  watched = jax.jit(merit_optax.update_statistics)(updates, params)
+  _assert_moves(
+    watched, {k: updates[k] for k in _tree(0)}, {k: params[k] for k in _tree(0)}
+  )
+  assert len(watched) == 3 * len(_MOVES)
+
+
+def test_rows_stay_where_an_update_is_too_small_for_the_dtype():
+  params = {'w': jnp.ones((4, 2), jnp.bfloat16)}
+  updates = {'w': jnp.array([[1e-4, 1e-4], [0, 0], [1e-4, 0.1], [1, jnp.nan]])}
+  watched = _below(merit_optax.update_statistics(updates, params), 'w')
+  assert watched['unmoved_rows'] == 0.5
+  assert watched['not_finite'] == 1 / 8
+  assert {x.dtype for x in watched.values()} == {jnp.dtype('float32')}
+
+
+def test_zero_parameters_move_infinitely_or_not_at_all():
+  params = {'a': jnp.zeros((2, 3)), 'b': jnp.zeros(3)}
+  updates = {'a': jnp.ones((2, 3)), 'b': jnp.zeros(3)}
+  watched = merit_optax.update_statistics(updates, params)
+  for name in _MOVES - {'unmoved_rows', 'not_finite'}:
+    assert watched[f'a/{name}'] == np.inf
+    assert watched[f'b/{name}'] == 0
+
+
+def test_updates_of_other_parameters():
+  params = {'w': _normal(0, (5, 3))}
+  with pytest.raises(ValueError, match='must belong together'):
+    merit_optax.update_statistics({'w': jnp.ones((3, 5))}, params)
+  with pytest.raises(ValueError, match='must belong together'):
+    merit_optax.update_statistics({}, params)

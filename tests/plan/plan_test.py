@@ -231,8 +231,9 @@ def test_a_wrong_topology_is_explained(name: str):
 @_needs_libtpu
 def test_a_plan_of_a_small_slice(tmp_path: Path):
   results, text = _plan(
-    tmp_path / 'plan.json', '--topology', 'v5e:2x2', '--mesh', 'fsdp=2,tensor=2'
-  )
+    tmp_path / 'plan.json', '--topology', 'v5e:2x2', '--quick',
+    '--mesh', 'fsdp=2,tensor=2',
+  )  # fmt: skip
   assert results['device_kind'] == 'TPU v5 lite'
   assert results['micro_batch_size'] == 8
   memory = results['memory']

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-  """Peaks of a device; NaN where a figure is not known.
+  """Peaks of a device; NaN where a value is not known.
 
   Attributes:
     flops: Dense FLOP/s of matrix products in bfloat16.
@@ -22,8 +22,8 @@ class Chip(NamedTuple):
 
 _GIB = 2**30
 
-# By a part of `device_kind`, the most special first. A TPU v3 chip is two
-# devices, each listed by itself. FLOP/s are the makers' data sheets'.
+# By a part of `device_kind`, the most specific first. A TPU v3 chip is two
+# devices, and the entry is for one. FLOP/s are those of the data sheets.
 # Bandwidths are those of "How to Scale Your Model",
 # https://jax-ml.github.io/scaling-book. Memory is what the TPU compiler says
 # that it may use, a little less than the data sheets' 32, 16 and 96 GB.

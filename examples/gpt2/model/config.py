@@ -1,5 +1,6 @@
 """What a model is, checked."""
 
+from collections.abc import Iterable
 import dataclasses
 import math
 import typing
@@ -12,48 +13,29 @@ NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 
 # Sizes that a power of two divides are quicker, and split over a tensor axis.
 _VOCAB_MULTIPLE = 64
-_ACCEPTED = {
-  int: 'an integer above 0',
-  float: 'a finite number above 0, with a point',
-  bool: 'true or false',
-}
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-  """What a model is; a value that is not accepted raises ``UsageError``.
+  """What a model is; a value that is not accepted raises ``UsageError``."""
 
-  Attributes:
-    vocab_size: Rows of the embedding.
-    context_length: Largest number of tokens in a sequence.
-    num_layers: Transformer blocks.
-    num_heads: Attention heads in a block, a divisor of ``width``.
-    width: Features of the residual stream.
-    mlp_width: Hidden features of the MLP.
-    architecture: ``'gpt2'`` (LayerNorm, learned positions, GELU, biases) or
-      ``'llama'`` (RMSNorm, rotary positions, SwiGLU, no biases).
-    norm_epsilon: What the norms of the residual stream add to the variance.
-    qk_norm: Whether queries and keys of each head go through an RMSNorm.
-    untied_head: Whether the output head has a matrix of its own.
-    dtype: Data type of activations; parameters are float32.
-    remat: What the backward pass recomputes in each block: ``'none'``,
-      ``'dots'`` (all but matrix products with weights) or ``'full'``.
-    unroll: Layers that are compiled one by one in a turn of the loop.
-  """
-
-  vocab_size: int
-  context_length: int
+  vocab_size: int  # Rows of the embedding.
+  context_length: int  # Largest number of tokens in a sequence.
   num_layers: int
-  num_heads: int
-  width: int
-  mlp_width: int
+  num_heads: int  # A divisor of the width.
+  width: int  # Features of the residual stream.
+  mlp_width: int  # Hidden features of the MLP.
+  # GPT-2 has LayerNorm, learned positions, GELU and biases, Llama RMSNorm,
+  # rotary positions, SwiGLU and none.
   architecture: Literal['gpt2', 'llama'] = 'gpt2'
-  norm_epsilon: float = NORM_EPSILON['gpt2']
-  qk_norm: bool = False
-  untied_head: bool = False
-  dtype: Literal['float32', 'bfloat16'] = 'float32'
+  norm_epsilon: float = NORM_EPSILON['gpt2']  # Of the residual stream's norms.
+  qk_norm: bool = False  # Whether queries and keys go through an RMSNorm.
+  untied_head: bool = False  # Whether the head has a matrix of its own.
+  dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
+  # What the backward pass recomputes: nothing, all but matrix products with
+  # weights, or all within a block.
   remat: Literal['none', 'dots', 'full'] = 'none'
-  unroll: int = 1
+  unroll: int = 1  # Layers that are compiled one by one in a turn of the loop.
 
   def __post_init__(self) -> None:
     for name, value in vars(self).items():
@@ -76,37 +58,43 @@ class ModelConfig:
 def check_entry(name: str, value: Any, field: str) -> None:
   """Raises ``UsageError`` for a value that a field does not accept."""
   hint = typing.get_type_hints(ModelConfig)[field]
-  choices = typing.get_args(hint)
-  if choices:
-    fits = value in choices
+  if choices := typing.get_args(hint):
+    accepted, fits = 'out of ' + ', '.join(choices), value in choices
+  elif hint is bool:
+    accepted, fits = 'true or false', type(value) is bool
   else:
-    fits = type(value) is hint and (hint is bool or 0 < value < math.inf)
+    accepted = f'{"an integer" if hint is int else "a float"} above 0'
+    fits = type(value) is hint and 0 < value < math.inf
   if not fits:
-    accepted = 'out of ' + ', '.join(choices) if choices else _ACCEPTED[hint]
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
 
 
-def from_json(values: Any) -> ModelConfig:
-  """Makes a :class:`ModelConfig` of what ``dataclasses.asdict`` made of one.
+def from_json(values: dict[str, Any]) -> ModelConfig:
+  """Makes what ``dataclasses.asdict`` took apart, also in older versions.
 
   Args:
-    values: Entries. Those with a default may be missing, as they are in files
-      of older versions.
+    values: Entries. Those with a default may be missing.
 
   Raises:
     UsageError: If an entry is missing, unknown or not accepted.
   """
-  if not isinstance(values, dict):
-    raise UsageError(f'config must be a JSON object, got {values!r}.')
   fields = {x.name: x.default for x in dataclasses.fields(ModelConfig)}
-  for name in sorted(fields.keys() ^ values.keys()):
-    if fields.get(name, dataclasses.MISSING) is dataclasses.MISSING:
-      state = 'an unknown' if name in values else 'no'
-      raise UsageError(
-        f'config has {state} entry {name}: expected {", ".join(fields)}.'
-      )
-  epsilon = NORM_EPSILON.get(str(values.get('architecture')), 1e-5)
-  return ModelConfig(**{'norm_epsilon': epsilon} | values)
+  required = {k for k, v in fields.items() if v is dataclasses.MISSING}
+  check_names(values, required, fields)
+  kind = 'llama' if values.get('architecture') == 'llama' else 'gpt2'
+  return ModelConfig(**{'norm_epsilon': NORM_EPSILON[kind]} | values)
+
+
+def check_names(
+  values: dict[str, Any], required: set[str], known: Iterable[str]
+) -> None:
+  """Raises ``UsageError`` for entries that are missing or unknown."""
+  wrong = (required - values.keys()) | (values.keys() - set(known))
+  if wrong:
+    raise UsageError(
+      f'the entries {", ".join(sorted(wrong))} are missing or unknown: '
+      f'expected {", ".join(known)}.'
+    )
 
 
 def padded_vocab_size(num_tokens: int) -> int:

@@ -16,7 +16,7 @@ import tokenizers
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import read_tokenizer
 from examples.gpt2.devices import sharding
-from examples.gpt2.model.config import ModelConfig, from_json
+from examples.gpt2.model.config import ModelConfig, check_names, from_json
 from examples.gpt2.model.transformer import shapes
 from examples.gpt2.run.folder import whole_file
 
@@ -27,19 +27,11 @@ _WEIGHTS = 'weights.safetensors'
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-  """A model with its weights.
-
-  Attributes:
-    config: What the model is.
-    num_tokens: Number of token identifiers, of which ``config.vocab_size`` may
-      be a larger, rounded-up number.
-    params: Tree of float32 arrays.
-    tokenizer: Tokenizer, where there is one.
-  """
+  """A model with its weights."""
 
   config: ModelConfig
-  num_tokens: int
-  params: Any
+  num_tokens: int  # Number of token identifiers; vocab_size may be larger.
+  params: Any  # Tree of float32 arrays.
   tokenizer: tokenizers.Tokenizer | None = None
 
 
@@ -60,9 +52,13 @@ def save_model(folder: Path, model: Model) -> None:
   for name in (_MODEL, TOKENIZER):
     (folder / name).unlink(missing_ok=True)
   with whole_file(folder / _WEIGHTS) as path:
-    safetensors.numpy.save_file(
-      contiguous(sharding.by_path(model.params)), path
-    )
+    arrays = contiguous(sharding.by_path(model.params))
+    try:
+      safetensors.numpy.save_file(arrays, path)
+    except safetensors.SafetensorError as error:
+      raise OSError(
+        f'{folder / _WEIGHTS} cannot be written: {error}'
+      ) from error
   if model.tokenizer is not None:
     with whole_file(folder / TOKENIZER) as path:
       model.tokenizer.save(str(path))
@@ -99,39 +95,45 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   tokenizer = None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-  expected = shapes(config)
   with naming(folder / _WEIGHTS):
     arrays = open_arrays(folder / _WEIGHTS)
-    check_arrays(arrays, sharding.by_path(expected))
-  params = jax.tree.map_with_path(
-    lambda path, _: arrays[sharding.path_name(path)], expected
-  )
-  if mesh is None:
-    params = jax.tree.map(lambda x: x[:], params)
-  else:
-    params = jax.tree.map(
-      lambda x, where: jax.make_array_from_callback(
-        tuple(x.get_shape()), where, x.__getitem__
-      ),
-      params,
-      sharding.parameter_shardings(mesh, expected),
-    )
-  return Model(config, num_tokens, params, tokenizer)
+    check_arrays(arrays, sharding.by_path(shapes(config)))
+  return Model(config, num_tokens, _read(config, arrays, mesh), tokenizer)
 
 
 def _parse(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
   """Returns what the model is, and the number of its token identifiers."""
-  if settings.keys() != {'num_tokens', 'config'}:
-    raise UsageError(
-      f'expected the entries num_tokens and config, got {", ".join(settings)}.'
-    )
-  config, num_tokens = from_json(settings['config']), settings['num_tokens']
+  check_names(settings, {'config', 'num_tokens'}, ('config', 'num_tokens'))
+  values, num_tokens = settings['config'], settings['num_tokens']
+  if not isinstance(values, dict):
+    raise UsageError(f'config must be a JSON object, got {values!r}.')
+  config = from_json(values)
   if type(num_tokens) is not int or not 0 < num_tokens <= config.vocab_size:
     raise UsageError(
       'num_tokens must be an integer above 0 and at most vocab_size '
       f'{config.vocab_size}, got {num_tokens!r}.'
     )
   return config, num_tokens
+
+
+def _read(
+  config: ModelConfig, arrays: dict[str, Any], mesh: Mesh | None
+) -> Any:
+  """Returns the tree of parameters; each device reads its part of the mesh."""
+  like = shapes(config)
+  opened = jax.tree.map_with_path(
+    lambda path, _: arrays[sharding.path_name(path)], like
+  )
+  if mesh is None:
+    return jax.tree.map(lambda x: x[:], opened)
+  return jax.tree.map(
+    lambda x, like, sharding: jax.make_array_from_callback(
+      like.shape, sharding, x.__getitem__
+    ),
+    opened,
+    like,
+    sharding.parameter_shardings(mesh, like),
+  )
 
 
 @contextlib.contextmanager
@@ -169,16 +171,7 @@ def check_arrays(
   expected: Mapping[str, Any],
   dtypes: tuple[str, ...] = ('F32',),
 ) -> None:
-  """Checks that arrays are those of a model.
-
-  Args:
-    found: Arrays of :func:`open_arrays`.
-    expected: Their shapes by name.
-    dtypes: Types that they may have, as safetensors calls them.
-
-  Raises:
-    UsageError: If one is missing, unknown, or of another shape or type.
-  """
+  """Raises ``UsageError`` for open arrays that are not as expected."""
   for name in sorted(found.keys() | expected.keys()):
     got, accepted = 'not there', ['not there']
     if name in found:

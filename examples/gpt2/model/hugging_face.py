@@ -1,34 +1,33 @@
-"""Models as folders of Hugging Face: GPT2LMHeadModel and LlamaForCausalLM.
+"""What Hugging Face calls the settings and parameters of GPT-2 and Llama.
 
 Axes: H heads, K features of a head, X query, key and value.
 """
 
 from collections.abc import Mapping
-import json
-from pathlib import Path
 import re
 from typing import Any
 
 import jax
 import numpy as np
-import safetensors.numpy
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data import tokenizer as tokenization
+from examples.gpt2.data.tokenizer import END_OF_TEXT
 from examples.gpt2.devices.sharding import by_path, path_name
-from examples.gpt2.model import config as model_config, files
-from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.files import Model
+from examples.gpt2.model.config import (
+  NORM_EPSILON,
+  ModelConfig,
+  check_entry,
+  padded_vocab_size,
+)
+from examples.gpt2.model.files import Model, check_arrays
 from examples.gpt2.model.transformer import shapes
 
-_CONFIG = 'config.json'
-_WEIGHTS = 'model.safetensors'
 _HEAD = 'lm_head.weight'
 
 # What the tables below have in their columns.
 _ARCHITECTURES = ('gpt2', 'llama')
 _CLASSES = ('GPT2LMHeadModel', 'LlamaForCausalLM')
-# Of the names of all arrays but the head's; files without a head lack it.
+# Of the names of all arrays but the head's; models without a head lack it.
 _PREFIXES = ('transformer.', 'model.')
 _ENTRIES = {
   'vocab_size': ('vocab_size', 'vocab_size'),
@@ -71,52 +70,26 @@ _FIXED: tuple[dict[str, Any], ...] = (
     'rope_parameters': {'rope_theta': 10000.0, 'rope_type': 'default'},
   },
 )
-# Ours have no dropout, which GPT-2 has unless told.
-_DROPOUT = dict.fromkeys(('attn_pdrop', 'embd_pdrop', 'resid_pdrop'), 0.0)
+# Further entries, for dropout, which GPT-2 has unless told.
+_WRITTEN = ({'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}, {})
 # Constants that old versions saved beside the weights.
 _CONSTANTS = re.compile(
-  r'h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'
+  r'.*h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'
 )
 # Axis of the vocabulary, where a parameter has one.
 _VOCABULARY_AXES = {'token_embedding.embedding': 0, 'head.kernel': 1}
 
 
-def write_model(folder: Path, model: Model) -> None:
-  """Writes a model for Hugging Face.
-
-  Args:
-    folder: Folder that exists.
-    model: Model without ``qk_norm``.
-
-  Raises:
-    OSError: If a file cannot be written.
-  """
-  prefix = _PREFIXES[_column(model.config)]
-  arrays = _to_theirs(model.config, model.num_tokens, by_path(model.params))
-  arrays = {k if k == _HEAD else prefix + k: x for k, x in arrays.items()}
-  safetensors.numpy.save_file(
-    files.contiguous(arrays),
-    folder / _WEIGHTS,
-    metadata={'format': 'pt'},  # Some versions insist on it.
-  )
-  settings = {_CONFIG: _to_settings(model)}
-  if model.tokenizer is not None:
-    model.tokenizer.save(str(folder / files.TOKENIZER))
-    settings['tokenizer_config.json'] = _tokenizer_settings(model)
-  for name, values in settings.items():
-    (folder / name).write_text(json.dumps(values, indent=2) + '\n')
-
-
-def _to_settings(model: Model) -> dict[str, Any]:
+def to_settings(model: Model) -> dict[str, Any]:
   """Returns the entries of config.json for a model."""
   config, column = model.config, _column(model.config)
-  end = model.tokenizer and _end_of_text(model)
+  end = model.tokenizer and model.tokenizer.token_to_id(END_OF_TEXT)
   return {
     'model_type': config.architecture,
     'architectures': [_CLASSES[column]],
     **{names[column]: getattr(config, k) for k, names in _ENTRIES.items()},
     **_FIXED[column],
-    **(_DROPOUT if config.architecture == 'gpt2' else {}),
+    **_WRITTEN[column],
     'vocab_size': model.num_tokens,
     'tie_word_embeddings': not config.untied_head,
     'bos_token_id': end,
@@ -125,65 +98,31 @@ def _to_settings(model: Model) -> dict[str, Any]:
   }
 
 
-def _tokenizer_settings(model: Model) -> dict[str, Any]:
+def tokenizer_settings(model: Model) -> dict[str, Any]:
   """Returns what AutoTokenizer needs beside tokenizer.json."""
-  names = ('bos_token', 'eos_token', 'unk_token')
-  has_end = _end_of_text(model) is not None
+  has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
+  names = ('bos_token', 'eos_token', 'unk_token') if has_end else ()
   return {
     'tokenizer_class': 'PreTrainedTokenizerFast',
     'model_max_length': model.config.context_length,
     'clean_up_tokenization_spaces': False,
-    **dict.fromkeys(names if has_end else (), tokenization.END_OF_TEXT),
+    **dict.fromkeys(names, END_OF_TEXT),
   }
 
 
-def _end_of_text(model: Model) -> int | None:
-  return model.tokenizer.token_to_id(tokenization.END_OF_TEXT)
-
-
-def read_model(folder: Path) -> Model:
-  """Reads a model of Hugging Face.
+def from_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
+  """Reads config.json.
 
   Args:
-    folder: Folder with config.json, model.safetensors (or its parts and their
-      index) and perhaps tokenizer.json.
+    settings: Its entries.
 
   Returns:
-    The model, in NumPy arrays. Its vocabulary is rounded up as the trainer's
-    is; rows that this adds are the mean of the others, so that their tokens are
-    at most as likely as the others on average, by Jensen's inequality.
+    What the model is, with a vocabulary rounded up as the trainer does, and the
+    number of rows that the embedding has in Hugging Face.
 
   Raises:
-    UsageError: If a file is missing or damaged, or the model is not one of
-      ours.
-    OSError: If a file cannot be read.
+    UsageError: If an entry is wrong, or the model is not one of ours.
   """
-  with files.naming(folder / _CONFIG):
-    config, num_rows = _read_settings(files.read_json(folder / _CONFIG))
-  arrays: dict[str, Any] = {}
-  for path in _weights(folder):
-    with files.naming(path):
-      arrays |= files.open_arrays(path)
-  expected = shapes(config)
-  theirs = jax.eval_shape(
-    lambda params: _to_theirs(config, num_rows, params), by_path(expected)
-  )
-  with files.naming(folder / _WEIGHTS):
-    arrays = _relevant(arrays, config)
-    files.check_arrays(arrays, theirs, ('F32', 'F16', 'BF16'))
-  params = jax.tree.map_with_path(
-    lambda path, _: _from_theirs(config, path_name(path), arrays), expected
-  )
-  if not (folder / files.TOKENIZER).is_file():
-    return Model(config, num_rows, params)
-  tokenizer = tokenization.read_tokenizer(folder / files.TOKENIZER, num_rows)
-  # Rows that no token has are padding too.
-  num_tokens = tokenization.num_identifiers(tokenizer)
-  return Model(config, num_tokens, params, tokenizer)
-
-
-def _read_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
-  """Returns what a model is, and the rows that its embedding has there."""
   kind = settings.get('model_type')
   if kind not in _ARCHITECTURES:
     raise UsageError(f'model_type must be gpt2 or llama, got {kind!r}.')
@@ -194,11 +133,11 @@ def _read_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
     if value is None and entry == 'n_inner':
       value = 4 * values['width']
     if value is None and name == 'norm_epsilon':
-      value = model_config.NORM_EPSILON[kind]
-    model_config.check_entry(entry, value, name)
+      value = NORM_EPSILON[kind]
+    check_entry(entry, value, name)
     values[name] = value
   num_rows = values['vocab_size']
-  values['vocab_size'] = model_config.padded_vocab_size(num_rows)
+  values['vocab_size'] = padded_vocab_size(num_rows)
   is_tied = settings.get('tie_word_embeddings', kind == 'gpt2')
   config = ModelConfig(**values, architecture=kind, untied_head=not is_tied)
   _check_fixed(settings, config)
@@ -219,44 +158,18 @@ def _check_fixed(settings: dict[str, Any], config: ModelConfig) -> None:
       )
 
 
-def _weights(folder: Path) -> list[Path]:
-  """Returns the files of the weights: one, or its parts."""
-  if (folder / _WEIGHTS).is_file():
-    return [folder / _WEIGHTS]
-  parts = sorted(folder.glob('model-*.safetensors'))
-  if not parts:
-    pickles = ', '.join(path.name for path in folder.glob('*.bin'))
-    hint = f' ({pickles} may be pickles, which can run any code)' * bool(
-      pickles
-    )
-    raise UsageError(
-      f'{folder} holds no {_WEIGHTS} and no parts of it: expected a folder of '
-      f'Hugging Face with weights as safetensors{hint}.'
-    )
-  return parts
-
-
-def _relevant(arrays: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-  """Returns the arrays that count, by their names without the prefix."""
-  prefix = _PREFIXES[_column(config)]
-  arrays = {name.removeprefix(prefix): x for name, x in arrays.items()}
-  arrays = {k: x for k, x in arrays.items() if not _CONSTANTS.fullmatch(k)}
-  (embedding,) = _names(config, 'token_embedding.embedding')
-  if config.untied_head or not {_HEAD, embedding} <= arrays.keys():
-    return arrays
-  if not np.array_equal(arrays.pop(_HEAD)[:], arrays[embedding][:]):
-    raise UsageError(
-      f'{_HEAD} is not {embedding}, but {_CONFIG} has tie_word_embeddings.'
-    )
-  return arrays
-
-
-def _to_theirs(
-  config: ModelConfig, num_tokens: int, params: Mapping[str, Any]
+def to_arrays(
+  config: ModelConfig, num_tokens: int, params: Any
 ) -> dict[str, Any]:
-  """Returns parameters, given by path, as arrays of Hugging Face."""
+  """Returns parameters as arrays of Hugging Face.
+
+  Args:
+    config: What the model is, without ``qk_norm``.
+    num_tokens: Number of token identifiers; rows beyond are left out.
+    params: Tree of parameters.
+  """
   arrays = {}
-  for path, param in params.items():
+  for path, param in by_path(params).items():
     names = _names(config, path)
     x = param if path.startswith('blocks.') else param[None]
     if path in _VOCABULARY_AXES:
@@ -272,7 +185,54 @@ def _to_theirs(
   return arrays
 
 
-def _from_theirs(
+def from_arrays(
+  config: ModelConfig, num_rows: int, arrays: Mapping[str, Any]
+) -> Any:
+  """Makes parameters of arrays of Hugging Face.
+
+  Args:
+    config: What the model is.
+    num_rows: Rows of their embedding.
+    arrays: Arrays of :func:`examples.gpt2.model.files.open_arrays`.
+
+  Returns:
+    Tree of float32 NumPy arrays. Rows that pad the vocabulary are the mean of
+    the others, so that their tokens are at most as likely as the others on
+    average, by Jensen's inequality.
+
+  Raises:
+    UsageError: If an array is missing, unknown, or of another shape or type.
+  """
+  arrays, ours = _relevant(arrays, config), shapes(config)
+  theirs = jax.eval_shape(
+    lambda params: to_arrays(config, num_rows, params), ours
+  )
+  check_arrays(arrays, theirs, ('F32', 'F16', 'BF16'))
+  return jax.tree.map_with_path(
+    lambda path, _: _join(config, path_name(path), arrays), ours
+  )
+
+
+def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+  """Returns the arrays that count, by the names of a model with a head."""
+  prefixes = _HEAD, _PREFIXES[_column(config)]
+  arrays = {
+    name if name.startswith(prefixes) else prefixes[1] + name: x
+    for name, x in arrays.items()
+    if not _CONSTANTS.fullmatch(name)
+  }
+  (embedding,) = _names(config, 'token_embedding.embedding')
+  is_double = {_HEAD, embedding} <= arrays.keys() and not config.untied_head
+  if is_double and not np.array_equal(
+    arrays.pop(_HEAD)[:], arrays[embedding][:]
+  ):
+    raise UsageError(
+      f'{_HEAD} is not {embedding}, but config.json has tie_word_embeddings.'
+    )
+  return arrays
+
+
+def _join(
   config: ModelConfig, path: str, arrays: Mapping[str, Any]
 ) -> np.ndarray:
   """Returns a parameter, made of arrays of Hugging Face."""
@@ -295,7 +255,9 @@ def _from_theirs(
 def _names(config: ModelConfig, path: str) -> list[str]:
   """Returns the names of a parameter's arrays, layer after layer."""
   module, _, kind = path.rpartition('.')
-  name = _MODULES[module][_column(config)]
+  column = _column(config)
+  name = '' if module == 'head' else _PREFIXES[column]
+  name += _MODULES[module][column]
   name += '.bias' if kind == 'bias' else '.weight'
   parts = [name.replace('*', x) for x in 'qkv'] if '*' in name else [name]
   layers = range(config.num_layers if path.startswith('blocks.') else 1)

@@ -104,12 +104,7 @@ def _forward(
 def _backward(
   residuals: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-  features_gradient, head_gradient = residuals
-  return (
-    (g * features_gradient).astype(features_gradient.dtype),
-    (g * head_gradient).astype(head_gradient.dtype),
-    None,
-  )
+  return *((g * x).astype(x.dtype) for x in residuals), None
 
 
 mean_cross_entropy.defvjp(_forward, _backward)

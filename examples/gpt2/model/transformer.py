@@ -1,5 +1,9 @@
 """A decoder of language, GPT-2 or Llama, in Flax NNX, with scanned layers.
 
+With activations in bfloat16, gradients of embeddings and of the matrices and
+biases of layers are summed over devices in bfloat16 (on CPU, in float32), those
+of norms and of the head in float32. Micro-batches are added in float32.
+
 Axes: B sequences, T tokens, D features, V vocabulary, L layers.
 """
 

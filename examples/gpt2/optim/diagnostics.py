@@ -118,8 +118,10 @@ class Diagnostics:
       return tokens_ABT
     shards = sharding.num_batch_shards(self._trainer.mesh)
     parts = math.gcd(size // shards, 8)
+    # Each part takes sequences of all shards, so that none has to move.
+    by_shard = tokens_ABT.reshape(shards, parts, -1, length)
     return jax.lax.with_sharding_constraint(
-      tokens_ABT.reshape(parts, size // parts, length),
+      jnp.moveaxis(by_shard, 0, 1).reshape(parts, -1, length),
       sharding.batch_sharding(self._trainer.mesh),
     )
 

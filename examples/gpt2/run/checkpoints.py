@@ -6,33 +6,40 @@ word, and training goes on from it. So every array is saved with a checksum,
 which is taken on its devices before the save and again after the restore.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import contextlib
 import itertools
+import json
 import math
 import os
 from pathlib import Path
+import re
 import shutil
 import textwrap
 from typing import Any
 import warnings
 
 import jax
-from jax.experimental import multihost_utils
-import numpy as np
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices.sharding import path_name
-from examples.gpt2.run.checksums import survey
+from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.devices.sharding import by_path
+from examples.gpt2.run.checksums import are_finite, checksums
+from examples.gpt2.run.folder import unused_path
+
+# What Orbax raises for files that are truncated, missing or garbled.
+_DAMAGE = (
+  AttributeError, FileNotFoundError, KeyError, TypeError, ValueError,
+)  # fmt: skip
+_NUMBERS = itertools.count()
 
 
 class Checkpoints:
   """The last few checkpoints of a run, and the one of the smallest loss.
 
-  As a context, it waits at its end for the save under way. In a run of several
-  processes, each of them makes the same calls.
+  As a context, it waits at its end for the save under way. All processes make
+  the same calls.
   """
 
   def __init__(self, folder: Path, keep: int):
@@ -41,39 +48,25 @@ class Checkpoints:
     Args:
       folder: Where the checkpoints are, a folder each; made if need be.
       keep: How many of the last checkpoints to keep, at least 1.
+
+    Raises:
+      OSError: If the folder cannot be made.
     """
     self._folder = folder.absolute()
     self._keep = keep
-    self._saving = 0
-    self._open()
+    self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
+    on_first(self._clean_up)
 
   def __enter__(self) -> 'Checkpoints':
     return self
 
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def _open(self) -> None:
-    """Makes the manager, and reads the losses of the checkpoints there are."""
-    self._losses: dict[int, float] = {}
-    policy = checkpoint_managers.AnyPreservationPolicy(
-      [checkpoint_managers.LatestN(self._keep), _Best(self._losses)]
-    )
-    options = ocp.CheckpointManagerOptions(preservation_policy=policy)
-    self._clear_up()
-    self._manager = ocp.CheckpointManager(self._folder, options=options)
-    for step in self._manager.all_steps():
-      # Whatever is wrong with one, ``restore`` finds out and says.
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    if kind is None:
+      self.wait()
+    elif self._saving:
+      # Other processes may have no error, and would not answer.
       with contextlib.suppress(Exception):
-        self._losses[step] = self._load(step)['record']['loss']
-
-  def _clear_up(self) -> None:
-    """Deletes unfinished checkpoints; no save must be under way."""
-    # Orbax would do so beside the next save, and may hit that.
-    if jax.process_index() == 0:
-      for unfinished in self._folder.glob('*.orbax-checkpoint-tmp*'):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    multihost_utils.sync_global_devices('unfinished checkpoints are deleted')
+        self._saving[1].close()
 
   def save(self, step: int, state: Any, loss: float | None = None) -> bool:
     """Starts a save, once the one before it is over.
@@ -82,7 +75,7 @@ class Checkpoints:
     longer kept are deleted once the new one is whole.
 
     Args:
-      step: Step of the state. A checkpoint that it has already is left alone.
+      step: Step of the state. If it has a checkpoint, that is left alone.
       state: Tree of arrays.
       loss: The best checkpoint has the smallest; without a finite one, a
         checkpoint is never the best.
@@ -92,55 +85,58 @@ class Checkpoints:
       if the save cannot start.
     """
     self.wait()
-    self._clear_up()
-    if step in self._manager.all_steps():
-      return True
-    arrays = _by_name(state)
-    found = jax.device_get(survey(arrays))
-    for name, is_finite in found['finite'].items():
+    arrays = by_path(state)
+    for name, is_finite in jax.device_get(are_finite(arrays)).items():
       if not is_finite:
         _warn(f'No checkpoint is made of step {step}: {name} is not finite.')
         return False
-    if loss is None or not math.isfinite(loss):
-      loss = math.inf
-    self._saving, self._losses[step] = step, float(loss)
-    args = ocp.args.Composite(
-      state=ocp.args.StandardSave(arrays),
-      record=ocp.args.JsonSave(
-        {
-          'loss': float(loss),
-          'types': _types(arrays),
-          'checksums': {k: int(x) for k, x in found['checksums'].items()},
-        }
-      ),
+    has_loss = loss is not None and math.isfinite(loss)
+    record = {
+      'loss': float(loss) if has_loss else math.inf,
+      'types': _types(arrays),
+      'checksums': _checksums(arrays),
+    }
+    items = ocp.args.Composite(
+      state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
-    # Without force, Orbax passes over a step before the last one in silence.
-    return self._go_on(self._manager.save, step, args=args, force=True)
+    self._saving = step, _make_writer()
+    return self._try('save', self._folder / str(step), args=items)
 
   def wait(self) -> None:
-    """Waits until the save under way is durable; warns if it is not."""
-    self._go_on(self._manager.wait_until_finished)
+    """Waits until the save under way is durable; warns if it is not.
 
-  def close(self) -> None:
-    """Waits until the save under way is durable, and lets go of the folder."""
-    self.wait()
-    self._manager.close()
+    If it failed in some of several processes, the others give up after 20
+    minutes.
+    """
+    if not self._saving or not self._try('close'):
+      return
+    self._saving = None
+    try:
+      on_first(self._delete_old)
+    except OSError as error:
+      _warn(f'Old checkpoints are not deleted: {error}')
 
-  def _go_on(
-    self, action: Callable[..., Any], *args: Any, **named: Any
-  ) -> bool:
-    """Does a part of a save; if it fails, warns, clears up, returns False."""
-    _, reason = _attempt(action, *args, **named)
-    if not reason:
+  def _try(self, action: str, *args: Any, **named: Any) -> bool:
+    """Does a part of the save; if it fails in a process, warns in all."""
+    step, writer = self._saving
+    reason = ''
+    try:
+      getattr(writer, action)(*args, **named)
+    except Exception as error:
+      reason = _describe(error)
+    if not any_failed(bool(reason)):
       return True
+    self._saving = None
     _warn(
-      f'The checkpoint of step {self._saving} is not saved: {reason}. The run '
-      'goes on, and the checkpoints before it are kept.'
+      f'The checkpoint of step {step} is not saved: '
+      f'{reason or "another process failed"}. The run goes on, and the '
+      'checkpoints before it are kept.'
     )
-    # Orbax has forgotten the old checkpoints that it was to delete afterwards,
-    # and leaves a part of the new one; a new manager finds and mends both.
-    _attempt(self._manager.close)
-    _attempt(self._open)
+    with contextlib.suppress(Exception):
+      # Where the save has started, it fails for want of the other processes.
+      writer.close()
+    with contextlib.suppress(OSError):
+      on_first(self._clean_up)
     return False
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
@@ -157,93 +153,114 @@ class Checkpoints:
 
     Raises:
       UsageError: If there are some but none is sound; they stay in the folder.
+      OSError: If a file cannot be read, which does not say that it is damaged.
     """
     self.wait()
-    damaged: dict[int, str] = {}
-    for step in sorted(self._manager.all_steps(), reverse=True):
-      state, reason = self._try(step, like)
-      if not reason:
-        self._set_aside(damaged)
-        return step, state
-      damaged[step] = reason
+    damaged: dict[int, _DamagedError] = {}
+    for step in reversed(on_first(self._steps)):
+      try:
+        state = self._restore_step(step, like)
+      except _DamagedError as error:
+        damaged[step] = error
+        continue
+      self._set_aside(damaged)
+      return step, state
     if not damaged:
       return None
     raise UsageError(
       f'No checkpoint in {self._folder} can be used; --fresh starts over. '
-      + ' '.join(f'Step {step}: {why}.' for step, why in damaged.items())
+      + ' '.join(f'Step {step}: {error}.' for step, error in damaged.items())
     )
 
-  def _try(self, step: int, like: Any) -> tuple[Any, str]:
-    """Returns a state, and why it cannot be used, or ''."""
-    read, reason = _attempt(self._read, step, like)
-    if reason:
-      return None, reason
-    # Each process has read by itself, but checksums need the devices of all.
-    return _attempt(_verified, like, *read)
+  def _restore_step(self, step: int, like: Any) -> Any:
+    targets = by_path(like)
+    arrays, expected = _examine(self._read, step, targets)
+    # Each process has read for itself, but checksums need the devices of all.
+    _examine(_compare_checksums, arrays, expected)
+    leaves = [arrays[name] for name in targets]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-  def _read(self, step: int, like: Any) -> tuple[dict[str, jax.Array], Any]:
-    """Returns arrays by name, and their checksums when they were saved."""
-    targets = _by_name(like)
-    record = self._load(step)['record']
+  def _read(
+    self, step: int, targets: dict[str, Any]
+  ) -> tuple[dict[str, jax.Array], dict[str, int]]:
+    """Returns arrays, and their checksums when they were saved, by path."""
+    record = self._read_record(step)
     found, expected = record['types'], _types(targets)
     for name in sorted(found.keys() | expected.keys()):
       one, other = found.get(name, 'missing'), expected.get(name, 'nothing')
       if one != other:
         raise ValueError(f'{name} is {one}, expected {other}')
-    arrays = self._load(step, state=ocp.args.StandardRestore(targets))['state']
+    # Alone: in a barrier, the others would wait forever for one that failed.
+    me = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(me, active_processes={me})
+    with ocp.Checkpointer(
+      ocp.CompositeCheckpointHandler(), multiprocessing_options=options
+    ) as reader:
+      item = ocp.args.Composite(state=ocp.args.StandardRestore(targets))
+      arrays = reader.restore(self._folder / str(step), args=item)['state']
     return arrays, record['checksums']
 
-  def _load(self, step: int, **items: Any) -> Any:
-    """Returns items of a checkpoint, the record if no others are named."""
-    # Without the barriers of the manager, in which the other processes would
-    # wait forever for one that failed.
-    me = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-      primary_host=me, active_processes={me}
+  def _read_record(self, step: int) -> dict[str, Any]:
+    return json.loads(
+      (self._folder / str(step) / 'record' / 'metadata').read_bytes()
     )
-    args = ocp.args.Composite(**items or {'record': ocp.args.JsonRestore()})
-    with ocp.Checkpointer(
-      ocp.CompositeCheckpointHandler(), multiprocessing_options=alone
-    ) as reader:
-      return reader.restore(self._folder / str(step), args=args)
 
-  def _set_aside(self, damaged: dict[int, str]) -> None:
+  def _set_aside(self, damaged: dict[int, '_DamagedError']) -> None:
     """Moves checkpoints away, so that their steps can be saved again."""
-    folder = self._folder.with_name(f'damaged-{self._folder.name}')
-    for step, reason in damaged.items():
-      names = (f'{step}-{number}' for number in itertools.count(1))
-      target = next(folder / n for n in names if not (folder / n).exists())
+    for step, error in damaged.items():
       _warn(
         f'The checkpoint of step {step} in {self._folder} is damaged, so one '
-        f'before it is used, and it is moved to {target}: {reason}.'
+        f'before it is used, and it is moved to {on_first(self._move, step)}: '
+        f'{error}.'
       )
-      if jax.process_index() == 0:
-        folder.mkdir(exist_ok=True)
-        os.rename(self._folder / str(step), target)
-    multihost_utils.sync_global_devices('damaged checkpoints are moved')
-    self._manager.reload()
+
+  # The methods below are for process 0.
+
+  def _steps(self) -> list[int]:
+    names = [path.name for path in self._folder.iterdir()]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+  def _move(self, step: int) -> str:
+    """Moves a damaged checkpoint, and returns where it is then."""
+    folder = self._folder.with_name(f'damaged-{self._folder.name}')
+    folder.mkdir(exist_ok=True)
+    path = unused_path(folder / str(step))
+    os.rename(self._folder / str(step), path)
+    return str(path)
+
+  def _clean_up(self) -> None:
+    """Makes the folder, and deletes what failed or killed saves left."""
+    self._folder.mkdir(parents=True, exist_ok=True)
+    for unfinished in self._folder.glob('*.orbax-checkpoint-tmp*'):
+      shutil.rmtree(unfinished, ignore_errors=True)
+
+  def _delete_old(self) -> None:
+    """Deletes all checkpoints but the last ones and the best."""
+    steps = self._steps()
+    best = min(steps, key=lambda x: (self._loss(x), -x), default=None)
+    for step in steps[: -self._keep]:
+      if step != best:
+        shutil.rmtree(self._folder / str(step))
+
+  def _loss(self, step: int) -> float:
+    """Returns the loss of a checkpoint; infinity if that is damaged."""
+    try:
+      return float(self._read_record(step)['loss'])
+    except _DAMAGE:
+      return math.inf
 
 
-class _Best(checkpoint_managers.PreservationPolicy):
-  """Keeps the checkpoint of the smallest loss, the newest of equal ones.
-
-  ``BestN`` of Orbax has the losses read when the manager is made, which fails
-  if a file of any checkpoint is damaged.
-  """
-
-  def __init__(self, losses: dict[int, float]):
-    self._losses = losses
-
-  def should_preserve(
-    self,
-    checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
-    *,
-    context: object,
-  ) -> Sequence[bool]:
-    """Returns for each checkpoint whether it is the best."""
-    del context
-    ranks = [(self._losses.get(c.step, math.inf), -c.step) for c in checkpoints]
-    return [rank == min(ranks) for rank in ranks]
+def _make_writer() -> ocp.AsyncCheckpointer:
+  """Returns what makes one save, in all processes together."""
+  # Barriers of named processes end in time if one of these has failed, and with
+  # names of their own they are not taken for those of the next save.
+  options = ocp.options.MultiprocessingOptions(
+    active_processes=set(range(jax.process_count())),
+    barrier_sync_key_prefix=f'save_{next(_NUMBERS)}',
+  )
+  composite = ocp.CompositeOptions(multiprocessing_options=options)
+  handler = ocp.CompositeCheckpointHandler(composite_options=composite)
+  return ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
 
 
 def _types(arrays: dict[str, Any]) -> dict[str, str]:
@@ -251,35 +268,57 @@ def _types(arrays: dict[str, Any]) -> dict[str, str]:
   return {name: f'{x.dtype}{list(x.shape)}' for name, x in arrays.items()}
 
 
-def _by_name(tree: Any) -> dict[str, Any]:
-  """Returns the leaves of a tree by their paths, in the order of the tree."""
-  return {path_name(p): x for p, x in jax.tree.leaves_with_path(tree)}
+def _checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
+  return {k: int(x) for k, x in jax.device_get(checksums(arrays)).items()}
 
 
-def _verified(
-  like: Any, arrays: dict[str, jax.Array], checksums: dict[str, int]
-) -> Any:
-  """Returns the arrays as a tree; raises if one has another checksum."""
-  found = jax.device_get(survey(arrays))['checksums']
-  for name, value in found.items():
-    if int(value) != checksums[name]:
+def _compare_checksums(
+  arrays: dict[str, jax.Array], expected: dict[str, int]
+) -> None:
+  for name, value in _checksums(arrays).items():
+    if value != expected[name]:
       raise ValueError(f'{name} is not as it was saved, by its checksum')
-  leaves = [arrays[name] for name in _by_name(like)]
-  return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _attempt(
-  action: Callable[..., Any], *args: Any, **named: Any
-) -> tuple[Any, str]:
-  """Returns the result of an action, and why it failed in a process, or ''."""
+class _DamagedError(Exception):
+  """A checkpoint is not what was saved."""
+
+
+def _examine(action: Callable[..., Any], *args: Any) -> Any:
+  """Returns a result; raises in all processes if the action fails in one.
+
+  What shows no damage, such as an error of a network or a device, is raised as
+  it is.
+  """
+  result = damage = failure = None
   try:
-    result, reason = action(*args, **named), ''
+    result = action(*args)
   except Exception as error:
-    # Errors of tensorstore go on for pages.
-    reason = textwrap.shorten(f'{type(error).__name__}: {error}', 300)
-    result = None
-  failed = multihost_utils.process_allgather(np.array(bool(reason)))
-  return result, reason or ('another process failed' if failed.any() else '')
+    cause = _cause(error)
+    if isinstance(cause, _DAMAGE):
+      damage = _DamagedError(_describe(cause))
+    else:
+      failure = cause
+  if any_failed(failure is not None):
+    raise failure or OSError('another process cannot read the checkpoints')
+  if any_failed(damage is not None):
+    raise damage or _DamagedError('another process found it damaged')
+  return result
+
+
+def _cause(error: BaseException) -> BaseException:
+  """Returns the first of the errors that Orbax and TensorStore wrap."""
+  while error.__cause__:
+    error = error.__cause__
+  code = re.search(r"os_error_code='(\d+)'", str(error))
+  if not code:
+    return error
+  return OSError(int(code[1]), f'{os.strerror(int(code[1]))}: {error}')
+
+
+def _describe(error: BaseException) -> str:
+  # Errors of TensorStore go on for pages.
+  return textwrap.shorten(f'{type(error).__name__}: {error}', 300)
 
 
 def _warn(text: str) -> None:

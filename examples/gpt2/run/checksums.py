@@ -5,23 +5,15 @@ import jax.numpy as jnp
 
 
 @jax.jit
-def survey(arrays: dict[str, jax.Array]) -> dict[str, dict[str, jax.Array]]:
-  """Looks through arrays.
+def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns the checksum of each array by name, see :func:`checksum`."""
+  return {name: checksum(x) for name, x in arrays.items()}
 
-  One program does it for all, since with several processes each program has
-  its price.
 
-  Args:
-    arrays: Arrays by name.
-
-  Returns:
-    By name: ``'checksums'``, uint32, and ``'finite'``, whether all elements of
-    the array are finite.
-  """
-  return {
-    'checksums': {name: checksum(x) for name, x in arrays.items()},
-    'finite': {name: jnp.all(jnp.isfinite(x)) for name, x in arrays.items()},
-  }
+@jax.jit
+def are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns by name whether all elements of the array are finite, bool."""
+  return {name: jnp.all(jnp.isfinite(x)) for name, x in arrays.items()}
 
 
 def checksum(x: jax.Array) -> jax.Array:

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 import contextlib
 import fcntl
+import itertools
 import json
-import math
 import os
 from pathlib import Path
-import shutil
 from typing import IO, Any
 import warnings
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.devices.processes import is_first, on_first, say
 
 _CONFIG = 'config.json'
 _METRICS = 'metrics.jsonl'
@@ -20,15 +20,19 @@ _PICTURE = 'curves.png'
 _RESULTS = (
   _METRICS, 'model.json', 'weights.safetensors', _PICTURE, _SAMPLE,
 )  # fmt: skip
-# Tokens that were prepared elsewhere may come without.
-_OPTIONAL = ('tokenizer.json',)
-_FOLDERS = ('checkpoints', 'damaged-checkpoints', 'tensorboard', 'profile')
+# What a run writes besides; not every run does.
+_OTHERS = (
+  'tokenizer.json', 'checkpoints', 'damaged-checkpoints', 'tensorboard',
+  'profile',
+)  # fmt: skip
 
 
 class RunFolder:
   """Reads and writes the files of a run.
 
-  As a context, it lets other runs into the folder at its end.
+  Process 0 does it. All processes call the methods, but for those that say
+  otherwise, and an error is raised in all. As a context, it lets other runs
+  into the folder at its end.
 
   A run is finished once all its files are there; the sample is written last.
 
@@ -38,17 +42,15 @@ class RunFolder:
     picture: File of the picture.
   """
 
-  def __init__(self, path: Path, *, is_writer: bool = True):
+  def __init__(self, path: Path):
     """Names a folder.
 
     Args:
       path: The folder.
-      is_writer: Whether this process writes; of several, one does.
     """
     self.path = path
     self.checkpoints = path / 'checkpoints'
     self.picture = path / _PICTURE
-    self._is_writer = is_writer
     self._lock: IO[bytes] | None = None
     self._unwritten: list[str] = []
 
@@ -62,35 +64,37 @@ class RunFolder:
   @property
   def finished(self) -> bool:
     """Whether a run ended here."""
-    return all((self.path / f).is_file() for f in (_CONFIG, *_RESULTS))
+    return on_first(self._is_finished)
+
+  def _is_finished(self) -> bool:
+    return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
 
   def start(self, settings: dict[str, Any], *, fresh: bool = False) -> None:
     """Makes the folder and writes its settings.
 
     Args:
       settings: JSON values; the entry ``'config'`` is what a run is known by.
-      fresh: Whether to delete what a run of the same settings left here.
+      fresh: Whether to move what a run of the same settings left here to a
+        folder in this one, ``before-1`` or the next number that is free. A job
+        that Slurm has requeued goes on instead with what it wrote before.
 
     Raises:
       UsageError: If the folder cannot be written, if it holds another run or
-        other files of the names that a run writes, or if a run is going on in
+        something else of a name that a run writes, or if a run is going on in
         it.
     """
-    if not self._is_writer:
-      return
-    self._open()
-    self._refuse_other_files(settings)
-    if fresh:
-      self._clear()
-    if not self.finished:
-      write_whole(self.path / _CONFIG, json.dumps(settings, indent=2).encode())
+    on_first(self._start, settings, fresh)
 
-  def _clear(self) -> None:
-    """Deletes the files of a run, its settings last."""
-    for name in _FOLDERS:
-      shutil.rmtree(self.path / name, ignore_errors=True)
-    for name in reversed((_CONFIG, *_OPTIONAL, *_RESULTS)):
-      (self.path / name).unlink(missing_ok=True)
+  def _start(self, settings: dict[str, Any], fresh: bool) -> None:
+    self._open()
+    old = self._own_settings(settings['config'])
+    if fresh and _is_requeued(old.get('slurm', {})):
+      say('--fresh: Slurm has requeued this job, which goes on with its files.')
+    elif fresh and old:
+      self._move_aside()
+    if not self._is_finished():
+      content = json.dumps(settings | {'slurm': _slurm_job()}, indent=2)
+      write_whole(self.path / _CONFIG, content.encode())
 
   def _open(self) -> None:
     """Makes the folder, and keeps a second run out while this one goes on."""
@@ -108,36 +112,44 @@ class RunFolder:
         f'--out-dir {self.path} is in use by a run that goes on now.'
       ) from error
 
-  def _refuse_other_files(self, settings: dict[str, Any]) -> None:
-    """Raises ``UsageError`` where something of somebody else would be lost."""
-    old = self._read_identity()
-    new = json.loads(json.dumps(settings['config']))
-    if old is None:
-      names = _OPTIONAL + _RESULTS
-      found = [name for name in names if (self.path / name).exists()]
-      what = f'{", ".join(found)} of something else' if found else ''
-    else:
-      names = sorted(k for k in old | new if old.get(k) != new.get(k))
-      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
-      what = f'a run with other settings ({changes})' if changes else ''
-    if what:
-      raise UsageError(
-        f'--out-dir {self.path} holds {what}: choose another folder, or delete '
-        'this one.'
-      )
+  def _own_settings(self, identity: dict[str, Any]) -> dict[str, Any]:
+    """Returns the settings of the run in the folder, {} if there is none.
 
-  def _read_identity(self) -> dict[str, Any] | None:
-    """Returns the settings of the run in the folder, None if there is none."""
+    Raises ``UsageError`` where something of somebody else would be lost.
+    """
     if not (self.path / _CONFIG).exists():
-      return None
+      found = [x for x in _OTHERS + _RESULTS if (self.path / x).exists()]
+      if found:
+        raise self._refusal(f'{", ".join(found)} of something else')
+      return {}
     try:
-      return dict(self.read_settings()['config'])
+      settings = self.read_settings()
+      old = dict(settings['config'])
     except (ValueError, TypeError, KeyError) as error:
-      raise UsageError(
-        f'--out-dir {self.path} holds a {_CONFIG} that no run of this trainer '
-        'wrote, or a damaged one: restore or delete the folder, or choose '
-        'another.'
+      raise self._refusal(
+        f'a {_CONFIG} that no run of this trainer wrote, or a damaged one'
       ) from error
+    new = json.loads(json.dumps(identity))
+    names = sorted(k for k in old | new if old.get(k) != new.get(k))
+    if names:
+      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+      raise self._refusal(f'a run with other settings ({changes})')
+    return settings
+
+  def _refusal(self, what: str) -> UsageError:
+    return UsageError(
+      f'--out-dir {self.path} holds {what}: choose another folder, or move '
+      'that away.'
+    )
+
+  def _move_aside(self) -> None:
+    """Moves what a run has written to a folder in this one, settings last."""
+    folder = unused_path(self.path / 'before')
+    folder.mkdir()
+    for name in (*_OTHERS, *_RESULTS, _CONFIG):
+      with contextlib.suppress(FileNotFoundError):
+        os.rename(self.path / name, folder / name)
+    say(f'--fresh: what a run left in {self.path} is in {folder} now.')
 
   def keep_metrics(self, step: int) -> None:
     """Cuts off the lines of metrics.jsonl after a step, also torn ones.
@@ -145,38 +157,36 @@ class RunFolder:
     Args:
       step: Steps that are done, each of which should have a line.
 
+    Raises:
+      OSError: If the file cannot be written.
+
     Warns:
       UserWarning: If lines of those steps are lost.
     """
-    if not self._is_writer:
-      return
+    on_first(self._keep_metrics, step)
+
+  def _keep_metrics(self, step: int) -> None:
     path = self.path / _METRICS
     lines = self.read_metrics() if path.is_file() else []
     kept = {line['step']: line for line in lines if line['step'] <= step}
     if len(kept) < step:
       warnings.warn(
         f'{path} has lost {step - len(kept)} of the lines up to step {step}.',
-        stacklevel=2,
+        stacklevel=4,
       )
-    text = ''.join(map(_line, kept.values()))
-    write_whole(path, text.encode())
+    write_whole(path, ''.join(map(_line, kept.values())).encode())
 
   def log(self, metrics: dict[str, Any]) -> None:
-    """Appends a line to metrics.jsonl, or later if the disk is full."""
-    if self._is_writer:
-      self._unwritten.append(_line(metrics))
-      self._try_to_write()
+    """Appends a line to metrics.jsonl, or later if the disk is full.
 
-  def flush(self) -> None:
-    """Makes sure that metrics.jsonl is on the disk.
+    It waits for no other process, and raises nothing.
 
-    Raises:
-      OSError: If it cannot be written.
+    Args:
+      metrics: JSON values.
     """
-    if self._is_writer:
-      self._write_lines()
-
-  def _try_to_write(self) -> None:
+    if not is_first():
+      return
+    self._unwritten.append(_line(metrics))
     try:
       self._write_lines()
     except OSError as error:
@@ -184,15 +194,23 @@ class RunFolder:
         warnings.warn(
           f'{self.path / _METRICS} cannot be written ({error}): its lines wait '
           'in memory.',
-          stacklevel=4,
+          stacklevel=2,
         )
+
+  def flush(self) -> None:
+    """Makes sure that metrics.jsonl is on the disk.
+
+    Raises:
+      OSError: If it cannot be written.
+    """
+    on_first(self._write_lines)
 
   def _write_lines(self) -> None:
     if not self._unwritten:
       return
     # Without a buffer, which would be written as the file is closed.
     with (self.path / _METRICS).open('ab', buffering=0) as file:
-      size = file.seek(0, os.SEEK_END)
+      size = file.tell()
       left = ''.join(self._unwritten).encode()
       try:
         while left:
@@ -204,7 +222,7 @@ class RunFolder:
     self._unwritten = []
 
   def read_metrics(self) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, without those that are torn."""
+    """Returns the lines of metrics.jsonl, but for torn ones; for process 0."""
     content = (self.path / _METRICS).read_text(errors='replace')
     lines = []
     for text in content.splitlines(keepends=True):
@@ -214,26 +232,37 @@ class RunFolder:
     return [x for x in lines if isinstance(x, dict) and 'step' in x]
 
   def read_settings(self) -> dict[str, Any]:
-    """Returns what ``start`` was given."""
+    """Returns what ``start`` was given, and the Slurm job; for process 0."""
     return json.loads((self.path / _CONFIG).read_text())
 
   def write_sample(self, text: str) -> None:
-    """Writes the sample, which marks the run as finished."""
+    """Writes the sample, which marks a run as finished; for process 0."""
     write_whole(self.path / _SAMPLE, text.encode())
 
 
+def _slurm_job() -> dict[str, str]:
+  """Returns what names a Slurm job and counts its restarts, if it is one."""
+  names = ('SLURM_JOB_ID', 'SLURM_RESTART_COUNT')
+  return {name: os.environ[name] for name in names if name in os.environ}
+
+
+def _is_requeued(before: dict[str, str]) -> bool:
+  """Returns whether a Slurm job is this one, before it was started again."""
+  now = _slurm_job()
+  name = 'SLURM_JOB_ID'
+  return name in now and now[name] == before.get(name) and now != before
+
+
 def _line(metrics: dict[str, Any]) -> str:
-  return json.dumps(_without_nan(metrics), allow_nan=False) + '\n'
+  # JSON has no numbers that are not finite: they become null.
+  finite = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
+  return json.dumps(finite) + '\n'
 
 
-def _without_nan(value: Any) -> Any:
-  """Returns None for numbers that are not finite: JSON has none."""
-  if isinstance(value, dict):
-    return {name: _without_nan(x) for name, x in value.items()}
-  if isinstance(value, list):
-    return [_without_nan(x) for x in value]
-  is_lost = isinstance(value, float) and not math.isfinite(value)
-  return None if is_lost else value
+def unused_path(path: Path) -> Path:
+  """Returns a path that is free: with '-1' at its end, or the next number."""
+  paths = (path.with_name(f'{path.name}-{i}') for i in itertools.count(1))
+  return next(path for path in paths if not path.exists())
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -191,17 +191,26 @@ def test_older_models_have_the_epsilon_of_their_architecture(
   [
     (
       lambda x: x.pop('num_tokens'),
-      'entries num_tokens and config, got config',
+      'entries num_tokens are missing or unknown',
     ),
     (
       lambda x: x.update(num_tokens=321),
       'num_tokens must be .* at most .* 320, got 321',
     ),
     (lambda x: x.update(num_tokens='9'), "num_tokens must be .* got '9'"),
-    (lambda x: x.update(kind=1), 'entries num_tokens and config, .* kind'),
+    (
+      lambda x: x.update(kind=1),
+      'entries kind are missing or unknown: .* num_tokens',
+    ),
     (lambda x: x.update(config=[]), r'config must be .* got \[\]'),
-    (lambda x: x['config'].pop('width'), 'no entry width'),
-    (lambda x: x['config'].update(depth=1), 'unknown entry depth'),
+    (
+      lambda x: x['config'].pop('width'),
+      'entries width are missing or unknown',
+    ),
+    (
+      lambda x: x['config'].update(depth=1),
+      'entries depth are missing or unknown',
+    ),
     (lambda x: x['config'].update(width=True), 'width must be .* got True'),
     (lambda x: x['config'].update(width=0), 'width must be .* got 0'),
     (lambda x: x['config'].update(qk_norm=1), 'qk_norm must be true or false'),
@@ -211,7 +220,7 @@ def test_older_models_have_the_epsilon_of_their_architecture(
     ),
     (
       lambda x: x['config'].update(norm_epsilon='1'),
-      "norm_epsilon must be a finite number above 0, .* got '1'",
+      "norm_epsilon must be a float above 0, got '1'",
     ),
     (lambda x: x['config'].update(num_heads=3), 'num_heads 3 must divide'),
     (
@@ -299,7 +308,7 @@ def test_a_tokenizer_of_another_model_is_refused(
 ):
   tokenizer = train_tokenizer(['text'], 257)
   save_model(tmp_path, Model(_CONFIG, 256, params, tokenizer))
-  with pytest.raises(UsageError, match='identifiers up to 256: .* than 256'):
+  with pytest.raises(UsageError, match='identifiers up to 256: .* below 256'):
     load_model(tmp_path)
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 import re
 
@@ -17,6 +16,7 @@ from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.model import hugging_face
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.files import open_arrays
 from examples.gpt2.model.loss import mean_cross_entropy
 from examples.gpt2.model.transformer import Transformer, as_module, shapes
 from examples.gpt2.presets import resolve
@@ -46,19 +46,13 @@ def golden() -> dict[str, np.ndarray]:
 
 
 @pytest.fixture(scope='module')
-def golden_model(
-  golden: dict[str, np.ndarray], tmp_path_factory: pytest.TempPathFactory
-) -> Transformer:
+def golden_model() -> Transformer:
   """A random GPT-2 of Hugging Face, of which logits are known."""
-  folder = tmp_path_factory.mktemp('golden')
-  weights = {k: x for k, x in golden.items() if k.startswith('transformer.')}
-  safetensors.numpy.save_file(weights, folder / 'model.safetensors')
   sizes = dict(vocab_size=65, n_positions=16, n_embd=32, n_layer=2, n_head=4)
-  (folder / 'config.json').write_text(
-    json.dumps({'model_type': 'gpt2'} | sizes)
-  )
-  model = hugging_face.read_model(folder)
-  return as_module(model.config, model.params)
+  config, rows = hugging_face.from_settings({'model_type': 'gpt2', **sizes})
+  arrays = open_arrays(_GOLDEN)
+  weights = {k: x for k, x in arrays.items() if k.startswith('transformer.')}
+  return as_module(config, hugging_face.from_arrays(config, rows, weights))
 
 
 def _config(kind: str, **settings: object) -> ModelConfig:

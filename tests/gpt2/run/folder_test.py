@@ -4,6 +4,9 @@ import math
 import os
 from pathlib import Path
 import resource
+import socket
+import subprocess
+import sys
 import warnings
 
 import hypothesis
@@ -44,7 +47,7 @@ def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
   for line in lines:
     folder.log(line)
   assert folder.read_metrics() == lines
-  assert folder.read_settings() == _SETTINGS
+  assert folder.read_settings() == _SETTINGS | {'slurm': {}}
 
 
 def test_metrics_that_are_not_finite_are_null(tmp_path: Path):
@@ -75,25 +78,59 @@ def test_a_finished_run_is_kept(tmp_path: Path):
   assert _files(tmp_path) == before
 
 
-def test_fresh_deletes_what_a_run_writes_and_nothing_else(tmp_path: Path):
-  _finish(tmp_path)
-  for name in (
-    'checkpoints/3/state', 'damaged-checkpoints/2/state', 'tensorboard/events',
-    'profile/trace', 'tokenizer.json',
-  ):  # fmt: skip
-    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / name).write_text(name)
-  mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too'}
+def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
+  tmp_path: Path, capsys
+):
+  mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too', '.lock': b''}
+  (tmp_path / 'data').mkdir()
   for name, content in mine.items():
-    (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(content)
+  for number in (1, 2):
+    _finish(tmp_path)
+    for name in (
+      'checkpoints/3/state', 'damaged-checkpoints/2/state', 'profile/trace',
+      'tensorboard/events', 'tokenizer.json',
+    ):  # fmt: skip
+      (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+      (tmp_path / name).write_text(f'{name} {number}')
+    before = _files(tmp_path)
+    with RunFolder(tmp_path) as folder:
+      folder.start(_SETTINGS, fresh=True)
+      assert not folder.finished
+    assert f'before-{number}' in capsys.readouterr().out
+    after = _files(tmp_path)
+    assert after.pop('config.json') == before['config.json']
+    for name in before.keys() - mine.keys():
+      if not name.startswith('before'):
+        before[f'before-{number}/{name}'] = before.pop(name)
+    assert after == before
+
+
+def test_fresh_in_a_new_folder_moves_nothing(tmp_path: Path):
   with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS, fresh=True)
-    assert not folder.finished
-    assert folder.read_settings() == _SETTINGS
-  left = _files(tmp_path)
-  assert set(left) == {*mine, 'config.json', '.lock'}
-  assert mine.items() <= left.items()
+  assert set(_files(tmp_path)) == {'config.json', '.lock'}
+
+
+@pytest.mark.parametrize(
+  ('job', 'restarts', 'goes_on'),
+  [('7', '1', True), ('7', '', False), ('8', '1', False), ('', '', False)],
+)
+def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
+  tmp_path: Path, monkeypatch, job: str, restarts: str, goes_on: bool, capsys
+):
+  monkeypatch.setenv('SLURM_JOB_ID', '7')
+  with RunFolder(tmp_path) as folder:
+    folder.start(_SETTINGS, fresh=True)
+    folder.log({'step': 1})
+  for name, value in (('JOB_ID', job), ('RESTART_COUNT', restarts)):
+    monkeypatch.delenv(f'SLURM_{name}', raising=False)
+    if value:
+      monkeypatch.setenv(f'SLURM_{name}', value)
+  with RunFolder(tmp_path) as folder:
+    folder.start(_SETTINGS, fresh=True)
+  assert (tmp_path / 'metrics.jsonl').exists() == goes_on
+  assert ('requeued' in capsys.readouterr().out) == goes_on
 
 
 def test_without_fresh_the_rest_of_a_killed_run_stays(tmp_path: Path):
@@ -201,16 +238,107 @@ def test_a_folder_that_comes_back_gets_all_lines(tmp_path: Path):
   assert folder.read_metrics() == [{'step': 1}, {'step': 2}]
 
 
-def test_one_process_of_several_writes(tmp_path: Path):
+def test_other_processes_write_nothing(tmp_path: Path, monkeypatch):
+  handed = iter([None, True, None, OSError('full'), UsageError('in use')])
+
+  def from_process_0(*_: object) -> object:
+    outcome = next(handed)
+    if isinstance(outcome, Exception):
+      raise outcome
+    return outcome
+
+  monkeypatch.setattr(run_folder, 'on_first', from_process_0)
+  monkeypatch.setattr(run_folder, 'is_first', lambda: False)
   path = tmp_path / 'run'
-  RunFolder(tmp_path, is_writer=False).log({'step': 1})
-  assert not _files(tmp_path)
-  with RunFolder(path, is_writer=False) as folder:
+  with RunFolder(path) as folder:
     folder.start(_SETTINGS, fresh=True)
+    assert folder.finished
     folder.keep_metrics(0)
     folder.log({'step': 1})
-    folder.flush()
+    with pytest.raises(OSError, match='full'):
+      folder.flush()
+    with pytest.raises(UsageError, match='in use'):
+      RunFolder(path).start(_SETTINGS)
   assert not path.exists()
+
+
+# What fails in process 0 alone, and with which error that shows in all.
+_PROCESSES = """
+import pathlib, resource, sys
+import jax
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices import processes
+from examples.gpt2.run.folder import RunFolder
+
+address, process = sys.argv[2], int(sys.argv[3])
+processes.connect(
+  Config(coordinator=address, num_processes=2, process_id=process)
+)
+settings = {'config': {'seed': 0}}
+# Another folder in each process, to see which one writes.
+path = pathlib.Path(sys.argv[1], str(process))
+path.mkdir()
+
+
+def fails(kind, words, action, *args):
+  try:
+    action(*args)
+  except kind as error:
+    assert words in str(error), error
+  else:
+    raise AssertionError(words)
+
+
+if process == 0:
+  (path / 'file').write_text('mine')
+fails(UsageError, 'cannot be written', RunFolder(path / 'file').start, settings)
+folder = RunFolder(path / 'run')
+folder.start(settings)
+fails(UsageError, 'in use', RunFolder(path / 'run').start, settings)
+folder.log({'step': 1})
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+if process == 0:
+  resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+folder.log({'step': 2})
+fails(OSError, 'too large', folder.flush)
+fails(OSError, 'too large', folder.keep_metrics, 1)
+resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+folder.flush()
+assert not folder.finished
+folder.__exit__()
+fails(UsageError, 'seed: 0 -> 1', RunFolder(path / 'run').start,
+      {'config': {'seed': 1}})
+if process == 0:
+  assert [x['step'] for x in folder.read_metrics()] == [1, 2]
+  for name in ('model.json', 'weights.safetensors', 'curves.png', 'sample.txt'):
+    (path / 'run' / name).touch()
+assert folder.finished
+"""
+
+
+@pytest.mark.slow
+def test_what_fails_in_process_0_is_raised_in_all(tmp_path: Path):
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    address = f'localhost:{free.getsockname()[1]}'
+  root = str(Path(__file__).parents[3])
+  running = [
+    subprocess.Popen(
+      [sys.executable, '-c', _PROCESSES, str(tmp_path), address, str(i)],
+      env=os.environ | {'PYTHONPATH': root, 'JAX_PLATFORMS': 'cpu'},
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  try:
+    for process in running:
+      _, errors = process.communicate(timeout=120)
+      assert process.returncode == 0, errors
+  finally:
+    for process in running:
+      process.kill()
+  assert not list((tmp_path / '1').iterdir())
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
@@ -223,14 +351,18 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
       )
 
 
-@pytest.mark.parametrize('name', [*_RESULTS, 'sample.txt', 'tokenizer.json'])
-def test_files_of_something_else_are_not_touched(tmp_path: Path, name: str):
+@pytest.mark.parametrize(
+  'name', [*_RESULTS, 'sample.txt', 'tokenizer.json', 'checkpoints/3/mine',
+           'damaged-checkpoints/mine', 'tensorboard/mine', 'profile/mine'],
+)  # fmt: skip
+def test_what_is_of_something_else_is_not_touched(tmp_path: Path, name: str):
+  (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
   (tmp_path / name).write_text('mine')
+  words = f'{Path(name).parts[0]} of something else'
   for fresh in (False, True):
-    with pytest.raises(UsageError, match=f'{name} of something else'):
+    with pytest.raises(UsageError, match=words):
       RunFolder(tmp_path).start(_SETTINGS, fresh=fresh)
-  assert (tmp_path / name).read_text() == 'mine'
-  assert not (tmp_path / 'config.json').exists()
+  assert _files(tmp_path) == {name: b'mine', '.lock': b''}
 
 
 @pytest.mark.parametrize('text', ['no json', '[1, 2]', '{"model": "llama"}'])

@@ -194,7 +194,8 @@ def test_an_accelerator_takes_what_fills_its_memory(preset: str, monkeypatch):
   sizes = []
   for gigabytes in (1, 64, 512):
     monkeypatch.setattr(
-      'examples.gpt2.devices.hardware.memory_bytes', lambda _: gigabytes * 2**30
+      'examples.gpt2.devices.hardware.memory_bytes',
+      lambda _, size=gigabytes: size * 2**30,
     )
     sizes.append(fit(config, mesh).micro_batch_size)
     held = activation_bytes(config, mesh, sizes[-1])

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -44,7 +45,9 @@ def whole(tmp_path_factory) -> Path:
   return folder
 
 
-def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
+def _start(
+  folder: Path, name: str, *flags: str, output: int | None = None
+) -> subprocess.Popen:
   """Starts a run of some seconds in a process of its own."""
   arguments = (
     '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
@@ -58,8 +61,9 @@ def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
       [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
       cwd=folder,
       env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
-      stdout=log,
-      stderr=log,
+      stdout=output or log,
+      stderr=subprocess.STDOUT,
+      text=True,
     )
 
 
@@ -130,8 +134,8 @@ def test_a_signal_saves_a_checkpoint(
 ):
   flags = ['--data', config.data, '--out-dir', str(config.out_dir)]
   for name in ('vocab_size', 'num_layers', 'num_heads', 'width',
-               'context_length', 'batch_size', 'steps', 'eval_every',
-               'eval_sequences', 'cache_dir', 'watch_every',
+               'context_length', 'batch_size', 'micro_batch_size', 'steps',
+               'eval_every', 'eval_sequences', 'cache_dir', 'watch_every',
                'unroll'):  # fmt: skip
     flags += ['--' + name.replace('_', '-'), str(getattr(config, name))]
   with monkeypatch.context() as patch:
@@ -225,6 +229,8 @@ def test_an_infinite_gradient_stops_the_run_with_advice(config, monkeypatch):
   message = str(error.value)
   assert 'at step 5' in message
   assert 'gradient_norm is inf' in message
+  # Step 6 has diagnostics, which wait for the step before.
+  assert 'With the weights after step 5' in message
   assert 'in layer' in message
   assert '--not-finite skip' in message
   saved = sorted(p.name for p in (config.out_dir / 'checkpoints').iterdir())
@@ -281,28 +287,92 @@ def test_sigterm_ends_a_run_within_30_seconds(whole: Path):
   _assert_same_run(whole / 'whole', whole / 'terminated')
 
 
-def _start_pair(folder: Path, name: str) -> list[subprocess.Popen]:
-  """Starts a run of two processes with four devices each."""
+def _start_pair(
+  folder: Path,
+  name: str,
+  flags: tuple[str, ...] = (),
+  of_second: tuple[str, ...] = (),
+  output: int | None = None,
+) -> list[subprocess.Popen]:
+  """Starts a run of two processes with four devices each.
+
+  Args:
+    folder: Where the run is.
+    name: Name of its folder.
+    flags: Flags of both.
+    of_second: Flags of process 1 alone.
+    output: Where they write, if not to a file.
+  """
   with socket.socket() as free:
     free.bind(('localhost', 0))
-    port = free.getsockname()[1]
+    address = f'localhost:{free.getsockname()[1]}'
+  common = (
+    '--coordinator', address, '--num-processes', '2', '--mesh',
+    'fsdp=4,tensor=2', *flags, '--process-id',
+  )  # fmt: skip
   return [
-    _start(
-      folder, name, '--coordinator', f'localhost:{port}', '--num-processes',
-      '2', '--process-id', str(i), '--mesh', 'fsdp=4,tensor=2',
-    )
-    for i in range(2)
-  ]  # fmt: skip
+    _start(folder, name, *common, '0', output=output),
+    _start(folder, name, *common, '1', *of_second, output=output),
+  ]
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch) -> Path:
+  """A folder with text, for runs of two processes."""
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '4')
+  (tmp_path / 'text.txt').write_text('a few words, ' * 2000)
+  return tmp_path
+
+
+def _end(running: list[subprocess.Popen]) -> list[int]:
+  """Returns the exit statuses of processes, which must not wait for ever."""
+  try:
+    return [process.wait(timeout=300) for process in running]
+  finally:
+    for process in running:
+      process.kill()
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_after_one_was_killed(tmp_path: Path, monkeypatch):
-  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '4')
-  (tmp_path / 'text.txt').write_text('a few words, ' * 2000)
-  for run in _start_pair(tmp_path, 'whole'):
-    assert run.wait() == 0
-  first, second = _start_pair(tmp_path, 'killed')
-  checkpoints = tmp_path / 'killed' / 'checkpoints'
+def test_a_process_that_fails_alone_ends_the_others(pair: Path):
+  statuses = _end(_start_pair(pair, 'alone', of_second=('--data', 'gone.txt')))
+  assert statuses[1] == 2
+  assert statuses[0] != 0
+  assert 'gone.txt does not exist' in (pair / 'alone.log').read_text()
+
+
+@pytest.mark.slow
+def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
+  (pair / 'file').touch()
+  statuses = _end(_start_pair(pair, 'error', ('--out-dir', 'file/run')))
+  assert statuses == [2, 2]
+  text = (pair / 'error.log').read_text()
+  assert text.count('--out-dir file/run cannot be written') == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='asks Linux')
+def test_a_full_disk_of_process_0_is_told_by_all(pair: Path):
+  short = '--steps', '6', '--checkpoint-every', '3', '--eval-every', '6'
+  first, second = _start_pair(pair, 'full', short, output=subprocess.PIPE)
+  while not (pair / 'full' / 'checkpoints').exists():
+    assert first.poll() is None
+    time.sleep(0.05)
+  resource.prlimit(first.pid, resource.RLIMIT_FSIZE, (200, 200))
+  assert _end([first, second]) == [2, 2]
+  told = first.stdout.read()
+  assert 'cannot be written' in told
+  assert 'no checkpoint of step 3' in told
+  assert 'error: ' in told
+  assert 'error: ' in second.stdout.read()
+  assert not list((pair / 'full' / 'checkpoints').iterdir())
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_after_one_was_killed(pair: Path):
+  assert _end(_start_pair(pair, 'whole')) == [0, 0]
+  first, second = _start_pair(pair, 'killed')
+  checkpoints = pair / 'killed' / 'checkpoints'
   while not (checkpoints / '10').exists():
     assert first.poll() is None
     time.sleep(0.05)
@@ -310,10 +380,9 @@ def test_two_processes_go_on_after_one_was_killed(tmp_path: Path, monkeypatch):
   second.wait()
   first.kill()
   first.wait()
-  for run in _start_pair(tmp_path, 'killed'):
-    assert run.wait() == 0
-  assert 'going on after step' in (tmp_path / 'killed.log').read_text()
-  _assert_same_run(tmp_path / 'whole', tmp_path / 'killed')
+  assert _end(_start_pair(pair, 'killed')) == [0, 0]
+  assert 'going on after step' in (pair / 'killed.log').read_text()
+  _assert_same_run(pair / 'whole', pair / 'killed')
 
 
 def test_lost_lines_of_metrics_are_told_and_none_is_doubled(

@@ -228,6 +228,10 @@ def test_the_vocabulary_is_rounded_up(given: int, size: int):
   config = _config(qk_norm=True, architecture='llama', dtype='bfloat16')
   found = make_model_config(config, given)
   assert found.vocab_size == size
+  assert found.norm_epsilon == 1e-6
   for field in dataclasses.fields(found):
-    if field.name != 'vocab_size':
+    if field.name not in ('vocab_size', 'norm_epsilon'):
       assert getattr(found, field.name) == getattr(config, field.name)
+  assert found.norm_epsilon == 1e-6
+  told = dataclasses.replace(config, norm_epsilon=1e-5)
+  assert make_model_config(told, given).norm_epsilon == 1e-5

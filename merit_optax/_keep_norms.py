@@ -1,0 +1,119 @@
+"""The last part of a chain: each matrix keeps its norm."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from merit_optax._dimension_numbers import (
+  MatrixAxes,
+  check_params,
+  matrix_axes,
+)
+from merit_optax._norms import (
+  NORMS,
+  largest_ratio,
+  matrix_norms,
+  ratio,
+  widen,
+)
+from merit_optax._trust_ratio import (
+  NO_PARAMS_MESSAGE,
+  WeightDimensionNumbers,
+)
+
+
+def keep_matrix_norms(
+  norm: str = 'l2',
+  *,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+  r"""Changes updates so that every matrix keeps its norm.
+
+  The last transform of a chain, after the learning rate, since it needs to know
+  where the step would lead. For a matrix :math:`w` and its update :math:`u`,
+
+  .. math::
+
+    u \leftarrow \frac{\|w\|}{\|w + u\|} (w + u) - w
+
+  so that :math:`w + u` has the norm of :math:`w`. Behind
+  :func:`merit_optax.scale_by_l2_norm_trust_ratio`, it makes any direction a
+  Hyperball step, :math:`w \leftarrow R \, n(w - \eta R \, n(u))` with
+  :math:`n(x) = x / \|x\|`, where :math:`R` is the norm that the matrix started
+  with.
+
+  Only matrices keep their norms, each of a stack its own. Parameters that have
+  the weight-wise ratio only in
+  :func:`merit_optax.scale_by_max_norm_trust_ratio` (biases, scales of norms,
+  whatever a spec says to be a vector) pass through, since their size matters.
+  Use :func:`optax.masked` to leave out matrices too. A matrix that is zero, or
+  would become zero, passes through as well.
+
+  There is no state: the norm kept is that of the parameters as they come in.
+  So rounding adds up from step to step. It has no drift of one sign, and in
+  float32 it stays below 1e-5 of the norm over thousands of steps. The l2 norm
+  is a sum, so its last bits depend on the mesh; those of the max-norm do not.
+
+  Args:
+    norm: ``'l2'`` or ``'max'``, the largest magnitude.
+    weight_dimension_numbers: Which axes of a parameter are rows and columns of
+      its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
+
+  Returns:
+    A stateless :class:`optax.GradientTransformation`, whose ``update`` needs
+    ``params``. Arithmetic is done in float32 or wider; updates have the dtype
+    to which update and parameter promote.
+
+  Raises:
+    ValueError: If ``norm`` is unknown; by ``init`` and ``update`` if a spec
+      does not fit its parameter, and by ``update`` if it is called without
+      ``params``.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> import optax
+    >>> hyperball = optax.chain(
+    ...     optax.scale_by_adam(),
+    ...     merit_optax.scale_by_l2_norm_trust_ratio(),
+    ...     optax.scale_by_learning_rate(0.5),
+    ...     merit_optax.keep_matrix_norms(),
+    ... )
+    >>> params = jnp.array([[3.0, 0.0], [0.0, 4.0]])
+    >>> gradients = jnp.ones((2, 2))
+    >>> updates, _ = hyperball.update(
+    ...     gradients, hyperball.init(params), params)
+    >>> print(f'{jnp.linalg.norm(params + updates):.4f}')
+    5.0000
+
+  References:
+    Wen et al., `Fantastic Pretraining Optimizers and Where to Find Them II:
+    Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
+  """
+  if norm not in NORMS:
+    raise ValueError(f'norm must be one of {sorted(NORMS)}, got {norm!r}.')
+
+  def keep(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
+    if not axes.rows:
+      return update
+    w = widen(param)
+    moved = w + widen(update)
+    kept = ratio(*(matrix_norms(x, axes, NORMS[norm]) for x in (w, moved)))
+    dtype = jnp.promote_types(update.dtype, param.dtype)
+    return (largest_ratio([kept]) * moved - w).astype(dtype)
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    check_params(weight_dimension_numbers, params)
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    if params is None:
+      raise ValueError(NO_PARAMS_MESSAGE)
+    axes = matrix_axes(weight_dimension_numbers, params)
+    return jax.tree.map(keep, updates, params, axes), state
+
+  return optax.GradientTransformation(init_fn, update_fn)

@@ -1,0 +1,141 @@
+"""Norms of matrices, of their rows and of their columns, and their ratios."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+import functools
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from merit_optax._dimension_numbers import MatrixAxes
+
+# Norms along some axes, which stay with size 1, so that any sharding of the
+# array passes through.
+Norm: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+RATIOS = ('weight', 'row', 'column')
+
+
+def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the largest magnitudes along some axes, which stay with size 1."""
+  options: Any = {'axis': axis, 'keepdims': True, 'initial': 0}
+
+  def on_cpu(x: jax.Array) -> jax.Array:
+    # XLA on CPU would store |x|. Elsewhere this would double what devices
+    # exchange.
+    return jnp.maximum(jnp.max(x, **options), -jnp.min(x, **options))
+
+  def by_default(x: jax.Array) -> jax.Array:
+    return jnp.max(jnp.abs(x), **options)
+
+  if jnp.iscomplexobj(x):
+    return by_default(x)
+  largest: jax.Array = jax.lax.platform_dependent(
+    x, cpu=on_cpu, default=by_default
+  )
+  return largest
+
+
+def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the Euclidean norms along some axes, which stay with size 1."""
+  x = widen(x)
+  square = jnp.sum((x.conj() * x).real, axis=axis, keepdims=True)
+  # The root has no gradient at zero.
+  is_zero = square == 0
+  return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
+
+
+NORMS: Mapping[str, Norm] = MappingProxyType({'max': max_norm, 'l2': l2_norm})
+
+
+def widen(x: jax.Array) -> jax.Array:
+  """Returns an array in float32, or in its own dtype if that is wider."""
+  return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def matrix_norms(x: jax.Array, axes: MatrixAxes, norm: Norm) -> jax.Array:
+  """Returns the norm of each matrix, in float32 or wider."""
+  return _norms(x, axes, norm, 0)['weight']
+
+
+def trust_ratios(
+  update: jax.Array,
+  param: jax.Array,
+  axes: MatrixAxes,
+  ratios: Collection[str] = RATIOS,
+  min_norm: jax.typing.ArrayLike = 0.0,
+  trust_coefficient: jax.typing.ArrayLike = 1.0,
+  eps: jax.typing.ArrayLike = 0.0,
+  norm: Norm = max_norm,
+) -> dict[str, jax.Array]:
+  """Returns the trust ratios of a parameter by their names.
+
+  Each has float32 or a wider dtype, broadcasts to the parameter's shape, and is
+  infinite where one of its norms is zero; all others are finite if the norms
+  are.
+
+  Args:
+    update: Update, of any shape.
+    param: Parameter of that shape.
+    axes: Axes of the parameter's matrices.
+    ratios: Names of the ratios wanted, if the parameter has matrices.
+    min_norm: Lower bound of every norm.
+    trust_coefficient: Multiplier of the ratios.
+    eps: Added to the norm of the update.
+    norm: The norm.
+  """
+  param_norms = _norms(param, axes, norm, min_norm)
+  update_norms = _norms(update, axes, norm, min_norm)
+  names = ratios if axes.rows else ('weight',)
+  return {
+    name: ratio(
+      jnp.multiply(trust_coefficient, param_norms[name]),
+      update_norms[name],
+      eps,
+    )
+    for name in names
+  }
+
+
+def largest_ratio(ratios: Iterable[jax.Array]) -> jax.Array:
+  """Returns the largest of the ratios, and 1 where one of them is infinite."""
+  ratio = functools.reduce(jnp.maximum, ratios)
+  return jnp.where(ratio == jnp.inf, 1, ratio)
+
+
+def ratio(
+  param_norm: jax.Array,
+  update_norm: jax.Array,
+  eps: jax.typing.ArrayLike = 0.0,
+) -> jax.Array:
+  """Returns the ratio of two norms, infinite where one of them is zero."""
+  limits = jnp.finfo(update_norm.dtype)
+  # Subnormal norms count as zero, since most hardware flushes them.
+  vanished = (param_norm < limits.tiny) | (update_norm < limits.tiny)
+  # An infinite ratio would turn the zeros of the update into NaN, so quotients
+  # that overflow are bounded by 1 / tiny.
+  least = jnp.maximum(update_norm + eps, param_norm * limits.tiny)
+  # The division comes last: XLA does it once for each norm, and what comes
+  # after it, once for each element.
+  return jnp.where(
+    vanished, jnp.inf, jnp.minimum(param_norm, limits.max)
+  ) / jnp.where(vanished, 1, least)
+
+
+def _norms(
+  x: jax.Array,
+  axes: MatrixAxes,
+  norm: Norm,
+  min_norm: jax.typing.ArrayLike,
+) -> dict[str, jax.Array]:
+  """Returns the norms of each matrix, of its rows and of its columns."""
+  row = norm(x, axes.columns)
+  norms = {
+    # A matrix has the norm of the norms of its rows, as both norms allow.
+    'weight': norm(row, axes.rows),
+    'row': row,
+    'column': norm(x, axes.rows),
+  }
+  return {
+    name: jnp.maximum(widen(value), min_norm) for name, value in norms.items()
+  }

@@ -1,0 +1,109 @@
+"""Where MERIT stands in the state of an optimizer, and what it says there."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from merit_optax._dimension_numbers import path_keys
+
+_NUM_PARTS = 5  # Of the chain that MERIT is.
+
+
+class Found(NamedTuple):
+  """The state of a chain with Adam in it.
+
+  Attributes:
+    adam: Its state of Adam.
+    chain: States of all its parts.
+    injected: State of the ``optax.inject_hyperparams`` around it, or ``None``.
+  """
+
+  adam: optax.ScaleByAdamState
+  chain: tuple[Any, ...]
+  injected: Any
+
+
+def find_merit(state: Any) -> Found:
+  """Returns the one chain with Adam; of several, the one as long as MERIT."""
+  found = list(_chains(state))
+  if len(found) > 1:
+    found = [x for x in found if len(x.chain) == _NUM_PARTS] or found
+  if len(found) != 1:
+    raise ValueError(
+      f'state must hold one optax.ScaleByAdamState, found {len(found)}. Of a '
+      'partition with several MERIT parts, pass the state of one, such as '
+      "state.inner_states['matrix']."
+    )
+  return found[0]
+
+
+def settings_of_step(given: dict[str, Any], found: Found) -> dict[str, Any]:
+  """Returns arguments of MERIT with the numbers that hold in this step."""
+  rates = [x for x in found.chain if isinstance(x, optax.ScaleByScheduleState)]
+  others = [
+    x for x in found.chain if not isinstance(x, optax.ScaleByScheduleState)
+  ]
+  settings = given | {
+    'learning_rate': _at(given['learning_rate'], rates, found.adam.count),
+    'weight_decay': _at(
+      given['weight_decay'],
+      [x for x in others if not _is_adam(x)],
+      found.adam.count,
+    ),
+  }
+  if found.injected is None:
+    return settings
+  states = getattr(found.injected, 'hyperparams_states', {})
+  for name in found.injected.hyperparams.keys() & given.keys():
+    value = jax.tree.leaves(found.injected.hyperparams[name])[0]
+    if callable(given[name]):
+      value = _at(given[name], states.get(name), found.injected.count)
+    settings[name] = value
+  return settings
+
+
+def leaves_with_moments(tree: Any, moments: Any) -> Any:
+  """Returns a tree like the parameters, less those without a moment."""
+  names, all_names = (
+    {path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)}
+    for x in (moments, tree)
+  )
+  if not names < all_names:  # No part of it: trees of other types, or wrong.
+    return tree
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x if path_keys(path) in names else optax.MaskedNode(), tree
+  )
+
+
+def _at(value: Any, states: Any, default: Any) -> Any:
+  """Returns a number, or a schedule's value at the count in some states."""
+  if not callable(value):
+    return value
+  return value((jax.tree.leaves(states) or jax.tree.leaves(default))[0])
+
+
+def _chains(state: Any, injected: Any = None) -> Iterator[Found]:
+  for node in jax.tree.leaves(
+    state, is_leaf=lambda x: _is_injected(x) or _is_adam(x) or _is_chain(x)
+  ):
+    if _is_injected(node):
+      yield from _chains(node.inner_state, node)
+    elif _is_adam(node):
+      yield Found(node, (node,), injected)
+    elif _is_chain(node):
+      for adam in filter(_is_adam, node):
+        yield Found(adam, tuple(node), injected)
+
+
+def _is_adam(x: Any) -> bool:
+  return isinstance(x, optax.ScaleByAdamState)
+
+
+def _is_chain(x: Any) -> bool:
+  return isinstance(x, tuple) and any(map(_is_adam, x))
+
+
+def _is_injected(x: Any) -> bool:
+  return hasattr(x, 'hyperparams') and hasattr(x, 'inner_state')

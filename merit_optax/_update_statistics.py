@@ -1,0 +1,134 @@
+"""How far an update moves each parameter, for any optimizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from merit_optax._dimension_numbers import MatrixAxes, matrix_axes, path_name
+from merit_optax._norms import NORMS, matrix_norms
+from merit_optax._trust_ratio import WeightDimensionNumbers
+
+
+def update_statistics(
+  updates: optax.Updates,
+  params: optax.Params,
+  *,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> dict[str, jax.Array]:
+  r"""Measures how far the updates of any optimizer move each parameter.
+
+  Args:
+    updates: Tree of updates, as ``optimizer.update`` returns them.
+    params: Tree of the parameters that they are for, before the step.
+    weight_dimension_numbers: Which axes of a parameter are rows and columns of
+      its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
+
+  Returns:
+    A flat dictionary of float32 scalars. Keys are the path of a parameter (of
+    those that are not empty), a slash, and
+
+    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite where a
+      parameter that is zero moves;
+    - ``l2_update_to_weight``: :math:`\|\Delta w\|_2 / \|w\|_2`, likewise;
+    - each of the two with ``_min`` and ``_max``: of the matrix of a stack that
+      has the smallest or the largest;
+    - ``unmoved_rows``: share of the rows (a vector is one) that the step leaves
+      as they are, since their update is zero or too small for the dtype of the
+      parameter;
+    - ``not_finite``: share of elements of the update that are NaN or infinite.
+
+  Raises:
+    ValueError: If the trees do not belong together, if two paths are the same
+      when written with slashes, or if a spec does not fit its parameter.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {'w': jnp.array([[4.0, 2.0], [1.0, 0.5]])}
+    >>> updates = {'w': jnp.array([[1.0, 0.0], [0.0, 0.0]])}
+    >>> watched = merit_optax.update_statistics(updates, params)
+    >>> print(watched['w/update_to_weight'], watched['w/unmoved_rows'])
+    0.25 0.5
+  """
+  updates = align(updates, params)
+  axes = matrix_axes(weight_dimension_numbers, params)
+  return by_name(params, jax.tree.map(_leaf_statistics, updates, params, axes))
+
+
+def update_to_weight(size: jax.Array, param_size: jax.Array) -> jax.Array:
+  """Returns the ratio of two sizes, zero where nothing moves."""
+  return jnp.where(size > 0, size / param_size, size)
+
+
+def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
+  """Returns statistics of each parameter in one dictionary, as float32.
+
+  Args:
+    params: Tree of arrays.
+    statistics: Tree like it of dictionaries.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  treedef: Any = jax.tree.structure(params)
+  names = [path_name(path) for path, _ in leaves]
+  if len({*names}) < len(names):
+    twice = sorted({name for name in names if names.count(name) > 1})
+    raise ValueError(
+      f'params must differ in their paths when written with /, got {twice} '
+      'more than once.'
+    )
+  return {
+    f'{name}/{key}': value.astype(jnp.float32)
+    for name, (_, param), values in zip(
+      names, leaves, treedef.flatten_up_to(statistics), strict=True
+    )
+    if param.size
+    for key, value in values.items()
+  }
+
+
+def align(tree: Any, params: Any) -> Any:
+  """Returns the leaves of a tree in the structure of the parameters."""
+  leaves = jax.tree.leaves(tree)
+  treedef: Any = jax.tree.structure(params)
+  if len(leaves) != treedef.num_leaves:
+    raise ValueError(
+      'gradients or updates, state and params must belong together, got '
+      f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
+    )
+  for leaf, (path, param) in zip(
+    leaves, jax.tree_util.tree_leaves_with_path(params), strict=True
+  ):
+    if leaf.shape != param.shape:
+      raise ValueError(
+        'gradients or updates, state and params must belong together, got '
+        f'shape {leaf.shape} for the parameter {path_name(path)!r} of shape '
+        f'{param.shape}.'
+      )
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def _leaf_statistics(
+  update: jax.Array, param: jax.Array, axes: MatrixAxes
+) -> dict[str, jax.Array]:
+  """Returns the statistics of one parameter."""
+  whole = MatrixAxes((), tuple(range(param.ndim)))
+  result: dict[str, jax.Array] = {}
+  for prefix, norm in (('', 'max'), ('l2_', 'l2')):
+    of_all, of_each = (
+      update_to_weight(
+        *(matrix_norms(x, a, NORMS[norm]) for x in (update, param))
+      )
+      for a in (whole, axes)
+    )
+    result |= {
+      f'{prefix}update_to_weight': jnp.max(of_all),
+      f'{prefix}update_to_weight_min': jnp.min(of_each, initial=jnp.inf),
+      f'{prefix}update_to_weight_max': jnp.max(of_each, initial=0),
+    }
+  stays = (param + update).astype(param.dtype) == param
+  return result | {
+    'unmoved_rows': jnp.mean(jnp.all(stays, axis=axes.columns)),
+    'not_finite': jnp.mean(~jnp.isfinite(update)),
+  }

@@ -1,0 +1,106 @@
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+import pytest
+
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.run.checksums import checksum
+
+_SHAPES = [(), (1,), (8,), (3, 5), (8, 16), (2, 3, 4)]
+_DTYPES = [
+  'bool', 'uint8', 'int8', 'int32', 'uint32', 'bfloat16', 'float16', 'float32',
+  'float8_e4m3fn', 'complex64', 'float64', 'int64',
+]  # fmt: skip
+
+
+def _bytes_as(dtype: str, content: bytes, shape: tuple[int, ...]) -> np.ndarray:
+  size = int(np.prod(shape)) * jnp.dtype(dtype).itemsize
+  content = (content * (size + 1))[:size]
+  if dtype == 'bool':
+    content = bytes(byte & 1 for byte in content)
+  return np.frombuffer(content, jnp.dtype(dtype)).reshape(shape)
+
+
+def _flipped(x: np.ndarray, bit: int) -> np.ndarray:
+  """Returns an array with a bit, counted modulo their number, flipped."""
+  content = bytearray(x.tobytes())
+  bits = 1 if x.dtype == bool else 8
+  bit %= len(content) * bits
+  content[bit // bits] ^= 1 << bit % bits
+  return np.frombuffer(content, x.dtype).reshape(x.shape)
+
+
+_checksum = jax.jit(checksum)
+
+
+def _sum(x: np.ndarray, sharding: NamedSharding | None = None) -> int:
+  return int(_checksum(jax.device_put(x, sharding)))
+
+
+@pytest.mark.parametrize('dtype', _DTYPES)
+@hypothesis.given(
+  content=st.binary(min_size=1, max_size=64),
+  shape=st.sampled_from(_SHAPES),
+  bit=st.integers(0, 10**4),
+)
+def test_every_flipped_bit_changes_the_checksum(
+  dtype: str, content: bytes, shape: tuple[int, ...], bit: int
+):
+  x = _bytes_as(dtype, content, shape)
+  with jax.enable_x64(dtype in {'float64', 'int64'}):
+    assert _sum(x) != _sum(_flipped(x, bit))
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'bool', 'complex64'])
+@hypothesis.given(content=st.binary(min_size=1, max_size=64))
+@hypothesis.settings(max_examples=10)
+def test_the_checksum_is_the_same_for_any_sharding(dtype: str, content: bytes):
+  x = _bytes_as(dtype, content, (8, 16))
+  sums = {
+    _sum(x, NamedSharding(make_mesh(mesh), spec))
+    for mesh in ('fsdp=4,tensor=2', 'fsdp=8', '')
+    for spec in (P(), P('fsdp', 'tensor'), P('tensor', ('data', 'fsdp')))
+  }
+  assert len(sums | {_sum(x)}) == 1
+
+
+@hypothesis.given(
+  values=st.lists(st.floats(width=32), min_size=2, max_size=24),
+  data=st.data(),
+)
+def test_swapped_elements_change_the_checksum(
+  values: list[float], data: st.DataObject
+):
+  x = np.zeros(24, np.float32)
+  x[: len(values)] = values
+  i = data.draw(st.integers(0, 23))
+  j = data.draw(st.integers(0, 23))
+  y = x.copy()
+  y[[i, j]] = x[[j, i]]
+  same = x.tobytes() == y.tobytes()
+  shape = data.draw(st.sampled_from([(24,), (4, 6), (2, 3, 4)]))
+  assert (_sum(x.reshape(shape)) == _sum(y.reshape(shape))) == same
+
+
+def test_opposite_signs_do_not_hide_in_the_checksum():
+  # The same power of two is added to both, which a plain sum does not see.
+  x = np.array([1.0, -1.0, 2.0, 3.0], np.float32)
+  others = [x[[1, 0, 2, 3]], x * [1, 1, -1, -1], -x, x[::-1]]
+  sums = {_sum(np.asarray(y, np.float32)) for y in (x, *others)}
+  assert len(sums) == 5
+
+
+def test_the_checksum_of_nothing_is_a_number():
+  assert _sum(np.zeros((0, 3), np.float32)) == 0
+
+
+def test_the_checksum_gathers_nothing():
+  mesh = make_mesh('fsdp=4,tensor=2')
+  sharding = NamedSharding(mesh, P('fsdp', 'tensor'))
+  x = jax.ShapeDtypeStruct((64, 32), 'float32', sharding=sharding)
+  text = _checksum.lower(x).compile().as_text()
+  assert 'all-reduce' in text
+  assert 'all-gather' not in text

@@ -1,0 +1,325 @@
+"""QK-clip on a small attention layer, in all layouts of its projections."""
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import merit_optax
+
+_Heads = merit_optax.AttentionHeads
+_FEATURES, _HEADS, _HEAD_FEATURES = 8, 4, 6
+_QUERY, _KEY = {'query/': _Heads(-2)}, {'key/': _Heads(-2)}
+
+
+def _normal(seed, shape):
+  return jax.random.normal(jax.random.key(seed), shape)
+
+
+def _projection(seed, heads, scale):
+  """Returns kernel and bias, each head larger than the one before."""
+  sizes = scale * 2.0 ** jnp.arange(heads)[:, None]
+  return {
+    'kernel': sizes * _normal(seed, (_FEATURES, heads, _HEAD_FEATURES)),
+    'bias': sizes * _normal(seed + 1, (heads, _HEAD_FEATURES)),
+  }
+
+
+def _params(key_heads=_HEADS, seed=0):
+  return {
+    'query': _projection(seed, _HEADS, 1.0),
+    'key': _projection(seed + 10, key_heads, 1.0),
+    'value': {'kernel': _normal(seed + 20, (_FEATURES, key_heads, 6))},
+  }
+
+
+def _rotate(x):
+  """Applies rotary positions to (T, N, H)."""
+  half = x.shape[-1] // 2
+  angles = jnp.arange(x.shape[0])[:, None] / 10 ** jnp.arange(half)
+  sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+  a, b = x[..., :half], x[..., half:]
+  return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def _max_logits(params, is_rotary=False):
+  """Returns the largest logit of each head on a batch."""
+  x = _normal(99, (10, _FEATURES))
+  q, k = (
+    jnp.einsum('td,dnh->tnh', x, params[name]['kernel']) + params[name]['bias']
+    for name in ('query', 'key')
+  )
+  if is_rotary:
+    q, k = _rotate(q), _rotate(k)
+  return merit_optax.attention_statistics(q, k, layout='TNH').max_logit
+
+
+def _clip(params, max_logits, threshold=20.0, updates=None, **options):
+  """Returns the parameters after a step and the clip."""
+  options = {'query': _QUERY, 'key': _KEY} | options
+  transform = merit_optax.qk_clip(threshold, **options)
+  if updates is None:
+    updates = optax.tree.zeros_like(params)
+  state = transform.init(params)
+  updates, _ = transform.update(updates, state, params, max_logits=max_logits)
+  return optax.apply_updates(params, updates)
+
+
+# What it bounds.
+
+
+@pytest.mark.parametrize('is_rotary', [False, True])
+@pytest.mark.parametrize('key_heads', [_HEADS, 2, 1])
+def test_logits_of_the_batch_that_was_measured(key_heads, is_rotary):
+  params = _params(key_heads)
+  before = _max_logits(params, is_rotary)
+  threshold = float(jnp.sort(before)[1]) + 1e-3
+  clipped = _clip(params, before, threshold, num_key_heads=key_heads)
+  after = _max_logits(clipped, is_rotary)
+  assert jnp.all(after <= threshold * (1 + 1e-5))
+  # The largest of each group that was too large is at the threshold.
+  groups = (before.reshape(key_heads, -1), after.reshape(key_heads, -1))
+  was, now = (x.max(1) for x in groups)
+  np.testing.assert_allclose(
+    now, np.where(was > threshold, threshold, was), rtol=1e-5
+  )
+  chex.assert_trees_all_equal(clipped['value'], params['value'])
+
+
+def test_heads_below_the_threshold_move_as_told_bit_for_bit():
+  params, updates = _params(), jax.tree.map(jnp.sin, _params())
+  max_logits = jnp.array([5.0, 20.0, jnp.nan, jnp.inf])
+  clipped = _clip(params, max_logits, updates=updates)
+  chex.assert_trees_all_equal(clipped, optax.apply_updates(params, updates))
+  clipped = _clip(params, jnp.array([5.0, 80.0, 20.0, -99.0]), updates=updates)
+  expected = optax.apply_updates(params, updates)
+  for name in ('query', 'key'):
+    for part, w in expected[name].items():
+      new = clipped[name][part]
+      for head in (0, 2, 3):
+        np.testing.assert_array_equal(new[..., head, :], w[..., head, :])
+      # sqrt(20 / 80), of the weights after the step.
+      np.testing.assert_allclose(new[..., 1, :], w[..., 1, :] / 2, rtol=1e-5)
+
+
+def test_without_logits_it_does_nothing():
+  params, updates = _params(), jax.tree.map(jnp.sin, _params())
+  transform = merit_optax.qk_clip(1.0, query=_QUERY, key=_KEY)
+  state = transform.init(params)
+  actual, _ = transform.update(updates, state, params, value=3.0)
+  assert actual is updates
+  chex.assert_trees_all_equal(transform.update(updates, state)[0], updates)
+  with pytest.raises(ValueError, match='not passing `params`'):
+    transform.update(updates, state, max_logits=jnp.ones(_HEADS))
+
+
+@pytest.mark.parametrize('inject', [False, True])
+def test_at_the_end_of_a_chain(inject):
+  def build(learning_rate):
+    return optax.chain(
+      merit_optax.merit(
+        learning_rate,
+        weight_dimension_numbers=merit_optax.flax_dimension_numbers,
+      ),
+      merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY),
+    )
+
+  optimizer = (optax.inject_hyperparams(build) if inject else build)(0.1)
+  params = _params()
+  updates, _ = jax.jit(optimizer.update)(
+    params, optimizer.init(params), params, max_logits=_max_logits(params)
+  )
+  merit = merit_optax.merit(
+    0.1, weight_dimension_numbers=merit_optax.flax_dimension_numbers
+  )
+  step, _ = merit.update(params, merit.init(params), params)
+  expected = _clip(params, _max_logits(params), updates=step)
+  chex.assert_trees_all_close(
+    optax.apply_updates(params, updates), expected, rtol=1e-4, atol=1e-5
+  )
+
+
+# Layouts.
+
+
+def _scanned(layers):
+  return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+
+def test_scanned_layers_equal_separate_ones_bit_for_bit():
+  layers = [_params(seed=seed) for seed in (0, 100, 200)]
+  logits = jnp.stack([_max_logits(x) for x in layers])
+  options = {
+    'query': {'query/': _Heads(-2, layers=0)},
+    'key': {'key/': _Heads(-2, layers=0)},
+  }
+  together = _clip({'blocks': _scanned(layers)}, logits, **options)
+  alone = _scanned([_clip(x, s) for x, s in zip(layers, logits, strict=True)])
+  chex.assert_trees_all_equal(together, {'blocks': alone})
+  # Separate layers in one tree, with a tree of logits.
+  listed = _clip(
+    {'blocks': layers, 'norm': jnp.ones(3)}, {'blocks': list(logits)}
+  )
+  chex.assert_trees_all_equal(_scanned(listed['blocks']), alone)
+  # Layers that do not lead, before or behind the heads.
+  for axis in (1, 3):
+    kernels = {
+      name: jnp.moveaxis(_scanned(layers)[name]['kernel'], 0, axis)
+      for name in ('query', 'key')
+    }
+    head_axis = 2 if axis == 1 else 1
+    clipped = _clip(
+      kernels,
+      logits,
+      query={'query': _Heads(head_axis, layers=axis)},
+      key={'key': _Heads(head_axis, layers=axis)},
+    )
+    for name, kernel in clipped.items():
+      np.testing.assert_array_equal(
+        jnp.moveaxis(kernel, axis, 0), alone[name]['kernel']
+      )
+
+
+def _fused(params, axis):
+  """Returns queries, keys and values beside each other, along a new axis."""
+  value = {'kernel': params['query']['kernel'], 'bias': params['key']['bias']}
+  parts = (params['query'], params['key'], value)
+  return {'qkv': jax.tree.map(lambda *x: jnp.stack(x, axis), *parts)}
+
+
+@pytest.mark.parametrize('axis', [-2, -3])
+def test_fused_projections(axis):
+  params = _params()
+  logits, head_axis = _max_logits(params), -3 if axis == -2 else -2
+  clipped = _clip(
+    _fused(params, axis),
+    logits,
+    query={'qkv/': _Heads(head_axis, part=(axis, 0))},
+    key={'qkv/': _Heads(head_axis, part=(axis, -2))},
+  )
+  expected = _clip(params, logits)
+  values = {'kernel': params['query']['kernel'], 'bias': params['key']['bias']}
+  for name in ('kernel', 'bias'):
+    parts = jnp.moveaxis(clipped['qkv'][name], axis, 0)
+    for part, x in zip(
+      parts, (expected['query'], expected['key'], values), strict=True
+    ):
+      np.testing.assert_array_equal(part, x[name])
+
+
+def test_heads_and_features_in_one_axis():
+  params = _params(key_heads=2)
+  logits, width = _max_logits(params), _HEADS * _HEAD_FEATURES
+  expected = _clip(params, logits, num_key_heads=2)
+
+  def flat(params):
+    names = ('query', 'key', 'value')
+    kernels = [params[name]['kernel'].reshape(_FEATURES, -1) for name in names]
+    return {'qkv': {'kernel': jnp.concatenate(kernels, -1)}}
+
+  clipped = _clip(
+    flat(params),
+    logits,
+    query={'qkv': _Heads(-1, part=(-1, slice(0, width)))},
+    key={'qkv': _Heads(-1, part=(-1, slice(width, width + width // 2)))},
+    num_key_heads=2,
+  )
+  chex.assert_trees_all_equal(clipped, flat(expected))
+
+
+@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
+def test_on_a_mesh_bit_for_bit(axis_type):
+  params, updates = _params(), jax.tree.map(jnp.sin, _params())
+  logits = _max_logits(params)
+  transform = merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY)
+
+  def clip(updates, params, logits):
+    return transform.update(
+      updates, transform.init(params), params, max_logits=logits
+    )[0]
+
+  expected = jax.jit(clip)(updates, params, logits)
+  mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(axis_type,) * 2)
+  with jax.set_mesh(mesh):
+    placed = jax.tree.map(
+      lambda x: jax.device_put(
+        x, NamedSharding(mesh, P(*(('y', 'x') if x.ndim == 3 else ('x',))))
+      ),
+      (updates, params),
+    )
+    logits = jax.device_put(logits, NamedSharding(mesh, P()))
+    actual = jax.jit(clip)(*placed, logits)
+  chex.assert_trees_all_equal(*jax.device_get((actual, expected)))
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+def test_dtypes_stay(dtype):
+  params = optax.tree.cast(_params(), dtype)
+  clipped = _clip(params, jnp.full(_HEADS, 80.0))
+  chex.assert_trees_all_equal_shapes_and_dtypes(clipped, params)
+  halved = clipped['query']['kernel'].astype(jnp.float32) * 2
+  np.testing.assert_allclose(
+    halved, params['query']['kernel'].astype(jnp.float32), rtol=1e-2
+  )
+
+
+# What cannot work.
+
+
+@pytest.mark.parametrize(
+  'name', ['query_norm', 'key_norm', 'q_norm', 'k_norm', 'query_ln', 'qk_norm']
+)
+def test_qk_norm_is_refused(name):
+  params = {'attention': _params() | {name: {'scale': jnp.ones(6)}}}
+  transform = merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY)
+  with pytest.raises(ValueError, match=f'QK-norm.*{name}/scale'):
+    transform.init(params)
+
+
+def test_other_norms_are_not():
+  names = ('norm', 'query', 'key', 'layer_norm', 'monkey_norm', 'attention_ln')
+  params = {name: {'scale': jnp.ones((2, 6))} for name in names}
+  merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY).init(params)
+
+
+def test_patterns_that_match_nothing_are_named():
+  transform = merit_optax.qk_clip(20.0, query=_QUERY, key={'keys/': _Heads(1)})
+  with pytest.raises(ValueError, match=r"match none: \['keys/'\]"):
+    transform.init(_params())
+  # A placeholder stands for the parameters in the init that this calls.
+  optimizer = optax.chain(
+    optax.trace(0.9), merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY)
+  )
+  params = _params()
+  moments = optax.tree.map_params(
+    optimizer, lambda x: x + 1, optimizer.init(params)
+  )
+  assert jnp.all(moments[0].trace['query']['kernel'] == 1)
+
+
+@pytest.mark.parametrize(
+  'max_logits, options',
+  [
+    (jnp.ones((2, _HEADS)), {}),
+    (jnp.ones(5), {}),
+    (jnp.ones(_HEADS), {'num_key_heads': 3}),
+    (jnp.ones(_HEADS), {'query': {'query/': _Heads(3)}}),
+    (jnp.ones(_HEADS), {'query': {'query/': _Heads(-2, layers=0)}}),
+    (jnp.ones(_HEADS), {'query': {'query/': _Heads(-2, part=(7, 0))}}),
+    ({'query': jnp.ones(_HEADS)}, {}),
+  ],
+)
+def test_logits_and_axes_that_do_not_fit(max_logits, options):
+  with pytest.raises(ValueError, match=r"^max_logits must fit .*'(key|query)/"):
+    _clip(_params(), max_logits, **options)
+
+
+@pytest.mark.parametrize('threshold', [0, -1.0, float('nan'), None, 'high'])
+def test_bad_thresholds(threshold):
+  with pytest.raises(
+    ValueError, match='^threshold must be a finite number > 0'
+  ):
+    merit_optax.qk_clip(threshold, query=_QUERY, key=_KEY)
