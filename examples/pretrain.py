@@ -1,7 +1,7 @@
 """Pretrains GPT-2 with MERIT on a mesh of devices: one file, to be copied.
 
     python examples/pretrain.py  # some minutes on two CPU cores
-    JAX_NUM_CPU_DEVICES=8 python examples/pretrain.py --fsdp 4
+    JAX_NUM_CPU_DEVICES=8 python examples/pretrain.py --fsdp 8 --out-dir runs/8
 
 A run that was stopped resumes from its last checkpoint when the same command is
 given again. On a pod or cluster, give it to every process, with --distributed.
@@ -180,7 +180,7 @@ class GPT2(nnx.Module):
     structure, arrays = nnx.split(self.blocks)
 
     def apply(x_BTD: jax.Array, arrays: Any) -> tuple[jax.Array, None]:
-      # Left to itself, the compiler might split features as in the parameters.
+      # Without this, the compiler may split features, as in the parameters.
       x_BTD = jax.lax.with_sharding_constraint(x_BTD, P(BATCH))
       return nnx.merge(structure, arrays)(x_BTD), None
 
@@ -267,7 +267,8 @@ def train(config: Config) -> list[float]:
       state = manager.restore(first, args=ocp.args.StandardRestore(like))
     else:
       state = init_state(config)
-    log(f'{jax.device_count()} devices, step {first} of {config.steps}')
+    devices = f'{jax.device_count()} {jax.default_backend()} devices'
+    log(f'{config.out_dir}: step {first} of {config.steps} on {devices}')
     val_ABT = make_batch(val_tokens, config, step=0)
     losses, since, start = [], first, time.perf_counter()
     for step in range(first + 1, config.steps + 1):
