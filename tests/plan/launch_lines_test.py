@@ -49,7 +49,8 @@ def _launches() -> dict[str, int]:
       if '--topology' in flags:
         sizes = settings.topology.partition(':')[2]
       if settings.config.mesh:
-        trainers = re.sub(r'--topology \S+', '', flags)
+        # What is left are flags of the trainer.
+        trainers = re.sub(r'--(topology \S+|out \S+|quick)', '', flags)
         launches[trainers] = math.prod(map(int, re.findall(r'\d+', sizes)))
   return launches
 
