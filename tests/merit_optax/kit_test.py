@@ -416,6 +416,12 @@ def test_half_precision_is_widened_and_dtypes_promote(update_dtype):
   u = (_normal(1, (64, 64)) / 8).astype(update_dtype)
   kept = jax.jit(_keep())(u, w)
   assert kept.dtype == update_dtype
+  # A step too small for the sum to hold in bfloat16 is turned, and not lost.
+  w_32, u_32 = w.astype(jnp.float32), 1e-3 * u.astype(jnp.float32)
+  along = w_32 * jnp.sum(w_32 * u_32) / jnp.sum(w_32 * w_32)
+  small = _keep()(u_32.astype(update_dtype), w).astype(jnp.float32)
+  error = jnp.linalg.norm(small - (u_32 - along))
+  assert error < 0.01 * jnp.linalg.norm(u_32)
   if update_dtype == jnp.float32:  # Which holds the step without rounding.
     np.testing.assert_allclose(
       *(_norms(x[None], 'l2') for x in (w + kept, w.astype(jnp.float32))),

@@ -94,10 +94,14 @@ def test_logits_of_the_batch_that_was_measured(key_heads, is_rotary):
 
 
 def test_heads_below_the_threshold_move_as_told_bit_for_bit():
-  params, updates = _params(), jax.tree.map(jnp.sin, _params())
+  params = _params()
+  updates = jax.tree.map(lambda x: 1e-3 * jnp.sin(x), params)
+  transform = merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY)
   max_logits = jnp.array([5.0, 20.0, jnp.nan, jnp.inf])
-  clipped = _clip(params, max_logits, updates=updates)
-  chex.assert_trees_all_equal(clipped, optax.apply_updates(params, updates))
+  same, _ = transform.update(
+    updates, transform.init(params), params, max_logits=max_logits
+  )
+  chex.assert_trees_all_equal(same, updates)
   clipped = _clip(params, jnp.array([5.0, 80.0, 20.0, -99.0]), updates=updates)
   expected = optax.apply_updates(params, updates)
   for name in ('query', 'key'):
@@ -190,7 +194,7 @@ def test_scanned_layers_equal_separate_ones_bit_for_bit():
 def _fused(params, axis):
   """Returns queries, keys and values beside each other, along a new axis."""
   value = {'kernel': params['query']['kernel'], 'bias': params['key']['bias']}
-  parts = (params['query'], params['key'], value)
+  parts = (params['query'], value, params['key'])
   return {'qkv': jax.tree.map(lambda *x: jnp.stack(x, axis), *parts)}
 
 
@@ -202,14 +206,14 @@ def test_fused_projections(axis):
     _fused(params, axis),
     logits,
     query={'qkv/': _Heads(head_axis, part=(axis, 0))},
-    key={'qkv/': _Heads(head_axis, part=(axis, -2))},
+    key={'qkv/': _Heads(head_axis, part=(axis, -1))},
   )
   expected = _clip(params, logits)
   values = {'kernel': params['query']['kernel'], 'bias': params['key']['bias']}
   for name in ('kernel', 'bias'):
     parts = jnp.moveaxis(clipped['qkv'][name], axis, 0)
     for part, x in zip(
-      parts, (expected['query'], expected['key'], values), strict=True
+      parts, (expected['query'], values, expected['key']), strict=True
     ):
       np.testing.assert_array_equal(part, x[name])
 
@@ -310,6 +314,7 @@ def test_patterns_that_match_nothing_are_named():
     (jnp.ones((2, _HEADS)), {}),
     (jnp.ones(5), {}),
     (jnp.ones(_HEADS), {'num_key_heads': 3}),
+    (jnp.ones(2 * _HEADS), {'num_key_heads': _HEADS}),
     (jnp.ones(_HEADS), {'query': {'query/': _Heads(3)}}),
     (jnp.ones(_HEADS), {'query': {'query/': _Heads(-2, layers=0)}}),
     (jnp.ones(_HEADS), {'query': {'query/': _Heads(-2, part=(7, 0))}}),
