@@ -9,12 +9,10 @@ which is taken on its devices before the save and again after the restore.
 from collections.abc import Callable
 import contextlib
 import itertools
-import json
 import math
 import os
 from pathlib import Path
 import re
-import shutil
 import textwrap
 from typing import Any
 import warnings
@@ -25,13 +23,9 @@ import orbax.checkpoint as ocp
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.devices.sharding import by_path
+from examples.gpt2.run.checkpoint_folder import DAMAGE, CheckpointFolder
 from examples.gpt2.run.checksums import are_finite, checksums
-from examples.gpt2.run.folder import unused_path
 
-# What Orbax raises for files that are truncated, missing or garbled.
-_DAMAGE = (
-  AttributeError, FileNotFoundError, KeyError, TypeError, ValueError,
-)  # fmt: skip
 _NUMBERS = itertools.count()
 
 
@@ -52,10 +46,9 @@ class Checkpoints:
     Raises:
       OSError: If the folder cannot be made.
     """
-    self._folder = folder.absolute()
-    self._keep = keep
+    self._folder = CheckpointFolder(folder, keep)
     self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
-    on_first(self._clean_up)
+    on_first(self._folder.clean_up)
 
   def __enter__(self) -> 'Checkpoints':
     return self
@@ -100,7 +93,7 @@ class Checkpoints:
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
     self._saving = step, _make_writer()
-    return self._try('save', self._folder / str(step), args=items)
+    return self._try('save', self._folder.path(step), args=items)
 
   def wait(self) -> bool:
     """Waits until the save under way is durable; warns if it is not.
@@ -114,7 +107,7 @@ class Checkpoints:
       return False
     self._saving = None
     try:
-      on_first(self._delete_old)
+      on_first(self._folder.delete_old)
     except OSError as error:
       _warn(f'Old checkpoints are not deleted: {error}')
     return True
@@ -139,7 +132,7 @@ class Checkpoints:
       # Where the save has started, it fails for want of the other processes.
       writer.close()
     with contextlib.suppress(OSError):
-      on_first(self._clean_up)
+      on_first(self._folder.clean_up)
     return False
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
@@ -161,7 +154,7 @@ class Checkpoints:
     self.wait()
     # Their text alone: a traceback would keep the arrays on the devices.
     damaged: dict[int, str] = {}
-    for step in reversed(on_first(self._steps)):
+    for step in reversed(on_first(self._folder.steps)):
       try:
         state = self._restore_step(step, like)
       except _DamagedError as error:
@@ -172,7 +165,7 @@ class Checkpoints:
     if not damaged:
       return None
     raise UsageError(
-      f'No checkpoint in {self._folder} can be used; --fresh starts over. '
+      f'No checkpoint in {self._folder.root} can be used; --fresh starts over. '
       + ' '.join(f'Step {step}: {error}.' for step, error in damaged.items())
     )
 
@@ -188,7 +181,7 @@ class Checkpoints:
     self, step: int, targets: dict[str, Any]
   ) -> tuple[dict[str, jax.Array], dict[str, int]]:
     """Returns arrays, and their checksums when they were saved, by path."""
-    record = self._read_record(step)
+    record = self._folder.record(step)
     found, expected = record['types'], _types(targets)
     for name in sorted(found.keys() | expected.keys()):
       one, other = found.get(name, 'missing'), expected.get(name, 'nothing')
@@ -201,57 +194,17 @@ class Checkpoints:
       ocp.CompositeCheckpointHandler(), multiprocessing_options=options
     ) as reader:
       item = ocp.args.Composite(state=ocp.args.StandardRestore(targets))
-      arrays = reader.restore(self._folder / str(step), args=item)['state']
+      arrays = reader.restore(self._folder.path(step), args=item)['state']
     return arrays, record['checksums']
-
-  def _read_record(self, step: int) -> dict[str, Any]:
-    return json.loads(
-      (self._folder / str(step) / 'record' / 'metadata').read_bytes()
-    )
 
   def _set_aside(self, damaged: dict[int, str]) -> None:
     """Moves checkpoints away, so that their steps can be saved again."""
     for step, error in damaged.items():
+      path = on_first(self._folder.set_aside, step)
       _warn(
-        f'The checkpoint of step {step} in {self._folder} is damaged, so one '
-        f'before it is used, and it is moved to {on_first(self._move, step)}: '
-        f'{error}.'
+        f'The checkpoint of step {step} in {self._folder.root} is damaged, so '
+        f'one before it is used, and it is moved to {path}: {error}.'
       )
-
-  # The methods below are for process 0.
-
-  def _steps(self) -> list[int]:
-    names = [path.name for path in self._folder.iterdir()]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-  def _move(self, step: int) -> str:
-    """Moves a damaged checkpoint, and returns where it is then."""
-    folder = self._folder.with_name(f'damaged-{self._folder.name}')
-    folder.mkdir(exist_ok=True)
-    path = unused_path(folder / str(step))
-    os.rename(self._folder / str(step), path)
-    return str(path)
-
-  def _clean_up(self) -> None:
-    """Makes the folder, and deletes what failed or killed saves left."""
-    self._folder.mkdir(parents=True, exist_ok=True)
-    for unfinished in self._folder.glob('*.orbax-checkpoint-tmp*'):
-      shutil.rmtree(unfinished, ignore_errors=True)
-
-  def _delete_old(self) -> None:
-    """Deletes all checkpoints but the last ones and the best."""
-    steps = self._steps()
-    best = min(steps, key=lambda x: (self._loss(x), -x), default=None)
-    for step in steps[: -self._keep]:
-      if step != best:
-        shutil.rmtree(self._folder / str(step))
-
-  def _loss(self, step: int) -> float:
-    """Returns the loss of a checkpoint; infinity if that is damaged."""
-    try:
-      return float(self._read_record(step)['loss'])
-    except _DAMAGE:
-      return math.inf
 
 
 def _make_writer() -> ocp.AsyncCheckpointer:
@@ -299,7 +252,7 @@ def _examine(action: Callable[..., Any], *args: Any) -> Any:
     result = action(*args)
   except Exception as error:
     cause = _cause(error)
-    if isinstance(cause, _DAMAGE):
+    if isinstance(cause, DAMAGE):
       damage = _DamagedError(_describe(cause))
     else:
       failure = cause

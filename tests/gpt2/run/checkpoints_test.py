@@ -376,8 +376,7 @@ for step, text in zip((2, 3), texts):
 assert saved.restore(_like(_state(1)))[0] == 1
 assert saved.save(4, _state(4), 2.0)
 saved.wait()
-assert _steps(folder) == [1, 4]
-assert len(list(folder.iterdir())) == 2
+assert sorted(path.name for path in folder.iterdir()) == ['1', '4']
 assert Checkpoints(folder, keep=1).restore(_like(_state(1)))[0] == 4
 """
 

@@ -336,7 +336,8 @@ def _end(running: list[subprocess.Popen]) -> list[int]:
 @pytest.mark.slow
 def test_a_process_that_fails_alone_ends_the_others(pair: Path):
   statuses = _end(_start_pair(pair, 'alone', of_second=('--data', 'gone.txt')))
-  assert statuses[1] == 2
+  # While it waits for the other to leave, jax's service may end both first.
+  assert statuses[1] in (2, -signal.SIGABRT)
   assert statuses[0] != 0
   assert 'gone.txt does not exist' in (pair / 'alone.log').read_text()
 
