@@ -107,6 +107,15 @@ class Config:
   max_gradient_norm: float = 1.0
   """Global norm that gradients are clipped to."""
 
+  qk_clip: float | None = None
+  """Largest attention logit allowed. Where a head exceeds it, its weights of
+  queries and keys are scaled down after the step (QK-clip). Default: no bound.
+  """
+
+  qk_clip_every: int | None = None
+  """Steps between uses of --qk-clip. On GPU and TPU, where attention does not
+  show its logits, they are computed once more in such a step. Default: 1."""
+
   warmup_share: float = 0.1
   """Share of the steps in which the learning rate rises."""
 

@@ -90,7 +90,7 @@ _NOT_IDENTITY = (
 _COUNTS = (
   'num_layers', 'num_heads', 'width', 'mlp_width', 'context_length',
   'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
-  'checkpoint_every', 'keep', 'unroll',
+  'checkpoint_every', 'keep', 'unroll', 'qk_clip_every',
 )  # fmt: skip
 
 # Settings, what is accepted in words, and whether a value is.
@@ -98,8 +98,8 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (_COUNTS, 'at least 1', lambda x: x is None or x >= 1),
   (('watch_every', 'weight_decay', 'min_norm'), 'finite and at least 0',
    lambda x: 0 <= x < math.inf),
-  (('learning_rate', 'max_gradient_norm', 'norm_epsilon'), 'finite and above 0',
-   lambda x: x is None or 0 < x < math.inf),
+  (('learning_rate', 'max_gradient_norm', 'norm_epsilon', 'qk_clip'),
+   'finite and above 0', lambda x: x is None or 0 < x < math.inf),
   (('b1', 'b2'), 'in [0, 1)', lambda x: 0 <= x < 1),
   (('clip_threshold',), 'above 0', lambda x: x > 0),
   (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
@@ -142,6 +142,7 @@ def resolve(config: Config) -> Config:
   if config.tensorboard and not importlib.util.find_spec('tensorboardX'):
     raise UsageError('--tensorboard needs a package: pip install tensorboardX')
   _check_heads(config)
+  _check_qk_clip(config)
   _check_fits_optimizer(config)
   _check_processes(config)
   return config
@@ -180,6 +181,17 @@ def _check_heads(config: Config) -> None:
     raise UsageError(
       '--width must be an even multiple of --num-heads with --architecture '
       f'llama, got {config.width} and {config.num_heads}.'
+    )
+
+
+def _check_qk_clip(config: Config) -> None:
+  """Raises ``UsageError`` for a bound on logits that would not be one."""
+  if config.qk_clip_every is not None and config.qk_clip is None:
+    raise UsageError('--qk-clip-every needs --qk-clip.')
+  if config.qk_clip is not None and config.qk_norm:
+    raise UsageError(
+      '--qk-clip does nothing behind --qk-norm, where the scale of queries and '
+      'keys does not matter: leave out one of the two.'
     )
 
 

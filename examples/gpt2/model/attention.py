@@ -1,11 +1,12 @@
 """Causal self-attention, with rotary positions in Llama.
 
 Axes: B sequences, T tokens, S source tokens, D features, H heads, K features of
-a head, X query, key and value.
+a head, X query, key and value, C queries of a chunk.
 """
 
 from collections.abc import Callable
 import functools
+import math
 from typing import Any
 
 from flax import nnx
@@ -17,6 +18,8 @@ from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.layers import by_token, linear
 
 _ROTARY_BASE = 10_000.0
+# Queries for which logits exist at once where they are computed to be measured.
+_QUERIES_AT_ONCE = 128
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """Function from queries, keys and values, each (B, T, H, K), to what attention
@@ -73,13 +76,10 @@ def causal_attention(
   Returns:
     Weighted values, of the same shape, and None.
   """
-  # That of the mesh, for which a program may be compiled elsewhere.
-  device = jax.sharding.get_abstract_mesh().abstract_device
-  platform = (device and device.platform) or jax.default_backend()
-  if platform == 'cpu':
-    return _attention_on_cpu(query, key, value), None
+  if _platform() == 'cpu':
+    return _attention_on_cpu(query, key, value)[0], None
   # cuDNN's kernel never writes the logits to memory; it takes half precision.
-  is_fused = platform == 'gpu' and query.dtype == jnp.bfloat16
+  is_fused = _platform() == 'gpu' and query.dtype == jnp.bfloat16
   y_BTHK = jax.nn.dot_product_attention(
     query,
     key,
@@ -90,13 +90,74 @@ def causal_attention(
   return y_BTHK, None
 
 
+def measured_attention(
+  query: jax.Array,
+  key: jax.Array,
+  value: jax.Array,
+  *,
+  is_due: jax.typing.ArrayLike = True,
+) -> tuple[jax.Array, jax.Array]:
+  """Attends as :func:`causal_attention`, and measures the logits.
+
+  Args:
+    query: Queries, shape (B, T, H, K).
+    key: Keys, of the same shape.
+    value: Values, of the same shape.
+    is_due: Whether to measure, which costs a product of queries and keys where
+      the kernel that attends keeps its logits to itself.
+
+  Returns:
+    Weighted values, of the same shape, and the largest logit of each head,
+    shape (H,), without a gradient; NaN if it is not measured.
+  """
+  if _platform() == 'cpu':
+    y_BTHK, largest_BHT1 = _attention_on_cpu(query, key, value)
+    return y_BTHK, jnp.where(is_due, largest_BHT1.max((0, 2, 3)), jnp.nan)
+  largest_H = jax.lax.cond(
+    is_due,
+    _max_logit,
+    lambda query, _: jnp.full(query.shape[2], jnp.nan),
+    *jax.lax.stop_gradient((query, key)),
+  )
+  return causal_attention(query, key, value)[0], largest_H
+
+
+def _platform() -> str:
+  """Returns that of the mesh, for which a program may be compiled elsewhere."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return (device and device.platform) or jax.default_backend()
+
+
+def _max_logit(query: jax.Array, key: jax.Array) -> jax.Array:
+  """Returns the largest logit of each head, float32, shape (H,)."""
+  batch, length, *head = query.shape
+  chunk = math.gcd(length, _QUERIES_AT_ONCE)
+
+  def measure(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+    query_BCHK, positions_C = part
+    logits_BHCS = jnp.einsum(
+      'BCHK,BSHK->BHCS', query_BCHK, key, preferred_element_type=jnp.float32
+    )
+    visible_CS = jnp.arange(length) <= positions_C[:, None]
+    return jnp.max(logits_BHCS, (0, 2, 3), initial=-jnp.inf, where=visible_CS)
+
+  queries = jnp.moveaxis(query.reshape(batch, -1, chunk, *head), 1, 0)
+  largest = jax.lax.map(
+    measure, (queries, jnp.arange(length).reshape(-1, chunk))
+  )
+  return largest.max(0) * head[-1] ** -0.5
+
+
 def _attention_on_cpu(
   query: jax.Array, key: jax.Array, value: jax.Array
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
   """Attends as ``jax.nn.dot_product_attention`` does.
 
   Weights are normalized after the product with the values, which is
   quicker on CPU: those have fewer elements.
+
+  Returns:
+    Weighted values, and the largest logit of each query, shape (B, H, T, 1).
   """
   length, head_width = query.shape[1], query.shape[-1]
   query, key, value = (
@@ -111,7 +172,8 @@ def _attention_on_cpu(
   exp_BHTS = jnp.exp(logits_BHTS - largest_BHT1)
   y_BHTK = einsum('BHTS,BHSK->BHTK', exp_BHTS.astype(value.dtype), value)
   y_BHTK /= exp_BHTS.sum(-1, keepdims=True)
-  return jnp.swapaxes(y_BHTK, 1, 2).astype(query.dtype)
+  y_BTHK = jnp.swapaxes(y_BHTK, 1, 2).astype(query.dtype)
+  return y_BTHK, largest_BHT1
 
 
 def rotate(x_BTHK: jax.Array, positions_T: jax.Array) -> jax.Array:

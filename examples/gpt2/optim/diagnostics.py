@@ -134,7 +134,9 @@ class Diagnostics:
     count, small, _ = parts_ABT.shape
 
     def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, jax.Array]:
-      gradients = jax.grad(self._trainer.loss)(params, tokens_BT)
+      gradients, _ = jax.grad(self._trainer.loss, has_aux=True)(
+        params, tokens_BT
+      )
       total = jax.tree.map(jnp.add, total, gradients)
       return total, optax.tree.norm(gradients, squared=True)
 

@@ -28,10 +28,18 @@ def make_schedule(config: Config) -> optax.Schedule:
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
   """Returns the optimizer, behind a clip of the gradient's global norm."""
-  return optax.chain(
+  optimizer = optax.chain(
     optax.clip_by_global_norm(config.max_gradient_norm),
     _OPTIMIZERS[config.optimizer](config),
   )
+  if config.qk_clip is None:
+    return optimizer
+  query, key = (
+    {r'(^|/)qkv/': merit_optax.AttentionHeads(-3, layers=0, part=(-2, index))}
+    for index in (0, 1)
+  )
+  clip = merit_optax.qk_clip(config.qk_clip, query=query, key=key)
+  return optax.chain(optimizer, clip)
 
 
 def merit_settings(config: Config) -> dict[str, Any]:

@@ -105,9 +105,10 @@ class StepLog(contextlib.ExitStack):
       return
     step, arrays, diagnostics, waited = self._running
     self._running = None
-    values = {k: float(x) for k, x in jax.device_get(arrays).items()}
+    values = {k: x.tolist() for k, x in jax.device_get(arrays).items()}
     metrics = self._measure(step, waited) | values | diagnostics
     metrics |= evaluation or {}
+    values = {k: values[k] for k in ('train_loss', 'gradient_norm')}
     if not all(map(math.isfinite, values.values())):
       self._stop_unless_skipping(step, values)
       metrics['skipped'] = True

@@ -4,6 +4,7 @@ Letters at the end of a name give the axes of an array: A micro-batches, B
 sequences, T tokens.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -14,6 +15,11 @@ import optax
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices import sharding
+from examples.gpt2.model.attention import (
+  Attend,
+  causal_attention,
+  measured_attention,
+)
 from examples.gpt2.model.config import (
   NORM_EPSILON,
   ModelConfig,
@@ -48,9 +54,11 @@ class Trainer:
     init: Compiled function from nothing to the first :class:`TrainState`.
     step: Compiled function from a state, which is donated, and tokens of shape
       (A, B, T + 1) to the next state and a dictionary with the mean loss before
-      the step in nats a token (``'train_loss'``) and the norm of the gradient
-      before it is clipped (``'gradient_norm'``). If one of them is not finite,
-      the state stays as it was but for its counters.
+      the step in nats a token (``'train_loss'``), the norm of the gradient
+      before it is clipped (``'gradient_norm'``) and, with QK-clip, the largest
+      attention logit of each layer before the step (``'qk_clip_max_logit'``,
+      NaN where it is not due). If one of the first two is not finite, the state
+      stays as it was but for its counters.
     sequence_losses: Compiled function from parameters and tokens of shape
       (A, B, T + 1) to the mean loss of each sequence, shape (A, B).
   """
@@ -74,9 +82,11 @@ class Trainer:
       UsageError: If the mesh does not fit the sizes.
     """
     self.mesh = mesh
-    self.optimizer = optimizer or make_optimizer(config)
+    self.optimizer = optax.with_extra_args_support(
+      optimizer or make_optimizer(config)
+    )
     self.model_config = make_model_config(config, vocab_size)
-    self._seed = config.seed
+    self._config = config
     model = nnx.eval_shape(self._make_model)
     self._graphdef, variables = nnx.split(model)
     self.shapes = self._shapes(nnx.as_pure(variables))
@@ -95,27 +105,38 @@ class Trainer:
     """Returns the model with some parameters; to be traced."""
     return nnx.merge(self._graphdef, params)
 
-  def loss(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
-    """Returns the mean loss of tokens of shape (B, T + 1); to be traced."""
+  def loss(
+    self, params: Any, tokens_BT: jax.Array, attend: Attend = causal_attention
+  ) -> tuple[jax.Array, Any]:
+    """Returns the mean loss of tokens of shape (B, T + 1); to be traced.
+
+    Beside it stands what ``attend`` has seen, by layer.
+    """
     model = self.model(params)
-    features_BTD, _ = model.features(tokens_BT[:, :-1])
-    return mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
+    features_BTD, seen = model.features(tokens_BT[:, :-1], attend)
+    loss = mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
+    return loss, seen
 
   def loss_and_gradients(
-    self, params: Any, tokens_ABT: jax.Array
-  ) -> tuple[jax.Array, Any]:
-    """Returns mean loss and gradient of tokens of shape (A, B, T + 1)."""
+    self, params: Any, tokens_ABT: jax.Array, attend: Attend = causal_attention
+  ) -> tuple[jax.Array, Any, Any]:
+    """Returns mean loss and gradient of tokens of shape (A, B, T + 1).
 
-    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, None]:
-      one = jax.value_and_grad(self.loss)(params, tokens_BT)
-      return jax.tree.map(jnp.add, total, one), None
+    Beside them stands what ``attend`` has seen, by micro-batch and layer.
+    """
+
+    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, Any]:
+      (loss, seen), gradients = jax.value_and_grad(self.loss, has_aux=True)(
+        params, tokens_BT, attend
+      )
+      return jax.tree.map(jnp.add, total, (loss, gradients)), seen
 
     zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
-    total, _ = jax.lax.scan(add, zero, tokens_ABT)
-    return jax.tree.map(lambda x: x / len(tokens_ABT), total)
+    total, seen = jax.lax.scan(add, zero, tokens_ABT)
+    return *jax.tree.map(lambda x: x / len(tokens_ABT), total), seen
 
   def _make_model(self) -> Transformer:
-    return Transformer(self.model_config, rngs=nnx.Rngs(self._seed))
+    return Transformer(self.model_config, rngs=nnx.Rngs(self._config.seed))
 
   def _shapes(self, params: Any) -> TrainState:
     shardings = sharding.parameter_shardings(self.mesh, params)
@@ -136,10 +157,17 @@ class Trainer:
   def _step(
     self, state: TrainState, tokens_ABT: jax.Array
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    loss, gradients = self.loss_and_gradients(state.params, tokens_ABT)
+    loss, gradients, logits_ALH = self.loss_and_gradients(
+      state.params, tokens_ABT, self._attend(state.opt_state)
+    )
     norm = optax.tree.norm(gradients)
+    metrics = {'train_loss': loss, 'gradient_norm': norm}
+    max_logits_LH = None
+    if logits_ALH is not None:
+      max_logits_LH = logits_ALH.max(0)
+      metrics['qk_clip_max_logit'] = max_logits_LH.max(1)
     updates, opt_state = self.optimizer.update(
-      gradients, state.opt_state, state.params
+      gradients, state.opt_state, state.params, max_logits=max_logits_LH
     )
     params = optax.apply_updates(state.params, updates)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
@@ -150,7 +178,16 @@ class Trainer:
       return new if is_counter else jnp.where(is_finite, new, old)
 
     state = jax.tree.map(keep, TrainState(params, opt_state), state)
-    return state, {'train_loss': loss, 'gradient_norm': norm}
+    return state, metrics
+
+  def _attend(self, opt_state: Any) -> Attend:
+    """Returns attention as a step runs it: measured where QK-clip is due."""
+    if self._config.qk_clip is None:
+      return causal_attention
+    # That of the schedule, which goes on in a step that is left out.
+    count = optax.tree.get_all_with_path(opt_state, 'count')[0][1]
+    is_due = (count + 1) % (self._config.qk_clip_every or 1) == 0
+    return functools.partial(measured_attention, is_due=is_due)
 
   def _sequence_losses(self, params: Any, tokens_ABT: jax.Array) -> jax.Array:
     """Returns the mean loss of each sequence, nats a token, shape (A, B)."""
