@@ -107,19 +107,19 @@ def measured_attention(
       the kernel that attends keeps its logits to itself.
 
   Returns:
-    Weighted values, of the same shape, and the largest logit of each head,
-    shape (H,), without a gradient; NaN if it is not measured.
+    Weighted values, of the same shape, and the largest logit of each sequence
+    and head, shape (B, H), without a gradient; NaN if it is not measured.
   """
   if _platform() == 'cpu':
     y_BTHK, largest_BHT1 = _attention_on_cpu(query, key, value)
-    return y_BTHK, jnp.where(is_due, largest_BHT1.max((0, 2, 3)), jnp.nan)
-  largest_H = jax.lax.cond(
+    return y_BTHK, jnp.where(is_due, largest_BHT1.max((2, 3)), jnp.nan)
+  largest_BH = jax.lax.cond(
     is_due,
     _max_logit,
-    lambda query, _: jnp.full(query.shape[2], jnp.nan),
+    lambda query, _: jnp.full_like(query[:, 0, :, 0], jnp.nan, jnp.float32),
     *jax.lax.stop_gradient((query, key)),
   )
-  return causal_attention(query, key, value)[0], largest_H
+  return causal_attention(query, key, value)[0], largest_BH
 
 
 def _platform() -> str:
@@ -129,7 +129,7 @@ def _platform() -> str:
 
 
 def _max_logit(query: jax.Array, key: jax.Array) -> jax.Array:
-  """Returns the largest logit of each head, float32, shape (H,)."""
+  """Returns the largest logits, float32, shape (B, H)."""
   batch, length, *head = query.shape
   chunk = math.gcd(length, _QUERIES_AT_ONCE)
 
@@ -139,7 +139,7 @@ def _max_logit(query: jax.Array, key: jax.Array) -> jax.Array:
       'BCHK,BSHK->BHCS', query_BCHK, key, preferred_element_type=jnp.float32
     )
     visible_CS = jnp.arange(length) <= positions_C[:, None]
-    return jnp.max(logits_BHCS, (0, 2, 3), initial=-jnp.inf, where=visible_CS)
+    return jnp.max(logits_BHCS, (2, 3), initial=-jnp.inf, where=visible_CS)
 
   queries = jnp.moveaxis(query.reshape(batch, -1, chunk, *head), 1, 0)
   largest = jax.lax.map(

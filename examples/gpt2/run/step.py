@@ -157,14 +157,14 @@ class Trainer:
   def _step(
     self, state: TrainState, tokens_ABT: jax.Array
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    loss, gradients, logits_ALH = self.loss_and_gradients(
+    loss, gradients, logits_ALBH = self.loss_and_gradients(
       state.params, tokens_ABT, self._attend(state.opt_state)
     )
     norm = optax.tree.norm(gradients)
     metrics = {'train_loss': loss, 'gradient_norm': norm}
     max_logits_LH = None
-    if logits_ALH is not None:
-      max_logits_LH = logits_ALH.max(0)
+    if logits_ALBH is not None:
+      max_logits_LH = logits_ALBH.max((0, 2))
       metrics['qk_clip_max_logit'] = max_logits_LH.max(1)
     updates, opt_state = self.optimizer.update(
       gradients, state.opt_state, state.params, max_logits=max_logits_LH

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt2.model.attention import causal_attention, rotate
+from examples.gpt2.model import attention
+from examples.gpt2.model.attention import (
+  causal_attention,
+  measured_attention,
+  rotate,
+)
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import as_module, shapes
 
@@ -62,6 +67,35 @@ def test_attention_is_a_causal_softmax():
     np.testing.assert_allclose(
       found[b, t, h], p / p.sum() @ v[b, : t + 1, h], rtol=1e-4, atol=1e-5
     )
+
+
+# On TPU and GPU the logits are computed beside the kernel that attends.
+@pytest.mark.parametrize('platform', ['cpu', 'tpu'])
+@pytest.mark.parametrize('length', [5, 256])
+def test_measured_attention_finds_the_largest_visible_logit(
+  platform: str, length: int, monkeypatch: pytest.MonkeyPatch
+):
+  q, k, v = _normal(0, 3, 2, length, 3, 4)
+  k[:, -1] *= 100  # Only the last query sees it.
+  logits = np.einsum('BTHK,BSHK->BHTS', q, k) / 2
+  hidden = np.triu(np.ones((length, length), bool), 1)
+  expected = np.where(hidden, -np.inf, logits).max((2, 3))
+  monkeypatch.setattr(attention, '_platform', lambda: platform)
+
+  def attend(q: jax.Array, is_due: bool) -> tuple[jax.Array, jax.Array]:
+    y, largest = measured_attention(q, k, v, is_due=is_due)
+    return (y**2).sum(), largest
+
+  measure = jax.jit(jax.value_and_grad(attend, has_aux=True))
+  (_, found), gradient = measure(q, True)
+  np.testing.assert_allclose(found, expected, rtol=1e-5)
+  (_, missing), same_gradient = measure(q, False)
+  assert np.isnan(missing).all()
+  np.testing.assert_array_equal(gradient, same_gradient)
+  expected_gradient = jax.jit(
+    jax.grad(lambda q: (causal_attention(q, k, v)[0] ** 2).sum())
+  )(q)
+  np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize('architecture', ['gpt2', 'llama'])

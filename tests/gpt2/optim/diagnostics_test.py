@@ -230,7 +230,9 @@ def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
 
 def test_gradient_noise_is_the_variance_between_parts(seen):
   config, trainer, state, tokens, measured = seen
-  gradient = jax.jit(jax.grad(trainer.loss))
+  gradient = jax.jit(
+    lambda *args: jax.grad(trainer.loss, has_aux=True)(*args)[0]
+  )
   parts = np.stack(
     [
       np.concatenate([np.ravel(x) for x in jax.tree.leaves(g)]).astype(float)
@@ -256,9 +258,9 @@ _TABLE = np.array([[1.0, -2.0], [0.5, 3.0], [-4.0, 0.25]])
 class _Linear(Trainer):
   """A trainer whose gradients of a sequence are rows of a table."""
 
-  def loss(self, params, tokens_BT):
+  def loss(self, params, tokens_BT, *_):
     rows = jnp.asarray(_TABLE, jnp.float32)[tokens_BT[:, 0]]
-    return jnp.mean(rows @ params['final_norm']['bias'][:2])
+    return jnp.mean(rows @ params['final_norm']['bias'][:2]), None
 
 
 @pytest.mark.parametrize(

@@ -204,12 +204,13 @@ def _break_gradients(monkeypatch, step: int):
   original = Trainer.loss_and_gradients
   first_tokens = {}
 
-  def broken(self, params, tokens):
-    loss, gradients = original(self, params, tokens)
+  def broken(self, params, tokens, attend):
+    loss, gradients, seen = original(self, params, tokens, attend)
     is_bad = tokens.sum() == first_tokens['sum']
-    return loss, jax.tree.map(
+    gradients = jax.tree.map(
       lambda x: jax.numpy.where(is_bad, jax.numpy.inf, x), gradients
     )
+    return loss, gradients, seen
 
   make = Loop.__init__
 

@@ -10,8 +10,10 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.step import Trainer, TrainState, make_model_config
+from merit_optax import attention_statistics
 
 # A first token that makes something of the step infinite or not a number.
 _NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT = 61, 62, 63
@@ -29,8 +31,8 @@ _MOST_OPTIMIZERS = pytest.mark.parametrize(
 class _Fragile(Trainer):
   """A trainer that has bad steps on command."""
 
-  def loss(self, params, tokens_BT):
-    loss = super().loss(params, tokens_BT)
+  def loss(self, params, tokens_BT, *attend):
+    loss, seen = super().loss(params, tokens_BT, *attend)
     bias = params['final_norm']['bias']
     zero = jnp.sum((bias - jax.lax.stop_gradient(bias)) ** 2)
     branches = [
@@ -41,7 +43,7 @@ class _Fragile(Trainer):
       lambda loss, zero: loss + jnp.sqrt(zero),
     ]
     kind = jnp.clip(tokens_BT[0, 0] - 60, 0, 3)
-    return jax.lax.switch(kind, branches, loss, zero)
+    return jax.lax.switch(kind, branches, loss, zero), seen
 
 
 def _config(**settings) -> Config:
@@ -177,7 +179,7 @@ def test_another_optimizer_takes_the_place_of_the_settings():
   params = _params()
   state = TrainState(jax.tree.map(jnp.array, params), optimizer.init(params))
   state, metrics = trainer.step(state, _put(trainer, _tokens(0)))
-  loss, gradients = _loss_and_gradients()
+  loss, gradients, _ = _loss_and_gradients()
   chex.assert_trees_all_close(
     state.params,
     jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients),
@@ -187,6 +189,80 @@ def test_another_optimizer_takes_the_place_of_the_settings():
   squares = [np.sum(np.square(g)) for g in jax.tree.leaves(gradients)]
   assert metrics['gradient_norm'] == pytest.approx(sum(squares) ** 0.5, 1e-5)
   assert metrics['train_loss'] == pytest.approx(float(loss), 1e-6)
+
+
+def _max_logits(trainer: Trainer, params, tokens_ABT: np.ndarray) -> np.ndarray:
+  """Returns the largest logit of each layer and head over a step's tokens."""
+  model = trainer.model(params)
+
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array):
+    return causal_attention(q, k, v)[0], attention_statistics(q, k).max_logit
+
+  tokens_NT = tokens_ABT.reshape(-1, tokens_ABT.shape[-1])
+  return np.asarray(model.features(tokens_NT[:, :-1], attend)[1])
+
+
+@_MOST_OPTIMIZERS
+@pytest.mark.parametrize('mesh', ['', 'data=2,fsdp=2,tensor=2'])
+def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
+  # A step of no length, so that the logits are those of the clipped weights.
+  settings = dict(optimizer=optimizer, num_layers=1, learning_rate=1e-30)
+  devices = jax.devices() if mesh else jax.devices()[:1]
+  make = functools.partial(
+    Trainer, vocab_size=64, mesh=make_mesh(mesh, devices)
+  )
+  params = _params_of_one_layer()
+  tokens = _tokens(0).reshape(2, 8, 17)
+  logits = _max_logits(make(_config(**settings)), params, tokens)
+  bound = float(np.sort(logits.ravel())[-2:].mean())  # One head is above it.
+  trainer = make(_config(qk_clip=bound, **settings))
+  with jax.set_mesh(trainer.mesh):
+    state = TrainState(params, jax.jit(trainer.optimizer.init)(params))
+    state = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding), state, trainer.shapes
+    )
+    state, metrics = trainer.step(state, _put(trainer, tokens))
+  np.testing.assert_allclose(
+    metrics['qk_clip_max_logit'], logits.max(1), rtol=1e-5
+  )
+  found = _max_logits(trainer, jax.device_get(state.params), tokens)
+  np.testing.assert_allclose(found, np.minimum(logits, bound), rtol=1e-4)
+
+
+def test_qk_clip_every_so_many_steps():
+  def trajectory(**settings) -> list[np.ndarray]:
+    config = _config(num_layers=1, **settings)
+    trainer = Trainer(config, 64, make_mesh('', jax.devices()[:1]))
+    params = jax.tree.map(jnp.array, _params_of_one_layer())
+    state, found = TrainState(params, trainer.optimizer.init(params)), []
+    for step in range(4):
+      state, metrics = trainer.step(state, _put(trainer, _tokens(step)))
+      found.append(
+        np.asarray(state.params['blocks']['attention']['qkv']['bias'])
+      )
+      is_measured = np.isfinite(metrics.get('qk_clip_max_logit', np.nan)).all()
+      assert is_measured == ('qk_clip' in settings and step % 2 == 1)
+    return found
+
+  plain = trajectory()
+  clipped = trajectory(qk_clip=0.05, qk_clip_every=2)
+  assert (clipped[0] == plain[0]).all()
+  assert np.abs(clipped[1]).sum() < np.abs(plain[1]).sum()
+
+
+@functools.cache
+def _params_of_one_layer():
+  """Returns parameters that give logits of some size."""
+  trainer = Trainer(_config(num_layers=1), 64, make_mesh('', jax.devices()[:1]))
+  params = jax.device_get(trainer.init().params)
+  qkv = params['blocks']['attention']['qkv']
+  qkv['kernel'] = qkv['kernel'] * np.float32(20)
+  qkv['bias'] = (
+    np.random.default_rng(0)
+    .normal(scale=0.1, size=qkv['bias'].shape)
+    .astype(np.float32)
+  )
+  return params
 
 
 @pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
@@ -207,7 +283,7 @@ def test_sequence_losses_are_those_of_all_logits(mesh: str):
   ).mean(-1)
   assert losses.shape == (2, 8)
   np.testing.assert_allclose(losses.ravel(), expected, rtol=1e-5)
-  loss, _ = _loss_and_gradients()
+  loss, _, _ = _loss_and_gradients()
   assert losses.mean() == pytest.approx(float(loss), 1e-5)
 
 
