@@ -72,6 +72,10 @@ class Config:
   norm_epsilon: float | None = None
   """What norms add to the variance. Default: 1e-5, of llama 1e-6."""
 
+  init_std: float | None = None
+  """Standard deviation of initial weights and embeddings. Default: GPT-2's
+  0.02, which at other widths is in proportion as 0.02 * sqrt(768 / width)."""
+
   qk_norm: bool = False
   """Whether queries and keys go through an RMSNorm in each head."""
 

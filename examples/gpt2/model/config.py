@@ -10,6 +10,8 @@ from examples.gpt2.config import UsageError
 
 NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 """What norms add to the variance, unless told."""
+INIT_STD = 0.02
+"""Standard deviation of initial weights, unless told."""
 
 # Sizes that a power of two divides are quicker, and split over a tensor axis.
 _VOCAB_MULTIPLE = 64
@@ -29,6 +31,7 @@ class ModelConfig:
   # rotary positions, SwiGLU and none.
   architecture: Literal['gpt2', 'llama'] = 'gpt2'
   norm_epsilon: float = NORM_EPSILON['gpt2']  # Of the residual stream's norms.
+  init_std: float = INIT_STD  # Of weights and embeddings.
   qk_norm: bool = False  # Whether queries and keys go through an RMSNorm.
   untied_head: bool = False  # Whether the head has a matrix of its own.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.

@@ -14,8 +14,6 @@ import jax.numpy as jnp
 
 from examples.gpt2.model.config import ModelConfig
 
-_STDDEV = 0.02
-
 
 class MLP(nnx.Module):
   """GELU between two linear layers; Llama: SwiGLU, with a third as gate."""
@@ -59,7 +57,8 @@ def linear(
 ) -> nnx.LinearGeneral:
   """Makes a linear layer; one that ends a residual branch starts smaller."""
   # GPT-2 divides by the root of the number of residual branches.
-  stddev = _STDDEV / math.sqrt(2 * config.num_layers) if residual else _STDDEV
+  branches = 2 * config.num_layers if residual else 1
+  stddev = config.init_std / math.sqrt(branches)
   return nnx.LinearGeneral(
     inputs,
     outputs,
@@ -76,7 +75,7 @@ def embedding(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
     rows,
     config.width,
     dtype=jnp.dtype(config.dtype),
-    embedding_init=nnx.initializers.normal(_STDDEV),
+    embedding_init=nnx.initializers.normal(config.init_std),
     rngs=rngs,
   )
 

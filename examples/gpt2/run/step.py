@@ -21,6 +21,7 @@ from examples.gpt2.model.attention import (
   measured_attention,
 )
 from examples.gpt2.model.config import (
+  INIT_STD,
   NORM_EPSILON,
   ModelConfig,
   padded_vocab_size,
@@ -209,5 +210,6 @@ def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
   return ModelConfig(
     vocab_size=padded_vocab_size(vocab_size),
     norm_epsilon=epsilon,
+    init_std=config.init_std or INIT_STD,
     **{name: getattr(config, name) for name in names},
   )

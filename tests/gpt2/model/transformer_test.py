@@ -261,9 +261,14 @@ def test_presets_have_the_published_sizes(preset: str, millions: float):
   assert round(count / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
-def test_initialisation_is_gpt2s(kind: str):
-  config = _config(kind, num_layers=8, num_heads=4, width=128, mlp_width=512)
+@pytest.mark.parametrize(
+  ('kind', 'changes', 'expected'),
+  [('gpt2', {}, 0.02), ('llama', {'init_std': 0.1}, 0.1)],
+)
+def test_initialization_is_gpt2s(kind: str, changes: dict, expected: float):
+  config = _config(
+    kind, num_layers=8, num_heads=4, width=128, mlp_width=512, **changes
+  )
   params = jax.jit(
     lambda: nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
   )()
@@ -273,7 +278,7 @@ def test_initialisation_is_gpt2s(kind: str):
       continue
     # What ends a residual branch starts smaller.
     is_last = name.endswith(('out.kernel', 'down.kernel'))
-    std = 0.02 / 4 if is_last else 0.02
+    std = expected / 4 if is_last else expected
     parts = x if name.startswith('blocks.') else x[None]
     np.testing.assert_allclose(
       jnp.std(parts.reshape(len(parts), -1), axis=1), std, rtol=0.05

@@ -304,10 +304,10 @@ def test_the_vocabulary_is_rounded_up(given: int, size: int):
   config = _config(qk_norm=True, architecture='llama', dtype='bfloat16')
   found = make_model_config(config, given)
   assert found.vocab_size == size
-  assert found.norm_epsilon == 1e-6
+  assert (found.norm_epsilon, found.init_std) == (1e-6, 0.02)
   for field in dataclasses.fields(found):
-    if field.name not in ('vocab_size', 'norm_epsilon'):
+    if field.name not in ('vocab_size', 'norm_epsilon', 'init_std'):
       assert getattr(found, field.name) == getattr(config, field.name)
-  assert found.norm_epsilon == 1e-6
-  told = dataclasses.replace(config, norm_epsilon=1e-5)
-  assert make_model_config(told, given).norm_epsilon == 1e-5
+  told = dataclasses.replace(config, norm_epsilon=1e-5, init_std=0.1)
+  found = make_model_config(told, given)
+  assert (found.norm_epsilon, found.init_std) == (1e-5, 0.1)
