@@ -96,6 +96,10 @@ class Config:
   merit, adamw and lamb the default is what did best on the demo; larger models
   want their own. That of merit is lower for more than 400 steps."""
 
+  adam_rate: float | None = None
+  """muon: learning rate of the parameters that Adam updates (embeddings, biases
+  and norms), over --learning-rate. Default: 1."""
+
   weight_decay: float | None = None
   """Weight decay."""
 

@@ -76,6 +76,7 @@ _ONLY_FOR = {
   'clip_threshold': ('merit',),
   'min_norm': ('merit',),
   'qkv': ('merit', 'muon'),
+  'adam_rate': ('muon',),
 }
 
 # What does not decide what a run computes, but for rounding.
@@ -99,7 +100,7 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('watch_every', 'weight_decay', 'min_norm'), 'finite and at least 0',
    lambda x: 0 <= x < math.inf),
   (('learning_rate', 'max_gradient_norm', 'norm_epsilon', 'qk_clip',
-    'init_std'),
+    'init_std', 'adam_rate'),
    'finite and above 0', lambda x: x is None or 0 < x < math.inf),
   (('b1', 'b2'), 'in [0, 1)', lambda x: 0 <= x < 1),
   (('clip_threshold',), 'above 0', lambda x: x > 0),

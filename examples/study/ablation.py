@@ -15,10 +15,10 @@ ARMS: dict[str, dict[str, Any]] = {
   'no clip': {'clip_threshold': math.inf},
   'no weight-wise floor': {'ratios': ('row', 'column')},
   'weight-wise ratio only': {'ratios': ('weight',)},
-  'l2 norms, element-wise': {'arm': 'l2'},
+  'l2 norms, element-wise': {'arm': 'adam > decay > l2 merit > clip'},
   'trust ratio on matrices only': {'trust_ratio': 'matrices'},
   'min_norm 0.01': {'min_norm': 0.01},
-  'decay outside the ratio': {'arm': 'decay_outside'},
+  'decay outside the ratio': {'arm': 'adam > merit > clip > decay'},
   'Q, K, V split': {'qkv': 'split'},
   'Q, K, V per head': {'qkv': 'heads'},
 }

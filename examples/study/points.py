@@ -1,5 +1,6 @@
 """Points of comparison: a tuned optimizer at a batch size, with seeds."""
 
+from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -8,7 +9,7 @@ from typing import Any
 
 from examples.study.plans import Plan, Result, Run
 from examples.study.scales import DECAY, LEARNING_RATES, Scale
-from examples.study.tuning import Tuned, tune
+from examples.study.tuning import Tuned, select, tune
 
 CONTENDERS: dict[str, dict[str, Any]] = {
   'AdamW': {'optimizer': 'adamw'},
@@ -102,6 +103,33 @@ def find_point(
     for seed in range(1, scale.seeds + 1)
   ]
   return Point(name, batch_size, tuned, decays, tuple(_losses(results)))
+
+
+def select_point(
+  name: str,
+  run: Callable[..., Run],
+  *,
+  start: float,
+  seeds: int,
+) -> Plan[Point]:
+  """Plans to choose a learning rate by two seeds, and to judge it by others.
+
+  Args:
+    name: Name of the contender.
+    run: Function from ``learning_rate`` and ``seed`` to a run.
+    start: First guess of the learning rate.
+    seeds: Runs that judge.
+  """
+  selected = yield from select(
+    lambda rate, seed: run(learning_rate=rate, seed=seed), start
+  )
+  best = run(learning_rate=selected.learning_rate, seed=0).config
+  results = yield [
+    run(learning_rate=selected.learning_rate, seed=seed)
+    for seed in range(1, seeds + 1)
+  ]
+  decays = {best.weight_decay: selected.loss}
+  return Point(name, best.batch_size, selected, decays, tuple(_losses(results)))
 
 
 def run_at(scale: Scale, point: Point, **changes: Any) -> Run:

@@ -13,8 +13,10 @@ from examples.study import (
   batch_scaling,
   claims,
   clip_threshold,
+  compositions,
   conditions,
   hyperparameters,
+  initialization,
 )
 from examples.study.plans import Result, Run, count_runs, execute
 from examples.study.scales import Scale
@@ -27,6 +29,8 @@ EXPERIMENTS: dict[str, Any] = {
   'clip-threshold': clip_threshold,
   'hyperparameters': hyperparameters,
   'conditions': conditions,
+  'initialization': initialization,
+  'compositions': compositions,
 }
 """Modules with ``plan``, ``section``, ``figure`` and ``TITLE``, by name."""
 

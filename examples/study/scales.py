@@ -1,6 +1,7 @@
 """Sizes of the study: models, batches, tokens."""
 
 import dataclasses
+import math
 from typing import Any
 
 from examples.gpt2.config import Config
@@ -35,6 +36,12 @@ class Scale:
   budget: int = 7
   seeds: int = 3
   steps: int | None = None
+
+  @property
+  def init_std(self) -> float:
+    """Standard deviation in GPT-2 small's proportion to the width."""
+    width = self.run('adamw', self.largest_batch, 1.0).config.width
+    return float(f'{0.02 * math.sqrt(768 / width):.3g}')
 
   @property
   def largest_batch(self) -> int:

@@ -13,6 +13,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
+  'adam_rate',
 }  # fmt: skip
 
 
@@ -58,6 +59,7 @@ _OPTIONAL = {
       ['--qkv', 'merit or muon', '--optimizer lion'],
     ),
     ({'qk_clip': 0.0}, ['--qk-clip', 'above 0', '0.0']),
+    ({'adam_rate': 2.0}, ['--adam-rate', '--optimizer muon', 'merit']),
     ({'init_std': 0.0}, ['--init-std', 'above 0', '0.0']),
     ({'qk_clip': math.nan}, ['--qk-clip', 'above 0', 'nan']),
     ({'qk_clip': 9.0, 'qk_clip_every': 0}, ['--qk-clip-every', 'at least 1']),

@@ -6,7 +6,7 @@ import pytest
 
 from examples.study.plans import Result, execute
 from examples.study.scales import SCALES
-from examples.study.tuning import Tuned, tune
+from examples.study.tuning import TUNING_SEEDS, Tuned, select, tune
 
 _SCALE = SCALES['nano']
 
@@ -71,3 +71,50 @@ def test_if_all_diverge_smaller_rates_are_tried():
 def test_the_edge_is_told():
   assert Tuned({1.0: 2.0, 2.0: 3.0}).is_at_edge
   assert not Tuned({1.0: 2.0, 2.0: 1.0, 4.0: 3.0}).is_at_edge
+
+
+def _select(loss, start):
+  """Returns what is chosen for a loss of learning rate and seed."""
+  asked = []
+
+  def run_all(runs):
+    asked.extend((x.config.learning_rate, x.config.seed) for x in runs)
+    return [Result(loss(*pair), {}) for pair in asked[len(asked) - len(runs) :]]
+
+  def run(rate, seed):
+    return _SCALE.run('merit', 128, rate, seed=seed)
+
+  return execute(select(run, start), run_all), asked
+
+
+@hypothesis.given(
+  best=st.floats(-4, 4), start=st.floats(1e-4, 1), noise=st.floats(0, 0.02)
+)
+def test_a_rate_is_chosen_by_the_mean_of_two_seeds(best, start, noise):
+  def loss(rate, seed):
+    luck = noise if (round(rate * 1e9) + seed) % 3 == 0 else 0.0
+    return (math.log2(rate / start) - best) ** 2 + luck
+
+  selected, asked = _select(loss, start)
+  assert len(asked) == len(set(asked))
+  # With a cliff the rate may lie on the safe side by another root of two.
+  assert -1.3 <= math.log2(selected.learning_rate / start) - best <= 0.5
+  seeds = {seed for rate, seed in asked if rate == selected.learning_rate}
+  assert seeds == set(TUNING_SEEDS)
+  assert not selected.is_at_edge
+
+
+def test_a_rate_before_a_cliff_is_not_chosen():
+  def loss(rate, seed):
+    # The best rate is 0.1, but beyond it the second seed falls off.
+    return 1.0 if rate > 0.11 and seed else abs(math.log2(rate / 0.1)) / 10
+
+  selected, _ = _select(loss, 0.1)
+  assert selected.learning_rate == pytest.approx(0.1 / math.sqrt(2), rel=0.01)
+
+
+@pytest.mark.parametrize('loss', [math.inf, 2.0])
+def test_a_tuning_that_learns_nothing_ends(loss):
+  selected, asked = _select(lambda rate, seed: loss, 0.1)
+  assert len(asked) < 25
+  assert selected.loss == loss

@@ -118,8 +118,10 @@ def _adam_settings(config: Config) -> dict[str, Any]:
 def _muon(config: Config) -> optax.GradientTransformation:
   settings = _adam_settings(config)
   learning_rate = settings['learning_rate']
+  adam_rate = 1.0 if config.adam_rate is None else config.adam_rate
   muon = optax.contrib.muon(
     learning_rate,
+    adam_learning_rate=lambda step: adam_rate * learning_rate(step),
     beta=config.b1,
     adam_b2=config.b2,
     muon_weight_dimension_numbers=functools.partial(

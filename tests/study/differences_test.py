@@ -1,0 +1,58 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from examples.study.differences import difference, sentence
+from examples.study.points import Point
+from examples.study.tuning import Tuned
+
+
+def _point(*losses: float) -> Point:
+  return Point('x', 128, Tuned({0.1: 2.0}), {0.01: 2.0}, losses)
+
+
+def test_the_interval_is_that_of_scipy():
+  first, second = (1.50, 1.52, 1.47, 1.51), (1.60, 1.66, 1.58)
+  found = difference(_point(*first), _point(*second))
+  expected = stats.ttest_ind(first, second, equal_var=False)
+  interval = expected.confidence_interval(0.95)
+  assert found.mean == pytest.approx(np.mean(first) - np.mean(second))
+  assert found[1:3] == pytest.approx((interval.low, interval.high))
+
+
+def test_a_detectable_difference_is_detected_four_times_in_five():
+  generator = np.random.default_rng(0)
+  count = 8
+
+  def losses(mean: float) -> Point:
+    return _point(*generator.normal(mean, 0.02, count))
+
+  typical = np.median(
+    [difference(losses(2), losses(2)).detectable for _ in range(400)]
+  )
+  seen = [
+    difference(losses(2), losses(2 + typical)).high < 0 for _ in range(2000)
+  ]
+  assert np.mean(seen) == pytest.approx(0.8, abs=0.05)
+
+
+@pytest.mark.parametrize(
+  ('losses', 'words'),
+  [
+    ((1.50, 1.51), 'A has a lower loss than B'),
+    ((1.70, 1.71), 'A has a higher loss than B'),
+    ((1.59, 1.62), 'do not differ by more than could be seen'),
+    ((1.50, math.inf), 'runs diverged'),
+    ((1.50,), 'no interval'),
+  ],
+)
+def test_a_sentence_says_what_was_seen(losses: tuple, words: str):
+  found = difference(_point(*losses), _point(1.60, 1.605, 1.61))
+  assert words in sentence('A', 'B', found)
+
+
+def test_equal_losses_have_an_interval_of_no_width():
+  found = difference(_point(1.0, 1.0), _point(2.0, 2.0))
+  assert found == (-1.0, -1.0, -1.0, 0.0)
