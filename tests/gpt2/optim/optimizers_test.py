@@ -335,6 +335,25 @@ def test_muon_makes_each_matrix_orthogonal(qkv: str):
     assert values.max() < 1.3
 
 
+def test_adam_beside_muon_has_a_rate_of_its_own():
+  params, gradients = _trees()
+  one, quarter = (
+    _named(
+      _updates(
+        make_optimizer(
+          _config(optimizer='muon', adam_rate=rate, weight_decay=0.0)
+        ),
+        params,
+        gradients[:1],
+      )[0]
+    )
+    for rate in (None, 0.25)
+  )
+  for name, update in one.items():
+    factor = 1.0 if name.endswith('.kernel') else 0.25
+    np.testing.assert_allclose(quarter[name], factor * update, rtol=1e-6)
+
+
 def test_an_infinite_clip_threshold_is_no_clip():
   params, gradients = _trees()
   # A smaller bound of the norms makes ratios that the clip would cut.
