@@ -8,8 +8,8 @@ import safetensors.numpy
 import tyro
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.tokenizer import num_identifiers, read_tokenizer
-from examples.gpt2.data.tokens import new_folder
 from examples.gpt2.model import files, hugging_face
 from examples.gpt2.run.command import exit_on_error
 

@@ -11,6 +11,7 @@ import tokenizers
 import tyro
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
@@ -18,12 +19,7 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.data.tokens import (
-  PARTS,
-  map_tokens,
-  new_folder,
-  write_tokens,
-)
+from examples.gpt2.data.tokens import PARTS, map_tokens, write_tokens
 from examples.gpt2.run.command import exit_on_error, table
 
 _GPT2_VOCAB_SIZE = 50257

@@ -11,8 +11,8 @@ from typing import Any
 import warnings
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.atomic import write_whole
 from examples.gpt2.devices import processes
-from examples.gpt2.run.folder import write_whole
 from examples.study.plans import Result, Run
 
 _SORTED_BY = ('optimizer', 'arm', 'batch_size', 'learning_rate', 'seed')

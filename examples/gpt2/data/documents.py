@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 import dataclasses
 import gzip
 import hashlib
+import itertools
 import json
 from pathlib import Path
 import sysconfig
@@ -39,16 +40,11 @@ class Corpus(NamedTuple):
 def load_corpus(data: str) -> Corpus:
   """Reads text files, of which each is a document, and splits them.
 
-  Args:
-    data: ``'stdlib'``, a text file, or a folder of text files, which is read
-      with all its subfolders; files that are not UTF-8 text are left out.
-
-  Returns:
-    The corpus. Of many files, about every twentieth, chosen by a hash of its
-    name, is held out; of few, the last twentieth of their text.
-
-  Raises:
-    UsageError: If there is no such path, or no text in it.
+  The data is ``'stdlib'``, a text file, or a folder of text files, which is
+  read with all its subfolders; what is not UTF-8 text is left out. Of many
+  files about every twentieth, chosen by a hash of its name, is held out; of
+  few, the last twentieth of their text. Raises ``UsageError`` if there is no
+  such path, or no text in it.
   """
   if not data:
     raise UsageError('--data must not be empty.')
@@ -142,14 +138,10 @@ class DocumentReader:
   num_bytes: int = 0  # Size in UTF-8 of the documents of the last reading.
 
   def read(self, purpose: str) -> Iterator[str]:
-    """Yields the documents in order, with a progress bar.
+    """Yields the documents in order, with a progress bar of that name.
 
-    Args:
-      purpose: What they are read for, for people.
-
-    Raises:
-      UsageError: If there are no files, if a document cannot be read, unless
-        those are skipped, or if a compressed file is damaged.
+    Raises ``UsageError`` if there are no files, if a document cannot be read,
+    unless those are skipped, or if a compressed file is damaged.
     """
     self.num_skipped = self.num_bytes = 0
     paths = [
@@ -160,25 +152,21 @@ class DocumentReader:
     ]
     if not paths:
       raise UsageError(f'--data {" ".join(map(str, self.data))} has no files.')
-    size = sum(path.stat().st_size for path in paths)
-    with tqdm.tqdm(desc=purpose, total=size, unit='B', unit_scale=True) as bar:
-      for path in paths:
-        for text in filter(None, self._read_file(path, bar)):
-          self.num_bytes += len(text.encode())
-          yield text
+    documents = itertools.chain.from_iterable(map(self._read_file, paths))
+    progress = tqdm.tqdm(documents, purpose, unit=' documents')
+    for text in filter(None, progress):
+      self.num_bytes += len(text.encode())
+      yield text
 
-  def _read_file(self, path: Path, bar: tqdm.tqdm) -> Iterator[str]:
-    before = bar.n
-    with path.open('rb') as file:
-      stream = gzip.GzipFile(fileobj=file) if path.suffix == '.gz' else file
-      is_json = path.name.removesuffix('.gz').endswith(_JSON_SUFFIXES)
-      documents = enumerate(stream, 1) if is_json else _split_text(stream)
-      try:
-        for line, content in documents:
-          bar.update(before + file.tell() - bar.n)
+  def _read_file(self, path: Path) -> Iterator[str]:
+    is_json = path.name.removesuffix('.gz').endswith(_JSON_SUFFIXES)
+    try:
+      with gzip.open(path) if path.suffix == '.gz' else path.open('rb') as file:
+        parts = enumerate(file, 1) if is_json else _split_text(file)
+        for line, content in parts:
           yield self._parse(path, line, content, is_json)
-      except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UsageError(f'{path} is damaged: {error}.') from error
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+      raise UsageError(f'{path} is damaged: {error}.') from error
 
   def _parse(self, path: Path, line: int, content: bytes, is_json: bool) -> str:
     """Returns the text of a document, nothing for one that is skipped."""

@@ -21,16 +21,7 @@ _CHARACTERS_AT_ONCE = 1 << 17
 def train_tokenizer(
   documents: Iterable[str], vocab_size: int
 ) -> tokenizers.Tokenizer:
-  """Trains byte-level byte-pair encoding, as GPT-2's.
-
-  Args:
-    documents: Text to learn from.
-    vocab_size: Number of tokens, at the most, from 257: the bytes and an
-      end-of-text token.
-
-  Returns:
-    A tokenizer whose end-of-text token is ``END_OF_TEXT``.
-  """
+  """Trains byte-level byte-pair encoding as GPT-2's, of at least 257 tokens."""
   tokenizer = _byte_level(tokenizers.models.BPE())
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=vocab_size,
@@ -39,9 +30,8 @@ def train_tokenizer(
     show_progress=False,
   )
   pieces = [piece for document in documents for piece in _pieces(document)]
-  tokenizer.train_from_iterator(
-    tqdm.tqdm(pieces, 'training the tokenizer'), trainer
-  )
+  progress = tqdm.tqdm(pieces, 'training the tokenizer')
+  tokenizer.train_from_iterator(progress, trainer)
   return tokenizer
 
 
@@ -58,21 +48,16 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 def read_tokenizer(
   path: Path, num_tokens: int | None = None
 ) -> tokenizers.Tokenizer:
-  """Reads a tokenizer.
+  """Reads a ``tokenizer.json``, or a folder with it or with GPT-2's files.
 
-  Args:
-    path: A ``tokenizer.json``, or a folder with it or with GPT-2's files.
-    num_tokens: Number that all its identifiers must be below; None for any.
-
-  Returns:
-    The tokenizer, which neither pads nor cuts.
-
-  Raises:
-    UsageError: If it is missing, damaged, or has identifiers beyond the number.
+  What it gives neither pads nor cuts. Raises ``UsageError`` if there is none, a
+  damaged one, or one with identifiers that are not below the number of tokens.
   """
   try:
     tokenizer = _open(path)
   except Exception as error:  # The library raises nothing narrower.
+    if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+      raise
     raise UsageError(
       f'{path} is no tokenizer, or a damaged one ({error}): expected a '
       'tokenizer.json, or a folder with it or with vocab.json and merges.txt, '
@@ -95,7 +80,7 @@ def _open(path: Path) -> tokenizers.Tokenizer:
     if not file.exists() and (path / vocab).exists():
       files = str(path / vocab), str(path / merges)
       return _byte_level(tokenizers.models.BPE.from_file(*files))
-  return tokenizers.Tokenizer.from_file(str(file))
+  return tokenizers.Tokenizer.from_buffer(file.read_bytes())
 
 
 def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
@@ -106,16 +91,10 @@ def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
 def encode(
   tokenizer: tokenizers.Tokenizer, documents: Iterable[str]
 ) -> np.ndarray:
-  """Tokenizes documents, on all cores.
+  """Tokenizes documents on all cores, long ones in pieces that end with a line.
 
-  Args:
-    tokenizer: Tokenizer with an end-of-text token.
-    documents: Text. What is longer than 131,072 characters is tokenized in
-      pieces that end with a line.
-
-  Returns:
-    Tokens of the documents, each followed by an end-of-text token: uint16,
-    shape (tokens,).
+  Returns the tokens, uint16 on one axis, with an end-of-text token after those
+  of each document.
   """
   end = tokenizer.token_to_id(END_OF_TEXT)
   # An empty piece marks the end of a document.

@@ -1,6 +1,6 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 import contextlib
 import dataclasses
 import hashlib
@@ -8,15 +8,16 @@ import itertools
 import json
 from pathlib import Path
 import shutil
-import tempfile
 from typing import Any
 import warnings
 
+import jax
 import numpy as np
 import tokenizers
 import tqdm
 
 from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.documents import Corpus, load_corpus
 from examples.gpt2.data.tokenizer import (
   TOKEN_DTYPE,
@@ -25,7 +26,7 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.devices.processes import on_first
+from examples.gpt2.devices.processes import any_failed, on_first
 
 PARTS = ('train.bin', 'val.bin')  # To train on, and held out.
 _TOKENIZER = 'tokenizer.json'
@@ -55,17 +56,25 @@ def load_tokens(config: Config) -> Tokens:
 
   Token files are read in whole, to count and hash the tokens, only the first
   time too: ``--cache-dir`` keeps what was found until the files change. Of
-  several processes, the first does this work.
+  several processes, the first does this work for all that see its cache.
 
-  Args:
-    config: Resolved settings.
-
-  Returns:
-    The tokens, of which both parts hold at least one sequence.
-
-  Raises:
-    UsageError: If the data is missing, empty, not text, or too short.
+  Raises ``UsageError`` if the data is missing, empty, not text, too short for a
+  sequence in one of its parts, or not the same in all processes.
   """
+  if jax.process_count() == 1:
+    return _load(config)
+  expected = on_first(lambda: _load(config).sha256)
+  tokens = _load(config)
+  if any_failed(tokens.sha256 != expected):
+    raise UsageError(
+      f'--data {config.data} must be the same in all processes: its hash is '
+      f'{tokens.sha256[:16]} in process {jax.process_index()}, '
+      f'{expected[:16]} in process 0.'
+    )
+  return tokens
+
+
+def _load(config: Config) -> Tokens:
   folder = Path(config.data).expanduser()
   missing = [name for name in PARTS if not (folder / name).is_file()]
   if not missing:
@@ -77,8 +86,7 @@ def load_tokens(config: Config) -> Tokens:
   corpus = load_corpus(config.data)
   key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
   folder = config.cache_dir.expanduser() / key[:16]
-  on_first(_fill_cache, folder, corpus, config)
-  _fill_cache(folder, corpus, config)  # For hosts that do not see the first's.
+  _fill_cache(folder, corpus, config)
   return dataclasses.replace(
     _open_folder(folder, config),
     source=corpus.source,
@@ -94,14 +102,9 @@ def _open_folder(folder: Path, config: Config) -> Tokens:
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     vocab_size = num_identifiers(tokenizer)
   train, validation = (map_tokens(folder / name) for name in PARTS)
-  for name, part in (('training', train), ('validation', validation)):
-    if len(part) <= config.context_length:
-      raise UsageError(
-        f'The {name} part of --data {config.data} has {len(part)} tokens, too '
-        f'few for a sequence of --context-length {config.context_length} and '
-        'its last target: give more text or a shorter context.'
-      )
-  statistics = on_first(_cached_statistics, folder, config.cache_dir)
+  check_length('training', train, config.context_length)
+  check_length('validation', validation, config.context_length)
+  statistics = _cached_statistics(folder, config.cache_dir)
   if statistics['largest_token'] >= vocab_size:
     raise UsageError(
       f'--data {config.data} holds the token {statistics["largest_token"]}, '
@@ -120,18 +123,23 @@ def _open_folder(folder: Path, config: Config) -> Tokens:
 
 
 def map_tokens(path: Path) -> np.ndarray:
-  """Maps a token file into memory: uint16, shape (tokens,).
-
-  Raises:
-    UsageError: If its size is odd or zero.
-    OSError: If it cannot be read.
-  """
+  """Maps a token file into memory: uint16, shape (tokens,)."""
   size = path.stat().st_size
   if not size or size % TOKEN_DTYPE.itemsize:
     raise UsageError(
       f'{path} has {size} bytes: expected uint16 tokens, an even number.'
     )
   return np.memmap(path, TOKEN_DTYPE, mode='r')
+
+
+def check_length(part: str, tokens: np.ndarray, length: int) -> None:
+  """Raises ``UsageError`` where tokens are too few for a sequence."""
+  if len(tokens) <= length:
+    raise UsageError(
+      f'The {part} part of --data has {len(tokens)} tokens, too few for a '
+      f'sequence of --context-length {length} and its last target: give more '
+      'text or a shorter context.'
+    )
 
 
 def write_tokens(
@@ -141,50 +149,19 @@ def write_tokens(
 ) -> list[int]:
   """Writes train.bin, val.bin and tokenizer.json, in bounded memory.
 
-  Args:
-    folder: Folder without these files.
-    tokenizer: Tokenizer with an end-of-text token.
-    documents: Of each document its part, out of ``PARTS``, and its text.
-
-  Returns:
-    Number of documents in each part.
+  Documents are pairs of a part, out of ``PARTS``, and a text. Returns the
+  number of documents in each part.
   """
   tokenizer.save(str(folder / _TOKENIZER))
   documents, counts = iter(documents), [0, 0]
   with contextlib.ExitStack() as stack:
-    files = {x: stack.enter_context((folder / x).open('wb')) for x in PARTS}
+    files = [stack.enter_context((folder / x).open('wb')) for x in PARTS]
     while group := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
-      for i, (part, file) in enumerate(files.items()):
-        texts = [text for name, text in group if name == part]
+      for i, file in enumerate(files):
+        texts = [text for part, text in group if part == PARTS[i]]
         encode(tokenizer, texts).tofile(file)
         counts[i] += len(texts)
   return counts
-
-
-@contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-  """Gives a scratch folder that is renamed to ``path`` if all goes well.
-
-  Args:
-    path: Folder to make, all or nothing. One that is there must be empty.
-
-  Yields:
-    The scratch folder, beside ``path``; deleted after an exception.
-
-  Raises:
-    OSError: If the folder cannot be made, or holds something: before the work
-      or, if another process was quicker, after it.
-  """
-  if path.exists() and any(path.iterdir()):
-    raise FileExistsError(
-      f'{path} is there and not empty: choose another folder, or delete it.'
-    )
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=path.parent, prefix='partial-') as name:
-    scratch = Path(name)
-    yield scratch
-    scratch.chmod(0o755)  # tempfile lets nobody else read it.
-    scratch.rename(path)
 
 
 def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
@@ -207,12 +184,15 @@ def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
 
 
 def _is_whole(folder: Path, cache_dir: Path) -> bool:
-  """Returns whether a cached folder holds what was written to it."""
+  """Returns whether a cached folder holds what was written to it.
+
+  An error of the disk is raised: it is no damage, and the cache is shared.
+  """
   try:
     read_tokenizer(folder / _TOKENIZER)
     written = json.loads((folder / _STATISTICS).read_text())
     return written == _cached_statistics(folder, cache_dir)
-  except (OSError, ValueError):
+  except (FileNotFoundError, ValueError):
     return False
 
 

@@ -14,11 +14,11 @@ import safetensors.numpy
 import tokenizers
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.atomic import whole_file
 from examples.gpt2.data.tokenizer import read_tokenizer
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.config import ModelConfig, check_names, from_json
 from examples.gpt2.model.transformer import shapes
-from examples.gpt2.run.folder import whole_file
 
 TOKENIZER = 'tokenizer.json'
 _MODEL = 'model.json'

@@ -1,6 +1,5 @@
 """The folder of a run: its settings, metrics and results."""
 
-from collections.abc import Iterator
 import contextlib
 import fcntl
 import itertools
@@ -11,6 +10,7 @@ from typing import IO, Any
 import warnings
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.atomic import write_whole
 from examples.gpt2.devices.processes import is_first, on_first, say
 
 _CONFIG = 'config.json'
@@ -263,19 +263,3 @@ def unused_path(path: Path) -> Path:
   """Returns a path that is free: with '-1' at its end, or the next number."""
   paths = (path.with_name(f'{path.name}-{i}') for i in itertools.count(1))
   return next(path for path in paths if not path.exists())
-
-
-def write_whole(path: Path, content: bytes) -> None:
-  """Writes a file that is whole or not there, even if the machine stops."""
-  with whole_file(path) as scratch:
-    scratch.write_bytes(content)
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-  """Gives a scratch file, which takes its place if all goes well."""
-  scratch = path.with_name(f'.{path.name}.partial')
-  yield scratch
-  with scratch.open('rb') as file:
-    os.fsync(file.fileno())
-  os.replace(scratch, path)

@@ -5,7 +5,6 @@ from pathlib import Path
 import hypothesis
 from hypothesis import strategies as st
 import pytest
-import tqdm
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.documents import DocumentReader, load_corpus
@@ -79,19 +78,12 @@ def test_files_are_read_in_order_and_without_hidden_ones(tmp_path: Path):
   assert _read(tmp_path / '.d') == ['.d']
 
 
-@pytest.mark.parametrize('name', ['a.txt', 'a.jsonl', 'a.txt.gz', 'a.jsonl.gz'])
-def test_progress_ends_at_the_size_of_the_files(
-  tmp_path: Path, capsys, name: str
-):
-  content = b'{"text": "word"}\n' * 100_000
-  if name.endswith('.gz'):
-    content = gzip.compress(content, 1)
-  (tmp_path / name).write_bytes(content)
+def test_progress_counts_documents(tmp_path: Path, capsys):
+  (tmp_path / 'a.jsonl').write_text('{"text": "word"}\n' * 300)
   (tmp_path / 'b.txt').write_text('word')
   assert _read(tmp_path)
   last = capsys.readouterr().err.split('\r')[-1]
-  total = tqdm.tqdm.format_sizeof(len(content) + 4)
-  assert f'reading: 100%|██████████| {total}/{total}' in last
+  assert 'reading: 301 documents' in last
 
 
 def test_documents_are_streamed(tmp_path: Path):

@@ -1,9 +1,12 @@
 import dataclasses
+import errno
+import functools
 import json
 import math
 import os
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -230,14 +233,60 @@ def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
   assert after.tokenizer.to_str() == expected[1]
 
 
-def test_of_several_processes_the_first_makes_the_tokens(tiny, monkeypatch):
-  done = []
+@pytest.mark.parametrize('name', ['tokenizer.json', 'val.bin'])
+@pytest.mark.parametrize('number', [errno.EACCES, errno.EIO])
+def test_an_error_of_the_disk_is_not_taken_for_damage(
+  tiny: Config, monkeypatch, name: str, number: int
+):
+  load_tokens(tiny)
+  (folder,) = (path.parent for path in tiny.cache_dir.glob('*/val.bin'))
+  before = {path: path.read_bytes() for path in folder.iterdir()}
+  original = Path.read_bytes, Path.stat
 
-  def on_first(function, *args):
-    done.append(function(*args))
+  def fail(path, *args, of=0, **named):
+    if path.name == name and path.parent == folder:
+      raise OSError(number, os.strerror(number), str(path))
+    return original[of](path, *args, **named)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, 'read_bytes', fail)
+    if name == 'val.bin':
+      patch.setattr(Path, 'stat', functools.partialmethod(fail, of=1))
+    with pytest.raises(OSError, match=name) as caught:
+      load_tokens(tiny)
+  assert caught.value.errno == number
+  assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+  """Has the tests' process be the second of two, with all that it needs."""
+
+  def on_first(function):
+    result = json.loads(json.dumps(function()))
     monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
-    return json.loads(json.dumps(done[-1]))
+    return result
 
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(tokens_module, 'on_first', on_first)
+  monkeypatch.setattr(tokens_module, 'any_failed', lambda failed: failed)
+
+
+def test_of_several_processes_the_first_makes_the_tokens(tiny, two_processes):
   assert load_tokens(tiny).vocab_size == 288
-  assert len(done) == 2
+
+
+def test_other_tokens_than_those_of_the_first_process_are_refused(
+  tiny: Config, tmp_path: Path, two_processes, monkeypatch
+):
+  config = _with_bins(tiny, tmp_path, [0] * 100, [1] * 100)
+  load_tokens(config)
+
+  def on_another_host(function):
+    result = function()
+    _with_bins(tiny, tmp_path, [0] * 100, [1] * 99)
+    return result
+
+  monkeypatch.setattr(tokens_module, 'on_first', on_another_host)
+  with pytest.raises(UsageError, match='must be the same in all processes'):
+    load_tokens(config)

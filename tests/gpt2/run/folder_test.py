@@ -15,7 +15,7 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.run import folder as run_folder
-from examples.gpt2.run.folder import RunFolder, write_whole
+from examples.gpt2.run.folder import RunFolder
 
 _SETTINGS = {'config': {'steps': 3, 'seed': 0}}
 _RESULTS = ('metrics.jsonl', 'model.json', 'weights.safetensors', 'curves.png')
@@ -385,18 +385,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
   (tmp_path / 'file').write_text('mine')
   with pytest.raises(UsageError, match='--out-dir .*file/run'):
     RunFolder(tmp_path / 'file' / 'run').start(_SETTINGS)
-
-
-def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch):
-  write_whole(tmp_path / 'a', b'old')
-
-  def fail(*_):
-    raise OSError('killed before the file is in its place')
-
-  with monkeypatch.context() as patch:
-    patch.setattr(run_folder.os, 'replace', fail)
-    with pytest.raises(OSError, match='killed'):
-      write_whole(tmp_path / 'a', b'new')
-  assert (tmp_path / 'a').read_bytes() == b'old'
-  write_whole(tmp_path / 'a', b'newer')
-  assert _files(tmp_path) == {'a': b'newer'}
