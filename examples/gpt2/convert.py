@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import safetensors.numpy
 import tyro
 
 from examples.gpt2.config import UsageError
@@ -36,10 +35,6 @@ def export_model(
   Args:
     folder: Folder of a finished run or of an imported model.
     out: Folder of the result: a new or an empty one.
-
-  Raises:
-    UsageError: If a folder is wrong, or Hugging Face has no such model.
-    OSError: If a file cannot be read or written.
   """
   with new_folder(out.expanduser().resolve()) as scratch:
     model = files.load_model(folder)
@@ -48,7 +43,20 @@ def export_model(
         f'{folder} has qk_norm, which neither GPT2LMHeadModel nor '
         'LlamaForCausalLM has: only a model without it can be exported.'
       )
-    _write(scratch, model)
+    arrays = hugging_face.to_arrays(
+      model.config, model.num_tokens, model.params
+    )
+    # Some versions of transformers insist on the entry.
+    files.write_arrays(scratch / _WEIGHTS, arrays, {'format': 'pt'})
+    _write_json(scratch / _CONFIG, hugging_face.to_settings(model))
+    if model.tokenizer is not None:
+      model.tokenizer.save(str(scratch / files.TOKENIZER))
+      settings = hugging_face.tokenizer_settings(model)
+      _write_json(scratch / 'tokenizer_config.json', settings)
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+  path.write_text(json.dumps(values, indent=2) + '\n')
 
 
 def import_model(
@@ -57,38 +65,16 @@ def import_model(
   """Reads a GPT2LMHeadModel or LlamaForCausalLM.
 
   Args:
-    folder: Folder with config.json, model.safetensors (or its parts and their
-      index) and perhaps tokenizer.json.
+    folder: Folder with config.json, model.safetensors (or its parts) and
+      perhaps tokenizer.json.
     out: Folder of the result, a new or an empty one: a model folder, for
       examples.gpt2.generate, evaluate, and train with --init-from.
-
-  Raises:
-    UsageError: If a folder is wrong, or the model is another than ours.
-    OSError: If a file cannot be read or written.
   """
   with new_folder(out.expanduser().resolve()) as scratch:
     files.save_model(scratch, _read(folder.expanduser()))
 
 
-def _write(folder: Path, model: files.Model) -> None:
-  """Writes the files of Hugging Face."""
-  arrays = hugging_face.to_arrays(model.config, model.num_tokens, model.params)
-  safetensors.numpy.save_file(
-    files.contiguous(arrays),
-    folder / _WEIGHTS,
-    metadata={'format': 'pt'},  # Some versions insist on it.
-  )
-  settings = {_CONFIG: hugging_face.to_settings(model)}
-  if model.tokenizer is not None:
-    model.tokenizer.save(str(folder / files.TOKENIZER))
-    name = 'tokenizer_config.json'
-    settings[name] = hugging_face.tokenizer_settings(model)
-  for name, values in settings.items():
-    (folder / name).write_text(json.dumps(values, indent=2) + '\n')
-
-
 def _read(folder: Path) -> files.Model:
-  """Reads the files of Hugging Face."""
   with files.naming(folder / _CONFIG):
     settings = files.read_json(folder / _CONFIG)
     config, num_rows = hugging_face.from_settings(settings)

@@ -16,7 +16,7 @@ from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import validation_batch
 from examples.gpt2.data.documents import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
-from examples.gpt2.data.tokens import map_tokens
+from examples.gpt2.data.tokens import check_length, map_tokens
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.files import Model, load_model
 from examples.gpt2.model.loss import sequence_losses
@@ -38,17 +38,17 @@ class Evaluation(NamedTuple):
 def main(args: list[str] | None = None) -> None:
   """Runs the command line; status 2 for what the user can correct."""
   with exit_on_error():
-    evaluation = tyro.cli(
+    found = tyro.cli(
       evaluate, args=args, prog='python -m examples.gpt2.evaluate'
     )
   rows = {
-    'loss': f'{evaluation.loss:.4f} nats per token',
-    'perplexity': f'{math.exp(evaluation.loss):.4g}',
-    'measured on': f'{evaluation.num_sequences:,} sequences, '
-    f'{evaluation.num_tokens:,} tokens',
+    'loss': f'{found.loss:.4f} nats per token',
+    'perplexity': f'{math.exp(found.loss):.4g}',
+    'measured on': f'{found.num_sequences:,} sequences, '
+    f'{found.num_tokens:,} tokens',
   }
-  if evaluation.bits_per_byte is not None:
-    rows['bits per byte'] = f'{evaluation.bits_per_byte:.4f}'
+  if found.bits_per_byte is not None:
+    rows['bits per byte'] = f'{found.bits_per_byte:.4f}'
   print(table(rows))
 
 
@@ -62,6 +62,9 @@ def evaluate(
 ) -> Evaluation:
   """Measures the loss of a model on the part of a text that is held out.
 
+  The loss is that of the trainer for the same tokens, context length and number
+  of sequences.
+
   Args:
     folder: Folder of a finished run or of an imported model.
     data: As the trainer's: text file, folder of text files or 'stdlib', of
@@ -72,46 +75,36 @@ def evaluate(
     micro_batch_size: Sequences that each shard of a batch (data * fsdp of the
       mesh) processes at once.
     mesh: Axes of the device mesh, such as 'fsdp=4,tensor=2', as the trainer's.
-
-  Returns:
-    What was measured; the loss is that of the trainer for the same tokens,
-    context length and number of sequences.
-
-  Raises:
-    UsageError: If settings, folder or data are wrong.
-    OSError: If a file cannot be read.
   """
-  check_at_least(1, sequences=sequences, micro_batch_size=micro_batch_size)
-  check_at_least(1, context_length=context_length)
+  check_at_least(
+    1,
+    sequences=sequences,
+    micro_batch_size=micro_batch_size,
+    context_length=context_length,
+  )
   devices = make_mesh(mesh)
   model = load_model(folder, devices)
-  length = context_length or model.config.context_length
-  tokens, num_bytes = _read(data, model)
-  _check_fits(model, tokens, length, data)
-  settings = Config(
-    context_length=length,
+  config = Config(
+    context_length=context_length or model.config.context_length,
     eval_sequences=sequences,
     batch_size=micro_batch_size,
     micro_batch_size=micro_batch_size,
   )
-  batch_ABT, count = validation_batch(tokens, settings, devices)
-  with jax.set_mesh(devices):
-    losses_B = _sequence_losses(model, batch_ABT)[:count]
-  loss = float(losses_B.mean(dtype=np.float64))
-  bits = loss / math.log(2) * len(tokens)
-  per_byte = bits / num_bytes if num_bytes else None
-  return Evaluation(loss, count, count * length, per_byte)
-
-
-def _sequence_losses(model: Model, batch_ABT: jax.Array) -> np.ndarray:
-  """Returns the mean loss of each sequence, of all micro-batches."""
+  tokens, num_bytes = _read(data, model)
+  _check_fits(model, tokens, config.context_length, data)
+  batch_ABT, count = validation_batch(tokens, config, devices)
 
   @jax.jit
   def measure(params: Any, tokens_BT: jax.Array) -> jax.Array:
     return sequence_losses(as_module(model.config, params), tokens_BT)
 
   progress = tqdm.tqdm(batch_ABT, 'evaluating', delay=2)
-  return np.concatenate([measure(model.params, x_BT) for x_BT in progress])
+  with jax.set_mesh(devices):
+    losses = [measure(model.params, tokens_BT) for tokens_BT in progress]
+  loss = float(np.concatenate(losses)[:count].mean(dtype=np.float64))
+  bits = loss / math.log(2) * len(tokens)
+  per_byte = bits / num_bytes if num_bytes else None
+  return Evaluation(loss, count, count * config.context_length, per_byte)
 
 
 def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
@@ -128,10 +121,9 @@ def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
   has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
   if not has_end or size > MAX_VOCAB_SIZE:
     raise UsageError(
-      f"The model's tokenizer has {size} tokens, {END_OF_TEXT} "
-      f'{"among" if has_end else "not among"} them: expected at most '
-      f'{MAX_VOCAB_SIZE} with it, which comes after each document. Give --data '
-      'a folder with val.bin.'
+      f"The model's tokenizer has {size} tokens: expected at most "
+      f'{MAX_VOCAB_SIZE} with {END_OF_TEXT}, which comes after each document. '
+      'Give --data a folder with val.bin.'
     )
   documents = load_corpus(data).validation
   num_bytes = sum(len(text.encode()) for text in documents)
@@ -148,11 +140,7 @@ def _check_fits(
       f'--context-length must be at most {config.context_length}, the '
       f'positions that the model has learned, got {length}.'
     )
-  if len(tokens) <= length:
-    raise UsageError(
-      f'--data {data} holds out {len(tokens)} tokens, too few for a sequence '
-      f'of --context-length {length} and its last target.'
-    )
+  check_length('validation', tokens, length)
   if tokens.max() >= model.num_tokens:
     raise UsageError(
       f'--data {data} holds the token {tokens.max()}, but the model has '

@@ -1,12 +1,12 @@
 """Continues text with a model: python -m examples.gpt2.generate --help."""
 
+from collections.abc import Sequence
 import math
 from pathlib import Path
 import sys
 
 from jax.sharding import Mesh
 import numpy as np
-import tokenizers
 import tyro
 
 from examples.gpt2.config import UsageError, check_at_least
@@ -61,10 +61,6 @@ def generate(
   Returns:
     Prompt and continuation, a text for each sample; token identifiers where
     there is no tokenizer.
-
-  Raises:
-    UsageError: If the settings or the folder are wrong.
-    OSError: If a file cannot be read.
   """
   check_at_least(1, tokens=tokens, num_samples=num_samples)
   check_at_least(0, top_k=top_k)
@@ -81,7 +77,7 @@ def generate(
   ids_BT = generate_tokens(
     model, ids, tokens, devices, seed, temperature, top_k, num_samples
   )
-  return [_decode(model.tokenizer, ids + row) for row in ids_BT.tolist()]
+  return [_decode(model, ids + row) for row in ids_BT.tolist()]
 
 
 def _check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
@@ -103,15 +99,13 @@ def _check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 def _encode(model: Model, prompt: str) -> list[int]:
   """Returns the tokens of a prompt, at least one."""
   if model.tokenizer is None:
-    words = prompt.split()
-    if not words or not all(
-      word.isdecimal() and int(word) < model.num_tokens for word in words
-    ):
+    ids = [int(x) if x.isdecimal() else math.inf for x in prompt.split()]
+    if not ids or max(ids) >= model.num_tokens:
       raise UsageError(
         f'--prompt must be token identifiers below {model.num_tokens}, such as '
         f'"17 4", for the model has no tokenizer, got {prompt!r}.'
       )
-    return [int(word) for word in words]
+    return ids
   ids = model.tokenizer.encode(prompt).ids
   start = model.tokenizer.token_to_id(END_OF_TEXT)
   if not ids and start is None:
@@ -122,32 +116,20 @@ def _encode(model: Model, prompt: str) -> list[int]:
   return ids or [start]
 
 
-def _decode(tokenizer: tokenizers.Tokenizer | None, ids: list[int]) -> str:
-  if tokenizer is None:
+def _decode(model: Model, ids: Sequence[int]) -> str:
+  if model.tokenizer is None:
     return ' '.join(map(str, ids))
   # A document's end is seen, where the next one would seem to go on with it.
-  return tokenizer.decode(ids, skip_special_tokens=False)
+  return model.tokenizer.decode(ids, skip_special_tokens=False)
 
 
 def sample_text(model: Model, text_T: np.ndarray, mesh: Mesh, seed: int) -> str:
-  """Continues the start of a text; all processes of the mesh must call it.
-
-  Args:
-    model: Model, whose parameters stay on the devices of the mesh as they are.
-    text_T: Tokens of the text.
-    mesh: Device mesh.
-    seed: Seed of the sample, in [0, 2**32).
-
-  Returns:
-    Prompt and continuation, in each process; token identifiers where there is
-    no tokenizer.
-  """
+  """Continues the start of a text; all processes of the mesh must call it."""
   length = min(model.config.context_length, _MAX_TOKENS)
   prompt_T = text_T[: max(1, length // _PROMPT_SHARE)]
   count = length - len(prompt_T)
   ids_BT = generate_tokens(model, prompt_T, count, mesh, seed, _TEMPERATURE)
-  start = _decode(model.tokenizer, prompt_T.tolist())
-  rest = _decode(model.tokenizer, ids_BT[0].tolist())
+  start, rest = _decode(model, prompt_T), _decode(model, ids_BT[0])
   return f'[prompt]\n{start}\n[continuation]\n{rest}\n'
 
 

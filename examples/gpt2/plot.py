@@ -45,12 +45,6 @@ def plot_runs(
   Args:
     runs: Folders of runs, finished or not.
     out: Picture to write: png, pdf or svg.
-
-  Returns:
-    The picture.
-
-  Raises:
-    UsageError: If there is no run, or a folder holds none.
   """
   if not runs:
     raise UsageError('Name the folder of a run, or of several.')

@@ -10,7 +10,7 @@ from pathlib import Path
 import tokenizers
 import tyro
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, check_at_least
 from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.tokenizer import (
@@ -69,15 +69,7 @@ class PrepareConfig:
 
 
 def main(args: list[str] | None = None) -> None:
-  """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
-
-  Raises:
-    SystemExit: With status 2 for a mistake in the settings or the text or a
-      file that cannot be read or written, 130 after control-C.
-  """
+  """Runs the command line; status 2 for what the user can correct."""
   config = tyro.cli(
     PrepareConfig, args=args, prog='python -m examples.gpt2.prepare'
   )
@@ -89,15 +81,9 @@ def main(args: list[str] | None = None) -> None:
 def prepare(config: PrepareConfig) -> dict[str, str]:
   """Makes the token files of a corpus, all or nothing.
 
-  Args:
-    config: Settings as the user gave them.
-
-  Returns:
-    What was made, for people, as names and values.
-
-  Raises:
-    UsageError: If settings or text are wrong, or a part would be empty.
-    OSError: If a file cannot be read or written, or ``--out-dir`` is not empty.
+  Returns what was made, as names and values for people. Raises ``UsageError``
+  if settings or text are wrong, or a part would be empty, and ``OSError`` if a
+  file cannot be read or written, or ``--out-dir`` is not empty.
   """
   _check(config)
   reader = DocumentReader(config.data, config.text_field, config.skip_bad)
@@ -137,10 +123,7 @@ def _check(config: PrepareConfig) -> None:
     )
   if not 0 < share < 1:
     raise UsageError(f'--validation-share must be in (0, 1), got {share}.')
-  if config.sample_bytes < 1:
-    raise UsageError(
-      f'--sample-bytes must be at least 1, got {config.sample_bytes}.'
-    )
+  check_at_least(1, sample_bytes=config.sample_bytes)
 
 
 def _make_tokenizer(

@@ -1,6 +1,5 @@
 """What a model is, checked."""
 
-from collections.abc import Iterable
 import dataclasses
 import math
 import typing
@@ -9,9 +8,7 @@ from typing import Any, Literal
 from examples.gpt2.config import UsageError
 
 NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
-"""What norms add to the variance, unless told."""
 INIT_STD = 0.02
-"""Standard deviation of initial weights, unless told."""
 
 # Sizes that a power of two divides are quicker, and split over a tensor axis.
 _VOCAB_MULTIPLE = 64
@@ -30,7 +27,9 @@ class ModelConfig:
   # GPT-2 has LayerNorm, learned positions, GELU and biases, Llama RMSNorm,
   # rotary positions, SwiGLU and none.
   architecture: Literal['gpt2', 'llama'] = 'gpt2'
-  norm_epsilon: float = NORM_EPSILON['gpt2']  # Of the residual stream's norms.
+  # What norms of the residual stream add to the variance; None for 1e-5, of
+  # llama 1e-6.
+  norm_epsilon: float | None = None
   init_std: float = INIT_STD  # Of weights and embeddings.
   qk_norm: bool = False  # Whether queries and keys go through an RMSNorm.
   untied_head: bool = False  # Whether the head has a matrix of its own.
@@ -41,6 +40,9 @@ class ModelConfig:
   unroll: int = 1  # Layers that are compiled one by one in a turn of the loop.
 
   def __post_init__(self) -> None:
+    if self.norm_epsilon is None:
+      epsilon = NORM_EPSILON.get(self.architecture)
+      object.__setattr__(self, 'norm_epsilon', epsilon)
     for name, value in vars(self).items():
       check_entry(name, value, name)
     if self.width % self.num_heads:
@@ -61,43 +63,17 @@ class ModelConfig:
 def check_entry(name: str, value: Any, field: str) -> None:
   """Raises ``UsageError`` for a value that a field does not accept."""
   hint = typing.get_type_hints(ModelConfig)[field]
-  if choices := typing.get_args(hint):
+  if typing.get_origin(hint) is Literal:
+    choices = typing.get_args(hint)
     accepted, fits = 'out of ' + ', '.join(choices), value in choices
   elif hint is bool:
     accepted, fits = 'true or false', type(value) is bool
   else:
-    accepted = f'{"an integer" if hint is int else "a float"} above 0'
-    fits = type(value) is hint and 0 < value < math.inf
+    kind = int if hint is int else float
+    accepted = f'{"an integer" if kind is int else "a float"} above 0'
+    fits = type(value) is kind and 0 < value < math.inf
   if not fits:
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
-
-
-def from_json(values: dict[str, Any]) -> ModelConfig:
-  """Makes what ``dataclasses.asdict`` took apart, also in older versions.
-
-  Args:
-    values: Entries. Those with a default may be missing.
-
-  Raises:
-    UsageError: If an entry is missing, unknown or not accepted.
-  """
-  fields = {x.name: x.default for x in dataclasses.fields(ModelConfig)}
-  required = {k for k, v in fields.items() if v is dataclasses.MISSING}
-  check_names(values, required, fields)
-  kind = 'llama' if values.get('architecture') == 'llama' else 'gpt2'
-  return ModelConfig(**{'norm_epsilon': NORM_EPSILON[kind]} | values)
-
-
-def check_names(
-  values: dict[str, Any], required: set[str], known: Iterable[str]
-) -> None:
-  """Raises ``UsageError`` for entries that are missing or unknown."""
-  wrong = (required - values.keys()) | (values.keys() - set(known))
-  if wrong:
-    raise UsageError(
-      f'the entries {", ".join(sorted(wrong))} are missing or unknown: '
-      f'expected {", ".join(known)}.'
-    )
 
 
 def padded_vocab_size(num_tokens: int) -> int:

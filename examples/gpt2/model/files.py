@@ -10,14 +10,15 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 import numpy as np
+from safetensors import SafetensorError
 import safetensors.numpy
 import tokenizers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import whole_file
+from examples.gpt2.data.atomic import whole_file, write_whole
 from examples.gpt2.data.tokenizer import read_tokenizer
 from examples.gpt2.devices import sharding
-from examples.gpt2.model.config import ModelConfig, check_names, from_json
+from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
 
 TOKENIZER = 'tokenizer.json'
@@ -52,22 +53,15 @@ def save_model(folder: Path, model: Model) -> None:
   for name in (_MODEL, TOKENIZER):
     (folder / name).unlink(missing_ok=True)
   with whole_file(folder / _WEIGHTS) as path:
-    arrays = contiguous(sharding.by_path(model.params))
-    try:
-      safetensors.numpy.save_file(arrays, path)
-    except safetensors.SafetensorError as error:
-      raise OSError(
-        f'{folder / _WEIGHTS} cannot be written: {error}'
-      ) from error
+    write_arrays(path, sharding.by_path(model.params))
   if model.tokenizer is not None:
-    with whole_file(folder / TOKENIZER) as path:
-      model.tokenizer.save(str(path))
+    content = model.tokenizer.to_str(pretty=True)
+    write_whole(folder / TOKENIZER, content.encode())
   settings = {
     'num_tokens': model.num_tokens,
     'config': dataclasses.asdict(model.config),
   }
-  with whole_file(folder / _MODEL) as path:
-    path.write_text(json.dumps(settings, indent=2))
+  write_whole(folder / _MODEL, json.dumps(settings, indent=2).encode())
 
 
 def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
@@ -91,7 +85,7 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   if not folder.is_dir():
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
   with naming(folder / _MODEL):
-    config, num_tokens = _parse(read_json(folder / _MODEL))
+    config, num_tokens = _parse(**read_json(folder / _MODEL))
   tokenizer = None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
@@ -101,19 +95,15 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   return Model(config, num_tokens, _read(config, arrays, mesh), tokenizer)
 
 
-def _parse(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
-  """Returns what the model is, and the number of its token identifiers."""
-  check_names(settings, {'config', 'num_tokens'}, ('config', 'num_tokens'))
-  values, num_tokens = settings['config'], settings['num_tokens']
-  if not isinstance(values, dict):
-    raise UsageError(f'config must be a JSON object, got {values!r}.')
-  config = from_json(values)
-  if type(num_tokens) is not int or not 0 < num_tokens <= config.vocab_size:
+def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:
+  """Checks the entries of model.json."""
+  parsed = ModelConfig(**config)
+  if type(num_tokens) is not int or not 0 < num_tokens <= parsed.vocab_size:
     raise UsageError(
       'num_tokens must be an integer above 0 and at most vocab_size '
-      f'{config.vocab_size}, got {num_tokens!r}.'
+      f'{parsed.vocab_size}, got {num_tokens!r}.'
     )
-  return config, num_tokens
+  return parsed, num_tokens
 
 
 def _read(
@@ -143,7 +133,8 @@ def naming(path: Path) -> Iterator[None]:
     yield
   except FileNotFoundError as error:
     raise UsageError(f'{path} is missing.') from error
-  except (ValueError, RecursionError, safetensors.SafetensorError) as error:
+  # Python itself names entries that are unknown or missing.
+  except (TypeError, ValueError, RecursionError, SafetensorError) as error:
     raise UsageError(f'{path} cannot be used: {error}') from error
 
 
@@ -161,9 +152,16 @@ def open_arrays(path: Path) -> dict[str, Any]:
     return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 
-def contiguous(arrays: Mapping[str, Any]) -> dict[str, np.ndarray]:
-  """Returns arrays as safetensors writes them right: it ignores strides."""
-  return {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+def write_arrays(
+  path: Path, arrays: Mapping[str, Any], metadata: dict[str, str] | None = None
+) -> None:
+  """Writes arrays as safetensors."""
+  # Their strides would be ignored.
+  arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+  try:
+    safetensors.numpy.save_file(arrays, path, metadata)
+  except SafetensorError as error:
+    raise OSError(f'{path} cannot be written: {error}') from error
 
 
 def check_arrays(

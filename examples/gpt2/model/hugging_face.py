@@ -14,7 +14,6 @@ from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import END_OF_TEXT
 from examples.gpt2.devices.sharding import by_path, path_name
 from examples.gpt2.model.config import (
-  NORM_EPSILON,
   ModelConfig,
   check_entry,
   padded_vocab_size,
@@ -111,17 +110,10 @@ def tokenizer_settings(model: Model) -> dict[str, Any]:
 
 
 def from_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
-  """Reads config.json.
+  """Reads config.json, and refuses models that are not ours.
 
-  Args:
-    settings: Its entries.
-
-  Returns:
-    What the model is, with a vocabulary rounded up as the trainer does, and the
-    number of rows that the embedding has in Hugging Face.
-
-  Raises:
-    UsageError: If an entry is wrong, or the model is not one of ours.
+  Returns what the model is, with a vocabulary rounded up as the trainer does,
+  and the number of rows that the embedding has in Hugging Face.
   """
   kind = settings.get('model_type')
   if kind not in _ARCHITECTURES:
@@ -133,7 +125,7 @@ def from_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
     if value is None and entry == 'n_inner':
       value = 4 * values['width']
     if value is None and name == 'norm_epsilon':
-      value = NORM_EPSILON[kind]
+      continue
     check_entry(entry, value, name)
     values[name] = value
   num_rows = values['vocab_size']
@@ -163,10 +155,7 @@ def to_arrays(
 ) -> dict[str, Any]:
   """Returns parameters as arrays of Hugging Face.
 
-  Args:
-    config: What the model is, without ``qk_norm``.
-    num_tokens: Number of token identifiers; rows beyond are left out.
-    params: Tree of parameters.
+  Rows of the vocabulary beyond the number of tokens are left out.
   """
   arrays = {}
   for path, param in by_path(params).items():
@@ -188,20 +177,11 @@ def to_arrays(
 def from_arrays(
   config: ModelConfig, num_rows: int, arrays: Mapping[str, Any]
 ) -> Any:
-  """Makes parameters of arrays of Hugging Face.
+  """Makes parameters, as NumPy arrays, of open arrays of Hugging Face.
 
-  Args:
-    config: What the model is.
-    num_rows: Rows of their embedding.
-    arrays: Arrays of :func:`examples.gpt2.model.files.open_arrays`.
-
-  Returns:
-    Tree of float32 NumPy arrays. Rows that pad the vocabulary are the mean of
-    the others, so that their tokens are at most as likely as the others on
-    average, by Jensen's inequality.
-
-  Raises:
-    UsageError: If an array is missing, unknown, or of another shape or type.
+  Rows that pad the vocabulary are the mean of the others, so that their tokens
+  are at most as likely as the others on average, by Jensen's inequality. Raises
+  ``UsageError`` for an array that the model does not have or has otherwise.
   """
   arrays, ours = _relevant(arrays, config), shapes(config)
   theirs = jax.eval_shape(
