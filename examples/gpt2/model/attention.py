@@ -66,16 +66,7 @@ class Attention(nnx.Module):
 def causal_attention(
   query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, None]:
-  """Attends from each token to itself and those before it.
-
-  Args:
-    query: Queries, shape (B, T, H, K).
-    key: Keys, of the same shape.
-    value: Values, of the same shape.
-
-  Returns:
-    Weighted values, of the same shape, and None.
-  """
+  """Attends from each token to itself and those before it; sees nothing."""
   if _platform() == 'cpu':
     return _attention_on_cpu(query, key, value)[0], None
   # cuDNN's kernel never writes the logits to memory; it takes half precision.
@@ -97,18 +88,11 @@ def measured_attention(
   *,
   is_due: jax.typing.ArrayLike = True,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attends as :func:`causal_attention`, and measures the logits.
+  """Attends as :func:`causal_attention`, and sees the logits.
 
-  Args:
-    query: Queries, shape (B, T, H, K).
-    key: Keys, of the same shape.
-    value: Values, of the same shape.
-    is_due: Whether to measure, which costs a product of queries and keys where
-      the kernel that attends keeps its logits to itself.
-
-  Returns:
-    Weighted values, of the same shape, and the largest logit of each sequence
-    and head, shape (B, H), without a gradient; NaN if it is not measured.
+  That is the largest of each sequence and head, shape (B, H), without a
+  gradient. Where the kernel keeps its logits to itself it costs a product of
+  queries and keys, unless it is not due: then it is NaN.
   """
   if _platform() == 'cpu':
     y_BTHK, largest_BHT1 = _attention_on_cpu(query, key, value)
@@ -151,13 +135,10 @@ def _max_logit(query: jax.Array, key: jax.Array) -> jax.Array:
 def _attention_on_cpu(
   query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Attends as ``jax.nn.dot_product_attention`` does.
+  """Attends, and returns the largest logit of each query too, (B, H, T, 1).
 
   Weights are normalized after the product with the values, which is
   quicker on CPU: those have fewer elements.
-
-  Returns:
-    Weighted values, and the largest logit of each query, shape (B, H, T, 1).
   """
   length, head_width = query.shape[1], query.shape[-1]
   query, key, value = (
@@ -177,15 +158,9 @@ def _attention_on_cpu(
 
 
 def rotate(x_BTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
-  """Turns pairs of features by angles that grow with the position.
+  """Turns pairs of features, i and i + K / 2, by angles that grow with position.
 
-  Args:
-    x_BTHK: Queries or keys. Feature i is paired with i + K / 2.
-    positions_T: Position of each token.
-
-  Returns:
-    Array like ``x_BTHK``, after Su et al., `RoFormer
-    <https://arxiv.org/abs/2104.09864>`_, 2021.
+  After Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
   """
   half = x_BTHK.shape[-1] // 2
   frequencies = _ROTARY_BASE ** (-jnp.arange(half) / half)

@@ -32,20 +32,11 @@ def generate_tokens(
   top_k: int = 0,
   num_samples: int = 1,
 ) -> np.ndarray:
-  """Continues a prompt; all processes of the mesh must call it.
+  """Continues a prompt of at least one token; all processes must call it.
 
-  Args:
-    model: Model, whose parameters stay on the devices as they are.
-    prompt_T: Tokens to continue, at least one.
-    num_tokens: Tokens to generate.
-    mesh: Device mesh, over whose batch axes the continuations are split.
-    seed: Seed of the random numbers, in [0, 2**32).
-    temperature: Temperature of the softmax; at 0, the likeliest token is taken.
-    top_k: Number of likeliest tokens to choose from; 0 for all.
-    num_samples: Continuations.
-
-  Returns:
-    Generated tokens, int32, shape (num_samples, num_tokens), in each process.
+  At temperature 0 the likeliest token is taken, with ``top_k`` 0 any may be.
+  The parameters stay on the devices of the mesh as they are. Returns the
+  generated tokens in each process, int32, shape (num_samples, num_tokens).
   """
   shards = num_batch_shards(mesh)
   # Each shard of the batch reads the prompt once, for all its continuations.
@@ -124,15 +115,8 @@ def extend(
 ) -> tuple[jax.Array, Cache]:
   """Runs the model on tokens that follow those of a cache.
 
-  Args:
-    model: Model.
-    tokens_BT: Tokens.
-    cache: Keys and values of the tokens before, in the first slots.
-    position: Number of the tokens before; with the new ones, there must be
-      slots for all.
-
-  Returns:
-    Features of the new tokens, shape (B, T, D), and the cache with them.
+  Those are in its first slots, as many as the position says; the new ones must
+  have room. Returns their features, shape (B, T, D), and the cache with them.
   """
   length, slots = tokens_BT.shape[1], cache[0].shape[2]
   positions_T = position + jnp.arange(length)

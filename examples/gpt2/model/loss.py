@@ -28,11 +28,6 @@ def mean_cross_entropy(
   Logits exist for a few tokens of each sequence at a time, and only once: the
   gradient is computed beside the loss, so that the backward pass need not
   recompute them.
-
-  Args:
-    features_BTD: Features of each token, any floating type.
-    head_VD: Matrix of the output head.
-    targets_BT: Token that comes next, integers.
   """
   return jnp.mean(token_losses(features_BTD, head_VD, targets_BT))
 
@@ -40,13 +35,7 @@ def mean_cross_entropy(
 def token_losses(
   features_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array
 ) -> jax.Array:
-  """Returns the cross-entropy of each token in nats, float32, shape (B, T).
-
-  Args:
-    features_BTD: Features of each token, any floating type.
-    head_VD: Matrix of the output head.
-    targets_BT: Token that comes next, integers.
-  """
+  """Returns the cross-entropy of each token in nats, float32, shape (B, T)."""
 
   def measure(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
     features_BCD, targets_BC = chunk
@@ -62,9 +51,7 @@ def token_losses(
 def sequence_losses(model: Transformer, tokens_BT: jax.Array) -> jax.Array:
   """Returns the mean loss of each sequence, nats a token, float32, shape (B,).
 
-  Args:
-    model: Model.
-    tokens_BT: Inputs and, one further, targets: integers, shape (B, T + 1).
+  The tokens, T + 1, are inputs and, one further, targets.
   """
   features_BTD, _ = model.features(tokens_BT[:, :-1])
   losses_BT = token_losses(features_BTD, model.head_VD, tokens_BT[:, 1:])
@@ -139,16 +126,6 @@ _matmul: Callable[..., jax.Array] = functools.partial(
 )
 
 
-def _chunk_length(batch: int, length: int, vocab_size: int) -> int:
-  """Returns for how many tokens of each sequence logits exist at once."""
-  # At least two chunks, so that all logits never exist at once.
-  most = min(_LOGITS_AT_ONCE // (batch * vocab_size), -(-length // 2))
-  most = max(1, most)
-  divisor = max(n for n in range(1, most + 1) if length % n == 0)
-  # Filling the last chunk costs less than many small ones.
-  return divisor if 2 * divisor >= most else -(-length // -(-length // most))
-
-
 def _chunks(
   features_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -156,8 +133,11 @@ def _chunks(
   batch, length = targets_BT.shape
   # On many devices, few chunks: each gathers the head and sums its gradient.
   mesh = jax.sharding.get_abstract_mesh()
-  shards = 1 if mesh.empty else num_batch_shards(mesh)
-  chunk = _chunk_length(-(-batch // shards), length, len(head_VD))
+  rows = -(-batch // (1 if mesh.empty else num_batch_shards(mesh)))
+  # At least two chunks, so that all logits never exist at once.
+  most = min(_LOGITS_AT_ONCE // (rows * len(head_VD)), -(-length // 2))
+  count = -(-length // max(1, most))
+  chunk = -(-length // count)
 
   def cut(x: jax.Array, fill: int) -> jax.Array:
     widths = [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)]

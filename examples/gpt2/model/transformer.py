@@ -91,8 +91,7 @@ class Transformer(nnx.Module):
       by_layer: Arguments of ``attend`` with a leading axis of layers.
 
     Returns:
-      Features that the head reads, shape (B, T, D), and what ``attend``
-      returned, with a leading axis of layers.
+      Features that the head reads, (B, T, D), and all that ``attend`` saw.
     """
     positions_T = first_position + jnp.arange(tokens_BT.shape[1])
     x_BTD = self.token_embedding(tokens_BT)
