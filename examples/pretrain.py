@@ -34,9 +34,9 @@ import merit_optax
 class Config:
   """Pretrains GPT-2 with MERIT."""
 
-  data: Path | None = None  # Folder of train.bin, val.bin. None: Python's code.
-  vocab_size: int = 256  # Rounded up to a multiple of 64, it is faster.
-  out_dir: Path = Path('runs/pretrain')  # Checkpoints; resumed from the last.
+  data: Path | None = None  # Folder of uint16 train.bin, val.bin. None: stdlib.
+  vocab_size: int = 256  # Above every token; a multiple of 64 is faster.
+  out_dir: Path = Path('runs/pretrain')  # Checkpoints; all hosts must see it.
   seed: int = 0  # Of the weights and of the order of the data.
 
   num_layers: int = 4
@@ -58,6 +58,7 @@ class Config:
   distributed: bool = False  # Connect to the other processes of a pod or job.
 
 
+INIT = nnx.initializers.normal(0.02)  # Of most matrices.
 # The mesh axes data and fsdp split the batch. Matrices and their moments are
 # split by fsdp along the residual stream, by tensor along heads and hidden
 # features, by both along the vocabulary. All else is copied to every device.
@@ -73,22 +74,24 @@ MATRICES = {
 
 def make_mesh(config: Config) -> Mesh:
   """Returns the device mesh; the axis data takes the devices that are left."""
-  data, rest = divmod(jax.device_count(), config.fsdp * config.tensor)
-  if rest:
-    raise ValueError(f'fsdp * tensor must divide {jax.device_count()} devices.')
-  sizes, axes = (data, config.fsdp, config.tensor), ('data', 'fsdp', 'tensor')
-  return jax.make_mesh(sizes, axes, axis_types=(AxisType.Auto,) * 3)
+  devices, split = jax.device_count(), config.fsdp * config.tensor
+  sizes = vars(config) | {'devices': devices, 'data': devices // split}
+  for name, *parts in (  # JAX would copy what it cannot split.
+    ('devices', 'fsdp', 'tensor'), ('vocab_size', 'fsdp', 'tensor'),
+    ('width', 'fsdp'), ('width', 'num_heads'), ('num_heads', 'tensor'),
+    ('batch_size', 'accumulation_steps', 'data', 'fsdp'),
+  ):  # fmt: skip
+    if sizes[name] % np.prod([sizes[x] for x in parts]):
+      raise ValueError(f'{"*".join(parts)} must divide {name} {sizes[name]}.')
+  axes, types = (*BATCH, 'tensor'), (AxisType.Auto,) * 3
+  return jax.make_mesh([sizes[x] for x in axes], axes, axis_types=types)
 
 
-def pin(state: dict[str, Any]) -> dict[str, Any]:
-  """Fixes where each array of the training state is; to be traced."""
-
-  def constrain(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-    # The path of a moment ends with that of its parameter.
-    name = jax.tree_util.keystr(path[-2:], simple=True, separator='.')
-    return jax.lax.with_sharding_constraint(x, MATRICES.get(name, P()))
-
-  return jax.tree.map_with_path(constrain, state)
+def pin(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+  """Fixes where an array of the training state is; to be traced."""
+  # The path of a moment ends with that of its parameter.
+  name = jax.tree_util.keystr(path[-2:], simple=True, separator='.')
+  return jax.lax.with_sharding_constraint(x, MATRICES.get(name, P()))
 
 
 def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
@@ -98,9 +101,10 @@ def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
     val = np.memmap(config.data / 'val.bin', dtype=np.uint16, mode='r')
   else:
     files = sorted(Path(os.__file__).parent.glob('*.py'))
-    text = b''.join(file.read_bytes() for file in files)
-    tokens = np.frombuffer(text, dtype=np.uint8)
+    tokens = np.frombuffer(b''.join(x.read_bytes() for x in files), np.uint8)
     train, val = np.split(tokens, [len(tokens) * 95 // 100])
+  if (size := min(len(train), len(val))) <= config.context_length:
+    raise ValueError(f'context_length must be below {size}, tokens of a part.')
   # JAX does not check indices: a larger token would make the loss NaN.
   if val.max() >= config.vocab_size:
     raise ValueError(f'vocab_size must be above {val.max()}, a token.')
@@ -108,13 +112,17 @@ def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def make_batch(tokens: np.ndarray, config: Config, step: int) -> jax.Array:
-  """Returns the random sequences of a step, int32, shape (A, B, T + 1)."""
-  # By seed and step alone: a run resumes with the batches it would have had.
-  rng = np.random.default_rng((config.seed, step))
-  end = len(tokens) - config.context_length
-  starts = rng.integers(end, size=config.batch_size)
-  starts_AB1 = starts.reshape(config.accumulation_steps, -1, 1)
-  positions_ABT = starts_AB1 + np.arange(config.context_length + 1)
+  """Returns the sequences of a step, or of validation, int32, (A, B, T + 1)."""
+  length, rows = config.context_length + 1, config.batch_size
+  if step:
+    # By seed and step alone: a run resumes with the batches it would have had.
+    rng = np.random.default_rng((config.seed, step))
+    starts = rng.integers(len(tokens) - length + 1, size=rows)
+  else:
+    # To validate on: four batches, spread evenly, the same for any seed.
+    starts = np.linspace(0, len(tokens) - length, 4 * rows, dtype=int)
+  starts_AB1 = starts.reshape(-1, rows // config.accumulation_steps, 1)
+  positions_ABT = starts_AB1 + np.arange(length)
   return jax.make_array_from_callback(
     positions_ABT.shape,
     NamedSharding(jax.sharding.get_mesh(), P(None, BATCH)),
@@ -127,18 +135,15 @@ class Block(nnx.Module):
   """Transformer block: attention and an MLP, each after a LayerNorm."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
-    width = config.width
-    options = dict(dtype=config.dtype, rngs=rngs)
-    init = nnx.initializers.normal(0.02)
-    # Each layer adds to the residual stream twice. What it adds starts smaller,
-    # so that the variance of the sum does not depend on the number of layers.
+    width, options = config.width, dict(dtype=config.dtype, rngs=rngs)
+    # What is added to the residual stream, twice a layer, starts smaller.
     small = nnx.initializers.normal(0.02 / (2 * config.num_layers) ** 0.5)
     self.num_heads = config.num_heads
     self.attention_norm = nnx.LayerNorm(width, epsilon=1e-5, **options)
-    self.qkv = nnx.Linear(width, 3 * width, kernel_init=init, **options)
+    self.qkv = nnx.Linear(width, 3 * width, kernel_init=INIT, **options)
     self.out = nnx.Linear(width, width, kernel_init=small, **options)
     self.mlp_norm = nnx.LayerNorm(width, epsilon=1e-5, **options)
-    self.up = nnx.Linear(width, 4 * width, kernel_init=init, **options)
+    self.up = nnx.Linear(width, 4 * width, kernel_init=INIT, **options)
     self.down = nnx.Linear(4 * width, width, kernel_init=small, **options)
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -148,10 +153,9 @@ class Block(nnx.Module):
     qkv_BTHXK = qkv.reshape(*x_BTD.shape[:2], self.num_heads, 3, -1)
     # cuDNN's kernel does not store the logits, (B, H, T, T); it takes bfloat16.
     is_fused = jax.default_backend() == 'gpu' and qkv.dtype == jnp.bfloat16
+    kernel = 'cudnn' if is_fused else 'xla'
     y_BTHK = jax.nn.dot_product_attention(
-      *jnp.moveaxis(qkv_BTHXK, 3, 0),
-      is_causal=True,
-      implementation='cudnn' if is_fused else 'xla',
+      *jnp.moveaxis(qkv_BTHXK, 3, 0), is_causal=True, implementation=kernel
     )
     x_BTD += self.out(y_BTHK.reshape(x_BTD.shape))
     return x_BTD + self.down(jax.nn.gelu(self.up(self.mlp_norm(x_BTD))))
@@ -162,8 +166,7 @@ class GPT2(nnx.Module):
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     options = dict(dtype=config.dtype, rngs=rngs)
-    init = nnx.initializers.normal(0.02)
-    embedding = functools.partial(nnx.Embed, embedding_init=init, **options)
+    embedding = functools.partial(nnx.Embed, embedding_init=INIT, **options)
     self.config = config
     self.token_embedding = embedding(config.vocab_size, config.width)
     self.position_embedding = embedding(config.context_length, config.width)
@@ -175,8 +178,7 @@ class GPT2(nnx.Module):
     """Returns the logits of each next token, float32, shape (B, T, V)."""
     x_BTD = self.token_embedding(tokens_BT)
     x_BTD += self.position_embedding(jnp.arange(tokens_BT.shape[1]))
-    # JAX transforms functions of arrays, so the module is split into structure
-    # and arrays. The scan compiles one block, and gives it one layer at a time.
+    # The scan compiles one block, and gives it one layer's arrays at a time.
     structure, arrays = nnx.split(self.blocks)
 
     def apply(x_BTD: jax.Array, arrays: Any) -> tuple[jax.Array, None]:
@@ -184,30 +186,24 @@ class GPT2(nnx.Module):
       x_BTD = jax.lax.with_sharding_constraint(x_BTD, P(BATCH))
       return nnx.merge(structure, arrays)(x_BTD), None
 
-    apply = jax.checkpoint(apply) if self.config.remat else apply
+    if self.config.remat:  # In a scan, nothing could be merged anyway.
+      apply = jax.checkpoint(apply, prevent_cse=False)
     x_BTD, _ = jax.lax.scan(apply, x_BTD, arrays)
-    logits_BTV = self.token_embedding.attend(self.final_norm(x_BTD))
-    return logits_BTV.astype(jnp.float32)
+    return self.token_embedding.attend(self.final_norm(x_BTD)).astype('float32')
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
   """Returns MERIT with warm-up and cosine decay, after a gradient clip."""
-  warmup_steps = config.steps // 10
+  peak, warmup_steps = config.learning_rate, config.steps // 10
   schedule = optax.warmup_cosine_decay_schedule(
-    init_value=config.learning_rate / max(1, warmup_steps),
-    peak_value=config.learning_rate,
-    warmup_steps=warmup_steps,
-    decay_steps=config.steps,
+    peak / max(1, warmup_steps), peak, warmup_steps, config.steps
   )
-  # Trust ratios are of the largest weights in a matrix, its rows, its columns.
-  # Shapes do not tell which axes those are: biases of all layers, (L, F), look
-  # like a matrix, but are a vector for each layer.
+  # Biases of all layers, (L, F), look like a matrix, but are vectors.
+  axes = functools.partial(
+    merit_optax.flax_dimension_numbers, stacked={'^blocks/': 1}
+  )
   merit = merit_optax.merit(
-    schedule,
-    weight_decay=config.weight_decay,
-    weight_dimension_numbers=functools.partial(
-      merit_optax.flax_dimension_numbers, stacked={'^blocks/': 1}
-    ),
+    schedule, weight_decay=config.weight_decay, weight_dimension_numbers=axes
   )
   return optax.chain(optax.clip_by_global_norm(1.0), merit)
 
@@ -216,22 +212,20 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def init_state(config: Config) -> dict[str, Any]:
   """Returns the first parameters and optimizer state, as trees of arrays."""
   params = nnx.as_pure(nnx.state(GPT2(config, nnx.Rngs(config.seed))))
-  return pin(dict(params=params, opt_state=make_optimizer(config).init(params)))
+  state = dict(params=params, opt_state=make_optimizer(config).init(params))
+  return jax.tree.map_with_path(pin, state)
 
 
 def loss_fn(params: Any, tokens_BT: jax.Array, config: Config) -> jax.Array:
   """Returns the mean cross-entropy in nats per token."""
   model = nnx.eval_shape(lambda: GPT2(config, nnx.Rngs(0)))  # No arrays yet.
   nnx.update(model, params)
-  logits_BTV = model(tokens_BT[:, :-1])
   cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-  return cross_entropy(logits_BTV, tokens_BT[:, 1:]).mean()
+  return cross_entropy(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).mean()
 
 
 @functools.partial(jax.jit, static_argnames='config', donate_argnames='state')
-def train_step(
-  state: dict[str, Any], tokens_ABT: jax.Array, config: Config
-) -> tuple[dict[str, Any], jax.Array]:
+def train_step(state: Any, tokens_ABT: jax.Array, config: Config) -> Any:
   """Returns the next state, and the loss before the step."""
   params, opt_state = state['params'], state['opt_state']
 
@@ -243,8 +237,8 @@ def train_step(
   total, _ = jax.lax.scan(add, zero, tokens_ABT)
   loss, grads = jax.tree.map(lambda x: x / len(tokens_ABT), total)
   updates, opt_state = make_optimizer(config).update(grads, opt_state, params)
-  params = optax.apply_updates(params, updates)
-  return pin(dict(params=params, opt_state=opt_state)), loss
+  state = dict(params=optax.apply_updates(params, updates), opt_state=opt_state)
+  return jax.tree.map_with_path(pin, state), loss
 
 
 @functools.partial(jax.jit, static_argnames='config')
@@ -255,14 +249,25 @@ def eval_step(params: Any, tokens_ABT: jax.Array, config: Config) -> jax.Array:
 
 def train(config: Config) -> list[float]:
   """Trains from the last checkpoint on, and returns the loss of each step."""
-  log = print if jax.process_index() == 0 else lambda _: None
+  if config.distributed:
+    jax.distributed.initialize()
+  is_first = jax.process_index() == 0
+  log = functools.partial(print, flush=True) if is_first else lambda _: None
   tokens, val_tokens = load_tokens(config)
+  # These may change when a run resumes. The others decide its losses.
+  free = 'out_dir remat accumulation_steps eval_every fsdp tensor distributed'
+  settings = {
+    k: str(v) for k, v in vars(config).items() if k not in free.split()
+  }
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
   manager = ocp.CheckpointManager(config.out_dir.absolute(), options=options)
   with jax.set_mesh(make_mesh(config)), manager:
     first = manager.latest_step() or 0
     if first:
+      old = manager.metadata(first).custom_metadata
+      if changed := dict(old.items() - settings.items()):
+        raise ValueError(f'{config.out_dir} holds a run with {changed}.')
       like = jax.tree.map(ocp.utils.to_shape_dtype_struct, init_state(config))
       state = manager.restore(first, args=ocp.args.StandardRestore(like))
     else:
@@ -283,18 +288,13 @@ def train(config: Config) -> list[float]:
         log(f'step {step} loss {loss:.3f} val {val:.3f} {speed:,.0f} tokens/s')
         if not np.isfinite(val):
           raise FloatingPointError(f'The loss is {val} after step {step}.')
-        manager.save(step, args=ocp.args.StandardSave(state))
+        args = ocp.args.StandardSave(state)
+        manager.save(step, args=args, custom_metadata=settings)
         since, start = step, time.perf_counter()
+    val = float(eval_step(state['params'], val_ABT, config))
+  log(f'finished: val {val:.3f}, last checkpoint in {config.out_dir}')
   return [float(loss) for loss in losses]
 
 
-def main(args: list[str] | None = None) -> None:
-  """Runs the command."""
-  config = tyro.cli(Config, args=args)
-  if config.distributed:
-    jax.distributed.initialize()
-  train(config)
-
-
 if __name__ == '__main__':
-  main()
+  train(tyro.cli(Config))

@@ -168,16 +168,53 @@ def test_batches_are_windows_of_the_token_files(tmp_path):
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    ({'fsdp': 3}, 'fsdp . tensor must divide 8 devices'),
-    ({'tensor': 16}, 'fsdp . tensor must divide 8 devices'),
+    ({'fsdp': 3}, r'fsdp\*tensor must divide devices 8'),
+    ({'tensor': 16}, r'fsdp\*tensor must divide devices 8'),
+    ({'fsdp': 8, 'width': 20}, 'fsdp must divide width 20'),
+    ({'num_heads': 3}, 'num_heads must divide width 16'),
+    ({'tensor': 4}, 'tensor must divide num_heads 2'),
+    ({'tensor': 2, 'vocab_size': 251}, r'fsdp\*tensor must divide vocab_size'),
     ({'vocab_size': 200}, 'vocab_size must be above 250'),
-    ({'batch_size': 24}, 'evenly divide'),
+    (
+      {'batch_size': 24},
+      r'accumulation_steps\*data\*fsdp must divide batch_si',
+    ),
+    ({'accumulation_steps': 3}, r'accumulation_steps\*.* divide batch_size 16'),
+    ({'context_length': 500}, 'context_length must be below 500, tokens'),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message, tmp_path):
   config = _config(tmp_path, data=_write_tokens(tmp_path), **settings)
   with pytest.raises(ValueError, match=message):
     pretrain.train(config)
+
+
+def test_validation_is_spread_and_the_same_for_any_seed(tmp_path):
+  config = _config(tmp_path)
+  tokens = np.arange(3000)
+  with jax.set_mesh(pretrain.make_mesh(config)):
+    batches, same = (
+      np.asarray(pretrain.make_batch(tokens, _config(tmp_path, seed=x), 0))
+      for x in (0, 1)
+    )
+  np.testing.assert_array_equal(batches, same)
+  assert batches.shape == (4 * 2, 8, 17)
+  assert (batches.min(), batches.max()) == (0, 2999)
+  steps = np.diff(batches[..., 0].ravel())
+  assert steps.min() >= steps.max() - 1
+
+
+def test_a_run_resumes_with_its_settings_alone(tmp_path, capsys):
+  config = _config(tmp_path, fsdp=8)
+  pretrain.train(config)
+  for changed in ({'learning_rate': 0.01}, {'seed': 1}, {'steps': 30}):
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"holds a run with .*'{name}': '"):
+      pretrain.train(_config(tmp_path, fsdp=8, **changed))
+  capsys.readouterr()
+  assert pretrain.train(_config(tmp_path, accumulation_steps=1)) == []
+  last = capsys.readouterr().out.splitlines()[-1]
+  assert re.fullmatch(rf'finished: val \d.*, last .* in {tmp_path}', last)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
