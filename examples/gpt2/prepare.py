@@ -1,6 +1,5 @@
 """Makes token files from text: python -m examples.gpt2.prepare --help."""
 
-from collections.abc import Iterator
 import dataclasses
 import hashlib
 import heapq
@@ -89,7 +88,11 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   reader = DocumentReader(config.data, config.text_field, config.skip_bad)
   with new_folder(config.out_dir.expanduser().resolve()) as folder:
     tokenizer = _make_tokenizer(reader, config)
-    documents = write_tokens(folder, tokenizer, _split(reader, config))
+    parted = (
+      (PARTS[_hash(text)[0] < config.validation_share], text)
+      for text in reader.read('tokenizing')
+    )
+    documents = write_tokens(folder, tokenizer, parted)
     if not all(documents):
       raise UsageError(
         'Of the {} documents to train on and {} to hold out one part is '
@@ -130,29 +133,28 @@ def _make_tokenizer(
   reader: DocumentReader, config: PrepareConfig
 ) -> tokenizers.Tokenizer:
   """Reads the tokenizer that the settings name, or trains one."""
-  if config.tokenizer:
-    tokenizer = _read_tokenizer(config.tokenizer.expanduser())
-  else:
+  if config.tokenizer is None:
     vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
     tokenizer = train_tokenizer(_sample(reader, config), vocab_size)
+  else:
+    tokenizer = read_tokenizer(config.tokenizer.expanduser(), MAX_VOCAB_SIZE)
+    _check_tokenizer(tokenizer, config.tokenizer)
+    tokenizer.add_special_tokens([END_OF_TEXT])
   # A document that spells the end-of-text token out does not end there.
   tokenizer.encode_special_tokens = True
   return tokenizer
 
 
-def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-  """Reads a tokenizer that loses neither text nor tokens."""
-  tokenizer = read_tokenizer(path, MAX_VOCAB_SIZE)
+def _check_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+  """Raises ``UsageError`` for a tokenizer that loses text or ends."""
   if tokenizer.token_to_id(END_OF_TEXT) is None:
     raise UsageError(f'--tokenizer {path} has no token {END_OF_TEXT}.')
-  tokenizer.add_special_tokens([END_OF_TEXT])
   ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
   if tokenizer.decode(ids) != _PROBE:
     raise UsageError(
       f'--tokenizer {path} does not give back each text that it takes: '
       "expected a byte-level one, as GPT-2's."
     )
-  return tokenizer
 
 
 def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:
@@ -169,15 +171,6 @@ def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:
     while total > config.sample_bytes and len(heap) > 1:
       total -= heapq.heappop(heap)[1]
   return [text for *_, text in sorted(heap, reverse=True)]
-
-
-def _split(
-  reader: DocumentReader, config: PrepareConfig
-) -> Iterator[tuple[str, str]]:
-  """Yields the part of each document and its text."""
-  for text in reader.read('tokenizing'):
-    is_held_out = _hash(text)[0] < config.validation_share
-    yield PARTS[is_held_out], text
 
 
 def _hash(text: str) -> tuple[float, float]:

@@ -158,7 +158,7 @@ def _attention_on_cpu(
 
 
 def rotate(x_BTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
-  """Turns pairs of features, i and i + K / 2, by angles that grow with position.
+  """Turns features i and i + K / 2 by angles that grow with the position.
 
   After Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
   """

@@ -4,6 +4,7 @@ Axes: H heads, K features of a head, X query, key and value.
 """
 
 from collections.abc import Mapping
+import functools
 import re
 from typing import Any
 
@@ -75,8 +76,7 @@ _WRITTEN = ({'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}, {})
 _CONSTANTS = re.compile(
   r'.*h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'
 )
-# Axis of the vocabulary, where a parameter has one.
-_VOCABULARY_AXES = {'token_embedding.embedding': 0, 'head.kernel': 1}
+_VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
 
 
 def to_settings(model: Model) -> dict[str, Any]:
@@ -157,20 +157,10 @@ def to_arrays(
 
   Rows of the vocabulary beyond the number of tokens are left out.
   """
-  arrays = {}
-  for path, param in by_path(params).items():
-    names = _names(config, path)
-    x = param if path.startswith('blocks.') else param[None]
-    if path in _VOCABULARY_AXES:
-      before = (slice(None),) * (1 + _VOCABULARY_AXES[path])
-      x = x[*before, :num_tokens]
-    if '.qkv.' in path:
-      x_XHK = x.swapaxes(-3, -2)
-      x = x_XHK.reshape(*x.shape[:-3], -1)
-    if _is_transposed(config, path):
-      x = x.swapaxes(-2, -1)
-    parts = x.reshape(len(names), -1, *x.shape[2:])
-    arrays |= zip(names, parts, strict=True)
+  arrays: dict[str, Any] = {}
+  for path, x in by_path(params).items():
+    parts = _arrange(config, num_tokens, path, x)
+    arrays |= zip(_names(config, path), parts, strict=True)
   return arrays
 
 
@@ -184,13 +174,36 @@ def from_arrays(
   ``UsageError`` for an array that the model does not have or has otherwise.
   """
   arrays, ours = _relevant(arrays, config), shapes(config)
-  theirs = jax.eval_shape(
-    lambda params: to_arrays(config, num_rows, params), ours
-  )
+  theirs = jax.eval_shape(lambda x: to_arrays(config, num_rows, x), ours)
   check_arrays(arrays, theirs, ('F32', 'F16', 'BF16'))
-  return jax.tree.map_with_path(
-    lambda path, _: _join(config, path_name(path), arrays), ours
-  )
+
+  def join(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> np.ndarray:
+    name = path_name(path)
+    parts = [arrays[x][:] for x in _names(config, name)]
+    arrange = functools.partial(_arrange, config, num_rows, name)
+    # It only moves elements, so its transpose is its inverse.
+    back = jax.linear_transpose(arrange, like)
+    x = np.array(*back(np.stack(parts, dtype=np.float32)))
+    if name in _VOCABULARIES:
+      rows = x.T if name == 'head.kernel' else x
+      rows[num_rows:] = rows[:num_rows].mean(axis=0)
+    return x
+
+  return jax.tree.map_with_path(join, ours)
+
+
+def _arrange(config: ModelConfig, num_rows: int, path: str, x: Any) -> Any:
+  """Moves the elements of a parameter to where its stacked arrays have them."""
+  is_kernel = config.architecture == 'llama' and path.endswith('.kernel')
+  x = x if path.startswith('blocks.') else x[None]
+  if '.qkv.' in path:
+    x_XHK = x.swapaxes(-3, -2)
+    x = x_XHK.reshape(*x.shape[:-3], -1)
+  if is_kernel or path == 'head.kernel':
+    x = x.swapaxes(-2, -1)
+  if path in _VOCABULARIES:
+    x = x[:, :num_rows]
+  return x.reshape(len(_names(config, path)), -1, *x.shape[2:])
 
 
 def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -212,26 +225,6 @@ def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
   return arrays
 
 
-def _join(
-  config: ModelConfig, path: str, arrays: Mapping[str, Any]
-) -> np.ndarray:
-  """Returns a parameter, made of arrays of Hugging Face."""
-  parts = [arrays[name][:] for name in _names(config, path)]
-  layers = config.num_layers if path.startswith('blocks.') else 1
-  x = np.stack(parts, dtype=np.float32)
-  x = x.reshape(layers, -1, *x.shape[2:])
-  if _is_transposed(config, path):
-    x = x.swapaxes(-2, -1)
-  if '.qkv.' in path:
-    columns_XHK = 3, config.num_heads, config.head_width
-    x = x.reshape(*x.shape[:-1], *columns_XHK).swapaxes(-3, -2)
-  if path in _VOCABULARY_AXES:
-    axis, widths = 1 + _VOCABULARY_AXES[path], [(0, 0)] * 3
-    widths[axis] = 0, config.vocab_size - x.shape[axis]
-    x = np.pad(x, widths, mode='mean')
-  return x if path.startswith('blocks.') else x[0]
-
-
 def _names(config: ModelConfig, path: str) -> list[str]:
   """Returns the names of a parameter's arrays, layer after layer."""
   module, _, kind = path.rpartition('.')
@@ -242,12 +235,6 @@ def _names(config: ModelConfig, path: str) -> list[str]:
   parts = [name.replace('*', x) for x in 'qkv'] if '*' in name else [name]
   layers = range(config.num_layers if path.startswith('blocks.') else 1)
   return [part.format(layer) for layer in layers for part in parts]
-
-
-def _is_transposed(config: ModelConfig, path: str) -> bool:
-  """Returns whether a matrix multiplies from the other side there."""
-  is_llama = config.architecture == 'llama'
-  return path == 'head.kernel' or (is_llama and path.endswith('.kernel'))
 
 
 def _column(config: ModelConfig) -> int:

@@ -6,7 +6,6 @@ features.
 
 from collections.abc import Callable
 import math
-from typing import Any
 
 from flax import nnx
 import jax
@@ -82,12 +81,12 @@ def embedding(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
 
 def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:
   """Makes the norm that stands before a branch; it computes in float32."""
-  options: dict[str, Any] = {
-    'epsilon': config.norm_epsilon,
-    'dtype': jnp.dtype(config.dtype),
-    # The fast variance, E[x^2] - E[x]^2, cancels digits that GPT-2 keeps.
-    'use_fast_variance': False,
-    'rngs': rngs,
-  }
   kind = nnx.LayerNorm if config.architecture == 'gpt2' else nnx.RMSNorm
-  return kind(config.width, **options)
+  return kind(
+    config.width,
+    epsilon=config.norm_epsilon,
+    dtype=jnp.dtype(config.dtype),
+    # The fast variance, E[x^2] - E[x]^2, cancels digits that GPT-2 keeps.
+    use_fast_variance=False,
+    rngs=rngs,
+  )

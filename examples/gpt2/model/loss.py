@@ -39,7 +39,7 @@ def token_losses(
 
   def measure(chunk: tuple[jax.Array, jax.Array]) -> jax.Array:
     features_BCD, targets_BC = chunk
-    losses_N, _ = _losses_and_probabilities(
+    losses_N, _ = _losses_and_errors(
       _flat(features_BCD), targets_BC.ravel(), head_VD
     )
     return losses_N.reshape(targets_BC.shape)
@@ -68,8 +68,8 @@ def _forward(
   ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
     loss, head_gradient_DV = total
     features_ND, targets_N = _flat(chunk[0]), chunk[1].ravel()
-    losses_N, p_NV = _losses_and_probabilities(features_ND, targets_N, head_VD)
-    error_NV = (p_NV - _one_hot(targets_N, head_VD)).astype(dtype)
+    losses_N, error_NV = _losses_and_errors(features_ND, targets_N, head_VD)
+    error_NV = error_NV.astype(dtype)
     gradient_ND = _matmul(error_NV, head_VD.astype(dtype))
     # The reverse product would have XLA transpose the larger matrix on CPU.
     head_gradient_DV += _matmul(features_ND.T, error_NV)
@@ -97,24 +97,19 @@ def _backward(
 mean_cross_entropy.defvjp(_forward, _backward)
 
 
-def _losses_and_probabilities(
+def _losses_and_errors(
   features_ND: jax.Array, targets_N: jax.Array, head_VD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-  """Returns the loss of each token, and the softmax, shape (N, V)."""
+  """Returns the loss of each token, and its gradient for the logits, (N, V)."""
   logits_NV = _matmul(features_ND, head_VD.astype(features_ND.dtype).T)
   largest_N1 = jnp.max(logits_NV, axis=-1, keepdims=True)
   exp_NV = jnp.exp(logits_NV - largest_N1)
   sum_N1 = jnp.sum(exp_NV, axis=-1, keepdims=True)
   # A masked sum, unlike a gather, takes a vocabulary that lies on many devices.
-  target_N = jnp.sum(
-    jnp.where(_one_hot(targets_N, head_VD), logits_NV, 0), axis=-1
-  )
+  one_hot_NV = targets_N[:, None] == jnp.arange(len(head_VD))
+  target_N = jnp.sum(logits_NV, axis=-1, where=one_hot_NV)
   losses_N = (jnp.log(sum_N1) + largest_N1)[:, 0] - target_N
-  return losses_N, exp_NV / sum_N1
-
-
-def _one_hot(targets_N: jax.Array, head_VD: jax.Array) -> jax.Array:
-  return targets_N[:, None] == jnp.arange(len(head_VD))
+  return losses_N, exp_NV / sum_N1 - one_hot_NV
 
 
 def _flat(x_BCD: jax.Array) -> jax.Array:
