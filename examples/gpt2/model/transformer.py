@@ -108,10 +108,7 @@ class Transformer(nnx.Module):
       policy = _KEPT[self.config.remat]
       run = jax.checkpoint(run, policy=policy, prevent_cse=False)
     x_BTD, seen = jax.lax.scan(
-      run,
-      constrain(x_BTD),
-      (blocks, by_layer),
-      unroll=self.config.unroll,
+      run, constrain(x_BTD), (blocks, by_layer), unroll=self.config.unroll
     )
     return self.final_norm(x_BTD), seen
 
