@@ -88,11 +88,10 @@ def measured_attention(
   *,
   is_due: jax.typing.ArrayLike = True,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attends as :func:`causal_attention`, and sees the logits.
+  """Attends, and sees the largest logit of each sequence and head, (B, H).
 
-  That is the largest of each sequence and head, shape (B, H), without a
-  gradient. Where the kernel keeps its logits to itself it costs a product of
-  queries and keys, unless it is not due: then it is NaN.
+  It has no gradient, and is NaN where it is not due: of a kernel that keeps its
+  logits to itself it costs a product of queries and keys.
   """
   if _platform() == 'cpu':
     y_BTHK, largest_BHT1 = _attention_on_cpu(query, key, value)
