@@ -68,8 +68,7 @@ def load_tokens(config: Config) -> Tokens:
   if any_failed(tokens.sha256 != expected):
     raise UsageError(
       f'--data {config.data} must be the same in all processes: its hash is '
-      f'{tokens.sha256[:16]} in process {jax.process_index()}, '
-      f'{expected[:16]} in process 0.'
+      f'{tokens.sha256[:16]} here, {expected[:16]} in process 0.'
     )
   return tokens
 
