@@ -1,5 +1,6 @@
 """The notebooks run, and are committed without outputs, in one form."""
 
+import importlib
 import os
 from pathlib import Path
 import re
@@ -99,14 +100,14 @@ def test_kernels_run_this_python(run):
 
 
 def _executed(path, run):
-  """Returns a notebook with its outputs: those of MERIT_BUILT_DOCS, or new."""
+  """Returns a notebook that has run, here or in the site of MERIT_BUILT_DOCS."""
   notebook = _read(path)
   built = os.environ.get('MERIT_BUILT_DOCS')
   if built is None:
     return run(notebook)
-  from jupyter_cache import get_cache  # Of the extra docs.
-
-  cache = get_cache(Path(built) / 'notebooks-fast')
+  # Of the extra docs, which other tests do without.
+  jupyter_cache = importlib.import_module('jupyter_cache')
+  cache = jupyter_cache.get_cache(Path(built) / 'notebooks-fast')
   return cache.get_cache_bundle(cache.match_cache_notebook(notebook).pk).nb
 
 

@@ -46,7 +46,7 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-  """Serves the site: of MERIT_BUILT_DOCS, or built without running notebooks."""
+  """Serves the site in MERIT_BUILT_DOCS, or builds it without notebooks."""
   if built := os.environ.get('MERIT_BUILT_DOCS'):
     folder = Path(built) / 'html'
   else:
