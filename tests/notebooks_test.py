@@ -100,7 +100,7 @@ def test_kernels_run_this_python(run):
 
 
 def _executed(path, run):
-  """Returns a notebook that has run, here or in the site of MERIT_BUILT_DOCS."""
+  """Returns a notebook that has run: here, or for MERIT_BUILT_DOCS."""
   notebook = _read(path)
   built = os.environ.get('MERIT_BUILT_DOCS')
   if built is None:
