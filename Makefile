@@ -9,14 +9,18 @@ NEWEST_PYTHON ?= python3.12
 RUN := $(VENV)/bin/python -m
 # Further flags, for example: make train ARGS='--steps 20 --optimizer adamw'
 ARGS ?=
-# The library, the tests that optax shares, and of the rest what takes seconds.
-TESTS ?= merit_optax tests/merit_optax tests/conformance tests/release \
+# The library, the tests that optax shares, and of the rest what takes seconds;
+# the longest files first, since a worker runs whole files. (The sdist has some.)
+TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
+  tests/conformance merit_optax tests/merit_optax tests/release \
   tests/docs/references_test.py tests/notebooks_test.py \
   tests/gpt2/config_test.py tests/gpt2/presets_test.py tests/gpt2/data \
-  tests/gpt2/devices tests/gpt2/train_test.py
+  tests/gpt2/devices
 # What depends on the versions of jax, optax, flax and orbax.
-VERSION_TESTS := merit_optax tests/merit_optax tests/conformance \
-  tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
+VERSION_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py \
+  tests/conformance merit_optax tests/merit_optax
+# Tests of a file share what they compile, and the runs that they look at.
+PYTEST := $(RUN) pytest -n 2 --dist loadfile
 # Slow tests that start several processes and want all cores for themselves:
 # devices that wait for each other give up when they are starved.
 ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
@@ -33,11 +37,11 @@ train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
 	$(RUN) examples.gpt2.train $(ARGS)
 
 test: $(VENV)/.test ## Run the quick tests, in about three minutes.
-	$(RUN) pytest -n 2 $(TESTS) $(ARGS)
+	$(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
 test-all: $(VENV)/.dev ## Run all tests.
-	$(RUN) pytest -n 2
-	$(RUN) pytest -n 2 --dist loadfile -m slow $(ALONE:%=--ignore=%)
+	$(PYTEST)
+	$(PYTEST) -m slow $(ALONE:%=--ignore=%)
 	$(RUN) pytest -m slow $(ALONE)
 
 test-oldest: ## Run tests with the oldest jax, optax and flax supported.
