@@ -201,6 +201,13 @@ def test_further_arguments_of_the_l2_ratio_are_those_of_optax():
   )
 
 
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
+def test_squares_of_half_precision_are_summed_in_float32(dtype):
+  # The square of 300 leaves float16.
+  z, w = jnp.ones((8, 8), dtype), jnp.full((8, 8), 300, dtype)
+  np.testing.assert_array_equal(_l2(('weight',))(z, w), w)
+
+
 # Any direction.
 
 _matrix_specs = functools.partial(jax.tree.map, lambda _: _Spec(1, 2))
