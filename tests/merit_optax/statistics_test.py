@@ -705,11 +705,13 @@ def test_moves_of_any_optimizer_in_any_tree(optimizer):
 
 def test_rows_stay_where_an_update_is_too_small_for_the_dtype():
   params = {'w': jnp.ones((4, 2), jnp.bfloat16)}
-  updates = {'w': jnp.array([[1e-4, 1e-4], [0, 0], [1e-4, 0.1], [1, jnp.nan]])}
+  updates = {
+    'w': jnp.array([[1e-4, 1e-4], [0, 0], [1e-4, 0.1], [jnp.inf, jnp.nan]])
+  }
   watched = jax.jit(merit_optax.update_statistics)(updates, params)
   watched = _below(watched, 'w')
   assert watched['unmoved_rows'] == 0.5
-  assert watched['not_finite'] == 1 / 8
+  assert watched['not_finite'] == 2 / 8
   assert {x.dtype for x in watched.values()} == {jnp.dtype('float32')}
 
 
