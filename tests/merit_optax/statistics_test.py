@@ -584,9 +584,12 @@ def test_bad_arguments_raise_as_in_merit(argument, value):
 # What comes back.
 
 
-def test_values_are_float32_scalars():
-  params = {'w': jnp.ones((4, 5), jnp.bfloat16)}
-  for value in _watch_jitted(params, params).values():
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float64])
+def test_values_are_float32_scalars(dtype):
+  with jax.enable_x64(True):
+    params = {'w': jnp.ones((4, 5), dtype)}
+    values = _watch_jitted(params, params).values()
+  for value in values:
     assert value.shape == ()
     assert value.dtype == jnp.float32
 
