@@ -9,6 +9,22 @@ NEWEST_PYTHON ?= python3.12
 RUN := $(VENV)/bin/python -m
 # Further flags, for example: make train ARGS='--steps 20 --optimizer adamw'
 ARGS ?=
+# The library, the tests that optax shares, and of the rest what takes seconds;
+# the longest files first, since a worker runs whole files. (The sdist has some.)
+TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
+  tests/conformance merit_optax tests/merit_optax tests/release \
+  tests/docs/references_test.py tests/notebooks_test.py \
+  tests/gpt2/config_test.py tests/gpt2/presets_test.py tests/gpt2/data \
+  tests/gpt2/devices
+# What depends on the versions of jax, optax, flax and orbax.
+VERSION_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py \
+  tests/conformance merit_optax tests/merit_optax
+# Tests of a file share what they compile, and the runs that they look at.
+PYTEST := $(RUN) pytest -n 2 --dist loadfile
+# Slow tests that start several processes and want all cores for themselves:
+# devices that wait for each other give up when they are starved.
+ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
+  tests/gpt2/run tests/study
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-oldest test-newest lint docs package
@@ -20,18 +36,21 @@ help: ## Show this list.
 train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
 	$(RUN) examples.gpt2.train $(ARGS)
 
-test: $(VENV)/.test ## Run the tests, in under ten minutes.
-	$(RUN) pytest -n 2 $(ARGS)
+test: $(VENV)/.test ## Run the quick tests, in about three minutes.
+	$(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
-test-all: $(VENV)/.dev ## Run the tests, the slow ones too.
-	$(RUN) pytest -n 2 -m '' $(ARGS)
+test-all: $(VENV)/.dev ## Run all tests.
+	$(PYTEST)
+	$(PYTEST) -m slow $(ALONE:%=--ignore=%)
+	$(RUN) pytest -m slow $(ALONE)
 
-test-oldest: ## Run the tests with the oldest jax, optax and flax supported.
-	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt
+test-oldest: ## Run tests with the oldest jax, optax and flax supported.
+	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
+	  TESTS='$(VERSION_TESTS)'
 
-test-newest: ## Run the tests with the newest that Python 3.12 gets.
+test-newest: ## Run tests with the newest that Python 3.12 gets.
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
-	  PYTHON=$(NEWEST_PYTHON)
+	  PYTHON=$(NEWEST_PYTHON) TESTS='$(VERSION_TESTS)'
 
 lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	$(RUN) ruff format --check

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import functools
 import http.server
+import os
 from pathlib import Path
 import shutil
 import subprocess
@@ -45,14 +46,17 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-  """Builds the site, without running notebooks, and serves it."""
-  folder = tmp_path_factory.mktemp('site') / 'html'
-  subprocess.run(
-    [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-n', '-q']
-    + ['-D', 'nb_execution_mode=off', 'docs', folder],
-    cwd=_ROOT,
-    check=True,
-  )
+  """Serves the site in MERIT_BUILT_DOCS, or builds it without notebooks."""
+  if built := os.environ.get('MERIT_BUILT_DOCS'):
+    folder = Path(built) / 'html'
+  else:
+    folder = tmp_path_factory.mktemp('site') / 'html'
+    subprocess.run(
+      [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-n', '-q']
+      + ['-D', 'nb_execution_mode=off', 'docs', folder],
+      cwd=_ROOT,
+      check=True,
+    )
   handler = functools.partial(_QuietHandler, directory=folder)
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()

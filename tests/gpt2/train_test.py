@@ -119,6 +119,7 @@ def test_default_folders_differ_by_settings(tiny: Config):
   assert all(name.startswith('demo-merit-') for name in names)
 
 
+@pytest.mark.slow
 def test_what_is_to_come_is_said_and_control_c_has_a_status(
   tiny: Config, monkeypatch, capsys
 ):
@@ -168,6 +169,7 @@ def test_help_explains_every_flag():
     assert f'--{name} ' in run.stdout
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
   prepared = tmp_path / 'tokens'
   prepared.mkdir()

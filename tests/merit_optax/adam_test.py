@@ -13,9 +13,9 @@ _FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 def _normal(seed, shape, dtype=jnp.float32):
-  if not jnp.issubdtype(dtype, jnp.complexfloating):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-  return jax.lax.complex(_normal(seed, shape), _normal(seed + 1000, shape))
+  real, imaginary = np.random.default_rng(seed).normal(size=(2, *shape))
+  is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+  return jnp.asarray(real + 1j * imaginary if is_complex else real, dtype)
 
 
 def _tree(seed, dtype=jnp.float32):

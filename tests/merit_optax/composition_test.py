@@ -13,7 +13,8 @@ _RATE = 0.1
 
 
 def _normal(seed, shape):
-  return jax.random.normal(jax.random.key(seed), shape)
+  values = np.random.default_rng(seed).normal(size=shape)
+  return jnp.asarray(values, jnp.float32)
 
 
 def _tree(seed):

@@ -224,7 +224,7 @@ def test_training_with_bfloat16_moments_is_as_good():
       jnp.dtype(dtype)
     }
     inputs, labels = (x.reshape(-1, *x.shape[2:]) for x in batches)
-    losses[dtype] = float(_loss(trained, inputs, labels))
+    losses[dtype] = float(jax.jit(_loss)(trained, inputs, labels))
     assert losses[dtype] < 0.8 * curve[0]
   assert losses[jnp.bfloat16] != losses[jnp.float32]
   assert losses[jnp.bfloat16] == pytest.approx(losses[jnp.float32], rel=0.01)

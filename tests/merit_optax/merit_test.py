@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 
 import chex
 import jax
@@ -14,7 +13,6 @@ import pytest
 import merit_optax
 
 _RATE = 0.1
-_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 _NON_DEFAULTS = {
   'b1': {'b1': 0.5},
   'b2': {'b2': 0.5},
@@ -40,7 +38,7 @@ _NON_DEFAULTS = {
 
 
 def _normal(seed, shape, dtype=jnp.float32):
-  return jax.random.normal(jax.random.key(seed), shape, dtype)
+  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def _params(dtype=jnp.float32):
@@ -352,23 +350,6 @@ def test_unknown_extra_arguments_are_ignored():
   chex.assert_trees_all_equal(actual, optimizer.update(params, state, params))
 
 
-def _count_traces(optimizer, params, gradients):
-  """Returns how often a step is traced over several steps."""
-  traces = 0
-
-  @jax.jit
-  def step(params, state, gradient):
-    nonlocal traces
-    traces += 1
-    updates, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state
-
-  state = optimizer.init(params)
-  for gradient in gradients:
-    params, state = step(params, state, gradient)
-  return traces
-
-
 _OPTIONS = {
   'defaults': {},
   'decay': {'weight_decay': 0.1},
@@ -378,26 +359,15 @@ _OPTIONS = {
 }
 
 
+@pytest.mark.parametrize('name', _OPTIONS)
 @pytest.mark.parametrize(
-  'name, params_dtype, gradient_dtype',
+  'params_dtype, gradient_dtype',
   [
-    *((name, jnp.float32, jnp.float32) for name in _OPTIONS),
-    ('dtypes', jnp.bfloat16, jnp.float32),
-    ('schedules', jnp.bfloat16, jnp.float32),
-    ('bias_correction', jnp.float32, jnp.bfloat16),
+    (jnp.float32, jnp.float32),
+    (jnp.bfloat16, jnp.float32),
+    (jnp.float32, jnp.float16),
   ],
 )
-def test_one_trace_serves_every_step(name, params_dtype, gradient_dtype):
-  rate = optax.linear_schedule(0.1, 0.0, 10)
-  optimizer = merit_optax.merit(rate, **_OPTIONS[name])
-  params = _params(params_dtype)
-  gradients = _gradients(3, params, gradient_dtype)
-  assert _count_traces(optimizer, params, gradients) == 1
-
-
-@pytest.mark.parametrize('name', _OPTIONS)
-@pytest.mark.parametrize('params_dtype', _FLOATS)
-@pytest.mark.parametrize('gradient_dtype', _FLOATS)
 def test_state_keeps_its_types(params_dtype, gradient_dtype, name):
   params = _params(params_dtype)
   (gradient,) = _gradients(1, params, gradient_dtype)
@@ -410,49 +380,15 @@ def test_state_keeps_its_types(params_dtype, gradient_dtype, name):
   )
 
 
-def test_state_is_as_large_as_adams():
-  params = _params()
-  actual = optax.tree.size(merit_optax.merit(_RATE).init(params))
-  assert actual == optax.tree.size(optax.adam(_RATE).init(params))
-
-
-@pytest.mark.parametrize('weight_decay', [0.0, 0.1])
-@pytest.mark.parametrize('shape', [(3, 4), (4,), ()])
-@pytest.mark.parametrize(
-  'dtypes', list(itertools.product(_FLOATS, repeat=2)), ids=str
-)
-def test_update_dtypes_are_those_of_lamb(dtypes, shape, weight_decay):
-  def update_dtype(optimizer):
-    params, gradient = (jnp.ones(shape, dtype) for dtype in dtypes)
-    state = optimizer.init(params)
-    return jax.eval_shape(optimizer.update, gradient, state, params)[0].dtype
-
-  actual = update_dtype(merit_optax.merit(_RATE, weight_decay=weight_decay))
-  expected = update_dtype(optax.lamb(_RATE, weight_decay=weight_decay))
-  assert actual == expected
-
-
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
-def test_low_precision_follows_float32_to_its_own_rounding(dtype):
-  params = jax.tree.map(lambda x: 10 * x, _params(dtype))
-  (gradient,) = _gradients(1, params, dtype)
-  optimizer = merit_optax.merit(_RATE, clip_threshold=None)
-  (actual,) = _run_standing(optimizer, params, [gradient])
-  wide = optax.tree.cast((params, gradient), jnp.float32)
-  (expected,) = _run_standing(optimizer, wide[0], [wide[1]])
-  actual = optax.tree.cast(actual, jnp.float32)
-  # One rounding in Adam, one of the ratio's product, two of the rate.
-  rtol = 4 * float(jnp.finfo(dtype).eps)
-  chex.assert_trees_all_close(actual, expected, rtol=rtol)
-
-
 def test_complex_parameters_keep_their_phase():
-  params = {'w': jax.lax.complex(_normal(0, (3, 4)), _normal(1, (3, 4)))}
-  gradient = {'w': jax.lax.complex(_normal(2, (3, 4)), _normal(3, (3, 4)))}
+  params, gradient = (
+    {'w': np.asarray(_normal(i, (3, 4)) + 1j * _normal(i + 2, (3, 4)))}
+    for i in (0, 1)
+  )
   optimizer = merit_optax.merit(_RATE, weight_decay=0.1)
-  (straight,) = _run_standing(optimizer, params, [gradient])
+  ((straight, _),) = _run(optimizer, params, [gradient])
   params, gradient = jax.tree.map(lambda x: 1j * x, (params, gradient))
-  (turned,) = _run_standing(optimizer, params, [gradient])
+  ((turned, _),) = _run(optimizer, params, [gradient])
   assert turned['w'].dtype == jnp.complex64
   np.testing.assert_allclose(turned['w'], 1j * straight['w'], rtol=1e-6)
   assert np.max(np.abs(turned['w'])) > 0.5 * _RATE
@@ -482,8 +418,8 @@ def test_empty_trees_pass_through(empty):
 )
 def test_odd_leaves_leave_the_others_alone(odd):
   optimizer = merit_optax.merit(_RATE, weight_decay=0.1)
-  params = {'odd': odd, 'w': _normal(0, (3, 4))}
-  gradient = {'odd': odd, 'w': _normal(1, (3, 4))}
+  params = {'odd': odd, 'w': _normal(0, (5, 3))}
+  gradient = {'odd': odd, 'w': _normal(1, (5, 3))}
   ((updates, _),) = _run(optimizer, params, [gradient])
   (alone,) = _run_standing(optimizer, params['w'], [gradient['w']])
   chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
@@ -502,25 +438,6 @@ def test_a_scalar_moves_by_its_own_size(weight, gradient, expected):
   update, _ = optimizer.update(gradient, optimizer.init(weight), weight)
   np.testing.assert_allclose(update, expected, rtol=1e-6)
   assert update.shape == ()
-
-
-def test_carry_of_a_scan_keeps_its_type():
-  params = _params(jnp.bfloat16)
-  gradients = _gradients(3, params)
-  optimizer = merit_optax.merit(lambda count: 0.1 / (count + 1))
-
-  def step(carry, gradient):
-    params, state = carry
-    updates, state = optimizer.update(gradient, state, params)
-    return (optax.apply_updates(params, updates), state), updates
-
-  stacked = jax.tree.map(lambda *x: jnp.stack(x), *gradients)
-  carry = params, optimizer.init(params)
-  _, actual = jax.lax.scan(step, carry, stacked)
-  for i, (expected, _) in enumerate(_run(optimizer, params, gradients)):
-    # A scan may fuse differently, and bfloat16 parameters amplify an ulp.
-    at_step = jax.tree.map(lambda x, i=i: x[i], actual)
-    chex.assert_trees_all_close(at_step, expected, rtol=2e-2, atol=2e-3)
 
 
 def test_state_maps_like_the_parameters():

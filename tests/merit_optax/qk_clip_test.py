@@ -18,12 +18,13 @@ _QUERY, _KEY = {'query/': _Heads(-2)}, {'key/': _Heads(-2)}
 
 
 def _normal(seed, shape):
-  return jax.random.normal(jax.random.key(seed), shape)
+  values = np.random.default_rng(seed).normal(size=shape)
+  return jnp.asarray(values, jnp.float32)
 
 
 def _projection(seed, heads, scale):
   """Returns kernel and bias, each head larger than the one before."""
-  sizes = scale * 2.0 ** jnp.arange(heads)[:, None]
+  sizes = scale * 2.0 ** np.arange(heads, dtype=np.float32)[:, None]
   return {
     'kernel': sizes * _normal(seed, (_FEATURES, heads, _HEAD_FEATURES)),
     'bias': sizes * _normal(seed + 1, (heads, _HEAD_FEATURES)),
@@ -67,8 +68,13 @@ def _clip(params, max_logits, threshold=20.0, updates=None, **options):
   if updates is None:
     updates = optax.tree.zeros_like(params)
   state = transform.init(params)
-  updates, _ = transform.update(updates, state, params, max_logits=max_logits)
-  return optax.apply_updates(params, updates)
+
+  @jax.jit
+  def clip(updates, params, max_logits):
+    clipped, _ = transform.update(updates, state, params, max_logits=max_logits)
+    return optax.apply_updates(params, clipped)
+
+  return clip(updates, params, max_logits)
 
 
 # What it bounds.
@@ -143,7 +149,7 @@ def test_at_the_end_of_a_chain(inject):
   merit = merit_optax.merit(
     0.1, weight_dimension_numbers=merit_optax.flax_dimension_numbers
   )
-  step, _ = merit.update(params, merit.init(params), params)
+  step, _ = jax.jit(merit.update)(params, merit.init(params), params)
   expected = _clip(params, _max_logits(params), updates=step)
   chex.assert_trees_all_close(
     optax.apply_updates(params, updates), expected, rtol=1e-4, atol=1e-5

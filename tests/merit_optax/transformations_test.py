@@ -64,8 +64,11 @@ def _vmapped_closure(params, batches):
     optimizer = merit_optax.merit(rate, weight_decay=0.1)
     step = _make_step(optimizer)
     state = optimizer.init(params)
-    for inputs in batches:
-      params, state, _ = step(params, state, inputs)
+
+    def body(carry, inputs):
+      return step(*carry, inputs)[:2], None
+
+    (params, _), _ = jax.lax.scan(body, (params, state), batches)
     return params
 
   return jax.jit(jax.vmap(train))(jnp.array(_RATES), params)

@@ -105,6 +105,12 @@ def test_workflows_call_targets_that_make_has(path: Path):
   assert set(called) <= set(targets)
 
 
+def test_tests_that_make_names_exist():
+  named = re.findall(r'\btests/[\w/.]+', (_ROOT / 'Makefile').read_text())
+  assert 'tests/merit_optax' in named
+  assert [path for path in named if not (_ROOT / path).exists()] == []
+
+
 def _git_grep(*arguments: str) -> list[str]:
   done = subprocess.run(
     ['git', 'grep', '--untracked', '-I', *arguments],
