@@ -27,7 +27,7 @@ ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
   tests/gpt2/run tests/study
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-oldest test-newest lint docs package
+.PHONY: help train test test-all test-rest test-oldest test-newest lint docs package
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' \
@@ -39,8 +39,10 @@ train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
 test: $(VENV)/.test ## Run the quick tests, in about three minutes.
 	$(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
-test-all: $(VENV)/.dev ## Run all tests.
-	$(PYTEST)
+test-all: test test-rest ## Run all tests.
+
+test-rest: $(VENV)/.dev ## Run those that `make test` leaves out.
+	$(PYTEST) $(TESTS:%=--ignore=%)
 	$(PYTEST) -m slow $(ALONE:%=--ignore=%)
 	$(RUN) pytest -m slow $(ALONE)
 
