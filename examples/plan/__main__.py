@@ -51,9 +51,6 @@ class Settings:
 def main(args: list[str] | None = None) -> None:
   """Runs the command line.
 
-  Args:
-    args: Arguments; those of the process by default.
-
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a missing
       compiler, and 4 if the step does not fit into the memory of a device.
@@ -79,9 +76,8 @@ def _plan(settings: Settings) -> None:
     )
   # Nothing that was compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
-  measure, show = (_one, report.one)
-  if settings.sweep:
-    measure, show = (_sweep, report.sweep)
+  measure = _sweep if settings.sweep else _one
+  show = report.sweep if settings.sweep else report.one
   results = {
     'topology': settings.topology,
     'devices': len(devices),

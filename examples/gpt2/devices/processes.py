@@ -20,14 +20,10 @@ _KNOWN_ERRORS = {'UsageError': UsageError, 'OSError': OSError}
 def connect(config: Config) -> None:
   """Joins the processes of a run, if there are several.
 
-  To be called before anything that makes jax look for devices.
-
-  Args:
-    config: Settings. With ``--distributed auto``, the processes are those of
-      the cluster that jax detects: a TPU pod, Slurm, Open MPI, Kubernetes.
-
-  Raises:
-    UsageError: With ``--distributed on``, if jax detects no cluster.
+  To be called before anything that makes jax look for devices. Without
+  ``--coordinator``, the processes are those of the cluster that jax detects: a
+  TPU pod, Slurm, Open MPI, Kubernetes. Raises ``UsageError`` if it detects none
+  and ``--distributed on`` asks for it.
   """
   if config.distributed == 'off' or jax.distributed.is_initialized():
     return
@@ -97,21 +93,11 @@ def any_failed(has_failed: bool) -> bool:
 
 
 def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-  """Calls a function in process 0, and gives its result to all.
+  """Calls a function in process 0, and gives its result, JSON values, to all.
 
-  An error is given to all as well, so that none waits for the others.
-
-  Args:
-    function: Function to call; it must not wait for other processes.
-    *args: Its arguments.
-    **named: Its named arguments.
-
-  Returns:
-    What the function returned, which must be a JSON value.
-
-  Raises:
-    Exception: What the function raised. In other processes than 0 it is a
-      :class:`UsageError` or ``OSError`` if it was one, else ``RuntimeError``.
+  An error is given to all as well, so that none waits for the others: to other
+  processes than 0 as ``UsageError`` or ``OSError`` if it is one, else as
+  ``RuntimeError``. The function must not wait for other processes.
   """
   if jax.process_count() == 1:
     return function(*args, **named)

@@ -144,7 +144,7 @@ def test_the_speed_leaves_pauses_out(
   lines = folder.read_metrics()
   speeds = [128 / 2, 128 / 4, 128 / 0.5]
   assert [x['tokens_per_second'] for x in lines] == speeds
-  flops = hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+  flops = trainer.flops_per_token
   for line, speed in zip(lines, speeds, strict=True):
     share = flops * speed / (1e9 * jax.device_count())
     assert line['mfu'] == pytest.approx(share)
