@@ -34,9 +34,7 @@ def compile_step(
 def compile_update(trainer: Trainer) -> jax.stages.Compiled:
   """Compiles the optimizer's part of a step: the update and its application."""
   with jax.set_mesh(trainer.mesh):
-    return trainer.update.lower(
-      trainer.shapes, trainer.shapes.params
-    ).compile()
+    return trainer.update.lower(trainer.shapes, trainer.shapes.params).compile()
 
 
 def measure_step(
