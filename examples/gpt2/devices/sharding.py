@@ -88,10 +88,12 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
     name = path_name(path)
     spec = _PARAMETERS.get('.'.join(name.split('.')[-2:]), P())
     spec = P(None, *spec) if name.startswith('blocks.') else spec
-    for size, axis in zip(param.shape, spec, strict=False):
-      if axis is not None and size % mesh.shape[axis]:
+    for size, axes in zip(param.shape, spec, strict=False):
+      axes = axes if isinstance(axes, tuple) else (axes,) * (axes is not None)
+      parts = math.prod(mesh.shape[axis] for axis in axes)
+      if size % parts:
         raise UsageError(
-          f'{axis} = {mesh.shape[axis]} of --mesh must divide {size}, a '
+          f'{" * ".join(axes)} = {parts} of --mesh must divide {size}, a '
           f'dimension of the parameter {name} of shape {param.shape}.'
         )
     return NamedSharding(mesh, spec)

@@ -354,7 +354,8 @@ def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
 
 @pytest.mark.slow
 def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
-  first, second = _start_pair(pair, 'stopped')
+  flags = '--steps', '20'
+  first, second = _start_pair(pair, 'stopped', flags)
   metrics = pair / 'stopped' / 'metrics.jsonl'
   while _num_lines(metrics) < 3:
     assert first.poll() is None
@@ -363,7 +364,7 @@ def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
   assert _end([first, second]) == [143, 130]
   log = (pair / 'stopped.log').read_text()
   assert log.count('has been saved') == 2
-  assert _end(_start_pair(pair, 'stopped')) == [0, 0]
+  assert _end(_start_pair(pair, 'stopped', flags)) == [0, 0]
   assert 'going on after step' in (pair / 'stopped.log').read_text()
 
 
