@@ -160,12 +160,16 @@ def _mistakes(config: Config) -> Iterator[tuple[bool, str]]:
       f'llama, got {config.width} and {config.num_heads}.'
     ),
   )
-  yield config.qk_clip_every is not None and config.qk_clip is None, (
-    '--qk-clip-every needs --qk-clip.'
+  yield (
+    config.qk_clip_every is not None and config.qk_clip is None,
+    ('--qk-clip-every needs --qk-clip.'),
   )
-  yield config.qk_clip is not None and config.qk_norm, (
-    '--qk-clip does nothing behind --qk-norm, where the scale of queries and '
-    'keys does not matter: leave out one of the two.'
+  yield (
+    config.qk_clip is not None and config.qk_norm,
+    (
+      '--qk-clip does nothing behind --qk-norm, where the scale of queries and '
+      'keys does not matter: leave out one of the two.'
+    ),
   )
   for names, optimizers in _OF_OPTIMIZERS:
     for name in names:

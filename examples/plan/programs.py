@@ -33,8 +33,11 @@ def compile_step(
 
 def compile_update(trainer: Trainer) -> jax.stages.Compiled:
   """Compiles the optimizer's part of a step: the update and its application."""
+  model, shapes = trainer.model_config, trainer.shapes
+  # Only QK-clip reads it.
+  logits = jax.ShapeDtypeStruct((model.num_layers, model.num_heads), 'float32')
   with jax.set_mesh(trainer.mesh):
-    return trainer.update.lower(trainer.shapes, trainer.shapes.params).compile()
+    return trainer.update.lower(shapes, shapes.params, logits).compile()
 
 
 def measure_step(

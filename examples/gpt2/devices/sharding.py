@@ -25,7 +25,8 @@ _ACTIVATIONS = {
 # By the last two names of a parameter's path, without the axis of layers; all
 # others are replicated.
 _PARAMETERS = {
-  'token_embedding.embedding': P('tensor', 'fsdp'),
+  # Not over width, where XLA gathers all features to bring them to the batch.
+  'token_embedding.embedding': P(('tensor', 'fsdp')),
   'position_embedding.embedding': P(None, 'fsdp'),
   'qkv.kernel': P('fsdp', 'tensor'),
   'qkv.bias': P('tensor'),
@@ -89,11 +90,11 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
     spec = _PARAMETERS.get('.'.join(name.split('.')[-2:]), P())
     spec = P(None, *spec) if name.startswith('blocks.') else spec
     for size, axes in zip(param.shape, spec, strict=False):
-      axes = axes if isinstance(axes, tuple) else (axes,) * (axes is not None)
-      parts = math.prod(mesh.shape[axis] for axis in axes)
+      names = [axes] if isinstance(axes, str) else axes or ()
+      parts = math.prod(mesh.shape[axis] for axis in names)
       if size % parts:
         raise UsageError(
-          f'{" * ".join(axes)} = {parts} of --mesh must divide {size}, a '
+          f'{" * ".join(names)} = {parts} of --mesh must divide {size}, a '
           f'dimension of the parameter {name} of shape {param.shape}.'
         )
     return NamedSharding(mesh, spec)
