@@ -106,20 +106,16 @@ def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     try:
       outcome = {'result': function(*args, **named)}
     except Exception as error:
-      outcome, raised = _describe(error), error
+      raised, outcome = error, {'error': '', 'text': f'in process 0: {error!r}'}
+      for name, kind in _KNOWN_ERRORS.items():
+        if isinstance(error, kind):
+          outcome = {'error': name, 'text': str(error)}
   outcome = _broadcast(outcome)
   if raised is not None:
     raise raised
   if 'error' in outcome:
     raise _KNOWN_ERRORS.get(outcome['error'], RuntimeError)(outcome['text'])
   return outcome['result']
-
-
-def _describe(error: Exception) -> dict[str, str]:
-  kinds = [k for k, v in _KNOWN_ERRORS.items() if isinstance(error, v)]
-  kind = kinds[0] if kinds else type(error).__name__
-  text = str(error) if kinds else f'{kind} in process 0: {error}'
-  return {'error': kind, 'text': text}
 
 
 def _broadcast(value: Any) -> Any:

@@ -5,6 +5,7 @@ batch are split) and 'tensor' (heads, hidden features and vocabulary are split).
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -67,15 +68,13 @@ def _parse(text: str) -> dict[str, int]:
   """Returns the axis sizes in text such as 'fsdp=4,tensor=2'."""
   sizes: dict[str, int] = {}
   for item in filter(None, text.replace(' ', '').split(',')):
-    axis, _, size = item.partition('=')
-    if (
-      axis not in AXES or axis in sizes or not size.isdecimal() or not int(size)
-    ):
+    found = re.fullmatch(rf'({"|".join(AXES)})=([1-9]\d*)', item)
+    if not found or found[1] in sizes:
       raise UsageError(
         f'--mesh {text}: expected axes out of {AXES}, each once and with a '
         f'size of at least 1, such as "fsdp=4,tensor=2", got {item!r}.'
       )
-    sizes[axis] = int(size)
+    sizes[found[1]] = int(found[2])
   return sizes
 
 

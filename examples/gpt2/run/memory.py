@@ -54,14 +54,13 @@ def fit(config: Config, mesh: Mesh) -> Config:
   if size is None:
     # A process knows the memory of its own devices only.
     size = on_first(_default_size, config, mesh, sequences)
-    return dataclasses.replace(config, micro_batch_size=size)
   if sequences % size:
     raise UsageError(
       f'--micro-batch-size {size} must divide the {sequences} sequences of '
       f'--batch-size {config.batch_size} that each of the {shards} data * fsdp '
       'shards of --mesh takes.'
     )
-  return config
+  return dataclasses.replace(config, micro_batch_size=size)
 
 
 def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
@@ -72,22 +71,19 @@ def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
     return math.gcd(sequences, PRESETS[config.preset]['micro_batch_size'])
   filled = _FILLED_SHARES.get(device.platform, _FILLED_SHARE) * capacity
   room = filled - _state_bytes(config, mesh)
-  fitting = [
-    n
-    for n in range(1, sequences + 1)
-    if sequences % n == 0 and activation_bytes(config, mesh, n) <= room
-  ]
+  divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
+  fitting = [n for n in divisors if activation_bytes(config, mesh, n) <= room]
   return max(fitting, default=1)
 
 
 def _state_bytes(config: Config, mesh: Mesh) -> float:
   """Returns about what weights, moments and gradients take on a device."""
-  matrices = 4 * config.width + _up_projections(config) * config.mlp_width
-  layers = config.num_layers * (matrices + config.mlp_width)
+  ups = _up_projections(config)
+  layer = 4 * config.width + (ups + 1) * config.mlp_width
   embeddings = config.vocab_size * (1 + config.untied_head)
-  params = config.width * (layers + embeddings + config.context_length)
+  rows = config.num_layers * layer + embeddings + config.context_length
   shards = mesh.shape['fsdp'] * mesh.shape['tensor']
-  return _BYTES_A_PARAMETER * params / shards
+  return _BYTES_A_PARAMETER * config.width * rows / shards
 
 
 def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:

@@ -4,6 +4,7 @@ Letters at the end of a name give the axes of an array: A micro-batches, B
 sequences, T tokens.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -213,16 +214,12 @@ class Trainer:
 
 def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
   """Returns what the model is, with a rounded-up vocabulary."""
-  names = (
-    'context_length', 'num_layers', 'num_heads', 'width', 'mlp_width',
-    'architecture', 'qk_norm', 'untied_head', 'dtype', 'remat', 'unroll',
-  )  # fmt: skip
-  epsilon = config.norm_epsilon
-  if epsilon is None:
-    epsilon = NORM_EPSILON[config.architecture]
+  names = [field.name for field in dataclasses.fields(ModelConfig)]
   return ModelConfig(
-    vocab_size=padded_vocab_size(vocab_size),
-    norm_epsilon=epsilon,
-    init_std=config.init_std or INIT_STD,
-    **{name: getattr(config, name) for name in names},
+    **{name: getattr(config, name) for name in names}
+    | {
+      'vocab_size': padded_vocab_size(vocab_size),
+      'norm_epsilon': config.norm_epsilon or NORM_EPSILON[config.architecture],
+      'init_std': config.init_std or INIT_STD,
+    }
   )
