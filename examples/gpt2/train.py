@@ -76,12 +76,9 @@ def train(config: Config) -> RunFolder:
 
 def _describe(trainer: Trainer, config: Config) -> str:
   settings = merit_settings(config)
+  shown = 'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios'
   return merit_optax.describe(
-    trainer.shapes.params,
-    weight_dimension_numbers=settings['weight_dimension_numbers'],
-    trust_ratio_mask=settings['trust_ratio_mask'],
-    mask=settings['mask'],
-    ratios=config.ratios,
+    trainer.shapes.params, **{name: settings[name] for name in shown}
   )
 
 

@@ -31,21 +31,17 @@ class Settings:
   of examples.gpt2.train, whose flags it takes.
   """
 
+  # Kind of chip and extents of the slice, such as v5e:16x16 or v5p:4x8x8.
   topology: str = 'v5e:16x16'
-  """Kind of chip and extents of the slice, such as v5e:16x16 or v5p:4x8x8."""
-
+  # Try every mesh that the model's sizes allow, and rank them.
   sweep: bool = False
-  """Try every mesh that the model's sizes allow, and rank them."""
-
+  # Let the compiler make the least effort: several times quicker, with less
+  # overlap of communication and other traffic. Good for --sweep.
   quick: bool = False
-  """Let the compiler make the least effort: several times quicker, with less
-  overlap of communication and other traffic. Good for --sweep."""
-
+  # JSON file of the results.
   out: Path | None = None
-  """JSON file of the results."""
-
+  # Flags of examples.gpt2.train.
   config: tyro.conf.OmitArgPrefixes[Config] = Config()  # noqa: RUF009
-  """Flags of examples.gpt2.train."""
 
 
 def main(args: list[str] | None = None) -> None:
