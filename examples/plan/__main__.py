@@ -41,7 +41,9 @@ class Settings:
   # JSON file of the results.
   out: Path | None = None
   # Flags of examples.gpt2.train.
-  config: tyro.conf.OmitArgPrefixes[Config] = Config()  # noqa: RUF009
+  config: tyro.conf.OmitArgPrefixes[Config] = dataclasses.field(
+    default_factory=Config
+  )
 
 
 def main(args: list[str] | None = None) -> None:
