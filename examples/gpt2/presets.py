@@ -1,6 +1,6 @@
 """Presets, the defaults of the optimizers, and the checks of all settings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 import dataclasses
 import importlib.util
 import math
@@ -101,12 +101,9 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
 )  # fmt: skip
 
 # Settings that only some optimizers have.
-_OF_OPTIMIZERS = (
-  (('trust_ratio', 'ratios', 'clip_threshold', 'min_norm'), ('merit',)),
-  (('qkv',), ('merit', 'muon')),
-  (('adam_rate',), ('muon',)),
-)
-_OF_PROCESSES = ('coordinator', 'num_processes', 'process_id')
+_ONLY_FOR = dict.fromkeys(
+  ('trust_ratio', 'ratios', 'clip_threshold', 'min_norm'), ('merit',)
+) | {'qkv': ('merit', 'muon'), 'adam_rate': ('muon',)}
 
 
 def resolve(config: Config) -> Config:
@@ -132,9 +129,8 @@ def resolve(config: Config) -> Config:
       value = getattr(config, name)
       if value is not None and not holds(value):
         raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
-  for is_wrong, message in _mistakes(config):
-    if is_wrong:
-      raise UsageError(message)
+  _check_model(config)
+  _check_run(config)
   return config
 
 
@@ -143,62 +139,47 @@ def _filled(config: Config, defaults: dict[str, Any]) -> Config:
   return dataclasses.replace(config, **missing)
 
 
-def _mistakes(config: Config) -> Iterator[tuple[bool, str]]:
-  """Yields what may be wrong with several settings together, and whether."""
+def _check_model(config: Config) -> None:
   head_width, rest = divmod(config.width, config.num_heads)
-  yield (
-    bool(rest),
-    (
+  if rest:
+    raise UsageError(
       f'--num-heads must divide --width, got {config.num_heads} and '
       f'{config.width}.'
-    ),
-  )
-  yield (
-    config.architecture == 'llama' and head_width % 2 == 1,
-    (
+    )
+  if config.architecture == 'llama' and head_width % 2:
+    raise UsageError(
       '--width must be an even multiple of --num-heads with --architecture '
       f'llama, got {config.width} and {config.num_heads}.'
-    ),
-  )
-  yield (
-    config.qk_clip_every is not None and config.qk_clip is None,
-    ('--qk-clip-every needs --qk-clip.'),
-  )
-  yield (
-    config.qk_clip is not None and config.qk_norm,
-    (
+    )
+  if config.qk_clip_every is not None and config.qk_clip is None:
+    raise UsageError('--qk-clip-every needs --qk-clip.')
+  if config.qk_clip is not None and config.qk_norm:
+    raise UsageError(
       '--qk-clip does nothing behind --qk-norm, where the scale of queries and '
       'keys does not matter: leave out one of the two.'
-    ),
-  )
-  for names, optimizers in _OF_OPTIMIZERS:
-    for name in names:
-      is_set = getattr(config, name) != getattr(Config, name)
-      yield (
-        is_set and config.optimizer not in optimizers,
-        (
-          f'{flag(name)} is for --optimizer {" or ".join(optimizers)}, got '
-          f'--optimizer {config.optimizer}.'
-        ),
+    )
+
+
+def _check_run(config: Config) -> None:
+  for name, optimizers in _ONLY_FOR.items():
+    is_set = getattr(config, name) != getattr(Config, name)
+    if is_set and config.optimizer not in optimizers:
+      raise UsageError(
+        f'{flag(name)} is for --optimizer {" or ".join(optimizers)}, got '
+        f'--optimizer {config.optimizer}.'
       )
-  missing = [getattr(config, name) is None for name in _OF_PROCESSES]
-  yield (
-    any(missing) and not all(missing),
-    ('--coordinator, --num-processes and --process-id must be given together.'),
-  )
-  count, number = config.num_processes, config.process_id
-  yield (
-    not any(missing) and not 0 <= number < count,
-    (
-      f'--process-id must be in [0, {count}), the number of processes, got '
-      f'{number}.'
-    ),
-  )
-  has_package = importlib.util.find_spec('tensorboardX') is not None
-  yield (
-    config.tensorboard and not has_package,
-    ('--tensorboard needs a package: pip install tensorboardX'),
-  )
+  values = config.coordinator, config.num_processes, config.process_id
+  if None in values and any(x is not None for x in values):
+    raise UsageError(
+      '--coordinator, --num-processes and --process-id must be given together.'
+    )
+  if None not in values and not 0 <= config.process_id < config.num_processes:
+    raise UsageError(
+      f'--process-id must be in [0, {config.num_processes}), the number of '
+      f'processes, got {config.process_id}.'
+    )
+  if config.tensorboard and not importlib.util.find_spec('tensorboardX'):
+    raise UsageError('--tensorboard needs a package: pip install tensorboardX')
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def connect(config: Config) -> None:
   if jax.process_count() > 1:
     # The first collective has a time limit, which slow work before it would
     # exceed in the processes that wait.
-    barrier('all processes are there')
+    multihost_utils.sync_global_devices('all processes are there')
 
 
 def _is_alone(error: Exception) -> bool:
@@ -78,11 +78,6 @@ def say(text: str) -> None:
   """Prints, in process 0."""
   if is_first():
     print(text, flush=True)
-
-
-def barrier(name: str) -> None:
-  """Waits until all processes are here."""
-  multihost_utils.sync_global_devices(name)
 
 
 def any_failed(has_failed: bool) -> bool:
