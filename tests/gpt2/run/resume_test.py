@@ -421,7 +421,11 @@ def test_lost_lines_of_metrics_are_told_and_none_is_doubled(
 def test_weights_that_are_not_finite_are_never_results(
   config: Config, monkeypatch
 ):
-  monkeypatch.setattr(Loop, '_evaluate', lambda _: float('nan'))
+  monkeypatch.setattr(
+    Trainer,
+    '_sequence_losses',
+    lambda _self, _params, tokens: jax.numpy.full(tokens.shape[:2], np.nan),
+  )
   with pytest.raises(NotFiniteError, match="step 4 {'val_loss': nan}"):
     train(dataclasses.replace(config, not_finite='skip'))
   assert not (config.out_dir / 'weights.safetensors').exists()
