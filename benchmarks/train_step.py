@@ -21,7 +21,7 @@ from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
-from examples.gpt2.run.memory import fit
+from examples.gpt2.run.memory import fit, needed_bytes
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs
 
@@ -101,7 +101,7 @@ def _title(optimizer: Optimizer) -> str:
 def _peak_bytes(config: Config) -> int:
   """Returns the bytes that the compiled step needs of a device."""
   trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
-  return programs.peak_bytes(programs.compile_step(config, trainer))
+  return needed_bytes(programs.compile_step(config, trainer))
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
   """Returns the results of each contender."""
   trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
-  flops = hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+  flops = trainer.flops_per_token
   peak = hardware.peak_flops(jax.devices()[0]) * jax.device_count()
   base = _PEER if _PEER in timings else next(iter(timings))
   rows = []

@@ -25,213 +25,166 @@ class Config:
   optimizer (learning rate, weight decay, betas).
   """
 
+  # Model and run: demo takes minutes on two cores, the others are GPT-2's and
+  # Llama's.
   preset: Preset = 'demo'
-  """Model and run: demo takes minutes on two cores, the others are GPT-2's and
-  Llama's."""
 
   # Data.
 
+  # Text file, folder of text files, or folder with train.bin and val.bin as
+  # examples.gpt2.prepare or nanoGPT write them. 'stdlib' is the source text of
+  # Python's standard library.
   data: str = 'stdlib'
-  """Text file, folder of text files, or folder with train.bin and val.bin as
-  examples.gpt2.prepare or nanoGPT write them. 'stdlib' is the source text of
-  Python's standard library."""
-
+  # Size of the byte-pair vocabulary that is trained on the text; 257 gives
+  # plain bytes and an end-of-text token. For train.bin without a tokenizer: the
+  # number of token identifiers.
   vocab_size: int | None = None
-  """Size of the byte-pair vocabulary that is trained on the text; 257 gives
-  plain bytes and an end-of-text token. For train.bin without a tokenizer: the
-  number of token identifiers."""
-
+  # Folder that keeps tokenizers and tokens, by the content of the text.
   cache_dir: Path = Path('~/.cache/merit_optax')
-  """Folder that keeps tokenizers and tokens, by the content of the text."""
-
+  # Seed of the weights and of the order of the data.
   seed: int = 0
-  """Seed of the weights and of the order of the data."""
 
   # Model.
 
+  # gpt2: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, rotary
+  # positions, SwiGLU, no biases.
   architecture: Literal['gpt2', 'llama'] | None = None
-  """gpt2: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, rotary
-  positions, SwiGLU, no biases."""
-
+  # Transformer blocks.
   num_layers: int | None = None
-  """Transformer blocks."""
-
+  # Attention heads in a block.
   num_heads: int | None = None
-  """Attention heads in a block."""
-
+  # Features of the residual stream.
   width: int | None = None
-  """Features of the residual stream."""
-
+  # Hidden features of the MLP. Default: the preset's, or with --width four
+  # times that (llama: 8/3 of it, rounded up to a multiple of 16).
   mlp_width: int | None = None
-  """Hidden features of the MLP. Default: the preset's, or with --width four
-  times that (llama: 8/3 of it, rounded up to a multiple of 16)."""
-
+  # Tokens in a sequence.
   context_length: int | None = None
-  """Tokens in a sequence."""
-
+  # What norms add to the variance. Default: 1e-5, of llama 1e-6.
   norm_epsilon: float | None = None
-  """What norms add to the variance. Default: 1e-5, of llama 1e-6."""
-
+  # Standard deviation of initial weights and embeddings. Default: GPT-2's 0.02,
+  # which at other widths is in proportion as 0.02 * sqrt(768 / width).
   init_std: float | None = None
-  """Standard deviation of initial weights and embeddings. Default: GPT-2's
-  0.02, which at other widths is in proportion as 0.02 * sqrt(768 / width)."""
-
+  # Whether queries and keys go through an RMSNorm in each head.
   qk_norm: bool = False
-  """Whether queries and keys go through an RMSNorm in each head."""
-
+  # Whether the output head has a matrix of its own.
   untied_head: bool | None = None
-  """Whether the output head has a matrix of its own."""
-
+  # Folder of a finished run or of an imported model whose weights to start
+  # from.
   init_from: Path | None = None
-  """Folder of a finished run or of an imported model whose weights to start
-  from."""
 
   # Optimizer.
 
+  # Optimizer of the weights.
   optimizer: Optimizer = 'merit'
-  """Optimizer of the weights."""
-
+  # Peak learning rate, after a linear warm-up and before a cosine to zero. For
+  # merit, adamw and lamb the default is what did best on the demo; larger
+  # models want their own. That of merit is lower for more than 400 steps.
   learning_rate: float | None = None
-  """Peak learning rate, after a linear warm-up and before a cosine to zero. For
-  merit, adamw and lamb the default is what did best on the demo; larger models
-  want their own. That of merit is lower for more than 400 steps."""
-
+  # muon: learning rate of the parameters that Adam updates (embeddings, biases
+  # and norms), over --learning-rate. Default: 1.
   adam_rate: float | None = None
-  """muon: learning rate of the parameters that Adam updates (embeddings, biases
-  and norms), over --learning-rate. Default: 1."""
-
+  # Weight decay.
   weight_decay: float | None = None
-  """Weight decay."""
-
+  # Parameters that decay. matrices leaves out biases and norms.
   decay: Literal['all', 'matrices'] = 'all'
-  """Parameters that decay. matrices leaves out biases and norms."""
-
+  # Decay of the first moment (muon: of the momentum).
   b1: float | None = None
-  """Decay of the first moment (muon: of the momentum)."""
-
+  # Decay of the second moment.
   b2: float | None = None
-  """Decay of the second moment."""
-
+  # Global norm that gradients are clipped to.
   max_gradient_norm: float = 1.0
-  """Global norm that gradients are clipped to."""
-
+  # Largest attention logit allowed. Where a head exceeds it, its weights of
+  # queries and keys are scaled down after the step (QK-clip). Default: no
+  # bound.
   qk_clip: float | None = None
-  """Largest attention logit allowed. Where a head exceeds it, its weights of
-  queries and keys are scaled down after the step (QK-clip). Default: no bound.
-  """
-
+  # Steps between uses of --qk-clip. On GPU and TPU, where attention does not
+  # show its logits, they are computed once more in such a step. Default: 1.
   qk_clip_every: int | None = None
-  """Steps between uses of --qk-clip. On GPU and TPU, where attention does not
-  show its logits, they are computed once more in such a step. Default: 1."""
-
+  # Share of the steps in which the learning rate rises.
   warmup_share: float = 0.1
-  """Share of the steps in which the learning rate rises."""
-
+  # merit: parameters that get a trust ratio; the others take clipped steps of
+  # Adam.
   trust_ratio: Literal['all', 'matrices'] = 'all'
-  """merit: parameters that get a trust ratio; the others take clipped steps of
-  Adam."""
-
+  # merit: trust ratios of which the largest is taken.
   ratios: tuple[Literal['weight', 'row', 'column'], ...] = (
     'weight', 'row', 'column',
   )  # fmt: skip
-  """merit: trust ratios of which the largest is taken."""
-
+  # merit and muon: whether the weights of query, key and value count as one
+  # matrix, as three, or as three for each head.
   qkv: Literal['fused', 'split', 'heads'] = 'fused'
-  """merit and muon: whether the weights of query, key and value count as one
-  matrix, as three, or as three for each head."""
-
+  # merit: largest size of an element of the update before the learning rate;
+  # inf for no clip.
   clip_threshold: float = 1.0
-  """merit: largest size of an element of the update before the learning rate;
-  inf for no clip."""
-
+  # merit: lower bound of the norms in a trust ratio.
   min_norm: float = 0.0
-  """merit: lower bound of the norms in a trust ratio."""
 
   # Run.
 
+  # Global batch size of a step, in sequences.
   batch_size: int | None = None
-  """Global batch size of a step, in sequences."""
-
+  # Optimizer steps.
   steps: int | None = None
-  """Optimizer steps."""
-
+  # Steps between evaluations.
   eval_every: int | None = None
-  """Steps between evaluations."""
-
+  # Sequences of validation text in an evaluation, at the most.
   eval_sequences: int | None = None
-  """Sequences of validation text in an evaluation, at the most."""
-
+  # Steps between diagnostics of attention, updates and the gradient's noise; 0
+  # for none. Diagnostics of a step take about as long as the step.
   watch_every: int | None = None
-  """Steps between diagnostics of attention, updates and the gradient's noise; 0
-  for none. Diagnostics of a step take about as long as the step."""
-
+  # What to do when a loss or gradient is infinite or not a number: stop, or
+  # leave the step out and go on.
   not_finite: Literal['stop', 'skip'] = 'stop'
-  """What to do when a loss or gradient is infinite or not a number: stop, or
-  leave the step out and go on."""
 
   # Results.
 
+  # Folder of the results. Default: one under runs/ that is named after preset,
+  # optimizer and a hash of all settings. A run that was killed there goes on
+  # from its last checkpoint.
   out_dir: Path | None = None
-  """Folder of the results. Default: one under runs/ that is named after preset,
-  optimizer and a hash of all settings. A run that was killed there goes on from
-  its last checkpoint."""
-
+  # Start over, even if there are checkpoints of this run. What it left is moved
+  # aside within the folder, not deleted. A job that Slurm requeues goes on from
+  # the checkpoints that it has written itself.
   fresh: bool = False
-  """Start over, even if there are checkpoints of this run. What it left is
-  moved aside within the folder, not deleted. A job that Slurm requeues goes on
-  from the checkpoints that it has written itself."""
-
+  # Steps between checkpoints.
   checkpoint_every: int | None = None
-  """Steps between checkpoints."""
-
+  # Checkpoints to keep, the newest; the best by validation loss is kept
+  # besides.
   keep: int = 2
-  """Checkpoints to keep, the newest; the best by validation loss is kept
-  besides."""
-
+  # Write the metrics for TensorBoard too.
   tensorboard: bool = False
-  """Write the metrics for TensorBoard too."""
-
+  # Write a trace of six steps, from the tenth on, for TensorBoard or xprof.
   profile: bool = False
-  """Write a trace of six steps, from the tenth on, for TensorBoard or xprof."""
-
+  # Print how MERIT sees each parameter, before the first step.
   describe: bool = False
-  """Print how MERIT sees each parameter, before the first step."""
 
   # Devices.
 
+  # Axes of the device mesh, such as 'fsdp=4,tensor=2'. Devices that are left
+  # form the axis 'data'.
   mesh: str = ''
-  """Axes of the device mesh, such as 'fsdp=4,tensor=2'. Devices that are left
-  form the axis 'data'."""
-
+  # Sequences that each shard of a batch (data * fsdp of the mesh) processes at
+  # once; gradients of a step are accumulated over micro-batches. Default: on an
+  # accelerator as many as its memory holds by an estimate, else the preset's.
   micro_batch_size: int | None = None
-  """Sequences that each shard of a batch (data * fsdp of the mesh) processes at
-  once; gradients of a step are accumulated over micro-batches. Default: on an
-  accelerator as many as its memory holds by an estimate, else the preset's."""
-
+  # Data type of activations. Weights and moments are float32.
   dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Data type of activations. Weights and moments are float32."""
-
+  # What the backward pass recomputes to save memory (rematerialization):
+  # nothing, all but matrix products, or everything within a block.
   remat: Literal['none', 'dots', 'full'] = 'none'
-  """What the backward pass recomputes to save memory (rematerialization):
-  nothing, all but matrix products, or everything within a block."""
-
+  # Layers that are compiled one by one, rather than as one loop: quicker steps
+  # for small models, longer compilation.
   unroll: int | None = None
-  """Layers that are compiled one by one, rather than as one loop: quicker steps
-  for small models, longer compilation."""
-
+  # Whether other processes take part: auto asks jax, which finds those of TPU
+  # pods, Slurm, Open MPI and Kubernetes; on fails where it finds none.
   distributed: Literal['auto', 'on', 'off'] = 'auto'
-  """Whether other processes take part: auto asks jax, which finds those of TPU
-  pods, Slurm, Open MPI and Kubernetes; on fails where it finds none."""
-
+  # Address and port of process 0, such as '10.0.0.1:1234', for processes that
+  # jax does not find.
   coordinator: str | None = None
-  """Address and port of process 0, such as '10.0.0.1:1234', for processes that
-  jax does not find."""
-
+  # Number of processes, with --coordinator.
   num_processes: int | None = None
-  """Number of processes, with --coordinator."""
-
+  # Number of this process, from 0, with --coordinator.
   process_id: int | None = None
-  """Number of this process, from 0, with --coordinator."""
 
 
 def flag(name: str) -> str:

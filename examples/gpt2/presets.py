@@ -69,16 +69,6 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 # Of examples/study: the best rate of MERIT goes with steps to this power.
 _MERIT_POWER = -0.7
 
-# Settings of some optimizers only, with the value that others must leave.
-_ONLY_FOR = {
-  'trust_ratio': ('merit',),
-  'ratios': ('merit',),
-  'clip_threshold': ('merit',),
-  'min_norm': ('merit',),
-  'qkv': ('merit', 'muon'),
-  'adam_rate': ('muon',),
-}
-
 # What does not decide what a run computes, but for rounding.
 _NOT_IDENTITY = (
   'data', 'cache_dir', 'out_dir', 'fresh', 'checkpoint_every', 'keep',
@@ -94,14 +84,14 @@ _COUNTS = (
   'checkpoint_every', 'keep', 'unroll', 'qk_clip_every',
 )  # fmt: skip
 
-# Settings, what is accepted in words, and whether a value is.
+# Settings, what is accepted in words, and whether a value that is given is.
 _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
-  (_COUNTS, 'at least 1', lambda x: x is None or x >= 1),
+  (_COUNTS, 'at least 1', lambda x: x >= 1),
   (('watch_every', 'weight_decay', 'min_norm'), 'finite and at least 0',
    lambda x: 0 <= x < math.inf),
   (('learning_rate', 'max_gradient_norm', 'norm_epsilon', 'qk_clip',
     'init_std', 'adam_rate'),
-   'finite and above 0', lambda x: x is None or 0 < x < math.inf),
+   'finite and above 0', lambda x: 0 < x < math.inf),
   (('b1', 'b2'), 'in [0, 1)', lambda x: 0 <= x < 1),
   (('clip_threshold',), 'above 0', lambda x: x > 0),
   (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
@@ -110,12 +100,14 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
 
+# Settings that only some optimizers have.
+_ONLY_FOR = dict.fromkeys(
+  ('trust_ratio', 'ratios', 'clip_threshold', 'min_norm'), ('merit',)
+) | {'qkv': ('merit', 'muon'), 'adam_rate': ('muon',)}
+
 
 def resolve(config: Config) -> Config:
   """Fills the settings that were not given, and checks them all.
-
-  Args:
-    config: Settings as the user gave them.
 
   Returns:
     The same settings, with the defaults of preset and optimizer; the
@@ -126,28 +118,68 @@ def resolve(config: Config) -> Config:
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
+  if config.optimizer == 'merit':
+    defaults['learning_rate'] = _merit_rate(config.steps or defaults['steps'])
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
-  if config.optimizer == 'merit':
-    steps = defaults['steps'] if config.steps is None else config.steps
-    defaults['learning_rate'] = _merit_rate(steps)
-  config = dataclasses.replace(
-    config, **{k: v for k, v in defaults.items() if getattr(config, k) is None}
-  )
-  if config.mlp_width is None:
-    config = dataclasses.replace(config, mlp_width=_mlp_width(config))
+  config = _filled(config, defaults)
+  config = _filled(config, {'mlp_width': _mlp_width(config)})
   for names, accepted, holds in _RANGES:
     for name in names:
       value = getattr(config, name)
-      if not holds(value):
+      if value is not None and not holds(value):
         raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
+  _check_model(config)
+  _check_run(config)
+  return config
+
+
+def _filled(config: Config, defaults: dict[str, Any]) -> Config:
+  missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
+  return dataclasses.replace(config, **missing)
+
+
+def _check_model(config: Config) -> None:
+  head_width, rest = divmod(config.width, config.num_heads)
+  if rest:
+    raise UsageError(
+      f'--num-heads must divide --width, got {config.num_heads} and '
+      f'{config.width}.'
+    )
+  if config.architecture == 'llama' and head_width % 2:
+    raise UsageError(
+      '--width must be an even multiple of --num-heads with --architecture '
+      f'llama, got {config.width} and {config.num_heads}.'
+    )
+  if config.qk_clip_every is not None and config.qk_clip is None:
+    raise UsageError('--qk-clip-every needs --qk-clip.')
+  if config.qk_clip is not None and config.qk_norm:
+    raise UsageError(
+      '--qk-clip does nothing behind --qk-norm, where the scale of queries and '
+      'keys does not matter: leave out one of the two.'
+    )
+
+
+def _check_run(config: Config) -> None:
+  for name, optimizers in _ONLY_FOR.items():
+    is_set = getattr(config, name) != getattr(Config, name)
+    if is_set and config.optimizer not in optimizers:
+      raise UsageError(
+        f'{flag(name)} is for --optimizer {" or ".join(optimizers)}, got '
+        f'--optimizer {config.optimizer}.'
+      )
+  values = config.coordinator, config.num_processes, config.process_id
+  if None in values and any(x is not None for x in values):
+    raise UsageError(
+      '--coordinator, --num-processes and --process-id must be given together.'
+    )
+  if None not in values and not 0 <= config.process_id < config.num_processes:
+    raise UsageError(
+      f'--process-id must be in [0, {config.num_processes}), the number of '
+      f'processes, got {config.process_id}.'
+    )
   if config.tensorboard and not importlib.util.find_spec('tensorboardX'):
     raise UsageError('--tensorboard needs a package: pip install tensorboardX')
-  _check_heads(config)
-  _check_qk_clip(config)
-  _check_fits_optimizer(config)
-  _check_processes(config)
-  return config
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -169,54 +201,3 @@ def _mlp_width(config: Config) -> int:
   if config.architecture == 'llama':
     return -(-8 * config.width // 48) * 16
   return 4 * config.width
-
-
-def _check_heads(config: Config) -> None:
-  """Raises ``UsageError`` unless heads split the width, llama's in pairs."""
-  head_width, rest = divmod(config.width, config.num_heads)
-  if rest:
-    raise UsageError(
-      f'--num-heads must divide --width, got {config.num_heads} and '
-      f'{config.width}.'
-    )
-  if config.architecture == 'llama' and head_width % 2:
-    raise UsageError(
-      '--width must be an even multiple of --num-heads with --architecture '
-      f'llama, got {config.width} and {config.num_heads}.'
-    )
-
-
-def _check_qk_clip(config: Config) -> None:
-  """Raises ``UsageError`` for a bound on logits that would not be one."""
-  if config.qk_clip_every is not None and config.qk_clip is None:
-    raise UsageError('--qk-clip-every needs --qk-clip.')
-  if config.qk_clip is not None and config.qk_norm:
-    raise UsageError(
-      '--qk-clip does nothing behind --qk-norm, where the scale of queries and '
-      'keys does not matter: leave out one of the two.'
-    )
-
-
-def _check_fits_optimizer(config: Config) -> None:
-  """Raises ``UsageError`` for a setting that the optimizer does not have."""
-  for name, optimizers in _ONLY_FOR.items():
-    is_set = getattr(config, name) != getattr(Config, name)
-    if is_set and config.optimizer not in optimizers:
-      raise UsageError(
-        f'{flag(name)} is for --optimizer {" or ".join(optimizers)}, got '
-        f'--optimizer {config.optimizer}.'
-      )
-
-
-def _check_processes(config: Config) -> None:
-  """Raises ``UsageError`` unless the flags of the processes belong together."""
-  values = config.coordinator, config.num_processes, config.process_id
-  if None in values and any(x is not None for x in values):
-    raise UsageError(
-      '--coordinator, --num-processes and --process-id must be given together.'
-    )
-  if None not in values and not 0 <= config.process_id < config.num_processes:
-    raise UsageError(
-      f'--process-id must be in [0, {config.num_processes}), the number of '
-      f'processes, got {config.process_id}.'
-    )

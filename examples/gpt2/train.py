@@ -28,9 +28,6 @@ import merit_optax
 def main(args: list[str] | None = None) -> None:
   """Runs the command line.
 
-  Args:
-    args: Arguments; those of the process by default.
-
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
       cannot be read or written, 3 if a loss or gradient was not finite, 4 if a
@@ -44,9 +41,6 @@ def main(args: list[str] | None = None) -> None:
 
 def train(config: Config) -> RunFolder:
   """Trains a model, unless this very run has been done, and reports it.
-
-  Args:
-    config: Settings as the user gave them.
 
   Returns:
     The folder of the finished run.
@@ -70,33 +64,21 @@ def train(config: Config) -> RunFolder:
     if folder.finished:
       say(f'This run has been done: {path}')
     else:
-      _run(trainer, config, tokens, folder)
+      say(report.before(config, tokens, trainer, folder))
+      if config.describe:
+        say('\n' + _describe(trainer, config) + '\n')
+      with memory.advice(config, trainer):
+        _train(trainer, config, tokens, folder)
     if is_first():
       print(report.after(folder))
   return folder
 
 
-def _run(
-  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
-) -> None:
-  """Says what is to come, trains, and writes the results."""
-  say(report.before(config, tokens, trainer, folder))
-  if config.describe:
-    say('\n' + _describe(trainer, config) + '\n')
-  with memory.advice(config, trainer):
-    with jax.set_mesh(trainer.mesh):
-      params = Loop(trainer, config, tokens, folder).run()
-    _finish(trainer, config, tokens, folder, params)
-
-
 def _describe(trainer: Trainer, config: Config) -> str:
   settings = merit_settings(config)
+  shown = 'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios'
   return merit_optax.describe(
-    trainer.shapes.params,
-    weight_dimension_numbers=settings['weight_dimension_numbers'],
-    trust_ratio_mask=settings['trust_ratio_mask'],
-    mask=settings['mask'],
-    ratios=config.ratios,
+    trainer.shapes.params, **{name: settings[name] for name in shown}
   )
 
 
@@ -141,14 +123,12 @@ def default_folder(config: Config, settings: dict[str, Any]) -> Path:
   return Path('runs') / name
 
 
-def _finish(
-  trainer: Trainer,
-  config: Config,
-  tokens: Tokens,
-  folder: RunFolder,
-  params: Any,
+def _train(
+  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
 ) -> None:
-  """Writes weights, picture and, last, the sample."""
+  """Trains, and writes weights, picture and, last, the sample."""
+  with jax.set_mesh(trainer.mesh):
+    params = Loop(trainer, config, tokens, folder).run()
   model = Model(
     trainer.model_config, tokens.vocab_size, params, tokens.tokenizer
   )

@@ -31,28 +31,23 @@ class Settings:
   of examples.gpt2.train, whose flags it takes.
   """
 
+  # Kind of chip and extents of the slice, such as v5e:16x16 or v5p:4x8x8.
   topology: str = 'v5e:16x16'
-  """Kind of chip and extents of the slice, such as v5e:16x16 or v5p:4x8x8."""
-
+  # Try every mesh that the model's sizes allow, and rank them.
   sweep: bool = False
-  """Try every mesh that the model's sizes allow, and rank them."""
-
+  # Let the compiler make the least effort: several times quicker, with less
+  # overlap of communication and other traffic. Good for --sweep.
   quick: bool = False
-  """Let the compiler make the least effort: several times quicker, with less
-  overlap of communication and other traffic. Good for --sweep."""
-
+  # JSON file of the results.
   out: Path | None = None
-  """JSON file of the results."""
-
-  config: tyro.conf.OmitArgPrefixes[Config] = Config()  # noqa: RUF009
-  """Flags of examples.gpt2.train."""
+  # Flags of examples.gpt2.train.
+  config: tyro.conf.OmitArgPrefixes[Config] = dataclasses.field(
+    default_factory=Config
+  )
 
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line.
-
-  Args:
-    args: Arguments; those of the process by default.
 
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a missing
@@ -79,9 +74,8 @@ def _plan(settings: Settings) -> None:
     )
   # Nothing that was compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
-  measure, show = (_one, report.one)
-  if settings.sweep:
-    measure, show = (_sweep, report.sweep)
+  measure = _sweep if settings.sweep else _one
+  show = report.sweep if settings.sweep else report.one
   results = {
     'topology': settings.topology,
     'devices': len(devices),

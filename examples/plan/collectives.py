@@ -27,20 +27,15 @@ _MESH = re.compile(
 class Collective(NamedTuple):
   """A collective operation of a program.
 
-  Attributes:
-    kind: Its operation, such as ``'all-gather'``.
-    shapes: Shapes of the whole arrays that a group shares: of the operands of
-      reduce-scatter, of the results of others.
-    bytes: Bytes of these arrays.
-    executions: How often a run of the program executes it.
-    group: Numbers of the devices of the first group, which stands for all; for
-      a collective-permute empty.
+  Its arrays are the whole ones that a group shares: the operands of
+  reduce-scatter, the results of others. The first group of devices stands for
+  all; for a collective-permute it is empty.
   """
 
-  kind: str
+  kind: str  # Its operation, such as 'all-gather'.
   shapes: tuple[tuple[int, ...], ...]
   bytes: int
-  executions: int
+  executions: int  # How often a run of the program executes it.
   group: tuple[int, ...]
 
   @property

@@ -24,40 +24,24 @@ _CALLED = re.compile(
 
 
 class Array(NamedTuple):
-  """An array in the text.
-
-  Attributes:
-    shape: Sizes of its axes.
-    bytes: Bytes of its elements, without padding.
-    in_hbm: Whether it lies in a device's main memory.
-  """
+  """An array in the text."""
 
   shape: tuple[int, ...]
-  bytes: int
-  in_hbm: bool
+  bytes: int  # Of its elements, without padding.
+  in_hbm: bool  # Whether it lies in a device's main memory.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-  """A line of a computation.
+  """A line of a computation."""
 
-  Attributes:
-    opcode: Its operation, such as ``'fusion'``.
-    arrays: Arrays of its results.
-    operands: Instructions whose results it reads.
-    called: Computations that it calls; the condition of a loop is the first.
-    arguments: Text between the parentheses.
-    attributes: Text after them.
-    is_root: Whether the computation returns its results.
-  """
-
-  opcode: str
-  arrays: list[Array]
-  operands: list['Instruction']
-  called: list['Computation']
-  arguments: str
-  attributes: str
-  is_root: bool
+  opcode: str  # Its operation, such as 'fusion'.
+  arrays: list[Array]  # Its results.
+  operands: list['Instruction']  # Those whose results it reads.
+  called: list['Computation']  # The condition of a loop is the first.
+  arguments: str  # Text between the parentheses.
+  attributes: str  # Text after them.
+  is_root: bool  # Whether the computation returns its results.
 
 
 Computation = list[Instruction]
@@ -95,16 +79,10 @@ def _array(dtype: str, sizes: str, layout: str) -> Array:
 def walk(
   program: Computation, times: int = 1
 ) -> Iterator[tuple[Instruction, int]]:
-  """Yields each instruction that a run of a program executes, and how often.
+  """Yields each instruction that runs of a program execute, and how often.
 
   A fusion is one instruction. Each branch of a conditional counts as taken.
-
-  Args:
-    program: Computation to run.
-    times: How often to run it.
-
-  Raises:
-    ValueError: If the number of turns of a loop is not known.
+  Raises ``ValueError`` if the number of turns of a loop is not known.
   """
   for instruction in program:
     yield instruction, times

@@ -3,12 +3,12 @@
 from typing import Any
 
 import jax
-import optax
 
 from examples.gpt2.config import Config
 from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
-from examples.gpt2.run.step import Trainer, TrainState
+from examples.gpt2.run import memory
+from examples.gpt2.run.step import Trainer
 from examples.plan import hlo, roofline
 from examples.plan.collectives import by_kind, collectives
 from examples.plan.traffic import hbm_bytes
@@ -33,17 +33,11 @@ def compile_step(
 
 def compile_update(trainer: Trainer) -> jax.stages.Compiled:
   """Compiles the optimizer's part of a step: the update and its application."""
-
-  def update(state: TrainState, gradients: Any) -> TrainState:
-    updates, opt_state = trainer.optimizer.update(
-      gradients, state.opt_state, state.params
-    )
-    return TrainState(optax.apply_updates(state.params, updates), opt_state)
-
-  shardings = jax.tree.map(lambda x: x.sharding, trainer.shapes)
-  step = jax.jit(update, donate_argnums=0, out_shardings=shardings)
+  model, shapes = trainer.model_config, trainer.shapes
+  # Only QK-clip reads it.
+  logits = jax.ShapeDtypeStruct((model.num_layers, model.num_heads), 'float32')
   with jax.set_mesh(trainer.mesh):
-    return step.lower(trainer.shapes, trainer.shapes.params).compile()
+    return trainer.update.lower(shapes, shapes.params, logits).compile()
 
 
 def measure_step(
@@ -51,18 +45,12 @@ def measure_step(
 ) -> dict[str, Any]:
   """Compiles a step, with the least effort if ``quick``, and measures it.
 
-  Args:
-    config: Settings, with their micro-batch.
-    trainer: Trainer on the mesh to compile for.
-    quick: Whether the TPU compiler is to make the least effort.
-
-  Returns:
-    JSON values, for :mod:`examples.plan.report`.
+  Returns JSON values, for :mod:`examples.plan.report`.
   """
   compiled = compile_step(config, trainer, quick=quick)
   model, devices = trainer.model_config, trainer.mesh.devices
   tokens = config.batch_size * config.context_length
-  per_token = hardware.flops_per_token(model, trainer.shapes.params)
+  per_token = trainer.flops_per_token
   again = roofline.recomputed_flops(model, per_token)
   flops = tokens * (per_token + again) / devices.size
   step = _measure(compiled, trainer, flops)
@@ -107,13 +95,6 @@ def _measure(
   }
 
 
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-  """Returns the bytes of a device that a program needs, arguments included."""
-  stats = compiled.memory_analysis()
-  results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-  return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
-
-
 def _memory(
   config: Config, trainer: Trainer, compiled: jax.stages.Compiled
 ) -> dict[str, Any]:
@@ -127,7 +108,7 @@ def _memory(
     'temporaries': stats.temp_size_in_bytes,
     'program': stats.generated_code_size_in_bytes,
   }
-  needed = peak_bytes(compiled) + parts['program']
+  needed = memory.needed_bytes(compiled) + parts['program']
   available = hardware.memory_bytes(trainer.mesh.devices.flat[0])
   return {
     # Padding of arguments, and results that take no argument's place.

@@ -33,15 +33,9 @@ def estimate(
 ) -> dict[str, Any]:
   """Returns the roofline of a program, as JSON values.
 
-  Args:
-    devices: Devices of the mesh, in its order.
-    flops: FLOPs of a device.
-    hbm_bytes: Bytes that a device moves to and from main memory.
-    collectives: What is sent.
-
-  Returns:
-    Seconds of compute, memory and network; ``seconds``, the longest of them,
-    its name, ``bound``, and the sum, ``seconds_without_overlap``.
+  They are the seconds of compute, memory and network; ``seconds``, the longest
+  of them, its name, ``bound``, and the sum, ``seconds_without_overlap``. FLOPs
+  and bytes are those of a device; the devices are in the order of the mesh.
   """
   chip = chips.find(devices[0].device_kind)
   shares = sum(_link_bytes(x, devices) for x in collectives)

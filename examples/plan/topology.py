@@ -26,13 +26,8 @@ def devices(name: str) -> list[jax.Device]:
   """Returns the devices of a TPU topology, for compilation only.
 
   To be called before the process uses a device: it keeps jax to the CPU, since
-  jax would start libtpu wherever it is installed.
-
-  Args:
-    name: Kind of chip and extents of the slice, such as ``'v5e:16x16'``.
-
-  Raises:
-    UsageError: If libtpu is missing, or there is no such topology.
+  jax would start libtpu wherever it is installed. Raises ``UsageError`` if
+  libtpu is missing, or there is no such topology.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise UsageError(

@@ -50,7 +50,8 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   trainer = Trainer(config, tokens.vocab_size, mesh, optimizer)
   start = time.perf_counter()
   with RunFolder(work / run.key) as folder:
-    folder.start({'config': run.identity})
+    identity = run.identity | {'corpus_sha256': tokens.sha256}
+    folder.start({'config': identity})
     has_diverged = False
     try:
       with memory.advice(config, trainer), jax.set_mesh(mesh):

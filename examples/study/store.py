@@ -54,6 +54,8 @@ class Store:
       processes.on_first(stack.enter_context, _locked(self.path))
       self.records = processes.on_first(_read, self.path)
       yield
+      # After an error, the first closes it alone: others may have none.
+      processes.on_first(stack.close)
 
   def result(self, run: Run) -> Result | None:
     """Returns the result of a run, None if it has none."""

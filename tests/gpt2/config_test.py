@@ -56,10 +56,12 @@ def test_every_flag_has_a_help_text(capsys):
   words = capsys.readouterr().out.split()
   for field in dataclasses.fields(Config):
     assert any(word.startswith(flag(field.name)) for word in words)
-  fields = inspect.getsource(Config)
+  lines = inspect.getsource(Config).splitlines()
   for field in dataclasses.fields(Config):
-    rest = fields.split(f'\n  {field.name}: ')[1]
-    assert '\n  """' in rest.split('\n\n')[0], field.name
+    (line,) = (
+      i for i, x in enumerate(lines) if x.startswith(f'  {field.name}:')
+    )
+    assert lines[line - 1].startswith('  # '), field.name
 
 
 def test_a_flag_is_spelled_with_hyphens():

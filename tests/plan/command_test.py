@@ -171,8 +171,11 @@ def test_attention_is_that_of_the_mesh(platform: str | None, monkeypatch):
   assert bool(calls) == (platform is not None)
 
 
-def test_the_update_alone_has_no_gradients():
-  sizes = dict(num_layers=1, width=16, num_heads=2, context_length=8)
+@pytest.mark.parametrize('qk_clip', [None, 100.0])
+def test_the_update_alone_has_no_gradients(qk_clip: float | None):
+  sizes = dict(
+    num_layers=1, width=16, num_heads=2, context_length=8, qk_clip=qk_clip
+  )
   config = resolve(Config(**sizes, vocab_size=257, unroll=1))
   trainer = Trainer(config, 257, make_mesh('fsdp=8'))
   update, step = (

@@ -147,6 +147,12 @@ def test_of_two_processes_the_first_has_the_results(start_pair, tmp_path):
 
 
 @pytest.mark.slow
+def test_if_the_first_process_cannot_sort_both_end(start_pair, tmp_path):
+  (tmp_path / 'results0' / '.nano.jsonl.partial').mkdir(parents=True)
+  assert [x.wait() for x in start_pair()] == [2, 2]
+
+
+@pytest.mark.slow
 def test_if_the_first_process_cannot_start_both_end(start_pair, tmp_path):
   (tmp_path / 'results0').mkdir()
   with (tmp_path / 'results0' / '.nano.jsonl.lock').open('wb') as lock:

@@ -1,12 +1,15 @@
 import dataclasses
 import json
+import os
 from pathlib import Path
 import pickle
+import signal
 
 import pytest
 
+from examples.gpt2.config import UsageError
 from examples.gpt2.run.log import NotFiniteError
-from examples.gpt2.run.loop import StoppedError
+from examples.gpt2.run.loop import Loop, StoppedError
 from examples.study.plans import Result
 from examples.study.runner import Runner, RunsFailedError
 from examples.study.runs import train
@@ -83,6 +86,38 @@ def test_finished_runs_are_not_repeated(scale, tmp_path, monkeypatch):
 def test_what_ends_a_run_travels_between_processes(error):
   copy = pickle.loads(pickle.dumps(error))
   assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize('method', ['_evaluate', '_save'])
+def test_a_signal_in_the_last_step_stops_the_sweep(
+  scale, tmp_path, monkeypatch, method: str
+):
+  run, original = scale.run('adamw', 8, 0.01), getattr(Loop, method)
+
+  def interrupted(*args):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return original(*args)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Loop, method, interrupted)
+    with pytest.raises(StoppedError, match='of step 2 has been saved'):
+      train(run, tmp_path / 'work')
+  assert train(run, tmp_path / 'work')['steps_done'] == 2
+
+
+def test_an_unfinished_run_is_not_taken_up_on_another_text(
+  scale, tmp_path, monkeypatch
+):
+  def stop(*_):
+    raise KeyboardInterrupt
+
+  run = scale.run('adamw', 8, 0.01)
+  monkeypatch.setattr(Loop, 'run', stop)
+  with pytest.raises(KeyboardInterrupt):
+    train(run, tmp_path / 'work')
+  (tmp_path / 'text.txt').write_text('Another text.\n' * 800)
+  with pytest.raises(UsageError, match='corpus_sha256'):
+    train(run, tmp_path / 'work')
 
 
 @pytest.mark.slow

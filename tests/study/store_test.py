@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 import pytest
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.devices import processes
 from examples.study.plans import Result
 from examples.study.scales import SCALES
 from examples.study.store import Store
@@ -51,6 +52,16 @@ def test_a_result_is_in_the_file_at_once(tmp_path):
   store.add(_record(run, loss=None))
   for each in (store, Store(path)):
     assert each.results([run]) == [Result(float('inf'), {'step': [1]})]
+
+
+def test_all_processes_hear_of_the_end(path, monkeypatch):
+  told, on_first = [], processes.on_first
+  store = Store(path)
+  with store.locked():
+    monkeypatch.setattr(
+      processes, 'on_first', lambda x, *y: told.append(x) or on_first(x, *y)
+    )
+  assert [function.__name__ for function in told] == ['close']
 
 
 def test_a_line_begins_with_what_a_reader_looks_for(path):

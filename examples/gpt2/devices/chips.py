@@ -5,19 +5,12 @@ from typing import NamedTuple
 
 
 class Chip(NamedTuple):
-  """Peaks of a device; NaN where a value is not known.
+  """Peaks of a device; NaN where a value is not known."""
 
-  Attributes:
-    flops: Dense FLOP/s of matrix products in bfloat16.
-    hbm: Bytes of memory that a program may use.
-    hbm_bandwidth: Bytes a second to and from memory.
-    link_bandwidth: Bytes a second of a link to a neighbour, one way.
-  """
-
-  flops: float
-  hbm: float = math.nan
-  hbm_bandwidth: float = math.nan
-  link_bandwidth: float = math.nan
+  flops: float  # Dense FLOP/s of matrix products in bfloat16.
+  hbm: float = math.nan  # Bytes of memory that a program may use.
+  hbm_bandwidth: float = math.nan  # Bytes a second to and from memory.
+  link_bandwidth: float = math.nan  # Bytes a second to a neighbour, one way.
 
 
 _GIB = 2**30

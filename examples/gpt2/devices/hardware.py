@@ -16,7 +16,6 @@ import orbax.checkpoint
 import tokenizers
 
 from examples.gpt2.devices import chips
-from examples.gpt2.model.config import ModelConfig
 import merit_optax
 
 
@@ -25,46 +24,21 @@ def peak_flops(device: jax.Device) -> float:
   return chips.find(device.device_kind).flops
 
 
-def flops_per_token(config: ModelConfig, params: Any) -> float:
-  """Returns the FLOPs of a forward and backward pass, for each token.
-
-  Six for each weight of a matrix product and 12 T a feature of a layer for
-  attention, the masked half of it included, as is usual; recomputation does not
-  count.
-
-  Args:
-    config: What the model is.
-    params: Tree of parameters, or of their shapes.
-  """
-  matrices = sum(
-    x.size
-    for path, x in jax.tree.leaves_with_path(params)
-    if jax.tree_util.keystr(path[-1:], simple=True) == 'kernel'
-  )
-  if not config.untied_head:
-    matrices += config.vocab_size * config.width
-  attention = config.num_layers * config.width * config.context_length
-  return 6.0 * matrices + 12.0 * attention
-
-
 def memory_bytes(device: jax.Device) -> float | None:
   """Returns the bytes that programs may use of an accelerator.
 
-  Args:
-    device: Device, perhaps one that is only compiled for.
-
-  Returns:
-    What the device says, or what is known of its kind; None if neither is, and
-    for a CPU.
+  They are those of its kind, or what the device says; None where neither is
+  known, and for a CPU. The device may be one that is only compiled for.
   """
   if device.platform == 'cpu':
     return None
-  try:
-    stats = device.memory_stats() or {}
-  except (jax.errors.JaxRuntimeError, NotImplementedError):
-    stats = {}
   known = chips.find(device.device_kind).hbm
-  return stats.get('bytes_limit') or (None if math.isnan(known) else known)
+  if not math.isnan(known):
+    return known
+  try:
+    return (device.memory_stats() or {}).get('bytes_limit')
+  except (jax.errors.JaxRuntimeError, NotImplementedError):
+    return None
 
 
 def peak_memory() -> int:

@@ -20,14 +20,10 @@ _KNOWN_ERRORS = {'UsageError': UsageError, 'OSError': OSError}
 def connect(config: Config) -> None:
   """Joins the processes of a run, if there are several.
 
-  To be called before anything that makes jax look for devices.
-
-  Args:
-    config: Settings. With ``--distributed auto``, the processes are those of
-      the cluster that jax detects: a TPU pod, Slurm, Open MPI, Kubernetes.
-
-  Raises:
-    UsageError: With ``--distributed on``, if jax detects no cluster.
+  To be called before anything that makes jax look for devices. Without
+  ``--coordinator``, the processes are those of the cluster that jax detects: a
+  TPU pod, Slurm, Open MPI, Kubernetes. Raises ``UsageError`` if it detects none
+  and ``--distributed on`` asks for it.
   """
   if config.distributed == 'off' or jax.distributed.is_initialized():
     return
@@ -55,7 +51,7 @@ def connect(config: Config) -> None:
   if jax.process_count() > 1:
     # The first collective has a time limit, which slow work before it would
     # exceed in the processes that wait.
-    barrier('all processes are there')
+    multihost_utils.sync_global_devices('all processes are there')
 
 
 def _is_alone(error: Exception) -> bool:
@@ -84,11 +80,6 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def barrier(name: str) -> None:
-  """Waits until all processes are here."""
-  multihost_utils.sync_global_devices(name)
-
-
 def any_failed(has_failed: bool) -> bool:
   """Returns, in all processes, whether one of them has failed."""
   if jax.process_count() == 1:
@@ -97,21 +88,11 @@ def any_failed(has_failed: bool) -> bool:
 
 
 def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
-  """Calls a function in process 0, and gives its result to all.
+  """Calls a function in process 0, and gives its result, JSON values, to all.
 
-  An error is given to all as well, so that none waits for the others.
-
-  Args:
-    function: Function to call; it must not wait for other processes.
-    *args: Its arguments.
-    **named: Its named arguments.
-
-  Returns:
-    What the function returned, which must be a JSON value.
-
-  Raises:
-    Exception: What the function raised. In other processes than 0 it is a
-      :class:`UsageError` or ``OSError`` if it was one, else ``RuntimeError``.
+  An error is given to all as well, so that none waits for the others: to other
+  processes than 0 as ``UsageError`` or ``OSError`` if it is one, else as
+  ``RuntimeError``. The function must not wait for other processes.
   """
   if jax.process_count() == 1:
     return function(*args, **named)
@@ -120,20 +101,16 @@ def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
     try:
       outcome = {'result': function(*args, **named)}
     except Exception as error:
-      outcome, raised = _describe(error), error
+      raised, outcome = error, {'error': '', 'text': f'in process 0: {error!r}'}
+      for name, kind in _KNOWN_ERRORS.items():
+        if isinstance(error, kind):
+          outcome = {'error': name, 'text': str(error)}
   outcome = _broadcast(outcome)
   if raised is not None:
     raise raised
   if 'error' in outcome:
     raise _KNOWN_ERRORS.get(outcome['error'], RuntimeError)(outcome['text'])
   return outcome['result']
-
-
-def _describe(error: Exception) -> dict[str, str]:
-  kinds = [k for k, v in _KNOWN_ERRORS.items() if isinstance(error, v)]
-  kind = kinds[0] if kinds else type(error).__name__
-  text = str(error) if kinds else f'{kind} in process 0: {error}'
-  return {'error': kind, 'text': text}
 
 
 def _broadcast(value: Any) -> Any:

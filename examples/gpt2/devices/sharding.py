@@ -5,6 +5,7 @@ batch are split) and 'tensor' (heads, hidden features and vocabulary are split).
 """
 
 import math
+import re
 from typing import Any
 
 import jax
@@ -25,7 +26,8 @@ _ACTIVATIONS = {
 # By the last two names of a parameter's path, without the axis of layers; all
 # others are replicated.
 _PARAMETERS = {
-  'token_embedding.embedding': P('tensor', 'fsdp'),
+  # Not over width, where XLA gathers all features to bring them to the batch.
+  'token_embedding.embedding': P(('tensor', 'fsdp')),
   'position_embedding.embedding': P(None, 'fsdp'),
   'qkv.kernel': P('fsdp', 'tensor'),
   'qkv.bias': P('tensor'),
@@ -39,18 +41,11 @@ _PARAMETERS = {
 
 
 def make_mesh(text: str, devices: list[jax.Device] | None = None) -> Mesh:
-  """Makes the device mesh.
+  """Makes the device mesh from sizes of axes, such as ``'fsdp=4,tensor=2'``.
 
-  Args:
-    text: Sizes of axes, such as ``'fsdp=4,tensor=2'``. The data axis takes the
-      devices that are left, unless it is given too; other axes have size 1.
-    devices: Devices of the mesh; all by default.
-
-  Returns:
-    A mesh with the axes data, fsdp and tensor, of type Auto.
-
-  Raises:
-    UsageError: If the text is malformed or does not fit the devices.
+  The data axis takes the devices that are left, unless it is given too; other
+  axes have size 1. Raises ``UsageError`` if the text is malformed or does not
+  fit the devices.
   """
   devices = devices or jax.devices()
   sizes = _parse(text)
@@ -73,40 +68,32 @@ def _parse(text: str) -> dict[str, int]:
   """Returns the axis sizes in text such as 'fsdp=4,tensor=2'."""
   sizes: dict[str, int] = {}
   for item in filter(None, text.replace(' ', '').split(',')):
-    axis, _, size = item.partition('=')
-    if (
-      axis not in AXES or axis in sizes or not size.isdecimal() or not int(size)
-    ):
+    found = re.fullmatch(rf'({"|".join(AXES)})=([1-9]\d*)', item)
+    if not found or found[1] in sizes:
       raise UsageError(
         f'--mesh {text}: expected axes out of {AXES}, each once and with a '
         f'size of at least 1, such as "fsdp=4,tensor=2", got {item!r}.'
       )
-    sizes[axis] = int(size)
+    sizes[found[1]] = int(found[2])
   return sizes
 
 
 def parameter_shardings(mesh: Mesh, params: Any) -> Any:
-  """Returns the sharding of each parameter.
+  """Returns the sharding of each parameter, or shape of one.
 
-  Args:
-    mesh: Device mesh.
-    params: Tree of parameters, or of their shapes.
-
-  Returns:
-    Tree of :class:`jax.sharding.NamedSharding`.
-
-  Raises:
-    UsageError: If an axis of the mesh does not divide a parameter's dimension.
+  Raises ``UsageError`` if an axis does not divide a parameter's dimension.
   """
 
   def sharding(path: tuple[Any, ...], param: jax.ShapeDtypeStruct):
     name = path_name(path)
     spec = _PARAMETERS.get('.'.join(name.split('.')[-2:]), P())
     spec = P(None, *spec) if name.startswith('blocks.') else spec
-    for size, axis in zip(param.shape, spec, strict=False):
-      if axis is not None and size % mesh.shape[axis]:
+    for size, axes in zip(param.shape, spec, strict=False):
+      names = [axes] if isinstance(axes, str) else axes or ()
+      parts = math.prod(mesh.shape[axis] for axis in names)
+      if size % parts:
         raise UsageError(
-          f'{axis} = {mesh.shape[axis]} of --mesh must divide {size}, a '
+          f'{" * ".join(names)} = {parts} of --mesh must divide {size}, a '
           f'dimension of the parameter {name} of shape {param.shape}.'
         )
     return NamedSharding(mesh, spec)
@@ -121,19 +108,19 @@ def state_shardings(
   param_shardings: Any,
 ) -> Any:
   """Returns the sharding of the state: moments lie as their parameters do."""
+
+  def is_masked(x: Any) -> bool:
+    # In the place of a parameter that another optimizer updates.
+    return isinstance(x, optax.MaskedNode)
+
   return optax.tree.map_params(
     optimizer,
-    lambda x, sharding: x if _is_masked(x) else sharding,
+    lambda x, sharding: x if is_masked(x) else sharding,
     opt_state,
     param_shardings,
-    is_leaf=_is_masked,
+    is_leaf=is_masked,
     transform_non_params=lambda _: replicated(mesh),
   )
-
-
-def _is_masked(x: Any) -> bool:
-  # In the place of a parameter that another optimizer updates.
-  return isinstance(x, optax.MaskedNode)
 
 
 def num_batch_shards(mesh: Mesh) -> int:
@@ -171,14 +158,8 @@ def by_path(tree: Any) -> dict[str, Any]:
 def to_host(x: jax.Array) -> np.ndarray | None:
   """Brings a sharded parameter to process 0; all processes must call it.
 
-  A parameter of stacked layers comes layer by layer, so that no device holds
-  more than one of them whole.
-
-  Args:
-    x: Array over the devices of all processes.
-
-  Returns:
-    The array in process 0, None in others.
+  Others get None. A parameter of stacked layers comes layer by layer, so that
+  no device holds more than one of them whole.
   """
   if x.is_fully_addressable or x.is_fully_replicated:
     return np.asarray(x)

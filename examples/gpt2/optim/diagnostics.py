@@ -40,22 +40,13 @@ class Diagnostics:
   def compile(
     self, state_shapes: 'TrainState', batch_shape: jax.ShapeDtypeStruct
   ) -> None:
-    """Compiles ahead of time what a call runs.
-
-    Args:
-      state_shapes: Shapes and shardings of the state.
-      batch_shape: Shape (A, B, T + 1), int32, and sharding of the batch.
-    """
+    """Compiles ahead of time what a call runs."""
     self._measure = self._measure.lower(state_shapes, batch_shape).compile()
 
   def __call__(
     self, state: 'TrainState', tokens_ABT: jax.Array
   ) -> dict[str, Any]:
-    """Measures a step before it is taken.
-
-    Args:
-      state: State before the step; it is not donated.
-      tokens_ABT: The step's micro-batches.
+    """Measures a step before it is taken; the state is not donated.
 
     Returns:
       JSON values. A list has an entry for each layer:

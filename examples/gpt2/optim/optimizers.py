@@ -60,13 +60,9 @@ def merit_settings(config: Config) -> dict[str, Any]:
 def dimension_numbers(params: Any, qkv: str) -> Any:
   """Returns which axes of each parameter are rows and columns of a matrix.
 
-  Args:
-    params: Tree of parameters, of a model or of one layer.
-    qkv: Whether query, key and value count as one matrix (``'fused'``), as
-      three (``'split'``), or as three for each head (``'heads'``).
-
-  Returns:
-    Tree like ``params`` of :class:`optax.contrib.MuonDimensionNumbers`.
+  Query, key and value count as one matrix (``'fused'``), as three (``'split'``)
+  or as three for each head (``'heads'``). The parameters are those of a model,
+  or of one of its layers.
   """
   # The kernel's axes are (width, heads, 3, head features), after the layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
@@ -79,9 +75,8 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
 
   def matching(patterns: dict[str, Any]) -> dict[str, Any]:
     """Returns the patterns that match a parameter; others are refused."""
-    names = by_path(params)
-    found = [p for p in patterns if any(re.search(p, name) for name in names)]
-    return {p: patterns[p] for p in found}
+    names = '\n'.join(by_path(params))
+    return {k: x for k, x in patterns.items() if re.search(k, names, re.M)}
 
   return merit_optax.flax_dimension_numbers(
     params, stacked=matching(stacked), overrides=matching(overrides)

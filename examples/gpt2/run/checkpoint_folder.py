@@ -19,9 +19,6 @@ class CheckpointFolder:
   """Checkpoints on disk, each a folder that is named by its step.
 
   All methods but ``path`` and ``record`` are for process 0.
-
-  Attributes:
-    root: Where they are.
   """
 
   def __init__(self, root: Path, keep: int):

@@ -18,13 +18,14 @@ from typing import Any
 import warnings
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.run.checkpoint_folder import DAMAGE, CheckpointFolder
-from examples.gpt2.run.checksums import are_finite, checksums
+from examples.gpt2.run.checksums import checksums
 
 _NUMBERS = itertools.count()
 
@@ -37,15 +38,7 @@ class Checkpoints:
   """
 
   def __init__(self, folder: Path, keep: int):
-    """Opens a folder, and clears it of what a killed run left unfinished.
-
-    Args:
-      folder: Where the checkpoints are, a folder each; made if need be.
-      keep: How many of the last checkpoints to keep, at least 1.
-
-    Raises:
-      OSError: If the folder cannot be made.
-    """
+    """Makes a folder, or clears it of what a killed run left unfinished."""
     self._folder = CheckpointFolder(folder, keep)
     self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
     on_first(self._folder.clean_up)
@@ -65,13 +58,8 @@ class Checkpoints:
     """Starts a save, once the one before it is over.
 
     The state may be donated as soon as this returns. Checkpoints that are no
-    longer kept are deleted once the new one is whole.
-
-    Args:
-      step: Step of the state, which must have no checkpoint yet.
-      state: Tree of arrays.
-      loss: The best checkpoint has the smallest; without a finite one, a
-        checkpoint is never the best.
+    longer kept are deleted once the new one is whole; the best, of the smallest
+    finite loss, is.
 
     Returns:
       False, after a warning, if the state holds a number that is not finite or
@@ -79,7 +67,7 @@ class Checkpoints:
     """
     self.wait()
     arrays = by_path(state)
-    for name, is_finite in jax.device_get(are_finite(arrays)).items():
+    for name, is_finite in jax.device_get(_are_finite(arrays)).items():
       if not is_finite:
         _warn(f'No checkpoint is made of step {step}: {name} is not finite.')
         return False
@@ -87,7 +75,7 @@ class Checkpoints:
     record = {
       'loss': float(loss) if has_loss else math.inf,
       'types': _types(arrays),
-      'checksums': _checksums(arrays),
+      'checksums': checksums(arrays),
     }
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
@@ -136,13 +124,10 @@ class Checkpoints:
     return False
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
-    """Restores the newest checkpoint that is sound.
+    """Restores the newest checkpoint that is sound, on any mesh.
 
-    Newer ones are moved, with a warning, to a folder beside this one.
-
-    Args:
-      like: Tree of :class:`jax.ShapeDtypeStruct` with the shardings to restore
-        to, on any mesh.
+    Newer ones are moved, with a warning, to a folder beside this one. ``like``
+    has the shapes and the shardings to restore to.
 
     Returns:
       Step and state, None if there is no checkpoint.
@@ -225,14 +210,15 @@ def _types(arrays: dict[str, Any]) -> dict[str, str]:
   return {name: f'{x.dtype}{list(x.shape)}' for name, x in arrays.items()}
 
 
-def _checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
-  return {k: int(x) for k, x in jax.device_get(checksums(arrays)).items()}
+@jax.jit
+def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  return jax.tree.map(lambda x: jnp.isfinite(x).all(), arrays)
 
 
 def _compare_checksums(
   arrays: dict[str, jax.Array], expected: dict[str, int]
 ) -> None:
-  for name, value in _checksums(arrays).items():
+  for name, value in checksums(arrays).items():
     if value != expected[name]:
       raise ValueError(f'{name} is not as it was saved, by its checksum')
 

@@ -4,16 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
-@jax.jit
-def checksums(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
   """Returns the checksum of each array by name, see :func:`checksum`."""
-  return {name: checksum(x) for name, x in arrays.items()}
+  return jax.tree.map(int, jax.device_get(_on_devices(arrays)))
 
 
 @jax.jit
-def are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Returns by name whether all elements of the array are finite, bool."""
-  return {name: jnp.all(jnp.isfinite(x)) for name, x in arrays.items()}
+def _on_devices(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  return jax.tree.map(checksum, arrays)
 
 
 def checksum(x: jax.Array) -> jax.Array:
@@ -21,13 +19,8 @@ def checksum(x: jax.Array) -> jax.Array:
 
   Each 32 bits are mixed, one to one, with their position into a number, and
   these are summed in integers, whose order is free. A change within 32 bits is
-  always seen; another is missed with a probability of about 2**-32.
-
-  Args:
-    x: Array of any shape, and of bool or a type of whole bytes.
-
-  Returns:
-    The sum modulo 2**32, a scalar of uint32.
+  always seen; another is missed with a probability of about 2**-32. The array
+  has any shape, and is of bool or a type of whole bytes.
   """
   words = _words(x)
   # From the index along each axis: a flat one needs a reshape, and that would

@@ -7,20 +7,11 @@ import sys
 
 from examples.gpt2.config import UsageError
 
-USAGE = 2
-"""Exit status for a mistake in the settings or a file that cannot be used."""
-INTERRUPTED = 130
-"""Exit status after control-C."""
-
 
 class CommandError(Exception):
-  """Ends a command with its message.
+  """Ends a command with its message."""
 
-  Attributes:
-    status: Exit status.
-  """
-
-  status = 1
+  status = 1  # Exit status.
 
 
 def table(rows: dict[str, str]) -> str:
@@ -51,22 +42,17 @@ def format_bytes(size: float) -> str:
 def exit_on_error() -> Iterator[None]:
   """Ends the process with a message where the user can mend what is wrong.
 
-  Raises:
-    SystemExit: With status ``USAGE`` for a mistake in the settings or a file
-      that cannot be read or written, that of a :class:`CommandError`, and
-      ``INTERRUPTED`` after control-C.
+  The status is 2 for a mistake in the settings or a file that cannot be read or
+  written, that of a :class:`CommandError`, and 130 after control-C.
   """
   try:
     yield
+    return
   except (UsageError, OSError) as error:
-    _leave(USAGE, f'error: {error}', error)
+    status, message, cause = 2, f'error: {error}', error
   except CommandError as error:
-    _leave(error.status, f'stopped: {error}', error)
+    status, message, cause = error.status, f'stopped: {error}', error
   except KeyboardInterrupt as error:
-    _leave(INTERRUPTED, 'interrupted', error)
-
-
-def _leave(status: int, message: str, cause: BaseException) -> None:
-  """Ends the process with a status and a message."""
+    status, message, cause = 130, 'interrupted', error
   print(message, file=sys.stderr)
   raise SystemExit(status) from cause

@@ -35,19 +35,9 @@ class RunFolder:
   into the folder at its end.
 
   A run is finished once all its files are there; the sample is written last.
-
-  Attributes:
-    path: The folder.
-    checkpoints: Folder of the checkpoints.
-    picture: File of the picture.
   """
 
   def __init__(self, path: Path):
-    """Names a folder.
-
-    Args:
-      path: The folder.
-    """
     self.path = path
     self.checkpoints = path / 'checkpoints'
     self.picture = path / _PICTURE
@@ -70,18 +60,15 @@ class RunFolder:
     return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
 
   def start(self, settings: dict[str, Any], *, fresh: bool = False) -> None:
-    """Makes the folder and writes its settings.
+    """Makes the folder and writes its settings, JSON values.
 
-    Args:
-      settings: JSON values; the entry ``'config'`` is what a run is known by.
-      fresh: Whether to move what a run of the same settings left here to a
-        folder in this one, ``before-1`` or the next number that is free. A job
-        that Slurm has requeued goes on instead with what it wrote before.
+    A run is known by the entry ``'config'``. With ``fresh``, what it left here
+    is moved to a folder in this one, ``before-1`` or the next number that is
+    free; but a job that Slurm has requeued goes on with what it wrote before.
 
-    Raises:
-      UsageError: If the folder cannot be written, if it holds another run or
-        something else of a name that a run writes, or if a run is going on in
-        it.
+    Raises ``UsageError`` if the folder cannot be written, if it holds another
+    run or something else of a name that a run writes, or if a run is going on
+    in it.
     """
     on_first(self._start, settings, fresh)
 
@@ -154,14 +141,7 @@ class RunFolder:
   def keep_metrics(self, step: int) -> None:
     """Cuts off the lines of metrics.jsonl after a step, also torn ones.
 
-    Args:
-      step: Steps that are done, each of which should have a line.
-
-    Raises:
-      OSError: If the file cannot be written.
-
-    Warns:
-      UserWarning: If lines of those steps are lost.
+    Warns if lines of steps before are lost.
     """
     on_first(self._keep_metrics, step)
 
@@ -177,12 +157,9 @@ class RunFolder:
     write_whole(path, ''.join(map(_line, kept.values())).encode())
 
   def log(self, metrics: dict[str, Any]) -> None:
-    """Appends a line to metrics.jsonl, or later if the disk is full.
+    """Appends JSON values to metrics.jsonl, or later if the disk is full.
 
     It waits for no other process, and raises nothing.
-
-    Args:
-      metrics: JSON values.
     """
     if not is_first():
       return
@@ -198,11 +175,7 @@ class RunFolder:
         )
 
   def flush(self) -> None:
-    """Makes sure that metrics.jsonl is on the disk.
-
-    Raises:
-      OSError: If it cannot be written.
-    """
+    """Makes sure that metrics.jsonl is on the disk, or raises ``OSError``."""
     on_first(self._write_lines)
 
   def _write_lines(self) -> None:

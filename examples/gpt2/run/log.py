@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import tqdm
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.processes import is_first
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.run.command import CommandError
+from examples.gpt2.run.events import Events
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 
@@ -39,19 +40,21 @@ class StepLog(contextlib.ExitStack):
   def __init__(
     self, config: Config, trainer: Trainer, folder: RunFolder, done: int
   ):
-    """Opens the log of a run of which some steps are done."""
     super().__init__()
     self._config, self._folder = config, folder
     self._tokens_per_step = config.batch_size * config.context_length
     self._peak_tokens_per_second = (
       hardware.peak_flops(jax.devices()[0])
       * jax.device_count()
-      / hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+      / trainer.flops_per_token
     )
     self._learning_rates = np.asarray(
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
-    self._events = self.enter_context(_open_events(config, folder, done))
+    self._events = None
+    if config.tensorboard and is_first():
+      events = Events(folder.path / 'tensorboard', done)
+      self._events = self.enter_context(events)
     self._bar = self.enter_context(
       tqdm.tqdm(
         total=config.steps,
@@ -82,11 +85,8 @@ class StepLog(contextlib.ExitStack):
   ) -> None:
     """Remembers a step that has been dispatched, and logs the one before it.
 
-    Args:
-      step: Number of the step.
-      metrics: What the step returned, still on the device.
-      diagnostics: What was measured before the step.
-      waited: Seconds in which the batch of the next step was made.
+    ``metrics`` may still be on the device; ``waited`` are the seconds in which
+    the batch of the next step was made.
     """
     self.finish_step()
     self._running = step, metrics, diagnostics, waited
@@ -94,12 +94,8 @@ class StepLog(contextlib.ExitStack):
   def finish_step(self, evaluation: dict[str, float] | None = None) -> None:
     """Waits for the dispatched step, if there is one, and logs it.
 
-    Args:
-      evaluation: Metrics to log with the step.
-
-    Raises:
-      NotFiniteError: If its loss or gradient is infinite or not a number, and
-        such steps are not to be left out.
+    Raises ``NotFiniteError`` if its loss or gradient is infinite or not a
+    number, and such steps are not to be left out.
     """
     if self._running is None:
       return
@@ -137,7 +133,8 @@ class StepLog(contextlib.ExitStack):
   def _stop_unless_skipping(self, step: int, values: dict[str, float]) -> None:
     if self._config.not_finite == 'skip':
       return
-    self._folder.flush()
+    with contextlib.suppress(OSError):  # A full disk is not what stops it.
+      self._folder.flush()
     found = ', '.join(f'{k} is {v}' for k, v in values.items())
     raise NotFiniteError(
       f'at step {step} {found}; the step changed no weights (evaluation before:'
@@ -155,24 +152,7 @@ class StepLog(contextlib.ExitStack):
     if 'val_loss' in metrics and is_first():
       self._bar.write(_describe(metrics))
     if self._events is not None:
-      for path, value in jax.tree.leaves_with_path(metrics):
-        # Layers count from 1.
-        keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
-        self._events.add_scalar('/'.join(keys), float(value), metrics['step'])
-
-
-def _open_events(config: Config, folder: RunFolder, done: int) -> Any:
-  """Opens TensorBoard's file, if it is wanted."""
-  if not config.tensorboard or not is_first():
-    return contextlib.nullcontext()
-  try:
-    import tensorboardX  # noqa: PLC0415  Others need not have it.
-  except ModuleNotFoundError as error:
-    raise UsageError(
-      '--tensorboard needs a package: pip install tensorboardX'
-    ) from error
-  path = folder.path / 'tensorboard'
-  return tensorboardX.SummaryWriter(str(path), purge_step=done + 1)
+      self._events.add(metrics)
 
 
 def _describe(metrics: dict[str, Any]) -> str:

@@ -15,31 +15,29 @@ from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import say
 from examples.gpt2.optim.diagnostics import Diagnostics
+from examples.gpt2.run import memory
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.command import CommandError, format_bytes
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
 from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
-from examples.gpt2.run.start import initial_model, initial_state
+from examples.gpt2.run.start import initial_params
 from examples.gpt2.run.step import Trainer, TrainState
 
 
 class StoppedError(CommandError):
-  """A signal has stopped the run.
+  """A signal has stopped the run; its number gives the exit status.
 
-  Attributes:
-    signal: Number of the signal.
-    status: 128 more, as shells have it (SIGTERM: 143, control-C: 130).
+  That is 128 more, as shells have it (SIGTERM: 143, control-C: 130).
   """
 
   def __init__(self, message: str, number: int):
-    super().__init__(message)
-    self.signal = number
+    super().__init__(message, number)
     self.status = 128 + number
 
-  def __reduce__(self) -> tuple[Any, ...]:
-    return type(self), (str(self), self.signal)
+  def __str__(self) -> str:
+    return str(self.args[0])
 
 
 class Loop:
@@ -57,7 +55,8 @@ class Loop:
     self._held_out, self._num_held_out = batches.validation_batch(
       tokens.validation, config, trainer.mesh
     )
-    self._model = initial_model(config, trainer, tokens)
+    self._initial_params = initial_params(config, trainer, tokens)
+    self._is_saved = True
     self._compile()
 
   def _compile(self) -> None:
@@ -66,6 +65,7 @@ class Loop:
     trainer = self._trainer
     batch = batches.batch_shape(self._config, trainer.mesh)
     self._take_step = trainer.step.lower(trainer.shapes, batch).compile()
+    memory.check(self._take_step, trainer.mesh)
     self._sequence_losses = trainer.sequence_losses.lower(
       trainer.shapes.params, self._held_out
     ).compile()
@@ -79,10 +79,7 @@ class Loop:
     )
 
   def run(self) -> Any:
-    """Takes the steps that are left.
-
-    Returns:
-      The final parameters.
+    """Takes the steps that are left, and returns the final parameters.
 
     Raises:
       NotFiniteError: If a loss or gradient is not finite and that is to stop
@@ -90,7 +87,7 @@ class Loop:
       StoppedError: If a signal came; a checkpoint has been saved.
       UsageError: If there are checkpoints but none is sound.
     """
-    config = self._config
+    config, path = self._config, self._folder.path
     with contextlib.ExitStack() as stack:
       self._checkpoints = stack.enter_context(
         Checkpoints(self._folder.checkpoints, config.keep)
@@ -101,23 +98,29 @@ class Loop:
         StepLog(config, self._trainer, self._folder, done)
       )
       self._stop = stack.enter_context(StopRequest())
-      profile = stack.enter_context(Profile(config, self._folder.path, done))
+      if config.profile:
+        profile = stack.enter_context(Profile(path / 'profile', done))
       try:
         batch = self._make_batch(done + 1)
         for step in range(done + 1, config.steps + 1):
-          profile.before(step, self._state)
+          if config.profile:
+            profile.before(step, self._state)
           batch = self._step(step, batch)
+        self._checkpoints.wait()
+        self._stop_if_asked(config.steps, self._stop.received())
       except NotFiniteError as error:
         raise self._explained(error) from error
     return self._state.params
 
   def _restore(self) -> tuple[int, TrainState]:
     """Returns the number of steps done, and the state after them."""
+    params, self._initial_params = self._initial_params, None
     found = self._checkpoints.restore(self._trainer.shapes)
-    if found is None:
-      return 0, initial_state(self._trainer, self._model)
-    say(f'going on after step {found[0]}, from its checkpoint')
-    return found
+    if found is not None:
+      say(f'going on after step {found[0]}, from its checkpoint')
+      return found
+    state = self._trainer.init()
+    return 0, state if params is None else state._replace(params=params)
 
   def _step(self, step: int, batch: jax.Array) -> jax.Array | None:
     """Takes a step, does what is due after it, and returns the next batch."""
@@ -136,38 +139,39 @@ class Loop:
 
   def _finish(self, step: int) -> None:
     """Evaluates, saves and stops where that is due."""
-    is_last = step == self._config.steps
+    loss = None
+    if self._is_due(step, self._config.eval_every):
+      loss = self._evaluate(step)
     received = self._stop.received()
-    evaluation: dict[str, float] = {}
-    if is_last or step % self._config.eval_every == 0:
-      with self._log.paused():
-        evaluation = {'val_loss': self._evaluate()}
-      if not math.isfinite(evaluation['val_loss']):
-        raise NotFiniteError(f'at step {step} {evaluation}.')
-      self._log.finish_step(evaluation)
-    is_due = step % self._config.checkpoint_every == 0
-    if is_last or is_due or received is not None:
+    if received or self._is_due(step, self._config.checkpoint_every):
       self._log.finish_step()
       with self._log.paused():
-        saved = self._save(step, evaluation.get('val_loss'))
-      if received is not None and not is_last:
-        self._end(step, received, saved)
+        self._is_saved = self._save(step, loss)
+    self._stop_if_asked(step, received)
+
+  def _is_due(self, step: int, every: int) -> bool:
+    return step % every == 0 or step == self._config.steps
 
   def _measure(self, step: int, batch: jax.Array) -> dict[str, Any]:
     """Returns the diagnostics of a step, nothing if none are due."""
     every = self._config.watch_every
-    is_last = step == self._config.steps
-    if not every or (step % every and not is_last):
+    if not every or not self._is_due(step, every):
       return {}
     self._log.finish_step()
     with self._log.paused():
       return self._diagnostics(self._state, batch)
 
-  def _evaluate(self) -> float:
-    """Returns the mean validation loss, nats a token."""
-    losses = self._sequence_losses(self._state.params, self._held_out)
-    counted = np.asarray(losses).ravel()[: self._num_held_out]
-    return float(np.mean(counted, dtype=float))
+  def _evaluate(self, step: int) -> float:
+    """Logs and returns the mean validation loss, nats a token."""
+    with self._log.paused():
+      losses = self._sequence_losses(self._state.params, self._held_out)
+      counted = np.asarray(losses).ravel()[: self._num_held_out]
+      loss = float(np.mean(counted, dtype=float))
+    evaluation = {'val_loss': loss}
+    if not math.isfinite(loss):
+      raise NotFiniteError(f'at step {step} {evaluation}.')
+    self._log.finish_step(evaluation)
+    return loss
 
   def _save(self, step: int, val_loss: float | None) -> bool:
     # Lines on the disk first, so that a checkpoint never misses one.
@@ -178,15 +182,16 @@ class Loop:
       return False
     return self._checkpoints.save(step, self._state, val_loss)
 
-  def _end(self, step: int, received: int, saved: bool) -> None:
-    """Raises, with what becomes of the run."""
-    saved = self._checkpoints.wait() and saved
-    name = signal.Signals(received).name
-    what = f'a checkpoint of step {step} has been saved'
+  def _stop_if_asked(self, step: int, received: int | None) -> None:
+    """Raises, with what becomes of the run, if there was a signal."""
+    if received is None:
+      return
+    self._is_saved = self._checkpoints.wait() and self._is_saved
+    name, saved = signal.Signals(received).name, 'no checkpoint could be saved'
+    if self._is_saved:
+      saved = f'a checkpoint of step {step} has been saved'
     raise StoppedError(
-      f'{name}: {what if saved else "no checkpoint could be saved"}; the same '
-      'command goes on from the last one.',
-      received,
+      f'{name}: {saved}; the same command goes on from the last one.', received
     )
 
   def _explained(self, error: NotFiniteError) -> NotFiniteError:

@@ -5,23 +5,20 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.config import Config
-
 _TRACED = (10, 15)
 """First and last step of a trace, after those that were done before."""
 
 
 class Profile:
-  """Writes a trace of some steps, if the settings ask for it.
+  """Writes a trace of some steps.
 
   As a context, it ends a trace that an error or a signal has cut short.
   """
 
-  def __init__(self, config: Config, folder: Path, done: int):
+  def __init__(self, folder: Path, done: int):
+    self._folder = folder
     self._first, self._last = (done + step for step in _TRACED)
-    self._is_wanted = config.profile
     self._is_tracing = False
-    self._folder = folder / 'profile'
 
   def __enter__(self) -> 'Profile':
     return self
@@ -32,13 +29,8 @@ class Profile:
       self._is_tracing = False
 
   def before(self, step: int, state: Any) -> None:
-    """Starts or ends the trace.
-
-    Args:
-      step: Step that is to be taken.
-      state: State before it.
-    """
-    if self._is_wanted and step == self._first:
+    """Starts or ends the trace before a step, which ``state`` is to take."""
+    if step == self._first:
       jax.profiler.start_trace(str(self._folder))
       self._is_tracing = True
     elif self._is_tracing and step > self._last:

@@ -1,6 +1,7 @@
 """Signals that ask a run to stop."""
 
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -16,7 +17,8 @@ _CALLS = itertools.count(1)
 class StopRequest:
   """Notes SIGTERM and control-C, so that a run can save before it stops.
 
-  As a context, it handles the signals. The second control-C interrupts at once.
+  As a context, it handles the signals. A control-C after one of them ends the
+  process at once, whatever that is waiting for.
   """
 
   def __init__(self) -> None:
@@ -24,11 +26,11 @@ class StopRequest:
     self._before: dict[int, Any] = {}
 
   def __enter__(self) -> 'StopRequest':
-    # Only the main thread may. With several processes, jax notes SIGTERM
-    # and tells the others of it.
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and jax.process_count() == 1:
-      for number in (signal.SIGTERM, signal.SIGINT):
+    if threading.current_thread() is threading.main_thread():  # No other may.
+      numbers = [signal.SIGINT]
+      if jax.process_count() == 1:
+        numbers.append(signal.SIGTERM)
+      for number in numbers:
         self._before[number] = signal.signal(number, self._note)
     return self
 
@@ -40,14 +42,15 @@ class StopRequest:
     """Returns the signal, or None; all processes must ask equally often."""
     if jax.process_count() > 1:
       # jax looks for the next number after the last that it was asked of.
-      if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
-        return signal.SIGTERM
-      return None
+      is_noted = multihost_utils.reached_preemption_sync_point(next(_CALLS))
+      return (self._received or signal.SIGTERM) if is_noted else None
     return self._received
 
   def _note(self, number: int, _: FrameType | None) -> None:
-    if self._received is not None and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    self._received = number
+    self._received = self._received or number
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if jax.process_count() > 1:
+      # jax notes it, and has all processes stop after the same step.
+      os.kill(os.getpid(), signal.SIGTERM)
     name = signal.Signals(number).name
     print(f'{name}: stopping after this step', file=sys.stderr, flush=True)

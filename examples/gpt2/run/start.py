@@ -1,30 +1,36 @@
-"""The state that a run starts from."""
+"""The weights that a run starts from."""
 
-import jax
+from typing import Any
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.files import Model, load_model
-from examples.gpt2.run.step import Trainer, TrainState
+from examples.gpt2.model.files import load_model
+from examples.gpt2.run.step import Trainer
 
 # What may differ between a model and the run that starts from it.
 _NOT_WEIGHTS = ('dtype', 'remat', 'unroll')
 
 
-def initial_model(
-  config: Config, trainer: Trainer, tokens: Tokens
-) -> Model | None:
-  """Reads the model of ``--init-from``, if there is one.
+def initial_params(config: Config, trainer: Trainer, tokens: Tokens) -> Any:
+  """Returns the weights of ``--init-from``, None without it.
 
-  Raises:
-    UsageError: If it is another model than that of the settings, or has another
-      tokenizer than the data.
+  Raises ``UsageError`` if its model is another than that of the settings, or
+  has another tokenizer than the data.
   """
   if config.init_from is None:
     return None
-  model = load_model(config.init_from)
-  _check_sizes(config, model.config, trainer.model_config)
+  model = load_model(config.init_from, trainer.mesh)
+  found, expected = vars(model.config), vars(trainer.model_config)
+  changes = ', '.join(
+    f'{name}: {found[name]} -> {expected[name]}'
+    for name in sorted(found)
+    if name not in _NOT_WEIGHTS and found[name] != expected[name]
+  )
+  if changes:
+    raise UsageError(
+      f'--init-from {config.init_from} holds another model than the settings '
+      f'say ({changes}).'
+    )
   tokenizers = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(tokenizers)) > 1:
     raise UsageError(
@@ -32,34 +38,4 @@ def initial_model(
       f'{config.data}: make tokens with it, by python -m '
       f'examples.gpt2.prepare --tokenizer {config.init_from}.'
     )
-  return model
-
-
-def _check_sizes(
-  config: Config, found: ModelConfig, expected: ModelConfig
-) -> None:
-  changes = ', '.join(
-    f'{name}: {value} -> {vars(expected)[name]}'
-    for name, value in sorted(vars(found).items())
-    if name not in _NOT_WEIGHTS and value != vars(expected)[name]
-  )
-  if changes:
-    raise UsageError(
-      f'--init-from {config.init_from} holds another model than the settings '
-      f'say ({changes}).'
-    )
-
-
-def initial_state(trainer: Trainer, model: Model | None) -> TrainState:
-  """Returns the first state, with random weights or those of a model."""
-  state = trainer.init()
-  if model is None:
-    return state
-  params = jax.tree.map(
-    lambda x, like: jax.make_array_from_callback(
-      x.shape, like.sharding, x.__getitem__
-    ),
-    model.params,
-    trainer.shapes.params,
-  )
-  return state._replace(params=params)
+  return model.params

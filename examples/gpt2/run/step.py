@@ -4,6 +4,7 @@ Letters at the end of a name give the axes of an array: A micro-batches, B
 sequences, T tokens.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -32,15 +33,10 @@ from examples.gpt2.optim.optimizers import make_optimizer
 
 
 class TrainState(NamedTuple):
-  """What a step changes.
+  """What a step changes."""
 
-  Attributes:
-    params: Tree of float32 parameters.
-    opt_state: State of the optimizer.
-  """
-
-  params: Any
-  opt_state: Any
+  params: Any  # Tree of float32 parameters.
+  opt_state: Any  # State of the optimizer.
 
 
 class Trainer:
@@ -60,8 +56,11 @@ class Trainer:
       attention logit of each layer before the step (``'qk_clip_max_logit'``,
       NaN where it is not due). If one of the first two is not finite, the state
       stays as it was but for its counters.
+    update: Compiled end of a step, from a state, which is donated, gradients
+      and, with QK-clip, the largest attention logits, shape (L, H), to the next
+      state.
     sequence_losses: Compiled function from parameters and tokens of shape
-      (A, B, T + 1) to the mean loss of each sequence, shape (A, B).
+      (A, B, T + 1) to the mean loss of each sequence, nats a token, (A, B).
   """
 
   def __init__(
@@ -73,14 +72,8 @@ class Trainer:
   ):
     """Makes a trainer; nothing is computed yet.
 
-    Args:
-      config: Resolved settings.
-      vocab_size: Number of token identifiers; the model's is rounded up.
-      mesh: Device mesh.
-      optimizer: Optimizer to take instead of that of the settings.
-
-    Raises:
-      UsageError: If the mesh does not fit the sizes.
+    ``vocab_size`` is the number of token identifiers, which the model rounds
+    up. Raises ``UsageError`` if the mesh does not fit the sizes.
     """
     self.mesh = mesh
     self.optimizer = optax.with_extra_args_support(
@@ -98,9 +91,27 @@ class Trainer:
     self.step = jax.jit(
       self._step, donate_argnums=0, out_shardings=(state_sharding, everywhere)
     )
+    self.update = jax.jit(
+      self._update, donate_argnums=0, out_shardings=state_sharding
+    )
     self.sequence_losses = jax.jit(
       self._sequence_losses, out_shardings=everywhere
     )
+
+  @property
+  def flops_per_token(self) -> float:
+    """FLOPs of a forward and backward pass, for each token.
+
+    Six for each weight of a matrix product and 12 T a feature of a layer for
+    attention, the masked half of it included, as is usual; recomputation does
+    not count.
+    """
+    config, params = self.model_config, sharding.by_path(self.shapes.params)
+    matrices = sum(x.size for k, x in params.items() if k.endswith('.kernel'))
+    if not config.untied_head:
+      matrices += config.vocab_size * config.width
+    attention = config.num_layers * config.width * config.context_length
+    return 6.0 * matrices + 12.0 * attention
 
   def model(self, params: Any) -> Transformer:
     """Returns the model with some parameters; to be traced."""
@@ -167,10 +178,7 @@ class Trainer:
     if logits_ALBH is not None:
       max_logits_LH = logits_ALBH.max((0, 2))
       metrics['qk_clip_max_logit'] = max_logits_LH.max(1)
-    updates, opt_state = self.optimizer.update(
-      gradients, state.opt_state, state.params, max_logits=max_logits_LH
-    )
-    params = optax.apply_updates(state.params, updates)
+    updated = self._update(state, gradients, max_logits_LH)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -178,8 +186,15 @@ class Trainer:
       is_counter = jnp.issubdtype(new.dtype, jnp.integer)
       return new if is_counter else jnp.where(is_finite, new, old)
 
-    state = jax.tree.map(keep, TrainState(params, opt_state), state)
-    return state, metrics
+    return jax.tree.map(keep, updated, state), metrics
+
+  def _update(
+    self, state: TrainState, gradients: Any, max_logits_LH: Any = None
+  ) -> TrainState:
+    updates, opt_state = self.optimizer.update(
+      gradients, state.opt_state, state.params, max_logits=max_logits_LH
+    )
+    return TrainState(optax.apply_updates(state.params, updates), opt_state)
 
   def _attend(self, opt_state: Any) -> Attend:
     """Returns attention as a step runs it: measured where QK-clip is due."""
@@ -191,7 +206,6 @@ class Trainer:
     return functools.partial(measured_attention, is_due=is_due)
 
   def _sequence_losses(self, params: Any, tokens_ABT: jax.Array) -> jax.Array:
-    """Returns the mean loss of each sequence, nats a token, shape (A, B)."""
     return jax.lax.map(
       lambda tokens_BT: sequence_losses(self.model(params), tokens_BT),
       tokens_ABT,
@@ -200,16 +214,12 @@ class Trainer:
 
 def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
   """Returns what the model is, with a rounded-up vocabulary."""
-  names = (
-    'context_length', 'num_layers', 'num_heads', 'width', 'mlp_width',
-    'architecture', 'qk_norm', 'untied_head', 'dtype', 'remat', 'unroll',
-  )  # fmt: skip
-  epsilon = config.norm_epsilon
-  if epsilon is None:
-    epsilon = NORM_EPSILON[config.architecture]
+  names = [field.name for field in dataclasses.fields(ModelConfig)]
   return ModelConfig(
-    vocab_size=padded_vocab_size(vocab_size),
-    norm_epsilon=epsilon,
-    init_std=config.init_std or INIT_STD,
-    **{name: getattr(config, name) for name in names},
+    **{name: getattr(config, name) for name in names}
+    | {
+      'vocab_size': padded_vocab_size(vocab_size),
+      'norm_epsilon': config.norm_epsilon or NORM_EPSILON[config.architecture],
+      'init_std': config.init_std or INIT_STD,
+    }
   )

@@ -73,7 +73,7 @@ def test_flops_of_a_token_are_the_known_formula(
     )
   )
   trainer = Trainer(config, 128, make_mesh('', jax.devices()[:1]))
-  found = hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+  found = trainer.flops_per_token
   # Four matrices of attention; two of the MLP, or three.
   matrices = {'gpt2': 4 + 2 * 4, 'llama': 4 + 3 * 4}[architecture]
   weights = layers * matrices * width**2 + 128 * width
@@ -87,10 +87,7 @@ def test_flops_of_the_small_preset_are_those_of_gpt2():
   )
   layers, width = sizes['num_layers'], sizes['width']
   weights = 12 * layers * width**2 + 50304 * width
-  assert (
-    hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
-    == 6 * weights + 12 * layers * width * 1024
-  )
+  assert trainer.flops_per_token == 6 * weights + 12 * layers * width * 1024
 
 
 def test_bytes_of_a_device_count_its_shards():
@@ -143,12 +140,13 @@ def test_versions_name_packages_and_devices():
   ('platform', 'kind', 'stats', 'expected'),
   [
     ('cpu', 'cpu', {'bytes_limit': 5}, None),
-    ('tpu', 'TPU v5 lite', {'bytes_limit': 5}, 5),
+    ('tpu', 'TPU v5 lite', {'bytes_limit': 5}, 15.75 * 2**30),
+    ('gpu', 'NVIDIA H100 80GB HBM3', {'bytes_limit': 5}, 5),
     ('tpu', 'TPU v5 lite', None, 15.75 * 2**30),
     ('gpu', 'of tomorrow', {}, None),
   ],
 )
-def test_memory_is_what_the_device_says_or_its_kind_has(
+def test_memory_is_what_the_kind_has_or_the_device_says(
   platform: str, kind: str, stats: dict | None, expected: float | None
 ):
   device = types.SimpleNamespace(

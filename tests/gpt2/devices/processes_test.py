@@ -165,7 +165,7 @@ def test_process_0_works_for_all():
   assert second['outcomes'][3:] == [
     ['UsageError', 'a flag'],
     ['OSError', 'a file'],
-    ['RuntimeError', "KeyError in process 0: 'a key'"],
+    ['RuntimeError', "in process 0: KeyError('a key')"],
   ]
   assert (first['calls'], second['calls']) == (6, 0)
   assert first['failed'] == second['failed'] == [True, False]

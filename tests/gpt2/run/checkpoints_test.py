@@ -447,7 +447,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
   with Checkpoints(folder, keep=1) as saved:
     assert saved.save(2, _state(2))
     with monkeypatch.context() as patch:
-      patch.setattr(checkpoints.shutil, 'rmtree', fail)
+      patch.setattr('shutil.rmtree', fail)
       with pytest.warns(RuntimeWarning, match='not deleted'):
         saved.wait()
     assert _steps(folder) == [1, 2]

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
@@ -115,6 +116,19 @@ def test_a_step_that_is_not_finite_stops_the_run(
   assert [line['step'] for line in folder.read_metrics()] == [1]
 
 
+def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
+  tmp_path: Path, trainer: Trainer, monkeypatch
+):
+  def fail(_) -> None:
+    raise OSError('no space left')
+
+  monkeypatch.setattr(RunFolder, 'flush', fail)
+  with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
+    log.begin_step(1, _metrics(math.nan), {}, 0.0)
+    with pytest.raises(NotFiniteError, match='train_loss is nan'):
+      log.finish_step()
+
+
 def test_a_step_that_is_not_finite_can_be_left_out(
   tmp_path: Path, trainer: Trainer
 ):
@@ -144,7 +158,7 @@ def test_the_speed_leaves_pauses_out(
   lines = folder.read_metrics()
   speeds = [128 / 2, 128 / 4, 128 / 0.5]
   assert [x['tokens_per_second'] for x in lines] == speeds
-  flops = hardware.flops_per_token(trainer.model_config, trainer.shapes.params)
+  flops = trainer.flops_per_token
   for line, speed in zip(lines, speeds, strict=True):
     share = flops * speed / (1e9 * jax.device_count())
     assert line['mfu'] == pytest.approx(share)
@@ -242,6 +256,38 @@ def test_tensorboard_gets_every_number(tmp_path: Path, trainer: Trainer):
   assert not any('noise' in name for _, name, _ in events)
 
 
+@pytest.mark.parametrize('works', [0, 2])
+def test_a_run_goes_on_without_tensorboard(
+  tmp_path: Path, trainer: Trainer, monkeypatch, works: int
+):
+  writer = pytest.importorskip('tensorboardX.event_file_writer').EventsWriter
+  flush, calls = writer.flush, itertools.count()
+
+  def flush_until_full(*args):
+    if next(calls) >= works:
+      raise OSError('no space left')
+    return flush(*args)
+
+  monkeypatch.setattr(writer, 'flush', flush_until_full)
+  folder = RunFolder(tmp_path)
+  with (
+    pytest.warns(UserWarning, match='TensorBoard.*no space left') as warned,
+    StepLog(_config(tensorboard=True), trainer, folder, 0) as log,
+  ):
+    for step in (1, 2, 3, 4):
+      log.begin_step(step, _metrics(), {}, 0.0)
+    log.finish_step()
+  assert sum('TensorBoard' in str(x.message) for x in warned) == 1
+  assert len(folder.read_metrics()) == 4
+
+
+def test_a_tensorboard_folder_that_cannot_be_made_is_told(tmp_path, trainer):
+  pytest.importorskip('tensorboardX')
+  (tmp_path / 'tensorboard').touch()
+  with pytest.warns(UserWarning, match='TensorBoard'):
+    StepLog(_config(tensorboard=True), trainer, RunFolder(tmp_path), 0).close()
+
+
 def test_tensorboard_is_not_written_unless_wanted(tmp_path: Path, trainer):
   with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
     log.begin_step(1, _metrics(), {}, 0.0)
@@ -280,6 +326,15 @@ def test_the_weights_that_are_looked_at_are_named(tiny: Config, monkeypatch):
   text = 'at step 5 .* With the weights after step 6, the largest'
   with pytest.raises(NotFiniteError, match=text):
     train(dataclasses.replace(tiny, watch_every=0))
+
+
+def test_a_step_that_cannot_fit_ends_before_it_is_taken(
+  tiny: Config, monkeypatch
+):
+  monkeypatch.setattr(hardware, 'memory_bytes', lambda _: 1000)
+  with pytest.raises(OutOfMemoryError, match='needs .* has 1000 B'):
+    train(tiny)
+  assert not (tiny.out_dir / 'metrics.jsonl').exists()
 
 
 def test_diagnostics_are_compiled_before_the_first_step(

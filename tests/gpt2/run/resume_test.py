@@ -353,6 +353,22 @@ def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
 
 
 @pytest.mark.slow
+def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
+  flags = '--steps', '20'
+  first, second = _start_pair(pair, 'stopped', flags)
+  metrics = pair / 'stopped' / 'metrics.jsonl'
+  while _num_lines(metrics) < 3:
+    assert first.poll() is None
+    time.sleep(0.05)
+  second.send_signal(signal.SIGINT)
+  assert _end([first, second]) == [143, 130]
+  log = (pair / 'stopped.log').read_text()
+  assert log.count('has been saved') == 2
+  assert _end(_start_pair(pair, 'stopped', flags)) == [0, 0]
+  assert 'going on after step' in (pair / 'stopped.log').read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='asks Linux')
 def test_a_full_disk_of_process_0_is_told_by_all(pair: Path):
   short = '--steps', '6', '--checkpoint-every', '3', '--eval-every', '6'
@@ -405,7 +421,11 @@ def test_lost_lines_of_metrics_are_told_and_none_is_doubled(
 def test_weights_that_are_not_finite_are_never_results(
   config: Config, monkeypatch
 ):
-  monkeypatch.setattr(Loop, '_evaluate', lambda _: float('nan'))
+  monkeypatch.setattr(
+    Trainer,
+    '_sequence_losses',
+    lambda _self, _params, tokens: jax.numpy.full(tokens.shape[:2], np.nan),
+  )
   with pytest.raises(NotFiniteError, match="step 4 {'val_loss': nan}"):
     train(dataclasses.replace(config, not_finite='skip'))
   assert not (config.out_dir / 'weights.safetensors').exists()

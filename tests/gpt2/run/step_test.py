@@ -311,3 +311,19 @@ def test_the_vocabulary_is_rounded_up(given: int, size: int):
   told = dataclasses.replace(config, norm_epsilon=1e-5, init_std=0.1)
   found = make_model_config(told, given)
   assert (found.norm_epsilon, found.init_std) == (1e-5, 0.1)
+
+
+@pytest.mark.slow
+def test_xla_moves_nothing_by_gathering_it_first(capfd):
+  mesh = make_mesh('data=2,fsdp=2,tensor=2')
+  trainer = Trainer(_config(width=128, context_length=128), 1024, mesh)
+  batch = jax.ShapeDtypeStruct(
+    (2, 8, 129), jnp.int32, sharding=batch_sharding(mesh)
+  )
+  # A program that is found in the cache has no warnings.
+  is_cached = jax.config.jax_enable_compilation_cache
+  jax.config.update('jax_enable_compilation_cache', False)
+  with jax.set_mesh(mesh):
+    trainer.step.lower(trainer.shapes, batch).compile()
+  jax.config.update('jax_enable_compilation_cache', is_cached)
+  assert 'full rematerialization' not in capfd.readouterr().err
