@@ -2,12 +2,13 @@
 
 from merit_optax._adam import scale_by_adam
 from merit_optax._attention import AttentionStatistics, attention_statistics
+from merit_optax._attention_heads import AttentionHeads
 from merit_optax._clip import elementwise_clip
 from merit_optax._describe import describe, describe_partition
 from merit_optax._flax import flax_dimension_numbers
 from merit_optax._keep_norms import keep_matrix_norms
 from merit_optax._merit import merit
-from merit_optax._qk_clip import AttentionHeads, qk_clip
+from merit_optax._qk_clip import qk_clip
 from merit_optax._statistics import merit_statistics
 from merit_optax._trust_ratio import (
   scale_by_l2_norm_trust_ratio,

@@ -38,6 +38,11 @@ def check_number(
     raise ValueError(f'{name} must be {accepted}, got {value!r}.')
 
 
+def is_integer(value: Any) -> bool:
+  """Returns whether a value is an integer, and no boolean."""
+  return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def check_at_least_zero(name: str, value: Any) -> None:
   """Raises ``ValueError`` unless ``value`` is a number in [0, inf)."""
   check_number(name, value, 'a finite number >= 0', lambda x: x >= 0)

@@ -1,13 +1,15 @@
 """A table that says how MERIT sees each parameter."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
+import inspect
 import math
 from typing import Any
 
 import jax
 import optax
 
-from merit_optax._dimension_numbers import MatrixAxes, path_name
+from merit_optax._arguments import check_weight_decay
+from merit_optax._dimension_numbers import MatrixAxes, path_names
 from merit_optax._masks import broadcast_mask, scaled_axes
 from merit_optax._norms import RATIOS
 from merit_optax._trust_ratio import WeightDimensionNumbers, check_ratios
@@ -42,7 +44,8 @@ def describe(
     decayed.
 
   Raises:
-    ValueError: If a spec does not fit its parameter, or ``ratios`` is wrong.
+    ValueError: If a spec does not fit its parameter, ``ratios`` or
+      ``weight_decay`` is wrong, or two paths are written the same.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -82,8 +85,9 @@ def describe_partition(
     parameter are named below it.
 
   Raises:
-    ValueError: If labels are not among the parts: it names their parameters.
-      Else as ``describe`` does.
+    ValueError: If ``parts`` holds other settings than those of ``describe``, or
+      labels are not among the parts: it names their parameters. Else as
+      ``describe`` does.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -96,6 +100,7 @@ def describe_partition(
     b          other   (2,)    -          -       -
     w          matrix  (3, 2)  1 x 3 x 2  row     yes
   """
+  _check_parts(parts)
   if callable(param_labels):
     param_labels = param_labels(params)
   # None is a label too, of parameters that nothing matched.
@@ -106,14 +111,8 @@ def describe_partition(
     is_leaf=lambda x: x is None,
   )
   treedef: Any = jax.tree.structure(params)
-  label_of = {
-    path_name(path): label
-    for (path, _), (label,) in zip(
-      jax.tree_util.tree_leaves_with_path(params),
-      treedef.flatten_up_to(labels),
-      strict=True,
-    )
-  }
+  flat_labels = [label for (label,) in treedef.flatten_up_to(labels)]
+  label_of = dict(zip(path_names(params), flat_labels, strict=True))
   unknown = {k: v for k, v in label_of.items() if v not in parts}
   if unknown:
     raise ValueError(
@@ -134,11 +133,26 @@ def describe_partition(
   return _table(table) + note
 
 
+def _check_parts(parts: Any) -> None:
+  """Raises ``ValueError`` unless parts are settings of ``describe``."""
+  known = inspect.signature(_rows).parameters.keys() - {'params'}
+  is_mapping = isinstance(parts, Mapping)
+  for settings in parts.values() if is_mapping else [()]:
+    fits = isinstance(settings, Mapping) and settings.keys() <= known
+    if settings is not None and not fits:
+      raise ValueError(
+        'parts must map each label to None or to a dictionary of arguments of '
+        f'describe ({", ".join(sorted(known))}), got {parts!r}.'
+      )
+
+
 def _shapes(params: Any) -> dict[str, tuple[str, ...]]:
   """Returns the row of each parameter that has no trust ratio."""
   return {
-    path_name(path): (str(tuple(param.shape)), '-', '-', '-')
-    for path, param in jax.tree_util.tree_leaves_with_path(params)
+    name: (str(tuple(param.shape)), '-', '-', '-')
+    for name, param in zip(
+      path_names(params), jax.tree.leaves(params), strict=True
+    )
   }
 
 
@@ -153,17 +167,20 @@ def _rows(
 ) -> dict[str, tuple[str, ...]]:
   """Returns the row of each parameter, without its name, by its name."""
   ratios = check_ratios(ratios)
+  if weight_decay is not None:
+    check_weight_decay('weight_decay', weight_decay)
   treedef: Any = jax.tree.structure(params)
   axes = scaled_axes(weight_dimension_numbers, trust_ratio_mask, params)
   has_decay = callable(weight_decay) or weight_decay != 0
   return {
-    path_name(path): (
+    name: (
       str(tuple(param.shape)),
       *_matrices_and_ratios(param.shape, leaf_axes, ratios),
       'yes' if decayed and has_decay else 'no',
     )
-    for (path, param), leaf_axes, decayed in zip(
-      jax.tree_util.tree_leaves_with_path(params),
+    for name, param, leaf_axes, decayed in zip(
+      path_names(params),
+      jax.tree.leaves(params),
       treedef.flatten_up_to(axes),
       treedef.flatten_up_to(broadcast_mask('mask', mask, params)),
       strict=True,

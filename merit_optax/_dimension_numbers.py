@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 import inspect
-import numbers
 from typing import Any, NamedTuple
 import warnings
 
 import jax
 import optax
+
+from merit_optax._arguments import is_integer
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 _NOT_GIVEN = object()
@@ -94,6 +95,23 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
 def path_name(path: tuple[Any, ...]) -> str:
   """Returns the path of a parameter as text, such as 'blocks/0/kernel'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
+
+
+def path_names(params: Any) -> list[str]:
+  """Returns the paths of all parameters as text.
+
+  Raises:
+    ValueError: If two of them are written the same.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  names = [path_name(path) for path, _ in leaves]
+  if len({*names}) < len(names):
+    twice = sorted({name for name in names if names.count(name) > 1})
+    raise ValueError(
+      f'params must differ in their paths when written with /, got {twice} '
+      'more than once.'
+    )
+  return names
 
 
 def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
@@ -190,7 +208,6 @@ def _normalize(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
   """Returns axes as a tuple of numbers in [0, ndim)."""
   axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
   for axis in axes:
-    is_number = isinstance(axis, numbers.Integral)
-    if not is_number or isinstance(axis, bool) or not -ndim <= axis < ndim:
+    if not is_integer(axis) or not -ndim <= axis < ndim:
       raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axis!r}')
   return tuple(int(axis) % ndim for axis in axes)

@@ -113,8 +113,9 @@ def _stacked_axes(
   pattern: str, stacked: int | Sequence[int], name: str, ndim: int
 ) -> tuple[int, ...]:
   """Returns the axes of a parameter that count layers and so on."""
-  axes = range(stacked) if isinstance(stacked, int) else stacked
-  if not all(-ndim <= axis < ndim for axis in axes):
+  axes = stacked if isinstance(stacked, Sequence) else range(int(stacked))
+  is_negative = not isinstance(stacked, Sequence) and stacked < 0
+  if is_negative or not all(-ndim <= axis < ndim for axis in axes):
     raise ValueError(
       f'stacked[{pattern!r}] must name some of the {ndim} axes of {name!r}, '
       f'got {stacked!r}.'

@@ -47,11 +47,13 @@ def keep_matrix_norms(
   :func:`merit_optax.scale_by_max_norm_trust_ratio` (biases, scales of norms,
   whatever a spec says to be a vector) pass through, since their size matters.
   Use :func:`optax.masked` to leave out matrices too. A matrix that is zero, or
-  would become zero, passes through as well.
+  would become zero, passes through as well. One whose norm would overflow
+  (above 1e19 in l2 and float32) becomes NaN.
 
   There is no state: the norm kept is that of the parameters as they come in.
-  So rounding adds up from step to step. It has no drift of one sign, and in
-  float32 it stays below 1e-5 of the norm over thousands of steps. The l2 norm
+  So rounding adds up from step to step. In float32 it has no drift of one sign
+  and stays below 1e-5 of the norm over thousands of steps; bfloat16 needs
+  float32 master weights. The l2 norm
   is a sum, so its last bits depend on the mesh; those of the max-norm do not.
 
   Args:
@@ -90,7 +92,7 @@ def keep_matrix_norms(
     Wen et al., `Fantastic Pretraining Optimizers and Where to Find Them II:
     Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
   """
-  if norm not in NORMS:
+  if not isinstance(norm, str) or norm not in NORMS:
     raise ValueError(f'norm must be one of {sorted(NORMS)}, got {norm!r}.')
 
   def keep(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
@@ -98,9 +100,13 @@ def keep_matrix_norms(
       return update
     w = widen(param)
     moved = w + widen(update)
-    kept = ratio(*(matrix_norms(x, axes, NORMS[norm]) for x in (w, moved)))
+    norms = [matrix_norms(x, axes, NORMS[norm]) for x in (w, moved)]
+    # An infinite norm would make a matrix of zeros, which nobody would notice.
+    kept = jnp.where(
+      jnp.isinf(norms[1]), jnp.nan, largest_ratio([ratio(*norms)])
+    )
     dtype = jnp.promote_types(update.dtype, param.dtype)
-    return (largest_ratio([kept]) * moved - w).astype(dtype)
+    return (kept * moved - w).astype(dtype)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     check_params(weight_dimension_numbers, params)

@@ -1,36 +1,26 @@
 """QK-clip: a bound on attention logits, set on the weights."""
 
-from collections.abc import Mapping
-import re
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 import optax
 
 from merit_optax import _arguments
-from merit_optax._dimension_numbers import find_nearest, path_name
+from merit_optax._attention_heads import (
+  AttentionHeads,
+  MisfitError,
+  check_heads,
+  check_params,
+  matching,
+  parameter_name,
+  spread,
+)
+from merit_optax._dimension_numbers import find_nearest
 from merit_optax._norms import widen
 from merit_optax._trust_ratio import NO_PARAMS_MESSAGE
-
-_QK_NORM = re.compile(r'(^|[/_])(q|k|qk|query|key)_?(layer_?)?(norm|ln)(/|_|$)')
-
-
-class AttentionHeads(NamedTuple):
-  """Where the heads of queries or of keys lie in a parameter.
-
-  Attributes:
-    axis: Axis that counts heads, or features of all heads, those of a head
-      beside each other. Negative ones suit a kernel and its bias alike.
-    layers: Axis that counts scanned layers, if there is one.
-    part: Axis of a fused projection along which queries and keys lie apart, and
-      which indices or slice of it are meant, such as ``(-2, 0)``, or
-      ``(-1, slice(0, 768))``; ``None`` if the parameter holds nothing else.
-  """
-
-  axis: int
-  layers: int | None = None
-  part: tuple[int, int | slice] | None = None
 
 
 def qk_clip(
@@ -62,13 +52,16 @@ def qk_clip(
   length. Not so a norm of queries and keys (QK-norm), behind which the scale of
   a projection changes nothing: ``init`` refuses parameters that are named like
   one. Nor does it suit keys of which a part is shared by all heads (multi-head
-  latent attention).
+  latent attention), or logits to which a bias is added (ALiBi, T5), which it
+  does not scale. For parameters in bfloat16 the bound holds to their rounding
+  only: keep float32 master weights.
 
   Args:
     threshold: Largest logit allowed, > 0; 100 in Kimi K2.
     query: Where heads of queries lie, by a regular expression to search for in
       the path of a parameter, such as ``{'query/': AttentionHeads(-2)}`` for
-      kernels of shape (model, heads, head_dim) and their biases.
+      kernels of shape (model, heads, head_dim) and their biases. The first one
+      that is found counts.
     key: Where heads of keys lie. In a fused projection the same paths as in
       ``query``, with another ``part``.
     num_key_heads: How many heads the keys have, where queries share them in
@@ -84,7 +77,8 @@ def qk_clip(
 
   Raises:
     ValueError: If an argument is wrong; by ``init`` if a pattern matches no
-      parameter, or parameters are named like QK-norm; by ``update`` if axes or
+      parameter, axes do not fit those that it matches, queries and keys are the
+      same elements, or parameters are named like QK-norm; by ``update`` if
       ``max_logits`` do not fit, or it is called without ``params``.
 
   Examples:
@@ -113,9 +107,16 @@ def qk_clip(
     <https://arxiv.org/abs/2507.20534>`_, 2025, section on QK-Clip.
   """
   _arguments.check_above_zero('threshold', threshold)
+  check_heads('query', query)
+  check_heads('key', key)
+  if num_key_heads is not None and not _is_count(num_key_heads):
+    raise ValueError(
+      'num_key_heads must be an integer >= 1 (named in static_args of '
+      f'optax.inject_hyperparams), got {num_key_heads!r}.'
+    )
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
-    _check_names(params, {*query, *key})
+    check_params(params, query, key)
     return optax.EmptyState()
 
   def update_fn(
@@ -134,50 +135,47 @@ def qk_clip(
     find = find_nearest(max_logits)
 
     def clip(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-      name, factor = path_name(path), jnp.ones((), jnp.float32)
-      for patterns, is_query in ((query, True), (key, False)):
-        for heads in _matching(patterns, name):
-          try:
-            scales = _scales(find(path), threshold, num_key_heads, is_query)
-            factor = factor * _spread(scales, heads, param.shape)
-          except (KeyError, IndexError, ValueError) as error:
-            raise ValueError(
-              f'max_logits must fit the parameter {name!r} of shape '
-              f'{param.shape} with {heads}: {error}.'
-            ) from None
+      sides = [(matching(x, path), x is query) for x in (query, key)]
+      if not any(heads for heads, _ in sides):
+        return update
+      factor = jnp.ones((), jnp.float32)
+      try:
+        logits = _logits(find, path)
+        for heads, is_query in sides:
+          if heads is not None:
+            scales = _scales(logits, threshold, num_key_heads, is_query)
+            factor = factor * spread(scales, heads, param.shape)
+      except MisfitError as error:
+        raise ValueError(
+          f'max_logits must fit the parameter {parameter_name(path)!r} of '
+          f'shape {param.shape}: {error}.'
+        ) from None
       return _scaled_update(param, update, factor)
 
-    return jax.tree_util.tree_map_with_path(clip, params, updates), state
+    clipped = jax.tree_util.tree_map_with_path(clip, params, updates)
+    return clipped, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _matching(
-  patterns: Mapping[str, AttentionHeads], name: str
-) -> list[AttentionHeads]:
-  """Returns what is said of a parameter: one entry, or none."""
-  return [x for pattern, x in patterns.items() if re.search(pattern, name)][:1]
+def _is_count(x: Any) -> bool:
+  return _arguments.is_integer(x) and x >= 1
 
 
-def _check_names(params: Any, patterns: set[str]) -> None:
-  """Raises ``ValueError`` for patterns without a match, and for QK-norm."""
-  paths = jax.tree_util.tree_leaves_with_path(params)
-  names = [path_name(path) for path, _ in paths]
-  if names in ([], ['']):  # A placeholder of optax.tree.map_params.
-    return
-  unused = [p for p in patterns if not any(re.search(p, n) for n in names)]
-  if unused:
-    raise ValueError(
-      'query and key must match a path each, got patterns that match none: '
-      f'{sorted(unused)}.'
-    )
-  norms = [name for name in names if _QK_NORM.search(name)]
-  if norms:
-    raise ValueError(
-      'qk_clip cannot bound logits behind QK-norm, where the scale of a '
-      f'projection changes nothing. These parameters look like one: {norms}. '
-      'Lower their scales instead, or do without one of the two.'
-    )
+def _logits(find: Callable[[Any], Any], path: Any) -> jax.Array:
+  """Returns the logits of a parameter's heads, on all devices."""
+  try:
+    logits = jnp.asarray(find(path))
+  except (KeyError, TypeError):
+    raise MisfitError(
+      'expected an array of shape (heads,) or (layers, heads), such as '
+      '.max_logit of attention_statistics, or a tree of them with one for it'
+    ) from None
+  if logits.ndim < 1 or not logits.size:
+    raise MisfitError(f'their shape {logits.shape} has no heads')
+  if any(jax.typeof(logits).sharding.spec):  # Of Explicit axes.
+    logits = jax.sharding.reshard(logits, PartitionSpec())
+  return logits
 
 
 def _scales(
@@ -190,41 +188,11 @@ def _scales(
   *layers, num_heads = max_logits.shape
   groups = num_key_heads or num_heads
   if num_heads % groups:
-    raise ValueError(f'{groups} key heads do not divide {num_heads} heads')
+    raise MisfitError(f'{groups} key heads do not divide {num_heads} heads')
   largest = widen(max_logits).reshape(*layers, groups, -1).max(-1)
   is_too_large = (largest > threshold) & jnp.isfinite(largest)
   scales = jnp.sqrt(threshold / jnp.where(is_too_large, largest, threshold))
   return jnp.repeat(scales, num_heads // groups if is_query else 1, axis=-1)
-
-
-def _spread(
-  scales: jax.Array, heads: AttentionHeads, shape: tuple[int, ...]
-) -> jax.Array:
-  """Returns the factors of a parameter, of size 1 along all other axes."""
-  every_axis = range(len(shape))
-  # Negative numbers count from the end, and others raise IndexError.
-  named = [every_axis[heads.axis]]
-  if heads.layers is not None:
-    named.insert(0, every_axis[heads.layers])
-  index = [slice(None)] * len(shape)
-  part_axis = None
-  if heads.part is not None:
-    part_axis, where = every_axis[heads.part[0]], heads.part[1]
-    if not isinstance(where, slice):
-      where = slice(where, where + 1 or None)
-    index[part_axis] = where
-  factor = jnp.ones(
-    [n if i in (*named, part_axis) else 1 for i, n in enumerate(shape)]
-  )
-  sizes = [factor[tuple(index)].shape[axis] for axis in named]
-  *layers, num_heads = scales.shape
-  if layers != sizes[:-1] or sizes[-1] % num_heads:
-    raise ValueError(f'their shape {scales.shape} is not that of its heads')
-  scales = jnp.repeat(scales, sizes[-1] // num_heads, axis=-1)
-  if named != sorted(named):
-    scales = scales.T
-  others = [axis for axis in every_axis if axis not in named]
-  return factor.at[tuple(index)].set(jnp.expand_dims(scales, others))
 
 
 def _scaled_update(

@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from merit_optax._dimension_numbers import MatrixAxes, matrix_axes, path_name
+from merit_optax._dimension_numbers import (
+  MatrixAxes,
+  matrix_axes,
+  path_name,
+  path_names,
+)
 from merit_optax._norms import NORMS, matrix_norms
 from merit_optax._trust_ratio import WeightDimensionNumbers
 
@@ -69,19 +74,14 @@ def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
     params: Tree of arrays.
     statistics: Tree like it of dictionaries.
   """
-  leaves = jax.tree_util.tree_leaves_with_path(params)
   treedef: Any = jax.tree.structure(params)
-  names = [path_name(path) for path, _ in leaves]
-  if len({*names}) < len(names):
-    twice = sorted({name for name in names if names.count(name) > 1})
-    raise ValueError(
-      f'params must differ in their paths when written with /, got {twice} '
-      'more than once.'
-    )
   return {
     f'{name}/{key}': value.astype(jnp.float32)
-    for name, (_, param), values in zip(
-      names, leaves, treedef.flatten_up_to(statistics), strict=True
+    for name, param, values in zip(
+      path_names(params),
+      jax.tree.leaves(params),
+      treedef.flatten_up_to(statistics),
+      strict=True,
     )
     if param.size
     for key, value in values.items()

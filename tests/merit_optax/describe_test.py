@@ -200,3 +200,21 @@ def test_bad_arguments():
     )
   with pytest.raises(ValueError, match='ratios must hold'):
     merit_optax.describe(_shapes(w=(2, 3)), ratios=('rows',))
+  with pytest.raises(ValueError, match='^weight_decay must be'):
+    merit_optax.describe(_shapes(w=(2, 3)), weight_decay=-1)
+
+
+def test_paths_that_are_written_the_same_are_refused():
+  params = {'a/b': jnp.ones((3, 2)), 'a': {'b': jnp.ones(5)}}
+  with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):
+    merit_optax.describe(params)
+  with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):
+    merit_optax.describe_partition(params, 'm', {'m': None})
+
+
+@pytest.mark.parametrize(
+  'parts', [['rest'], {'rest': optax.sgd(0.1)}, {'rest': {'learning_rate': 1}}]
+)
+def test_parts_that_are_no_settings_are_refused(parts):
+  with pytest.raises(ValueError, match=r'^parts must map .* ratios, '):
+    merit_optax.describe_partition(_shapes(w=(5, 4)), {'w': 'rest'}, parts)

@@ -320,7 +320,7 @@ def test_stacked_axes_that_do_not_lead():
   }
   last = {'mlp': {'kernel': _shape(8, 6, 3)}}
   assert _specs(last, stacked={'mlp': [-1]}) == {'mlp/kernel': ((0,), (1,))}
-  for axes in (3, (2,), (-3,)):
+  for axes in (3, -1, (2,), (-3,)):
     with pytest.raises(ValueError, match=r"stacked\['norm'\] must name"):
       _specs({'norm': {'scale': _shape(8, 3)}}, stacked={'norm': axes})
 

@@ -454,6 +454,8 @@ def test_gradients_pass_through_zeros():
 def test_an_unknown_norm_is_named():
   with pytest.raises(ValueError, match=r"norm must be one of .*'l2'.*'l1'"):
     merit_optax.keep_matrix_norms('l1')
+  with pytest.raises(ValueError, match='^norm must be'):
+    merit_optax.keep_matrix_norms(['l2'])
 
 
 def test_an_nnx_optimizer():
@@ -526,3 +528,14 @@ def test_kept_norms_bound_attention_logits_at_any_rate(norm):
   # Nor is the bound so wide that nothing would break it.
   assert jnp.all(largest_logit(train(keep)) > limit / 100)
   assert jnp.all(largest_logit(train(optax.identity())) > 100 * limit)
+
+
+def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
+  params = jnp.ones((2, 4, 4))
+  updates = jnp.zeros_like(params).at[1].set(1e20)
+  transform = merit_optax.keep_matrix_norms(
+    weight_dimension_numbers=optax.contrib.MuonDimensionNumbers((1,), (2,))
+  )
+  kept, _ = transform.update(updates, transform.init(params), params)
+  assert jnp.all(kept[0] == 0)
+  assert jnp.isnan(kept[1]).all()

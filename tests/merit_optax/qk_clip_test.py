@@ -3,6 +3,7 @@
 import functools
 
 import chex
+from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -244,8 +245,9 @@ def test_heads_and_features_in_one_axis():
   chex.assert_trees_all_equal(clipped, flat(expected))
 
 
+@pytest.mark.parametrize('spec', [P(), P('y')])
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_on_a_mesh_bit_for_bit(axis_type):
+def test_on_a_mesh_bit_for_bit(axis_type, spec):
   params, updates = _params(), jax.tree.map(jnp.sin, _params())
   logits = _max_logits(params)
   transform = merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY)
@@ -264,7 +266,7 @@ def test_on_a_mesh_bit_for_bit(axis_type):
       ),
       (updates, params),
     )
-    logits = jax.device_put(logits, NamedSharding(mesh, P()))
+    logits = jax.device_put(logits, NamedSharding(mesh, spec))
     actual = jax.jit(clip)(*placed, logits)
   chex.assert_trees_all_equal(*jax.device_get((actual, expected)))
 
@@ -284,7 +286,21 @@ def test_dtypes_stay(dtype):
 
 
 @pytest.mark.parametrize(
-  'name', ['query_norm', 'key_norm', 'q_norm', 'k_norm', 'query_ln', 'qk_norm']
+  'name',
+  [
+    'query_norm',
+    'key_norm',
+    'q_norm',
+    'k_norm',
+    'query_ln',
+    'qk_norm',
+    'q_rms_norm',
+    'query_rmsnorm',
+    'norm_k',
+    'RMSNorm_query',
+    'QKNorm_0',
+    'QueryNorm',
+  ],
 )
 def test_qk_norm_is_refused(name):
   params = {'attention': _params() | {name: {'scale': jnp.ones(6)}}}
@@ -321,15 +337,113 @@ def test_patterns_that_match_nothing_are_named():
     (jnp.ones(5), {}),
     (jnp.ones(_HEADS), {'num_key_heads': 3}),
     (jnp.ones(2 * _HEADS), {'num_key_heads': _HEADS}),
-    (jnp.ones(_HEADS), {'query': {'query/': _Heads(3)}}),
-    (jnp.ones(_HEADS), {'query': {'query/': _Heads(-2, layers=0)}}),
-    (jnp.ones(_HEADS), {'query': {'query/': _Heads(-2, part=(7, 0))}}),
     ({'query': jnp.ones(_HEADS)}, {}),
+    (400.0, {}),
+    (jnp.ones(0), {}),
+    ([1.0, 2.0, 3.0, 4.0], {}),
+    (merit_optax.AttentionStatistics(*[jnp.ones(_HEADS)] * 3), {}),
   ],
 )
 def test_logits_and_axes_that_do_not_fit(max_logits, options):
   with pytest.raises(ValueError, match=r"^max_logits must fit .*'(key|query)/"):
     _clip(_params(), max_logits, **options)
+
+
+@pytest.mark.parametrize(
+  'heads',
+  [
+    _Heads(3),
+    _Heads(-4),
+    _Heads(-2, layers=-2),
+    _Heads(-2, part=(7, 0)),
+    _Heads(-2, part=(0, _FEATURES)),
+    _Heads(-2, part=(0, -_FEATURES - 1)),
+    _Heads(-2, part=(0, slice(_FEATURES, 99))),
+    _Heads(-2, part=(0, slice(4, 99))),
+    _Heads(-2, part=(0, slice(2, 0))),
+  ],
+)
+def test_axes_and_parts_that_are_not_there(heads):
+  transform = merit_optax.qk_clip(1.0, query={'query/kernel': heads}, key=_KEY)
+  with pytest.raises(
+    ValueError, match=r"^query and key must fit .* 'query/kernel' .*Attention"
+  ):
+    transform.init(_params())
+
+
+@pytest.mark.parametrize(
+  'parts',
+  [
+    (None, None),
+    ((-3, 0), None),
+    ((-3, 0), (-3, 0)),
+    ((-3, 0), (-3, -3)),
+    ((-3, slice(0, 2)), (-3, 1)),
+    ((-3, 0), (-1, 0)),
+  ],
+)
+def test_queries_and_keys_must_lie_apart(parts):
+  query, key = ({'qkv': _Heads(-2, part=part)} for part in parts)
+  transform = merit_optax.qk_clip(1.0, query=query, key=key)
+  with pytest.raises(
+    ValueError, match="different parts of the parameter 'qkv'"
+  ):
+    transform.init({'qkv': jnp.ones((8, 3, 4, 6))})
+
+
+@pytest.mark.parametrize(
+  'heads',
+  [
+    {},
+    None,
+    'query/',
+    {'query/': -2},
+    {'query/': (-2,)},
+    {'query/': _Heads(-2.0)},
+    {'query/': _Heads(None)},
+    {'query/': _Heads(True)},
+    {'query/': _Heads(-2, layers='0')},
+    {'query/': _Heads(-2, part=-3)},
+    {'query/': _Heads(-2, part=(-3,))},
+    {'query/': _Heads(-2, part=(-3, True))},
+    {'query/': _Heads(-2, part=(-3, [0]))},
+  ],
+)
+def test_heads_that_are_none(heads):
+  with pytest.raises(ValueError, match='^query must map .*AttentionHeads'):
+    merit_optax.qk_clip(1.0, query=heads, key=_KEY)
+  with pytest.raises(ValueError, match='^key must map .*AttentionHeads'):
+    merit_optax.qk_clip(1.0, query=_QUERY, key=heads)
+
+
+@pytest.mark.parametrize('count', [0, -1, 2.0, '2', True, jnp.ones((), int)])
+def test_bad_numbers_of_key_heads(count):
+  with pytest.raises(
+    ValueError, match='^num_key_heads must be an integer >= 1'
+  ):
+    merit_optax.qk_clip(1.0, query=_QUERY, key=_KEY, num_key_heads=count)
+
+
+def test_other_parameters_are_left_as_they_are():
+  # Integers that float32 does not hold.
+  params = _params() | {'step': jnp.array([2**24 + 1])}
+  updates = optax.tree.zeros_like(params) | {'step': params['step']}
+  transform = merit_optax.qk_clip(20.0, query=_QUERY, key=_KEY)
+  clipped, _ = transform.update(
+    updates, transform.init(params), params, max_logits=jnp.full(_HEADS, 80.0)
+  )
+  assert clipped['step'] is updates['step']
+  assert clipped['value']['kernel'] is updates['value']['kernel']
+
+
+def test_patterns_do_not_see_the_value_of_nnx_variables():
+  params = nnx.state(
+    nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0)), nnx.Param
+  )
+  transform = merit_optax.qk_clip(
+    1.0, query={'query/kernel$': _Heads(-2)}, key={'key/kernel$': _Heads(-2)}
+  )
+  transform.init(params)
 
 
 @pytest.mark.parametrize('threshold', [0, -1.0, float('nan'), None, 'high'])
