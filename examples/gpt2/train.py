@@ -76,7 +76,10 @@ def train(config: Config) -> RunFolder:
 
 def _describe(trainer: Trainer, config: Config) -> str:
   settings = merit_settings(config)
-  shown = 'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios'
+  shown = (
+    'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios',
+    'weight_decay',
+  )  # fmt: skip
   return merit_optax.describe(
     trainer.shapes.params, **{name: settings[name] for name in shown}
   )
