@@ -26,11 +26,14 @@ class Run:
     arm: Name of the study's own optimizer, if it is not the trainer's.
     with_diagnostics: Whether attention and updates are measured, which takes a
       program of its own and some time.
+    attention: ``'mean'`` for a model in whose layers each token takes the mean
+      of the values so far.
   """
 
   config: Config
   arm: str = ''
   with_diagnostics: bool = False
+  attention: str = 'softmax'
 
   @property
   def identity(self) -> dict[str, Any]:
@@ -47,6 +50,8 @@ class Run:
       for name, value in identity(self.config).items()
       if value != defaults[name]
     }
+    if self.attention != 'softmax':
+      settings['attention'] = self.attention
     return settings | {
       'arm': self.arm,
       'with_diagnostics': self.with_diagnostics,

@@ -17,6 +17,7 @@ from examples.study import (
   conditions,
   hyperparameters,
   initialization,
+  mechanism,
 )
 from examples.study.plans import Result, Run, count_runs, execute
 from examples.study.scales import Scale
@@ -31,6 +32,7 @@ EXPERIMENTS: dict[str, Any] = {
   'conditions': conditions,
   'initialization': initialization,
   'compositions': compositions,
+  'mechanism': mechanism,
 }
 """Modules with ``plan``, ``section``, ``figure`` and ``TITLE``, by name."""
 

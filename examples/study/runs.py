@@ -15,9 +15,28 @@ from examples.gpt2.run import memory
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import Loop
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.step import Trainer, TrainState
 from examples.study.arms import make_optimizer
 from examples.study.plans import Run
+
+
+class _MeanOfValues(Trainer):
+  """A model in whose layers each token takes the mean of the values so far.
+
+  Attention with queries and keys of zero does. The gradients of their weights
+  are products with the other, so they stay zero with any optimizer.
+  """
+
+  def _init(self) -> TrainState:
+    state = super()._init()
+    for x in ('kernel', 'bias'):
+      qkv = state.params['blocks']['attention']['qkv']
+      qkv[x] = qkv[x].at[..., :2, :].set(0)
+    return state
+
+
+TRAINERS = {'softmax': Trainer, 'mean': _MeanOfValues}
+"""Models by the attention of a run."""
 
 
 def train(run: Run, work: Path) -> dict[str, Any]:
@@ -47,7 +66,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)
   optimizer = make_optimizer(run.arm, config) if run.arm else None
-  trainer = Trainer(config, tokens.vocab_size, mesh, optimizer)
+  trainer = TRAINERS[run.attention](config, tokens.vocab_size, mesh, optimizer)
   start = time.perf_counter()
   with RunFolder(work / run.key) as folder:
     identity = run.identity | {'corpus_sha256': tokens.sha256}

@@ -56,6 +56,7 @@ class Scale:
     *,
     arm: str = '',
     with_diagnostics: bool = False,
+    attention: str = 'softmax',
     token_share: float = 1.0,
     **changes: Any,
   ) -> Run:
@@ -67,6 +68,7 @@ class Scale:
       learning_rate: Peak learning rate.
       arm: Name of the study's own optimizer, if it is to replace that.
       with_diagnostics: Whether to measure attention and updates.
+      attention: Of the :class:`Run`.
       token_share: Tokens of the run over those of the scale.
       **changes: Settings of the trainer.
     """
@@ -85,7 +87,7 @@ class Scale:
     config = dataclasses.replace(
       config, steps=steps, eval_every=steps, watch_every=every
     )
-    return Run(config, arm, with_diagnostics)
+    return Run(config, arm, with_diagnostics, attention)
 
 
 _OPEN_WEB_TEXT = dict(

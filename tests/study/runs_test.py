@@ -5,14 +5,19 @@ from pathlib import Path
 import pickle
 import signal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import Loop, StoppedError
 from examples.study.plans import Result
 from examples.study.runner import Runner, RunsFailedError
-from examples.study.runs import train
+from examples.study.runs import TRAINERS, train
 from examples.study.scales import SCALES
 from examples.study.store import Store
 
@@ -52,9 +57,36 @@ def test_a_run_leaves_its_loss_and_diagnostics(scale, tmp_path):
 def test_arms_train(scale, tmp_path):
   losses = {
     arm: train(scale.run('merit', 8, 0.1, arm=arm), tmp_path / 'w')['loss']
-    for arm in ('', 'l2', 'decay_outside')
+    for arm in ('', 'adam > merit > clip > decay', 'muon > l2; adam 0.33')
   }
   assert len(set(losses.values())) == 3
+
+
+@pytest.mark.parametrize('optimizer', ['merit', 'adamw', 'lamb'])
+def test_without_attention_tokens_take_the_mean_of_values(scale, optimizer):
+  run = scale.run(optimizer, 8, 0.1, attention='mean')
+  assert run.key != scale.run(optimizer, 8, 0.1).key
+  config = dataclasses.replace(run.config, micro_batch_size=8)
+  mesh = make_mesh('', jax.devices()[:1])
+  trainer = TRAINERS['mean'](config, 257, mesh)
+  tokens = np.random.default_rng(0).integers(257, size=(1, 8, 17))
+  state = trainer.init()
+  for _ in range(3):
+    state, _ = trainer.step(state, jnp.asarray(tokens, jnp.int32))
+
+  def attend(query, key, value):
+    y, _ = causal_attention(query, key, value)
+    return y, (query, key, value, y)
+
+  _, seen = trainer.model(state.params).features(tokens[0, :, :-1], attend)
+  query, key, value, y = map(np.asarray, seen)
+  assert not query.any()
+  assert not key.any()
+  counts = np.arange(1, 17)[:, None, None]
+  np.testing.assert_allclose(
+    y, value.cumsum(axis=2) / counts, rtol=1e-4, atol=1e-6
+  )
+  assert np.abs(y).max() > 0
 
 
 def test_a_run_that_diverges_is_a_result(scale, tmp_path):
