@@ -104,15 +104,15 @@ def text(
   ]
   if records:
     parts += [claims.table(outcomes, scale), _provenance(records)]
-  for experiment, module in EXPERIMENTS.items():
-    parts.append(f'## {module.TITLE}')
-    if experiment in outcomes:
-      parts += [
-        f'![{module.TITLE}](figures/{experiment}.png)',
-        module.section(outcomes[experiment], scale),
-      ]
-    else:
-      parts.append('Not complete: runs are missing.')
+  for experiment, outcome in outcomes.items():
+    module = EXPERIMENTS[experiment]
+    parts += [
+      f'## {module.TITLE}',
+      f'![{module.TITLE}](figures/{experiment}.png)',
+      module.section(outcome, scale),
+    ]
+  if missing := [x for x in EXPERIMENTS if x not in outcomes]:
+    parts.append(f'Not complete, since runs are missing: {", ".join(missing)}.')
   return '\n\n'.join(filter(None, parts)) + '\n'
 
 
