@@ -51,7 +51,7 @@ def merit_statistics(
   given here, and schedules are read at the counts that the state has for them.
 
   Args:
-    learning_rate: As given to the :func:`merit_optax.merit` that is watched,
+    learning_rate: As given to the :func:`merit_optax.merit` that is measured,
       like all that follow.
     b1: See ``merit``.
     b2: See ``merit``.
@@ -100,8 +100,8 @@ def merit_statistics(
     >>> statistics = merit_optax.merit_statistics(**settings)
     >>> params = {'w': jnp.array([[4.0, 2.0], [1.0, 0.5]])}
     >>> gradients = {'w': jnp.ones((2, 2))}
-    >>> watched = statistics(gradients, optimizer.init(params), params)
-    >>> print(watched['w/decided_by_row'], watched['w/update_to_weight'])
+    >>> measured = statistics(gradients, optimizer.init(params), params)
+    >>> print(measured['w/decided_by_row'], measured['w/update_to_weight'])
     0.0 0.125
   """
   given = dict(locals())

@@ -53,8 +53,8 @@ def update_statistics(
     >>> import merit_optax
     >>> params = {'w': jnp.array([[4.0, 2.0], [1.0, 0.5]])}
     >>> updates = {'w': jnp.array([[1.0, 0.0], [0.0, 0.0]])}
-    >>> watched = merit_optax.update_statistics(updates, params)
-    >>> print(watched['w/update_to_weight'], watched['w/unmoved_rows'])
+    >>> measured = merit_optax.update_statistics(updates, params)
+    >>> print(measured['w/update_to_weight'], measured['w/unmoved_rows'])
     0.25 0.5
   """
   updates = align(updates, params)

@@ -14,7 +14,7 @@ Preset = Literal[
 
 
 class UsageError(ValueError):
-  """A mistake in the settings or the data that the user can mend."""
+  """A mistake in the settings or the data that the user can correct."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,7 +40,7 @@ def format_bytes(size: float) -> str:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-  """Ends the process with a message where the user can mend what is wrong.
+  """Ends the process with a message where the user can correct what is wrong.
 
   The status is 2 for a mistake in the settings or a file that cannot be read or
   written, that of a :class:`CommandError`, and 130 after control-C.
