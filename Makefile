@@ -24,7 +24,9 @@ PYTEST := $(RUN) pytest -n 2 --dist loadfile
 # Slow tests that start several processes and want all cores for themselves:
 # devices that wait for each other give up when they are starved.
 ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
-  tests/gpt2/run tests/study
+  tests/gpt2/run/checkpoints_test.py tests/gpt2/run/folder_test.py \
+  tests/gpt2/run/resume_test.py tests/study/main_test.py \
+  tests/study/runs_test.py
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all test-rest test-oldest test-newest lint docs package
