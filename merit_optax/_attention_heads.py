@@ -65,6 +65,7 @@ def _is_heads(x: Any) -> bool:
 
 
 def parameter_name(path: Any) -> str:
+  """Returns the path of a parameter as text, as patterns see it."""
   return path_name(path).removesuffix('/value')  # Of an NNX variable.
 
 

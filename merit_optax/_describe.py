@@ -136,14 +136,16 @@ def describe_partition(
 def _check_parts(parts: Any) -> None:
   """Raises ``ValueError`` unless parts are settings of ``describe``."""
   known = inspect.signature(_rows).parameters.keys() - {'params'}
-  is_mapping = isinstance(parts, Mapping)
-  for settings in parts.values() if is_mapping else [()]:
-    fits = isinstance(settings, Mapping) and settings.keys() <= known
-    if settings is not None and not fits:
-      raise ValueError(
-        'parts must map each label to None or to a dictionary of arguments of '
-        f'describe ({", ".join(sorted(known))}), got {parts!r}.'
-      )
+
+  def fits(settings: Any) -> bool:
+    is_mapping = isinstance(settings, Mapping)
+    return settings is None or (is_mapping and settings.keys() <= known)
+
+  if not isinstance(parts, Mapping) or not all(map(fits, parts.values())):
+    raise ValueError(
+      'parts must map each label to None or to a dictionary of arguments of '
+      f'describe ({", ".join(sorted(known))}), got {parts!r}.'
+    )
 
 
 def _shapes(params: Any) -> dict[str, tuple[str, ...]]:

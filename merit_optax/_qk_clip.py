@@ -135,8 +135,8 @@ def qk_clip(
     find = find_nearest(max_logits)
 
     def clip(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-      sides = [(matching(x, path), x is query) for x in (query, key)]
-      if not any(heads for heads, _ in sides):
+      sides = (matching(query, path), True), (matching(key, path), False)
+      if all(heads is None for heads, _ in sides):
         return update
       factor = jnp.ones((), jnp.float32)
       try:
