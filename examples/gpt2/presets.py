@@ -184,9 +184,10 @@ def _check_run(config: Config) -> None:
 
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
-  fields = dataclasses.asdict(config)
   return {
-    k: v for k, v in fields.items() if k not in _NOT_IDENTITY and v is not None
+    name: value
+    for name, value in vars(config).items()
+    if name not in _NOT_IDENTITY and value is not None
   }
 
 

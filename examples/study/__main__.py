@@ -156,7 +156,7 @@ def _scale(settings: Settings) -> Scale:
 
 def _largest(scale: Scale) -> Config:
   """Returns the settings of a run at the largest batch."""
-  return scale.run('merit', scale.largest_batch, 1.0).config
+  return scale.run('merit', scale.batch_sizes[-1], 1.0).config
 
 
 def _num_jobs(settings: Settings) -> int:

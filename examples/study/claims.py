@@ -4,20 +4,24 @@ from collections.abc import Callable, Mapping
 import math
 from typing import Any, NamedTuple
 
-from examples.study import attention_logits, batch_scaling, render
-from examples.study.clip_threshold import shares
-from examples.study.points import PAPER, Point
+from examples.study import render
+from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
+from examples.study.differences import difference
+from examples.study.experiments import (
+  ablation,
+  attention_logits,
+  batch_scaling,
+  clip_threshold,
+)
+from examples.study.points import Point
 from examples.study.scales import Scale
 
-# A difference counts if it exceeds this many standard errors (of three seeds),
-# and this many nats, which a grid of learning rates by the square root of two
-# may cost.
-_ERRORS = 3.0
-_LEAST = 0.01
-# And logits, this factor.
+# Logits differ if they do by this factor, of few seeds.
 _FACTOR = 1.1
-_REPRODUCED, _PARTLY = 'reproduced', 'partly'
-_NOT_HERE, _CONTRADICTED = 'not at this scale', 'contradicted'
+# And losses at too high a rate, nats.
+_LEAST = 0.01
+_REPRODUCED, _PARTLY, _CONTRADICTED = 'reproduced', 'partly', 'contradicted'
+_ONE_SEED = 'no verdict of one seed'
 
 
 class Finding(NamedTuple):
@@ -26,8 +30,8 @@ class Finding(NamedTuple):
   Attributes:
     claim: What the paper says, with its number.
     measured: What was measured.
-    verdict: ``'reproduced'``, ``'partly'``, ``'not at this scale'`` (no
-      difference that counts) or ``'contradicted'``.
+    verdict: ``'reproduced'``, ``'partly'``, ``'contradicted'``, or what
+      difference could have been seen where none was.
   """
 
   claim: str
@@ -56,42 +60,44 @@ def compare(first: Point, second: Point) -> str:
   has_diverged = [not math.isfinite(x.mean) for x in (first, second)]
   if any(has_diverged):
     return _judge_all([not has_diverged[0]], [not has_diverged[1]])
-  error = math.hypot(
-    *(point.std / math.sqrt(len(point.losses)) for point in (first, second))
-  )
-  difference = first.mean - second.mean
-  # Of one seed, the error is not known.
-  if math.isnan(error) or abs(difference) <= max(_ERRORS * error, _LEAST):
-    return _NOT_HERE
+  found = difference(first, second)
+  if math.isnan(found.high):
+    return _ONE_SEED
+  if found.low <= 0 <= found.high:
+    return f'no difference seen ({found.detectable:.3f} would have been)'
   # A loser whose learning rate is at the edge might do better.
-  if difference > 0:
-    return _NOT_HERE if first.tuned.is_at_edge else _CONTRADICTED
-  return _PARTLY if second.tuned.is_at_edge else _REPRODUCED
+  is_loser_at_edge = (first if found.mean > 0 else second).tuned.is_at_edge
+  if is_loser_at_edge:
+    return _PARTLY
+  return _CONTRADICTED if found.mean > 0 else _REPRODUCED
 
 
 def _judge_batches(
   outcome: batch_scaling.Outcome, scale: Scale
 ) -> list[Finding]:
   """Returns the claims on losses at large batch."""
-  most = scale.largest_batch
-  at = {name: point for (name, size), point in outcome.items() if size == most}
+  size = scale.batch_size
   pairs = {
     'Large batch: MERIT beats LAMB (GPT-2 small, 1K: 3.280 to 3.355)': (
-      'MERIT', 'LAMB',
+      MERIT, LAMB,
     ),
-    'Large batch: MERIT beats AdamW (3.280 to 3.470)': ('MERIT', 'AdamW'),
-    'Large batch: LAMB beats AdamW (3.355 to 3.470)': ('LAMB', 'AdamW'),
-    'QK-norm hurts AdamW at large batch': ('AdamW', 'AdamW, QK-norm'),
+    'Large batch: MERIT beats AdamW (3.280 to 3.470)': (MERIT, ADAMW),
+    'Large batch: LAMB beats AdamW (3.355 to 3.470)': (LAMB, ADAMW),
   }  # fmt: skip
   compared = [
-    Finding(
-      claim,
-      f'{first} {_format(at[first])}, {second} {_format(at[second])}',
-      compare(at[first], at[second]),
-    )
+    _compare(claim, outcome[first.name, size], outcome[second.name, size])
     for claim, (first, second) in pairs.items()
   ]
   return [*compared, _judge_largest_batch(outcome, scale)]
+
+
+def _compare(claim: str, first: Point, second: Point) -> Finding:
+  found = difference(first, second)
+  return Finding(
+    claim,
+    f'{first.name} {_format(first)}, {second.name} {_format(second)}: {found}',
+    compare(first, second),
+  )
 
 
 def _format(point: Point) -> str:
@@ -106,13 +112,16 @@ def _format(point: Point) -> str:
 def _judge_largest_batch(
   outcome: batch_scaling.Outcome, scale: Scale
 ) -> Finding:
-  largest = batch_scaling.largest_batches(outcome)
-  beaten = [largest['MERIT'] > largest[name] for name in ('AdamW', 'LAMB')]
-  lost = [largest['MERIT'] < largest[name] for name in ('AdamW', 'LAMB')]
-  ends = scale.batch_sizes[0], scale.largest_batch
+  largest = {
+    name: size
+    for name, size in batch_scaling.largest_batches(outcome).items()
+    if name in _NAMES
+  }
+  others = [size for name, size in largest.items() if name != MERIT.name]
+  ends = scale.batch_sizes[0], scale.batch_sizes[-1]
   grown = {
     name: outcome[name, ends[1]].mean - outcome[name, ends[0]].mean
-    for name in PAPER
+    for name in _NAMES
   }
   return Finding(
     'MERIT keeps its loss up to larger batches (GPT-2 medium: as good at 6K as '
@@ -121,8 +130,14 @@ def _judge_largest_batch(
     + ', '.join(f'{size} ({name})' for name, size in largest.items())
     + f'; from batch {ends[0]} to {ends[1]} the loss rises by '
     + _list(grown, render.format_loss),
-    _judge_all(beaten, lost),
+    _judge_all(
+      [largest[MERIT.name] > size for size in others],
+      [largest[MERIT.name] < size for size in others],
+    ),
   )
+
+
+_NAMES = [x.name for x in PAPER]
 
 
 def _judge_all(held: list[bool], failed: list[bool]) -> str:
@@ -131,7 +146,7 @@ def _judge_all(held: list[bool], failed: list[bool]) -> str:
     return _REPRODUCED
   if any(held) and not all(failed):
     return _PARTLY
-  return _CONTRADICTED if any(failed) else _NOT_HERE
+  return _CONTRADICTED if any(failed) else 'no difference seen'
 
 
 def _judge_logits(
@@ -139,12 +154,18 @@ def _judge_logits(
 ) -> list[Finding]:
   """Returns the claims on attention logits."""
   del scale
-  peaks = {
-    key: attention_logits.peak(result) for key, result in outcome.items()
+
+  def of(name: str, factor: int, bound: str = 'none'):
+    return outcome[name, bound, factor]
+
+  loss = attention_logits.mean_loss
+  last = {x: attention_logits.last_layer(of(x, 1)) for x in _NAMES}
+  at_four = {x: attention_logits.peak(of(x, 4)) for x in _NAMES}
+  lost = {x: loss(of(x, 4)) - loss(of(x, 1)) for x in _NAMES}
+  best_adamw = {
+    bound: min(loss(of(ADAMW.name, k, bound)) for k in attention_logits.FACTORS)
+    for bound in ('none', 'QK-norm')
   }
-  last = {name: peaks[name, 1][-1] for name in PAPER}
-  at_four = {name: max(peaks[name, 4]) for name in PAPER}
-  lost = {name: outcome[name, 4].loss - outcome[name, 1].loss for name in PAPER}
   return [
     Finding(
       'MERIT has the smallest attention logits in deep layers (GPT-2 medium, '
@@ -156,7 +177,7 @@ def _judge_logits(
       'MERIT keeps attention logits bounded, where others let them explode',
       'largest at 4 times the tuned learning rates: '
       + _list(at_four, render.format_logit),
-      _judge_smallest(at_four, _is_larger_logit),
+      _judge_bounded(at_four),
     ),
     Finding(
       'So MERIT is the more stable at high learning rates',
@@ -164,7 +185,30 @@ def _judge_logits(
       + _list(lost, render.format_loss),
       _judge_smallest(lost, lambda x, y: x > y + _LEAST),
     ),
+    Finding(
+      'QK-norm hurts AdamW at large batch',
+      'the best of 1, 2 and 4 times the learning rate: '
+      + ', '.join(
+        f'{render.format_loss(x)} (bound: {bound})'
+        for bound, x in best_adamw.items()
+      ),
+      _judge_all(
+        [best_adamw['QK-norm'] > best_adamw['none'] + _LEAST],
+        [best_adamw['QK-norm'] < best_adamw['none'] - _LEAST],
+      ),
+    ),
   ]
+
+
+def _judge_bounded(peaks: dict[str, float]) -> str:
+  """Returns the verdict on the claim that MERIT alone has bounded logits."""
+  exploded = {
+    name: peak > attention_logits.EXPLODED for name, peak in peaks.items()
+  }
+  if exploded[MERIT.name]:
+    return _CONTRADICTED
+  others = [exploded[x.name] for x in (ADAMW, LAMB)]
+  return _judge_all(others, [not x for x in others])
 
 
 def _is_larger_logit(x: float, y: float) -> bool:
@@ -175,10 +219,10 @@ def _judge_smallest(
   values: dict[str, float], is_larger: Callable[[float, float], bool]
 ) -> str:
   """Returns the verdict on the claim that MERIT has the smallest value."""
-  others = [value for name, value in values.items() if name != 'MERIT']
+  own = values[MERIT.name]
+  others = [value for name, value in values.items() if name != MERIT.name]
   return _judge_all(
-    [is_larger(x, values['MERIT']) for x in others],
-    [is_larger(values['MERIT'], x) for x in others],
+    [is_larger(x, own) for x in others], [is_larger(own, x) for x in others]
   )
 
 
@@ -186,13 +230,13 @@ def _list(values: dict[str, float], form: Callable[[float], str]) -> str:
   return ', '.join(f'{name} {form(value)}' for name, value in values.items())
 
 
-def _judge_parts(outcome: Any, scale: Scale) -> list[Finding]:
+def _judge_parts(outcome: ablation.Outcome, scale: Scale) -> list[Finding]:
   """Returns the claims of the ablation."""
   del scale
   full, arms = outcome
   claims = {
     'Row- and column-wise ratios help (3.280 to 3.304 without)': (
-      'weight-wise ratio only'
+      ablation.WEIGHT_ONLY
     ),
     'Maxima beat l2 norms (3.280 to 3.312)': 'l2 norms, element-wise',
     'The clip helps (3.280 to about 3.32 without)': 'no clip',
@@ -200,28 +244,19 @@ def _judge_parts(outcome: Any, scale: Scale) -> list[Finding]:
       'no weight-wise floor'
     ),
   }
-  return [
-    Finding(
-      claim,
-      f'{_format(full)}, {arm}: {_format(arms[arm])}',
-      compare(full, arms[arm]),
-    )
-    for claim, arm in claims.items()
-  ]
+  return [_compare(claim, full, arms[arm]) for claim, arm in claims.items()]
 
 
-def _judge_clip(outcome: Any, scale: Scale) -> list[Finding]:
+def _judge_clip(outcome: clip_threshold.Outcome, scale: Scale) -> list[Finding]:
   """Returns the claim on how often the clip binds."""
   del scale
-  _, result = outcome[1.0]
-  most = max((x for layer in shares(result) for x in layer), default=math.nan)
+  most = clip_threshold.largest_share(outcome[1, 1.0])
   return [
     Finding(
       'The clip binds rarely: its share peaks at 12 % (layer 6)',
-      'largest share of a layer at diagnostics steps: '
-      + ('diverged' if math.isnan(most) else f'{most:.1%}'),
+      f'largest share of a layer at diagnostics steps: {most:.1%}',
       _judge_all([most <= 0.12], [most > 0.12]),
-    )
+    ),
   ]
 
 

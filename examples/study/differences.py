@@ -69,8 +69,9 @@ def sentence(name: str, other: str, found: Difference) -> str:
     return f'{name} and {other}: {found}.'
   if found.low <= 0 <= found.high:
     return (
-      f'{name} and {other} do not differ by more than could be seen '
-      f'({found}; a difference of {found.detectable:.3f} would have been).'
+      f'{name} and {other} differ by no more than could be seen ({found}; '
+      f'{found.detectable:.3f} would have been seen in four of five such '
+      'experiments).'
     )
   word = 'lower' if found.mean < 0 else 'higher'
   return f'{name} has a {word} loss than {other}: {found}.'

@@ -7,6 +7,7 @@ the same plan counts runs ahead, has them trained, and reads them for a report.
 
 from collections.abc import Callable, Generator, Hashable, Mapping
 import dataclasses
+import functools
 import math
 from typing import Any, TypeAlias, TypeVar
 
@@ -35,7 +36,7 @@ class Run:
   with_diagnostics: bool = False
   attention: str = 'softmax'
 
-  @property
+  @functools.cached_property
   def identity(self) -> dict[str, Any]:
     """What decides the numbers of the run, but for its text; JSON values.
 
@@ -57,7 +58,7 @@ class Run:
       'with_diagnostics': self.with_diagnostics,
     }
 
-  @property
+  @functools.cached_property
   def key(self) -> str:
     """Hash of the identity."""
     return digest(self.identity)[:16]
@@ -134,7 +135,7 @@ def count_runs(plan: Plan[Any], known: Callable[[Run], Result | None]) -> int:
 
   def guess(runs: list[Run]) -> list[Result]:
     missing.update(run.key for run in runs if known(run) is None)
-    return [known(run) or Result(math.inf, {}) for run in runs]
+    return [known(run) or Result(0.0, {}) for run in runs]
 
   execute(plan, guess)
   return len(missing)

@@ -1,28 +1,15 @@
 """Points of comparison: a tuned optimizer at a batch size, with seeds."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 import statistics
 from typing import Any
 
-from examples.study.plans import Plan, Result, Run
-from examples.study.scales import DECAY, LEARNING_RATES, Scale
-from examples.study.tuning import Tuned, select, tune
-
-CONTENDERS: dict[str, dict[str, Any]] = {
-  'AdamW': {'optimizer': 'adamw'},
-  'LAMB': {'optimizer': 'lamb'},
-  'MERIT': {'optimizer': 'merit'},
-  'Muon': {'optimizer': 'muon'},
-  'AdamW, QK-norm': {'optimizer': 'adamw', 'qk_norm': True},
-}
-"""Settings of the optimizers that are compared, by name."""
-PAPER = ('AdamW', 'LAMB', 'MERIT')
-"""Those that the paper compares."""
-OTHER_DECAYS = (0.0, 0.1)
-"""Weight decays that are tried beside the first, at the largest batch."""
+from examples.study.contenders import Contender
+from examples.study.plans import Plan, Run, gather
+from examples.study.scales import Scale
+from examples.study.tuning import Tuned, select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,23 +19,14 @@ class Point:
   Attributes:
     name: Name of the contender.
     batch_size: Global batch, sequences.
-    tuned: Losses by learning rate.
-    decays: Losses at the best learning rate by weight decay, those that were
-      tried.
-    losses: Final losses at the best learning rate and decay, of seeds that took
-      no part in the tuning.
+    tuned: Losses by learning rate, and the one chosen.
+    losses: Final losses at that, of seeds that took no part in the tuning.
   """
 
   name: str
   batch_size: int
   tuned: Tuned
-  decays: dict[float, float]
   losses: tuple[float, ...]
-
-  @property
-  def weight_decay(self) -> float:
-    """The best weight decay."""
-    return min(self.decays, key=self.decays.__getitem__)
 
   @property
   def mean(self) -> float:
@@ -64,83 +42,134 @@ class Point:
 
 def find_point(
   scale: Scale,
-  name: str,
+  contender: Contender,
   batch_size: int,
   *,
+  num_seeds: int | None = None,
   start: float | None = None,
-  budget: int | None = None,
+  spread: int = 2,
   **changes: Any,
 ) -> Plan[Point]:
-  """Plans to tune a contender and to repeat it with several seeds.
-
-  The learning rate is tuned first and then, at the largest batch, the weight
-  decay, unless it is among the changes.
+  """Plans to choose a learning rate, and to judge it by fresh seeds.
 
   Args:
     scale: Size of the study.
-    name: Name of the contender.
+    contender: The optimizer.
     batch_size: Global batch, sequences.
-    start: First guess of the learning rate; that of the scale by default.
-    budget: Runs to tune it; those of the scale by default.
+    num_seeds: Runs that judge; those of the scale by default.
+    start: First guess of the learning rate; the contender's by default.
+    spread: Of :func:`examples.study.tuning.select`.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
-  settings = CONTENDERS[name] | changes
-  run = functools.partial(scale.run, batch_size=batch_size, **settings)
-  tuned = yield from tune(
-    lambda learning_rate: run(learning_rate=learning_rate),
-    start or LEARNING_RATES[settings['optimizer']],
-    budget or scale.budget,
+  tuned = yield from find_rate(
+    scale, contender, batch_size, start=start, spread=spread, **changes
   )
-  run = functools.partial(run, learning_rate=tuned.learning_rate)
-  decays = {settings.get('weight_decay', DECAY): tuned.loss}
-  if batch_size == scale.largest_batch and 'weight_decay' not in changes:
-    results = yield [run(weight_decay=x) for x in OTHER_DECAYS]
-    decays |= dict(zip(OTHER_DECAYS, _losses(results), strict=True))
-  best_decay = min(decays, key=decays.__getitem__)
-  results = yield [
-    run(weight_decay=best_decay, seed=seed)
-    # The first has been chosen for its luck.
-    for seed in range(1, scale.seeds + 1)
-  ]
-  return Point(name, batch_size, tuned, decays, tuple(_losses(results)))
+  return (
+    yield from judge(scale, contender, batch_size, tuned, num_seeds, **changes)
+  )
 
 
-def select_point(
-  name: str,
-  run: Callable[..., Run],
+def find_rate(
+  scale: Scale,
+  contender: Contender,
+  batch_size: int,
   *,
-  start: float,
-  seeds: int,
-) -> Plan[Point]:
-  """Plans to choose a learning rate by two seeds, and to judge it by others.
+  start: float | None = None,
+  spread: int = 2,
+  seeds: Sequence[int] | None = None,
+  **changes: Any,
+) -> Plan[Tuned]:
+  """Plans to choose a learning rate.
 
   Args:
-    name: Name of the contender.
-    run: Function from ``learning_rate`` and ``seed`` to a run.
-    start: First guess of the learning rate.
-    seeds: Runs that judge.
+    scale: Size of the study.
+    contender: The optimizer.
+    batch_size: Global batch, sequences.
+    start: First guess of the learning rate; the contender's by default.
+    spread: Of :func:`examples.study.tuning.select`.
+    seeds: Seeds that choose; those of the scale by default.
+    **changes: Further settings, as for :meth:`Scale.run`.
   """
-  selected = yield from select(
-    lambda rate, seed: run(learning_rate=rate, seed=seed), start
+
+  def run(learning_rate: float, seed: int) -> Run:
+    return contender.run(scale, batch_size, learning_rate, seed=seed, **changes)
+
+  return select(
+    run, start or contender.start, seeds or scale.tuning_seeds, spread
   )
-  best = run(learning_rate=selected.learning_rate, seed=0).config
+
+
+def judge(
+  scale: Scale,
+  contender: Contender,
+  batch_size: int,
+  tuned: Tuned,
+  num_seeds: int | None = None,
+  **changes: Any,
+) -> Plan[Point]:
+  """Plans to repeat the learning rate chosen with fresh seeds.
+
+  Args:
+    scale: Size of the study.
+    contender: The optimizer.
+    batch_size: Global batch, sequences.
+    tuned: What was chosen.
+    num_seeds: Number of seeds; that of the scale by default.
+    **changes: Further settings, as for :meth:`Scale.run`.
+  """
   results = yield [
-    run(learning_rate=selected.learning_rate, seed=seed)
-    for seed in range(1, seeds + 1)
+    contender.run(scale, batch_size, tuned.learning_rate, seed=seed, **changes)
+    for seed in range(1, (num_seeds or scale.num_seeds) + 1)
   ]
-  decays = {best.weight_decay: selected.loss}
-  return Point(name, best.batch_size, selected, decays, tuple(_losses(results)))
+  losses = tuple(result.loss for result in results)
+  return Point(contender.name, batch_size, tuned, losses)
 
 
-def run_at(scale: Scale, point: Point, **changes: Any) -> Run:
-  """Returns a run with diagnostics at a point, but for the changes."""
-  settings = CONTENDERS[point.name] | {
-    'batch_size': point.batch_size,
-    'learning_rate': point.tuned.learning_rate,
-    'weight_decay': point.weight_decay,
+def find_rates(scale: Scale, contender: Contender) -> Plan[dict[int, Tuned]]:
+  """Plans to choose a learning rate for every batch size of the scale.
+
+  It begins at the one of experiments that do not vary it; from there, the rate
+  of a batch is the first guess for the next.
+  """
+  middle = scale.batch_sizes.index(scale.batch_size)
+  first = yield from find_rate(scale, contender, scale.batch_size)
+  outward = {
+    'smaller': scale.batch_sizes[:middle][::-1],
+    'larger': scale.batch_sizes[middle + 1 :],
   }
-  return scale.run(with_diagnostics=True, **settings | changes)
+  found = yield from gather(
+    {
+      side: _find_next_rates(scale, contender, sizes, first)
+      for side, sizes in outward.items()
+    }
+  )
+  rates = {scale.batch_size: first} | found['smaller'] | found['larger']
+  return {size: rates[size] for size in scale.batch_sizes}
 
 
-def _losses(results: list[Result]) -> list[float]:
-  return [result.loss for result in results]
+def _find_next_rates(
+  scale: Scale, contender: Contender, sizes: Sequence[int], first: Tuned
+) -> Plan[dict[int, Tuned]]:
+  found: dict[int, Tuned] = {}
+  previous, tuned = scale.batch_size, first
+  for size in sizes:
+    tuned = yield from find_rate(
+      scale,
+      contender,
+      size,
+      start=scale_rate(tuned.learning_rate, size / previous),
+      spread=1,
+    )
+    found[size], previous = tuned, size
+  return found
+
+
+def scale_rate(learning_rate: float, factor: float) -> float:
+  """Returns a first guess for another batch, or for another number of steps.
+
+  Args:
+    learning_rate: The rate chosen for one.
+    factor: The other batch over that one, or the steps of that one over the
+      other's.
+  """
+  return learning_rate * math.sqrt(factor)

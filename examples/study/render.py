@@ -1,6 +1,6 @@
 """Numbers as text, and figures, that all sections of the report share."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import math
 from typing import Any
 
@@ -11,16 +11,19 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
 
+from examples.study.contenders import CONTENDERS  # noqa: E402
+from examples.study.differences import Difference  # noqa: E402
 from examples.study.points import Point  # noqa: E402
 from examples.study.tuning import Tuned  # noqa: E402
 
-COLORS = {
-  'AdamW': 'tab:blue',
-  'LAMB': 'tab:orange',
-  'MERIT': 'tab:green',
-  'Muon': 'tab:red',
-  'AdamW, QK-norm': 'tab:cyan',
-}
+COLORS = dict(
+  zip(
+    (x.name for x in CONTENDERS),
+    ('tab:blue', 'tab:orange', 'tab:green', 'tab:red', 'tab:purple'),
+    strict=True,
+  )
+)
+"""Colors by contender."""
 
 
 def markdown(rows: list[dict[str, str]]) -> str:
@@ -66,8 +69,13 @@ def format_point(point: Point) -> str:
   return f'{point.mean:.3f} ± {point.std:.3f}'
 
 
+def format_with_rate(point: Point) -> str:
+  """Returns the losses of a point as text, and the learning rate."""
+  return f'{format_point(point)} ({format_learning_rate(point.tuned)})'
+
+
 def format_learning_rate(tuned: Tuned) -> str:
-  """Returns the best learning rate, marked if it is at the edge."""
+  """Returns the learning rate chosen, marked if it is at the edge."""
   return f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
 
 
@@ -107,3 +115,57 @@ def limit_losses(axes: Any, tunings: Iterable[Tuned]) -> None:
   if finite:
     span = finite[len(finite) // 2] - finite[0] + 0.05
     axes.set_ylim(finite[0] - 0.1 * span, finite[0] + 3 * span)
+
+
+def draw_tunings(
+  panel_tunings: Mapping[str, Mapping[str, Tuned]], *, sharey: bool = True
+) -> Figure:
+  """Returns a figure of losses over learning rates.
+
+  Args:
+    panel_tunings: Tunings of contenders by the title of a panel, and by name.
+    sharey: Whether the panels have the same axis of losses.
+  """
+  result, (row,) = panels(1, len(panel_tunings), sharey=sharey)
+  for (title, tunings), axes in zip(panel_tunings.items(), row, strict=True):
+    for name, tuned in tunings.items():
+      draw_tuning(axes, tuned, name, color=COLORS[name])
+    axes.set_title(title)
+  for axes, tunings in zip(row, panel_tunings.values(), strict=True):
+    shown = panel_tunings.values() if sharey else [tunings]
+    limit_losses(axes, [tuned for x in shown for tuned in x.values()])
+  row[0].legend()
+  return result
+
+
+def draw_differences(
+  differences: Mapping[str, Difference], baseline: str, **options: Any
+) -> Figure:
+  """Returns a figure of bars with intervals; those that diverged have none.
+
+  Args:
+    differences: From the baseline, by name.
+    baseline: Its name.
+    **options: Of the bars.
+  """
+  result, ((axes,),) = panels(1, 1)
+  result.set_size_inches(8, 0.8 + 0.3 * len(differences))
+  found = [
+    x if math.isfinite(x.mean) else Difference(*[math.nan] * 4)
+    for x in differences.values()
+  ]
+  axes.barh(list(differences), [x.mean for x in found], alpha=0.7, **options)
+  axes.errorbar(
+    [x.mean for x in found],
+    list(differences),
+    xerr=[x.high - x.mean for x in found],
+    fmt='none',
+    capsize=3,
+    color='black',
+  )
+  axes.invert_yaxis()
+  axes.axvline(0, color='0.5', lw=1)
+  axes.set_xlabel(
+    f'validation loss over that of {baseline}, with 95 % intervals'
+  )
+  return result

@@ -7,17 +7,18 @@ from typing import Any
 
 from matplotlib import pyplot as plt
 
-from examples.study import (
+from examples.study import claims, summary
+from examples.study.experiments import (
   ablation,
   attention_logits,
   batch_scaling,
-  claims,
   clip_threshold,
   compositions,
-  conditions,
   hyperparameters,
   initialization,
   mechanism,
+  sensitivity,
+  steps_to_loss,
 )
 from examples.study.plans import Result, Run, count_runs, execute
 from examples.study.scales import Scale
@@ -25,14 +26,15 @@ from examples.study.store import Store
 
 EXPERIMENTS: dict[str, Any] = {
   'batch-scaling': batch_scaling,
+  'steps-to-loss': steps_to_loss,
+  'compositions': compositions,
   'attention-logits': attention_logits,
+  'mechanism': mechanism,
+  'initialization': initialization,
+  'sensitivity': sensitivity,
+  'hyperparameters': hyperparameters,
   'ablation': ablation,
   'clip-threshold': clip_threshold,
-  'hyperparameters': hyperparameters,
-  'conditions': conditions,
-  'initialization': initialization,
-  'compositions': compositions,
-  'mechanism': mechanism,
 }
 """Modules with ``plan``, ``section``, ``figure`` and ``TITLE``, by name."""
 
@@ -99,11 +101,13 @@ def text(
   parts = [
     f'# Results at scale {name}',
     f'Written by `python -m examples.study report --scale {name}` from the '
-    'results of runs. The README of examples/study describes the protocol, '
-    'and when a difference counts.',
+    'results of runs. The README of examples/study describes the protocol. '
+    'Intervals are those of 95 % for a difference of means.',
   ]
   if records:
-    parts += [claims.table(outcomes, scale), _provenance(records)]
+    parts += [summary.page(outcomes, scale), _provenance(records)]
+    if table := claims.table(outcomes, scale):
+      parts += ['## The claims of the paper', table]
   for experiment, outcome in outcomes.items():
     module = EXPERIMENTS[experiment]
     parts += [

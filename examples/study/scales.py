@@ -9,10 +9,16 @@ from examples.gpt2.presets import resolve
 from examples.study.plans import Run
 
 DECAY = 0.01
-"""Weight decay with which learning rates are tuned."""
-LEARNING_RATES = {'adamw': 4e-3, 'lamb': 2e-2, 'merit': 2e-2, 'muon': 1e-2}
-"""First guesses, by optimizer."""
+"""Weight decay of all runs, but where it is varied."""
+GPT2_INIT_STD = 0.02
+"""Standard deviation of the first weights of GPT-2 small."""
+_GPT2_WIDTH = 768
 _DIAGNOSTICS_STEPS = 20
+
+
+def init_std(width: int) -> float:
+  """Returns a standard deviation in GPT-2 small's proportion to the width."""
+  return float(f'{GPT2_INIT_STD * math.sqrt(_GPT2_WIDTH / width):.3g}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,30 +29,26 @@ class Scale:
     settings: Settings of the trainer.
     tokens: Tokens of a run, for every batch size.
     batch_sizes: Global batches, sequences, the smallest first.
+    batch_size: The one of experiments that do not vary it.
     widths: Widths of the residual stream, of which learning rates are compared.
-    budget: Runs to tune a learning rate.
-    seeds: Runs at a tuned point.
+    tuning_seeds: Seeds that choose learning rates, and judge nothing.
+    num_seeds: Runs that judge a learning rate.
     steps: Steps of every run, whatever its tokens; None for all.
   """
 
   settings: dict[str, Any]
   tokens: int
   batch_sizes: tuple[int, ...]
+  batch_size: int
   widths: tuple[int, ...]
-  budget: int = 7
-  seeds: int = 3
+  tuning_seeds: tuple[int, ...] = (0, 100)
+  num_seeds: int = 3
   steps: int | None = None
 
   @property
   def init_std(self) -> float:
-    """Standard deviation in GPT-2 small's proportion to the width."""
-    width = self.run('adamw', self.largest_batch, 1.0).config.width
-    return float(f'{0.02 * math.sqrt(768 / width):.3g}')
-
-  @property
-  def largest_batch(self) -> int:
-    """Sequences of the largest global batch."""
-    return self.batch_sizes[-1]
+    """Standard deviation of the first weights, in proportion to the width."""
+    return self.run('adamw', self.batch_size, 1.0).config.init_std
 
   def run(
     self,
@@ -57,10 +59,10 @@ class Scale:
     arm: str = '',
     with_diagnostics: bool = False,
     attention: str = 'softmax',
-    token_share: float = 1.0,
+    steps: int | None = None,
     **changes: Any,
   ) -> Run:
-    """Returns a run.
+    """Returns a run, by default with first weights in proportion to the width.
 
     Args:
       optimizer: Name of the optimizer.
@@ -69,7 +71,8 @@ class Scale:
       arm: Name of the study's own optimizer, if it is to replace that.
       with_diagnostics: Whether to measure attention and updates.
       attention: Of the :class:`Run`.
-      token_share: Tokens of the run over those of the scale.
+      steps: Steps of the run; those that make the tokens of the scale by
+        default.
       **changes: Settings of the trainer.
     """
     settings = self.settings | {'weight_decay': DECAY} | changes
@@ -81,8 +84,10 @@ class Scale:
         learning_rate=learning_rate,
       )
     )
+    if 'init_std' not in changes:
+      config = dataclasses.replace(config, init_std=init_std(config.width))
     per_step = batch_size * config.context_length
-    steps = self.steps or round(self.tokens * token_share / per_step)
+    steps = self.steps or steps or round(self.tokens / per_step)
     every = max(1, steps // _DIAGNOSTICS_STEPS) if with_diagnostics else 0
     config = dataclasses.replace(
       config, steps=steps, eval_every=steps, watch_every=every
@@ -102,7 +107,8 @@ SCALES = {
       micro_batch_size=8, unroll=3, eval_sequences=2048, checkpoint_every=10**6,
     ),
     tokens=2_500_000,
-    batch_sizes=(16, 32, 64, 128),
+    batch_sizes=(16, 32, 64, 128, 256),
+    batch_size=128,
     widths=(32, 64, 128),
   ),
   # For one GPU.
@@ -114,20 +120,23 @@ SCALES = {
     ),
     tokens=40_000_000,
     batch_sizes=(64, 128, 256, 512),
+    batch_size=256,
     widths=(192, 384, 768),
-    budget=3,
-    seeds=1,
+    tuning_seeds=(0,),
+    num_seeds=1,
   ),
   'small': Scale(
     settings=dict(preset='small', **_OPEN_WEB_TEXT),
     tokens=2_500_000_000,
     batch_sizes=(128, 256, 512, 1024),
+    batch_size=1024,
     widths=(384, 768, 1536),
   ),
   'medium': Scale(
     settings=dict(preset='medium', **_OPEN_WEB_TEXT),
     tokens=7_000_000_000,
     batch_sizes=(512, 1024, 2048, 4096),
+    batch_size=4096,
     widths=(512, 1024, 2048),
   ),
 }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Tuning of a learning rate."""
+"""The choice of a learning rate."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import statistics
@@ -8,8 +8,6 @@ from typing import TypeAlias
 
 from examples.study.plans import Plan, Run
 
-TUNING_SEEDS = (0, 100)
-"""Seeds that choose a learning rate, and judge nothing."""
 CLIFF = 0.1
 """Nats by which a loss must not rise at the next larger learning rate."""
 # Powers of √2 between the smallest and the largest rate of a tuning.
@@ -18,72 +16,58 @@ _WIDEST = 12
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-  """The losses of a tuning.
+  """The losses of a tuning, and what was chosen.
 
   Attributes:
-    losses: Final loss by learning rate, infinite where a run diverged.
+    losses: Mean of the final losses over seeds by learning rate, infinite where
+      a run diverged.
+    learning_rate: The learning rate chosen.
   """
 
   losses: dict[float, float]
-
-  @property
-  def learning_rate(self) -> float:
-    """The best learning rate."""
-    return min(self.losses, key=self.losses.__getitem__)
+  learning_rate: float
 
   @property
   def loss(self) -> float:
-    """The loss at the best learning rate."""
+    """The loss at the learning rate chosen."""
     return self.losses[self.learning_rate]
 
   @property
   def is_at_edge(self) -> bool:
-    """Whether the best is the smallest or the largest that was tried."""
+    """Whether that is the smallest or the largest that was tried."""
     return self.learning_rate in (min(self.losses), max(self.losses))
 
 
-@dataclasses.dataclass(frozen=True)
-class Selected(Tuned):
-  """The losses of a tuning with several seeds, and what was chosen.
-
-  Attributes:
-    losses: Mean of the final losses over seeds by learning rate.
-    choice: The learning rate chosen.
-  """
-
-  choice: float
-
-  @property
-  def learning_rate(self) -> float:
-    """The learning rate chosen."""
-    return self.choice
-
-
 def select(
-  make_run: Callable[[float, int], Run], start: float
-) -> Plan[Selected]:
-  """Plans to choose a learning rate by the mean over two seeds.
+  make_run: Callable[[float, int], Run],
+  start: float,
+  seeds: Sequence[int],
+  spread: int = 2,
+) -> Plan[Tuned]:
+  """Plans to choose a learning rate by the mean over seeds.
 
-  It begins with half the start, the start and twice the start, and goes on by
-  factors of 2 while the best is at an edge. Then it tries neighbours by √2 and
-  the second seed, until the best and both its neighbours have both seeds. A
-  rate is not chosen if the next larger one is much worse with one of the seeds.
+  It begins on both sides of the start, and goes on by the same factor while the
+  best is at an edge. Then it tries neighbours by √2 and the other seeds, until
+  the best and both its neighbours have all seeds. A rate is not chosen if the
+  next larger one is much worse with one of the seeds.
 
   Args:
     make_run: Function from a learning rate and a seed to the run with them.
     start: A first guess.
+    seeds: Seeds that choose the rate; they should judge nothing.
+    spread: Factor between the first rates, as a power of √2.
   """
   # By the power of √2 that is the learning rate over the start, and seed.
   losses: _Losses = {}
-  wanted = [(power, TUNING_SEEDS[0]) for power in (-2, 0, 2)]
+  wanted = [(power, seeds[0]) for power in (-spread, 0, spread)]
   while wanted:
     results = yield [
       make_run(_at(start, power), seed) for power, seed in wanted
     ]
     for (power, seed), result in zip(wanted, results, strict=True):
       losses.setdefault(power, {})[seed] = result.loss
-    wanted = _next_wanted(losses)
-  return Selected(
+    wanted = _next_wanted(losses, seeds, spread)
+  return Tuned(
     {
       _at(start, x): statistics.mean(losses[x].values()) for x in sorted(losses)
     },
@@ -94,17 +78,19 @@ def select(
 _Losses: TypeAlias = dict[int, dict[int, float]]
 
 
-def _next_wanted(losses: _Losses) -> list[tuple[int, int]]:
+def _next_wanted(
+  losses: _Losses, seeds: Sequence[int], spread: int
+) -> list[tuple[int, int]]:
   """Returns the powers and seeds to try next; none once all is known."""
   best, least, most = _best(losses), min(losses), max(losses)
   if best in (least, most) and most - least < _WIDEST:
-    return [(best - 2 if best == least else best + 2, TUNING_SEEDS[0])]
+    return [(best - spread if best == least else best + spread, seeds[0])]
   if all(math.isinf(loss) for loss in losses[best].values()):
     return []
   return [
     (power, seed)
     for power in (best - 1, best, best + 1)
-    for seed in TUNING_SEEDS
+    for seed in seeds
     if seed not in losses.get(power, {})
   ]
 
@@ -126,47 +112,6 @@ def _best(losses: _Losses) -> int:
 
   powers = [x for x in losses if not is_before_cliff(x)]
   return min(powers, key=rank) if powers else min(losses)
-
-
-def tune(
-  make_run: Callable[[float], Run], start: float, budget: int
-) -> Plan[Tuned]:
-  """Plans to tune a learning rate.
-
-  It begins with half the start, the start and twice the start, goes on by
-  factors of 2 while the best is at an edge, then tries √2 to both sides of the
-  best, and spends what is left on wider curves.
-
-  Args:
-    make_run: Function from a learning rate to the run with it.
-    start: A first guess.
-    budget: Number of runs, at least 3. All of them are used.
-  """
-  # By the power of √2 that is the learning rate over the start.
-  losses: dict[int, float] = {}
-  wanted = [-2, 0, 2]
-  while wanted:
-    results = yield [make_run(_at(start, power)) for power in wanted]
-    losses |= {
-      power: result.loss for power, result in zip(wanted, results, strict=True)
-    }
-    wanted = _next_powers(losses)[: budget - len(losses)]
-  return Tuned({_at(start, power): losses[power] for power in sorted(losses)})
-
-
-def _next_powers(losses: dict[int, float]) -> list[int]:
-  """Returns which powers to try next, never empty."""
-  least, most = min(losses), max(losses)
-  # If all diverged, the first is the best: smaller ones come next.
-  best = min(sorted(losses), key=losses.__getitem__)
-  if best == least:
-    return [least - 2]
-  if best == most:
-    return [most + 2]
-  between = [power for power in (best - 1, best + 1) if power not in losses]
-  if between:
-    return between
-  return [least - 2] if best - least < most - best else [most + 2]
 
 
 def _at(start: float, power: int) -> float:

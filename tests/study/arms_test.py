@@ -11,7 +11,7 @@ from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
 from examples.gpt2.optim import optimizers
 from examples.study.arms import make_optimizer
-from examples.study.compositions import COMPOSITIONS
+from examples.study.experiments.compositions import COMPOSITIONS
 from examples.study.scales import SCALES
 
 

@@ -10,7 +10,7 @@ from examples.study.tuning import Tuned
 
 
 def _point(*losses: float) -> Point:
-  return Point('x', 128, Tuned({0.1: 2.0}), {0.01: 2.0}, losses)
+  return Point('x', 128, Tuned({0.1: 2.0}, 0.1), losses)
 
 
 def test_the_interval_is_that_of_scipy():
@@ -43,7 +43,7 @@ def test_a_detectable_difference_is_detected_four_times_in_five():
   [
     ((1.50, 1.51), 'A has a lower loss than B'),
     ((1.70, 1.71), 'A has a higher loss than B'),
-    ((1.59, 1.62), 'do not differ by more than could be seen'),
+    ((1.59, 1.62), 'differ by no more than could be seen'),
     ((1.50, math.inf), 'runs diverged'),
     ((1.50,), 'no interval'),
   ],

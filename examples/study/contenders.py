@@ -1,0 +1,57 @@
+"""The optimizers of the study, and first guesses of their learning rates."""
+
+import dataclasses
+from typing import Any
+
+from examples.study.plans import Run
+from examples.study.scales import Scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+  """An optimizer of the study.
+
+  Attributes:
+    name: What the report calls it.
+    optimizer: The trainer's, which gives the betas too.
+    start: First guess of the learning rate, for some hundred steps.
+    arm: Chain in its place (see :mod:`examples.study.arms`).
+    settings: Settings of the trainer.
+  """
+
+  name: str
+  optimizer: str
+  start: float
+  arm: str = ''
+  settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def run(
+    self, scale: Scale, batch_size: int, learning_rate: float, **changes: Any
+  ) -> Run:
+    """Returns a run, with changes as for :meth:`Scale.run`."""
+    return scale.run(
+      self.optimizer,
+      batch_size,
+      learning_rate,
+      **{'arm': self.arm} | self.settings | changes,
+    )
+
+
+ADAMW = Contender('AdamW', 'adamw', 0.011)
+LAMB = Contender('LAMB', 'lamb', 0.028, 'adam corrected > decay > l2')
+MERIT = Contender('MERIT', 'merit', 0.028)
+MUON = Contender('Muon', 'muon', 0.028)
+KEPT = Contender(
+  'Muon, MERIT’s ratios, l2 norm kept',
+  'muon',
+  0.06,
+  'muon > merit > l2 > keep l2; adam 0.33',
+)
+"""The best of the experiment ``compositions``."""
+STACKED_LAMB = Contender('LAMB, a ratio for the stack', 'lamb', 0.028)
+"""``optax.lamb``, for which the layers that are scanned are one array."""
+
+PAPER = (ADAMW, LAMB, MERIT)
+"""Those that the paper compares."""
+CONTENDERS = (*PAPER, MUON, KEPT)
+"""Those that are compared at every batch."""

@@ -1,0 +1,1 @@
+"""The experiments of the study, each a plan, a section and a figure."""

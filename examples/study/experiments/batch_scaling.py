@@ -1,0 +1,152 @@
+"""Final loss against global batch, at equal tokens."""
+
+import math
+
+from matplotlib.figure import Figure
+
+from examples.study import render
+from examples.study.contenders import CONTENDERS, STACKED_LAMB, Contender
+from examples.study.differences import difference, sentence
+from examples.study.plans import Plan, gather
+from examples.study.points import Point, find_point, find_rates, judge
+from examples.study.scales import Scale
+
+TITLE = 'Loss against batch size'
+TOLERANCE = 0.02
+"""Nats over its best that an optimizer may lose at its largest batch."""
+
+Outcome = dict[tuple[str, int], Point]
+"""Points by contender and batch size."""
+
+
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans to tune all contenders at all batches."""
+  found = yield from gather(
+    {x.name: _plan_batches(scale, x) for x in CONTENDERS}
+  )
+  stacked = yield from find_point(scale, STACKED_LAMB, scale.batch_size)
+  outcome = {
+    (name, size): point
+    for name, points in found.items()
+    for size, point in points.items()
+  }
+  return outcome | {(stacked.name, stacked.batch_size): stacked}
+
+
+def _plan_batches(scale: Scale, contender: Contender) -> Plan[dict[int, Point]]:
+  rates = yield from find_rates(scale, contender)
+  return (
+    yield from gather(
+      {
+        size: judge(scale, contender, size, tuned, _num_seeds(scale, size))
+        for size, tuned in rates.items()
+      }
+    )
+  )
+
+
+def _num_seeds(scale: Scale, size: int) -> int:
+  is_large = size in scale.batch_sizes[-2:]
+  return scale.num_seeds + 2 * (is_large and scale.num_seeds > 1)
+
+
+def largest_batches(outcome: Outcome) -> dict[str, int]:
+  """Returns each optimizer's largest batch that loses at most TOLERANCE.
+
+  Losses are means over seeds; 0 if every batch diverged.
+  """
+  found = {}
+  for contender in CONTENDERS:
+    losses = {
+      size: point.mean
+      for (name, size), point in outcome.items()
+      if name == contender.name
+    }
+    limit = min(losses.values()) + TOLERANCE
+    good = [size for size, x in losses.items() if x <= limit < math.inf]
+    found[contender.name] = max(good, default=0)
+  return found
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns the tables, and the order at the largest batches."""
+  largest = largest_batches(outcome)
+  return '\n\n'.join(
+    [
+      'Mean and standard deviation over seeds:',
+      render.markdown(loss_rows(outcome, scale)),
+      *(_order(outcome, size) for size in scale.batch_sizes[-2:]),
+      'Largest batch whose loss is within '
+      f'{TOLERANCE:g} nats of the optimizer’s own best: '
+      + ', '.join(f'{name} {size}' for name, size in largest.items())
+      + '.',
+      'All losses of the tuning, by learning rate:',
+      render.markdown([_tuning_row(point) for point in outcome.values()]),
+    ]
+  )
+
+
+def loss_rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
+  """Returns the rows of a table of losses, a column for each batch."""
+  names = dict.fromkeys(name for name, _ in outcome)
+  return [
+    {'optimizer': name}
+    | {
+      f'batch {size}': render.format_point(outcome[name, size])
+      if (name, size) in outcome
+      else ''
+      for size in scale.batch_sizes
+    }
+    for name in names
+  ]
+
+
+def _order(outcome: Outcome, size: int) -> str:
+  """Returns whether each contender differs from the next best one."""
+  points = [outcome[x.name, size] for x in CONTENDERS]
+  points.sort(key=lambda point: point.mean)
+  return f'Batch {size}: ' + ' '.join(
+    sentence(better.name, worse.name, difference(better, worse))
+    for better, worse in zip(points, points[1:], strict=False)
+  )
+
+
+def _tuning_row(point: Point) -> dict[str, str]:
+  return {
+    'optimizer': point.name,
+    'batch': str(point.batch_size),
+    'learning rate': render.format_learning_rate(point.tuned),
+    'by learning rate': render.format_losses(point.tuned.losses),
+  }
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws loss over batch, and over learning rate at one batch."""
+  result, ((left, right),) = render.panels(1, 2)
+  for contender in CONTENDERS:
+    name, color = contender.name, render.COLORS[contender.name]
+    points = [p for p in outcome.values() if p.name == name]
+    drawn = [p for p in points if math.isfinite(p.mean)]
+    left.errorbar(
+      [p.batch_size for p in drawn],
+      [p.mean for p in drawn],
+      [p.std for p in drawn],
+      fmt='o-',
+      capsize=3,
+      color=color,
+      label=name,
+    )
+    render.draw_tuning(
+      right, outcome[name, scale.batch_size].tuned, name, color=color
+    )
+  left.set_xscale('log', base=2)
+  left.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
+  left.set_xlabel('global batch, sequences')
+  left.set_ylabel('validation loss')
+  left.set_title('tuned, equal tokens')
+  left.legend(fontsize=8)
+  render.limit_losses(
+    right, [outcome[x.name, scale.batch_size].tuned for x in CONTENDERS]
+  )
+  right.set_title(f'tuning at batch {scale.batch_size}')
+  return result

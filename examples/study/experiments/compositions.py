@@ -1,0 +1,150 @@
+"""Optimizers taken apart: direction, size of the step, norm kept."""
+
+import dataclasses
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from examples.study import render
+from examples.study.contenders import ADAMW, KEPT, MUON, Contender
+from examples.study.differences import difference, sentence
+from examples.study.plans import Plan, gather
+from examples.study.points import Point, find_point, scale_rate
+from examples.study.scales import Scale
+
+TITLE = 'Compositions'
+BASELINE = MUON.name
+"""What a composition has to beat."""
+_SEEDS, _MOST_SEEDS = 3, 8
+_FINALISTS = 2
+"""Compositions that get more seeds, and are tried at twice the batch."""
+
+_SIZES = {
+  'l2 ratio': ('decay > l2', 0.02),
+  'max ratio': ('decay > max', 0.02),
+  'row or matrix ratio': ('decay > row', 0.02),
+  'MERIT’s ratios': ('decay > merit > clip', 0.028),
+  'l2 norm kept': ('l2 > keep l2', 0.06),
+  'max-norm kept': ('max > keep max', 0.06),
+  'MERIT’s ratios, l2 norm kept': ('merit > l2 > keep l2', 0.06),
+}
+"""Parts after the direction, and a first guess of the rate, by name."""
+_TWICE = f'{KEPT.name} at twice the size'
+
+
+def _compositions() -> dict[str, Contender]:
+  directions = {'Adam': 'adamw', 'Muon': 'muon'}
+  found = [ADAMW, MUON] + [
+    Contender(
+      f'{direction}, {size}',
+      optimizer,
+      start,
+      f'{direction.lower()} > {parts}; adam 0.33',
+    )
+    for direction, optimizer in directions.items()
+    for size, (parts, start) in _SIZES.items()
+  ]
+  merit_on_the_rest = dataclasses.replace(
+    KEPT,
+    name=f'{KEPT.name}; MERIT on the rest',
+    arm=KEPT.arm.replace('; adam', '; merit'),
+  )
+  twice = dataclasses.replace(KEPT, name=_TWICE)
+  return {x.name: x for x in (*found, merit_on_the_rest, twice)}
+
+
+COMPOSITIONS = _compositions()
+"""What is compared, by name."""
+
+Outcome = tuple[dict[str, Point], dict[str, Point], dict[str, Point]]
+"""All points by name; the best with more seeds; those at twice the batch."""
+
+
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans all compositions, and the best of them again."""
+  points = yield from gather(
+    {name: _find_point(scale, name) for name in COMPOSITIONS}
+  )
+  names = [*_best(points)[:_FINALISTS], BASELINE]
+  confirmed = yield from gather(
+    {name: _find_point(scale, name, num_seeds=_MOST_SEEDS) for name in names}
+  )
+  doubled = yield from gather(
+    {
+      name: _find_point(
+        scale,
+        name,
+        2,
+        start=scale_rate(points[name].tuned.learning_rate, 2),
+        spread=1,
+      )
+      for name in names
+    }
+  )
+  return points, confirmed, doubled
+
+
+def _find_point(
+  scale: Scale, name: str, factor: int = 1, **options: Any
+) -> Plan[Point]:
+  """Plans a composition at a multiple of the batch size."""
+  options = {'num_seeds': _SEEDS} | options
+  return find_point(
+    scale,
+    COMPOSITIONS[name],
+    factor * scale.batch_size,
+    **options,
+    **_changes(name, scale),
+  )
+
+
+def _changes(name: str, scale: Scale) -> dict[str, Any]:
+  return {'init_std': 2 * scale.init_std} if name == _TWICE else {}
+
+
+def _best(points: dict[str, Point]) -> list[str]:
+  """Returns the names of the compositions, the best first."""
+  names = [name for name in points if name != BASELINE]
+  return sorted(names, key=lambda name: points[name].mean)
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns a table of all, and what is known of the best."""
+  points, confirmed, doubled = outcome
+  size = scale.batch_size
+  rows = [
+    {
+      'hidden matrices': name,
+      f'loss, batch {size}': render.format_point(points[name]),
+      f'over {BASELINE}': str(difference(points[name], points[BASELINE])),
+      'learning rate': render.format_learning_rate(points[name].tuned),
+    }
+    for name in [BASELINE, *_best(points)]
+  ]
+  finalists = [name for name in confirmed if name != BASELINE]
+  return '\n\n'.join(
+    [
+      'A direction, the size of its step, and whether the norm of each matrix '
+      'is kept. All other parameters: Adam without bias correction at a third '
+      'of the rate, unless said; AdamW and Muon are the trainer’s. The '
+      'interval is one of 95 %.',
+      render.markdown(rows),
+      *(
+        f'Batch {batch}, {len(of[name].losses)} seeds: '
+        + sentence(name, BASELINE, difference(of[name], of[BASELINE]))
+        for name in finalists
+        for batch, of in ((size, confirmed), (2 * size, doubled))
+      ),
+    ]
+  )
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws each composition's loss over the baseline's."""
+  del scale
+  points, _, _ = outcome
+  found = {
+    name: difference(points[name], points[BASELINE]) for name in _best(points)
+  }
+  colors = ['tab:red' if x.startswith('Muon') else 'tab:blue' for x in found]
+  return render.draw_differences(found, BASELINE, color=colors)

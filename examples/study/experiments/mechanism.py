@@ -1,0 +1,74 @@
+"""Whether MERIT's lead is about attention logits: a model that has none."""
+
+from matplotlib.figure import Figure
+
+from examples.study import render
+from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
+from examples.study.differences import difference, sentence
+from examples.study.plans import Plan, gather
+from examples.study.points import Point, find_point
+from examples.study.scales import Scale
+
+TITLE = 'Mechanism: without attention logits'
+_SEEDS = 5
+MODELS = {'attention': 'softmax', 'mean of values': 'mean'}
+"""What mixes tokens, by name."""
+
+Outcome = dict[tuple[str, str], Point]
+"""Points by model and contender."""
+
+
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans to choose each optimizer's rate, with attention and without."""
+  return gather(
+    {
+      (model, contender.name): find_point(
+        scale,
+        contender,
+        scale.batch_size,
+        num_seeds=_SEEDS,
+        attention=attention,
+      )
+      for model, attention in MODELS.items()
+      for contender in PAPER
+    }
+  )
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns the losses, and whether the lead stays without attention."""
+  rows = [
+    {'what mixes tokens': model}
+    | {x.name: render.format_with_rate(outcome[model, x.name]) for x in PAPER}
+    for model in MODELS
+  ]
+  return '\n\n'.join(
+    [
+      f'Batch {scale.batch_size}. In the control, queries and keys are zero '
+      'and stay so: each token takes the mean of the values so far. Mean and '
+      f'standard deviation over {_SEEDS} seeds, and the learning rate:',
+      render.markdown(rows),
+      *(
+        f'With {model}: '
+        + sentence(
+          MERIT.name,
+          rival.name,
+          difference(outcome[model, MERIT.name], outcome[model, rival.name]),
+        )
+        for rival in (ADAMW, LAMB)
+        for model in MODELS
+      ),
+    ]
+  )
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws the tunings, a panel for each model."""
+  del scale
+  return render.draw_tunings(
+    {
+      model: {x.name: outcome[model, x.name].tuned for x in PAPER}
+      for model in MODELS
+    },
+    sharey=False,
+  )

@@ -1,0 +1,79 @@
+"""The first page of the report: what to take, and at which learning rate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from examples.study import render
+from examples.study.contenders import CONTENDERS
+from examples.study.differences import difference
+from examples.study.experiments import batch_scaling, hyperparameters
+from examples.study.points import Point
+from examples.study.scales import Scale
+
+
+def page(outcomes: Mapping[str, Any], scale: Scale) -> str:
+  """Returns the page, of the experiments that are complete."""
+  parts = []
+  if 'steps-to-loss' in outcomes:
+    parts.append('![Steps to a loss](figures/steps-to-loss.png)')
+  if 'batch-scaling' in outcomes:
+    parts += _losses(outcomes['batch-scaling'], scale)
+  if 'hyperparameters' in outcomes:
+    parts += _rates(outcomes['hyperparameters'], scale)
+  return '\n\n'.join(['## In short', *parts] if parts else [])
+
+
+def _losses(outcome: batch_scaling.Outcome, scale: Scale) -> list[str]:
+  config = scale.run('adamw', scale.batch_size, 1.0).config
+  rows = batch_scaling.loss_rows(outcome, scale)
+  return [
+    f'Validation loss, nats a token: {config.num_layers} layers of width '
+    f'{config.width}, context {config.context_length}, {scale.tokens:,} tokens '
+    'in every run; learning rates chosen for each optimizer and batch, then '
+    'mean and standard deviation over fresh seeds.',
+    render.markdown(rows),
+    '\n'.join(
+      f'- Batch {size} ({hyperparameters.num_steps(scale, size):,} steps): '
+      + _best(outcome, size)
+      for size in scale.batch_sizes
+    ),
+  ]
+
+
+def _best(outcome: batch_scaling.Outcome, size: int) -> str:
+  """Returns who has the lowest loss, and who may be as good."""
+  points = sorted(
+    (outcome[x.name, size] for x in CONTENDERS), key=lambda point: point.mean
+  )
+  best, *others = points
+  as_good = [x.name for x in others if not _is_worse(x, best)]
+  text = f'{best.name} has the lowest loss'
+  return (
+    f'{text}; {" and ".join(as_good)} may be as good.'
+    if as_good
+    else (f'{text}, beyond noise.')
+  )
+
+
+def _is_worse(point: Point, best: Point) -> bool:
+  """Returns whether the interval of the difference leaves out zero."""
+  return difference(point, best).low > 0
+
+
+def _rates(outcome: hyperparameters.Outcome, scale: Scale) -> list[str]:
+  rows = []
+  for contender in CONTENDERS:
+    rates = hyperparameters.by_steps(outcome[contender.name], scale)
+    at_1000, power = hyperparameters.fit_rate(rates)
+    rows.append(
+      {
+        'optimizer': contender.name,
+        'starting rate': f'{at_1000:.2g} × (steps / 1000)^{power:.2f}',
+        'tested from': f'{rates[0][0]:,} steps',
+        'to': f'{rates[-1][0]:,} steps',
+      }
+    )
+  return [
+    'Where to start the learning rate; try half and twice as well:',
+    render.markdown(rows),
+  ]
