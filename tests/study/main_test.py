@@ -64,7 +64,7 @@ def start(tmp_path: Path):
     with (tmp_path / f'{name}.log').open('w') as log:
       return subprocess.Popen(
         [
-          sys.executable, _TINY_STUDY, 'hyperparameters', '--steps', '3',
+          sys.executable, _TINY_STUDY, 'mechanism', '--steps', '3',
           '--data', '.', *flags,
         ],
         cwd=tmp_path,
@@ -106,7 +106,7 @@ def _assert_results(folder: Path, scale: str) -> list[dict]:
   # As the experiment has them, where the file is sorted.
   losses = ', '.join(f'{x["loss"]:.3f}' for x in reversed(records))
   assert text.splitlines()[-1] == losses
-  assert (folder / scale / 'figures/hyperparameters.png').is_file()
+  assert (folder / scale / 'figures/mechanism.png').is_file()
   return records
 
 
@@ -118,7 +118,7 @@ def test_an_experiment_runs_from_beginning_to_end(
   monkeypatch.setattr(report, 'EXPERIMENTS', tiny['EXPERIMENTS'])
   monkeypatch.chdir(tmp_path)
   command.main([
-    'hyperparameters', '--steps', '3', '--data', '.', '--jobs', '1', '--mesh',
+    'mechanism', '--steps', '3', '--data', '.', '--jobs', '1', '--mesh',
     'tensor=2', '--results', 'results',
   ])  # fmt: skip
   _assert_results(tmp_path / 'results', 'nano')

@@ -36,7 +36,7 @@ SCALES = {
   name: dataclasses.replace(scale, settings=scale.settings | _SETTINGS)
   for name, scale in command.SCALES.items()
 }
-EXPERIMENTS = {'hyperparameters': _TwoRuns}
+EXPERIMENTS = {'mechanism': _TwoRuns}
 
 if __name__ == '__main__':
   command.SCALES = SCALES
