@@ -58,7 +58,7 @@ def merit(
   Parameters with more than two axes want ``weight_dimension_numbers``: without,
   ``init`` warns and takes them as stacks of matrices over their last two. Call
   ``update`` under ``jax.jit`` and not inside of ``jax.shard_map``, where each
-  device would take the norms of its own shards, without a word.
+  device would silently take the norms of its own shards.
 
   The arguments up to ``mask`` stand in the order of :func:`optax.lamb`. The
   optimizer is a chain of :func:`merit_optax.scale_by_adam`,

@@ -73,8 +73,8 @@ def scale_by_max_norm_trust_ratio(
     its own, as in scalars stacked as (layers,).
 
   Any sharding is right under ``jax.jit``. Inside of ``jax.shard_map`` a device
-  sees its own shards only, and takes their norms: wrong, without a word, unless
-  it holds whole matrices. Compute gradients there, and call ``update`` outside.
+  sees its own shards only, so the norms are silently wrong unless it holds
+  whole matrices. Compute gradients there, and call ``update`` outside.
 
   Without any spec, a parameter with more than two axes is taken as a stack of
   matrices over its last two, and ``init`` warns. (The authors' code takes the

@@ -39,8 +39,8 @@ class Settings:
   """Experiment; report only writes figures and RESULTS.md from the results."""
 
   scale: Literal[*SCALES] = 'nano'
-  """Size: nano for two CPU cores, micro for one GPU, small and medium are the
-  paper's (OpenWebText in nanoGPT's format, see --data)."""
+  """Size: nano and mini for CPU cores, micro for one GPU, small and medium are
+  the paper's (OpenWebText in nanoGPT's format, see --data)."""
 
   results: Path | None = None
   """Folder of the results: SCALE.jsonl has a line for each run, and the folder
@@ -52,7 +52,7 @@ class Settings:
 
   jobs: int | None = None
   """Runs at once, each on a CPU core of its own. Default: as many as cores at
-  scale nano, else 1, which takes all devices."""
+  the scales nano and mini, else 1, which takes all devices."""
 
   steps: int | None = None
   """Steps of every run, to try a scale out."""
@@ -115,7 +115,7 @@ def study(settings: Settings) -> None:
   _check(settings)
   scale = _scale(settings)
   processes.connect(_largest(scale))
-  jobs = _num_jobs(settings)
+  jobs = _num_jobs(settings, scale)
   folder = settings.results or _FOLDER / 'results'
   store = Store(folder / f'{settings.scale}.jsonl')
   if settings.plan_only:
@@ -159,7 +159,7 @@ def _largest(scale: Scale) -> Config:
   return scale.run('merit', scale.batch_sizes[-1], 1.0).config
 
 
-def _num_jobs(settings: Settings) -> int:
+def _num_jobs(settings: Settings, scale: Scale) -> int:
   """Returns how many runs to train at once."""
   takes_all = bool(settings.mesh) or jax.process_count() > 1
   if takes_all and settings.jobs not in (None, 1):
@@ -167,7 +167,7 @@ def _num_jobs(settings: Settings) -> int:
       'With --mesh or several processes a run takes all devices: --jobs must '
       f'be 1, got {settings.jobs}.'
     )
-  if settings.jobs or takes_all or settings.scale != 'nano':
+  if settings.jobs or takes_all or not scale.on_one_core:
     return settings.jobs or 1
   return len(hardware.usable_cores())
 

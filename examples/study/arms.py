@@ -20,6 +20,7 @@ from examples.gpt2.optim.optimizers import (
   is_matrix,
   make_schedule,
   muon_dimension_numbers,
+  with_clips,
 )
 import merit_optax
 
@@ -29,7 +30,7 @@ _ADAM_B1 = 0.9
 
 
 def make_optimizer(arm: str, config: Config) -> optax.GradientTransformation:
-  """Returns the optimizer of an arm, behind a clip of the gradient's norm.
+  """Returns the optimizer of an arm, with the clips of the trainer's.
 
   Args:
     arm: Chains of parts. Directions: ``adam`` (without bias correction),
@@ -51,9 +52,7 @@ def make_optimizer(arm: str, config: Config) -> optax.GradientTransformation:
       {'hidden': optimizer, 'others': others},
       functools.partial(_labels, qkv=config.qkv),
     )
-  return optax.chain(
-    optax.clip_by_global_norm(config.max_gradient_norm), optimizer
-  )
+  return with_clips(optimizer, config)
 
 
 _OTHERS = {'adam': 'adam others', 'merit': 'adam others > decay > merit > clip'}

@@ -47,7 +47,7 @@ def find_point(
   *,
   num_seeds: int | None = None,
   start: float | None = None,
-  spread: int = 2,
+  spread: int | None = None,
   **changes: Any,
 ) -> Plan[Point]:
   """Plans to choose a learning rate, and to judge it by fresh seeds.
@@ -58,7 +58,8 @@ def find_point(
     batch_size: Global batch, sequences.
     num_seeds: Runs that judge; those of the scale by default.
     start: First guess of the learning rate; the contender's by default.
-    spread: Of :func:`examples.study.tuning.select`.
+    spread: Of :func:`examples.study.tuning.select`; that of the scale by
+      default.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
   tuned = yield from find_rate(
@@ -75,7 +76,7 @@ def find_rate(
   batch_size: int,
   *,
   start: float | None = None,
-  spread: int = 2,
+  spread: int | None = None,
   seeds: Sequence[int] | None = None,
   **changes: Any,
 ) -> Plan[Tuned]:
@@ -86,7 +87,8 @@ def find_rate(
     contender: The optimizer.
     batch_size: Global batch, sequences.
     start: First guess of the learning rate; the contender's by default.
-    spread: Of :func:`examples.study.tuning.select`.
+    spread: Of :func:`examples.study.tuning.select`; that of the scale by
+      default.
     seeds: Seeds that choose; those of the scale by default.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
@@ -95,7 +97,10 @@ def find_rate(
     return contender.run(scale, batch_size, learning_rate, seed=seed, **changes)
 
   return select(
-    run, start or contender.start, seeds or scale.tuning_seeds, spread
+    run,
+    start or contender.start,
+    seeds or scale.tuning_seeds,
+    spread or scale.spread,
   )
 
 
@@ -114,14 +119,16 @@ def judge(
     contender: The optimizer.
     batch_size: Global batch, sequences.
     tuned: What was chosen.
-    num_seeds: Number of seeds; that of the scale by default.
+    num_seeds: Number of seeds; that of the scale by default. With none, the
+      loss of the tuning judges.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
+  num_seeds = scale.num_seeds if num_seeds is None else num_seeds
   results = yield [
     contender.run(scale, batch_size, tuned.learning_rate, seed=seed, **changes)
-    for seed in range(1, (num_seeds or scale.num_seeds) + 1)
+    for seed in range(1, num_seeds + 1)
   ]
-  losses = tuple(result.loss for result in results)
+  losses = tuple(result.loss for result in results) or (tuned.loss,)
   return Point(contender.name, batch_size, tuned, losses)
 
 

@@ -32,7 +32,9 @@ class Scale:
     batch_size: The one of experiments that do not vary it.
     widths: Widths of the residual stream, of which learning rates are compared.
     tuning_seeds: Seeds that choose learning rates, and judge nothing.
-    num_seeds: Runs that judge a learning rate.
+    num_seeds: Runs that judge a learning rate; 0 for the loss of the tuning.
+    spread: Factor between the first rates of a tuning, as a power of √2.
+    on_one_core: Whether a run takes a CPU core, so that several run at once.
     steps: Steps of every run, whatever its tokens; None for all.
   """
 
@@ -43,6 +45,8 @@ class Scale:
   widths: tuple[int, ...]
   tuning_seeds: tuple[int, ...] = (0, 100)
   num_seeds: int = 3
+  spread: int = 2
+  on_one_core: bool = False
   steps: int | None = None
 
   @property
@@ -110,6 +114,22 @@ SCALES = {
     batch_sizes=(16, 32, 64, 128, 256),
     batch_size=128,
     widths=(32, 64, 128),
+    on_one_core=True,
+  ),
+  # Thirteen times the parameters of nano, to see what carries over.
+  'mini': Scale(
+    settings=dict(
+      vocab_size=2048, num_layers=4, num_heads=6, width=192, context_length=128,
+      micro_batch_size=8, unroll=4, eval_sequences=1024, checkpoint_every=50,
+    ),
+    tokens=6_000_000,
+    batch_sizes=(128, 512),
+    batch_size=128,
+    widths=(96, 192, 384),
+    tuning_seeds=(0,),
+    num_seeds=0,
+    spread=1,
+    on_one_core=True,
   ),
   # For one GPU.
   'micro': Scale(

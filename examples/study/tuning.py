@@ -42,7 +42,7 @@ def select(
   make_run: Callable[[float, int], Run],
   start: float,
   seeds: Sequence[int],
-  spread: int = 2,
+  spread: int,
 ) -> Plan[Tuned]:
   """Plans to choose a learning rate by the mean over seeds.
 

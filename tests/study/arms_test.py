@@ -157,3 +157,24 @@ def test_other_parameters_have_a_rate_of_their_own():
 def test_unknown_parts_are_refused():
   with pytest.raises(ValueError, match=re.escape('adamw; accepted are adam,')):
     make_optimizer('adamw > l2', _config())
+
+
+def test_qk_clip_follows_an_arm():
+  arm, config, (params, gradients) = 'muon > l2; adam 1', _config(), _model()
+  bounded = _config(qk_clip=1.0)
+  optimizer = make_optimizer(arm, bounded)
+  heads = params['blocks']['attention']['qkv']['kernel'].shape[2]
+  updates, _ = jax.jit(optimizer.update)(
+    gradients,
+    optimizer.init(params),
+    params,
+    max_logits=jnp.full((2, heads), 4.0),
+  )
+  plain = _update(make_optimizer(arm, config), params, gradients)
+  clipped_LDHXK, free_LDHXK = (
+    optax.apply_updates(params, x)['blocks']['attention']['qkv']['kernel']
+    for x in (updates, plain)
+  )
+  # Queries and keys by the root of the excess, values not at all.
+  scales_X1 = jnp.array([0.5, 0.5, 1.0])[:, None]
+  chex.assert_trees_all_close(clipped_LDHXK, scales_X1 * free_LDHXK, rtol=1e-5)

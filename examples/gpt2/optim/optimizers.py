@@ -27,10 +27,16 @@ def make_schedule(config: Config) -> optax.Schedule:
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
-  """Returns the optimizer, behind a clip of the gradient's global norm."""
+  """Returns the optimizer of a run."""
+  return with_clips(_OPTIMIZERS[config.optimizer](config), config)
+
+
+def with_clips(
+  optimizer: optax.GradientTransformation, config: Config
+) -> optax.GradientTransformation:
+  """Puts an optimizer behind the clip of the gradient, and before QK-clip."""
   optimizer = optax.chain(
-    optax.clip_by_global_norm(config.max_gradient_norm),
-    _OPTIMIZERS[config.optimizer](config),
+    optax.clip_by_global_norm(config.max_gradient_norm), optimizer
   )
   if config.qk_clip is None:
     return optimizer
