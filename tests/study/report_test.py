@@ -188,8 +188,9 @@ def test_the_committed_results_are_up_to_date():
 def test_pages_say_what_the_results_say(page):
   text = (_STUDY.parents[1] / page).read_text()
   quoted = re.findall(r'\d\.\d{3} ± \d\.\d{3}', text)
-  assert len(quoted) > 10
+  assert len(quoted) > 5
   results = (_STUDY / 'RESULTS.md').read_text()
+  results += (_STUDY.parents[1] / 'docs/results_0.1.md').read_text()
   assert [x for x in quoted if x not in results] == []
 
 
