@@ -63,6 +63,7 @@ class Scale:
     arm: str = '',
     with_diagnostics: bool = False,
     attention: str = 'softmax',
+    init_scale: float = 1.0,
     steps: int | None = None,
     **changes: Any,
   ) -> Run:
@@ -75,6 +76,8 @@ class Scale:
       arm: Name of the study's own optimizer, if it is to replace that.
       with_diagnostics: Whether to measure attention and updates.
       attention: Of the :class:`Run`.
+      init_scale: Standard deviation of the first weights over the one in
+        proportion to the width.
       steps: Steps of the run; those that make the tokens of the scale by
         default.
       **changes: Settings of the trainer.
@@ -89,7 +92,8 @@ class Scale:
       )
     )
     if 'init_std' not in changes:
-      config = dataclasses.replace(config, init_std=init_std(config.width))
+      deviation = init_scale * init_std(config.width)
+      config = dataclasses.replace(config, init_std=deviation)
     per_step = batch_size * config.context_length
     steps = self.steps or steps or round(self.tokens / per_step)
     every = max(1, steps // _DIAGNOSTICS_STEPS) if with_diagnostics else 0

@@ -29,7 +29,9 @@ _SIZES = {
   'MERIT’s ratios, l2 norm kept': ('merit > l2 > keep l2', 0.06),
 }
 """Parts after the direction, and a first guess of the rate, by name."""
-_TWICE = f'{KEPT.name} at twice the size'
+
+_KEPT_SIZES = {'twice': 2.0, 'four times': 4.0}
+"""Sizes at which norms are kept, over those in proportion to the width."""
 
 
 def _compositions() -> dict[str, Contender]:
@@ -44,13 +46,22 @@ def _compositions() -> dict[str, Contender]:
     for direction, optimizer in directions.items()
     for size, (parts, start) in _SIZES.items()
   ]
-  merit_on_the_rest = dataclasses.replace(
-    KEPT,
-    name=f'{KEPT.name}; MERIT on the rest',
-    arm=KEPT.arm.replace('; adam', '; merit'),
+  found.append(
+    dataclasses.replace(
+      KEPT,
+      name=f'{KEPT.name}; MERIT on the rest',
+      arm=KEPT.arm.replace('; adam', '; merit'),
+    )
   )
-  twice = dataclasses.replace(KEPT, name=_TWICE)
-  return {x.name: x for x in (*found, merit_on_the_rest, twice)}
+  found += [
+    dataclasses.replace(
+      KEPT,
+      name=f'{KEPT.name} at {size} the size',
+      settings={'init_scale': scale},
+    )
+    for size, scale in _KEPT_SIZES.items()
+  ]
+  return {x.name: x for x in found}
 
 
 COMPOSITIONS = _compositions()
@@ -90,16 +101,8 @@ def _find_point(
   """Plans a composition at a multiple of the batch size."""
   options = {'num_seeds': _SEEDS} | options
   return find_point(
-    scale,
-    COMPOSITIONS[name],
-    factor * scale.batch_size,
-    **options,
-    **_changes(name, scale),
+    scale, COMPOSITIONS[name], factor * scale.batch_size, **options
   )
-
-
-def _changes(name: str, scale: Scale) -> dict[str, Any]:
-  return {'init_std': 2 * scale.init_std} if name == _TWICE else {}
 
 
 def _best(points: dict[str, Point]) -> list[str]:
