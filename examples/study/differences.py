@@ -1,10 +1,11 @@
 """How far two points differ, and what difference could have been seen."""
 
+from collections.abc import Sequence
 import math
 import statistics
 from typing import NamedTuple
 
-from scipy import stats
+from scipy import optimize, stats
 
 from examples.study.points import Point
 
@@ -19,7 +20,7 @@ class Difference(NamedTuple):
     low: Lower end of its confidence interval of 95 %, after Welch.
     high: Upper end.
     detectable: Smallest true difference whose interval would leave out zero in
-      80 % of such experiments.
+      80 % of such experiments, if seeds deviate as they did.
   """
 
   mean: float
@@ -36,17 +37,26 @@ class Difference(NamedTuple):
 
 
 def difference(first: Point, second: Point) -> Difference:
-  """Compares the losses of the fresh seeds of two points.
+  """Compares the losses of the fresh seeds of two points."""
+  return contrast([first], [second])
+
+
+def contrast(plus: Sequence[Point], minus: Sequence[Point]) -> Difference:
+  """Compares sums of points by the losses of their fresh seeds.
 
   Where a seed diverged, or there is one seed only, the interval is NaN.
+
+  Args:
+    plus: Points whose means are added.
+    minus: Points whose means are subtracted.
   """
-  mean = first.mean - second.mean
-  counts = [len(point.losses) for point in (first, second)]
+  points = [*plus, *minus]
+  mean = sum(x.mean for x in plus) - sum(x.mean for x in minus)
+  counts = [len(point.losses) for point in points]
   if min(counts) < 2 or not math.isfinite(mean):
     return Difference(mean, *[math.nan] * 3)
   variances = [
-    statistics.variance(point.losses) / len(point.losses)
-    for point in (first, second)
+    statistics.variance(point.losses) / len(point.losses) for point in points
   ]
   error = math.sqrt(sum(variances))
   # Welch and Satterthwaite; equal losses have no variance at all.
@@ -54,13 +64,23 @@ def difference(first: Point, second: Point) -> Difference:
     sum(v**2 / (n - 1) for v, n in zip(variances, counts, strict=True)),
     1e-300,
   )
-  quantile = stats.t.ppf([(1 + _CONFIDENCE) / 2, _POWER], max(freedom, 1.0))
+  freedom = max(freedom, 1.0)
+  quantile = float(stats.t.ppf((1 + _CONFIDENCE) / 2, freedom))
   return Difference(
     mean,
-    float(mean - quantile[0] * error),
-    float(mean + quantile[0] * error),
-    float(quantile.sum() * error),
+    mean - quantile * error,
+    mean + quantile * error,
+    error * _detectable(quantile, freedom),
   )
+
+
+def _detectable(quantile: float, freedom: float) -> float:
+  """Returns the difference, in standard errors, that is seen with _POWER."""
+
+  def missing_power(shift: float) -> float:
+    return _POWER - float(stats.nct.sf(quantile, freedom, shift))
+
+  return float(optimize.brentq(missing_power, 0.0, 20 * quantile))
 
 
 def sentence(name: str, other: str, found: Difference) -> str:

@@ -7,9 +7,9 @@ import statistics
 from typing import Any
 
 from examples.study.contenders import Contender
-from examples.study.plans import Plan, Run, gather
+from examples.study.plans import Plan, Result, Run, gather
 from examples.study.scales import Scale
-from examples.study.tuning import Tuned, select
+from examples.study.tuning import Tuned, round_rate, select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ def find_point(
   *,
   num_seeds: int | None = None,
   start: float | None = None,
-  spread: int | None = None,
+  stride: int | None = None,
   **changes: Any,
 ) -> Plan[Point]:
   """Plans to choose a learning rate, and to judge it by fresh seeds.
@@ -58,12 +58,12 @@ def find_point(
     batch_size: Global batch, sequences.
     num_seeds: Runs that judge; those of the scale by default.
     start: First guess of the learning rate; the contender's by default.
-    spread: Of :func:`examples.study.tuning.select`; that of the scale by
+    stride: Of :func:`examples.study.tuning.select`; that of the scale by
       default.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
   tuned = yield from find_rate(
-    scale, contender, batch_size, start=start, spread=spread, **changes
+    scale, contender, batch_size, start=start, stride=stride, **changes
   )
   return (
     yield from judge(scale, contender, batch_size, tuned, num_seeds, **changes)
@@ -76,7 +76,7 @@ def find_rate(
   batch_size: int,
   *,
   start: float | None = None,
-  spread: int | None = None,
+  stride: int | None = None,
   seeds: Sequence[int] | None = None,
   **changes: Any,
 ) -> Plan[Tuned]:
@@ -87,7 +87,7 @@ def find_rate(
     contender: The optimizer.
     batch_size: Global batch, sequences.
     start: First guess of the learning rate; the contender's by default.
-    spread: Of :func:`examples.study.tuning.select`; that of the scale by
+    stride: Of :func:`examples.study.tuning.select`; that of the scale by
       default.
     seeds: Seeds that choose; those of the scale by default.
     **changes: Further settings, as for :meth:`Scale.run`.
@@ -100,7 +100,7 @@ def find_rate(
     run,
     start or contender.start,
     seeds or scale.tuning_seeds,
-    spread or scale.spread,
+    stride or scale.stride,
   )
 
 
@@ -110,6 +110,7 @@ def judge(
   batch_size: int,
   tuned: Tuned,
   num_seeds: int | None = None,
+  first_seed: int = 1,
   **changes: Any,
 ) -> Plan[Point]:
   """Plans to repeat the learning rate chosen with fresh seeds.
@@ -121,15 +122,39 @@ def judge(
     tuned: What was chosen.
     num_seeds: Number of seeds; that of the scale by default. With none, the
       loss of the tuning judges.
+    first_seed: The first of them.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
   num_seeds = scale.num_seeds if num_seeds is None else num_seeds
   results = yield [
     contender.run(scale, batch_size, tuned.learning_rate, seed=seed, **changes)
-    for seed in range(1, num_seeds + 1)
+    for seed in range(first_seed, first_seed + num_seeds)
   ]
   losses = tuple(result.loss for result in results) or (tuned.loss,)
   return Point(contender.name, batch_size, tuned, losses)
+
+
+def run_seeds(
+  scale: Scale,
+  contender: Contender,
+  learning_rate: float,
+  seeds: Sequence[int],
+  **changes: Any,
+) -> Plan[list[Result]]:
+  """Plans runs with diagnostics, at the batch that most experiments share."""
+  return (
+    yield [
+      contender.run(
+        scale,
+        scale.batch_size,
+        round_rate(learning_rate),
+        with_diagnostics=True,
+        seed=seed,
+        **changes,
+      )
+      for seed in seeds
+    ]
+  )
 
 
 def find_rates(scale: Scale, contender: Contender) -> Plan[dict[int, Tuned]]:
@@ -165,7 +190,7 @@ def _find_next_rates(
       contender,
       size,
       start=scale_rate(tuned.learning_rate, size / previous),
-      spread=1,
+      stride=1,
     )
     found[size], previous = tuned, size
   return found

@@ -75,8 +75,14 @@ def format_with_rate(point: Point) -> str:
 
 
 def format_learning_rate(tuned: Tuned) -> str:
-  """Returns the learning rate chosen, marked if it is at the edge."""
-  return f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
+  """Returns the learning rate chosen, marked if it is at the edge.
+
+  A better one that was not chosen since it is before a cliff is named.
+  """
+  text = f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
+  if tuned.best_rate == tuned.learning_rate:
+    return text
+  return f'{text}; {tuned.best_rate:g} is before a cliff'
 
 
 def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:

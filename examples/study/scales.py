@@ -16,9 +16,10 @@ _GPT2_WIDTH = 768
 _DIAGNOSTICS_STEPS = 20
 
 
-def init_std(width: int) -> float:
-  """Returns a standard deviation in GPT-2 small's proportion to the width."""
-  return float(f'{GPT2_INIT_STD * math.sqrt(_GPT2_WIDTH / width):.3g}')
+def init_std(width: int, scale: float = 1.0) -> float:
+  """Returns a multiple of GPT-2 small's proportion to the width."""
+  deviation = scale * GPT2_INIT_STD * math.sqrt(_GPT2_WIDTH / width)
+  return float(f'{deviation:.3g}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Scale:
     widths: Widths of the residual stream, of which learning rates are compared.
     tuning_seeds: Seeds that choose learning rates, and judge nothing.
     num_seeds: Runs that judge a learning rate; 0 for the loss of the tuning.
-    spread: Factor between the first rates of a tuning, as a power of √2.
+    stride: Factor between the first rates of a tuning, as a power of √2.
     on_one_core: Whether a run takes a CPU core, so that several run at once.
     steps: Steps of every run, whatever its tokens; None for all.
   """
@@ -45,7 +46,7 @@ class Scale:
   widths: tuple[int, ...]
   tuning_seeds: tuple[int, ...] = (0, 100)
   num_seeds: int = 3
-  spread: int = 2
+  stride: int = 2
   on_one_core: bool = False
   steps: int | None = None
 
@@ -77,7 +78,7 @@ class Scale:
       with_diagnostics: Whether to measure attention and updates.
       attention: Of the :class:`Run`.
       init_scale: Standard deviation of the first weights over the one in
-        proportion to the width.
+        proportion to the width, where ``init_std`` is not given.
       steps: Steps of the run; those that make the tokens of the scale by
         default.
       **changes: Settings of the trainer.
@@ -92,7 +93,7 @@ class Scale:
       )
     )
     if 'init_std' not in changes:
-      deviation = init_scale * init_std(config.width)
+      deviation = init_std(config.width, init_scale)
       config = dataclasses.replace(config, init_std=deviation)
     per_step = batch_size * config.context_length
     steps = self.steps or steps or round(self.tokens / per_step)
@@ -132,7 +133,7 @@ SCALES = {
     widths=(96, 192, 384),
     tuning_seeds=(0,),
     num_seeds=0,
-    spread=1,
+    stride=1,
     on_one_core=True,
   ),
   # For one GPU.

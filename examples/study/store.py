@@ -22,6 +22,11 @@ _NEEDED = {
 }  # fmt: skip
 
 
+# Nats a token, about the loss of a guess among GPT-2's tokens: a run that ends
+# above has diverged, if its numbers are finite still.
+_DIVERGED = 11.0
+
+
 class Store:
   """A file with a record, one line of JSON, for each run that has a result.
 
@@ -97,8 +102,9 @@ class Store:
 
 
 def _result(record: dict[str, Any]) -> Result:
-  loss = math.inf if record['loss'] is None else record['loss']
-  return Result(loss, record['diagnostics'])
+  loss = record['loss']
+  has_diverged = loss is None or loss > _DIVERGED
+  return Result(math.inf if has_diverged else loss, record['diagnostics'])
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

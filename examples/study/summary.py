@@ -1,13 +1,13 @@
 """The first page of the report: what to take, and at which learning rate."""
 
 from collections.abc import Mapping
+import math
 from typing import Any
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS
 from examples.study.differences import difference
 from examples.study.experiments import batch_scaling, hyperparameters
-from examples.study.points import Point
 from examples.study.scales import Scale
 
 
@@ -29,8 +29,12 @@ def _losses(outcome: batch_scaling.Outcome, scale: Scale) -> list[str]:
   return [
     f'Validation loss, nats a token: {config.num_layers} layers of width '
     f'{config.width}, context {config.context_length}, {scale.tokens:,} tokens '
-    'in every run; learning rates chosen for each optimizer and batch, then '
-    'mean and standard deviation over fresh seeds.',
+    'in every run; learning rates chosen for each optimizer and batch'
+    + (
+      ', then mean and standard deviation over fresh seeds.'
+      if scale.num_seeds > 1
+      else '.'
+    ),
     render.markdown(rows),
     '\n'.join(
       f'- Batch {size} ({hyperparameters.num_steps(scale, size):,} steps): '
@@ -45,19 +49,17 @@ def _best(outcome: batch_scaling.Outcome, size: int) -> str:
   points = sorted(
     (outcome[x.name, size] for x in CONTENDERS), key=lambda point: point.mean
   )
-  best, *others = points
-  as_good = [x.name for x in others if not _is_worse(x, best)]
+  finite = [point for point in points if math.isfinite(point.mean)]
+  if not finite:
+    return 'with each optimizer a seed diverged.'
+  best, *others = finite
   text = f'{best.name} has the lowest loss'
-  return (
-    f'{text}; {" and ".join(as_good)} may be as good.'
-    if as_good
-    else (f'{text}, beyond noise.')
-  )
-
-
-def _is_worse(point: Point, best: Point) -> bool:
-  """Returns whether the interval of the difference leaves out zero."""
-  return difference(point, best).low > 0
+  if math.isnan(best.std):
+    return f'{text} (one seed).'
+  as_good = [x.name for x in others if difference(x, best).low <= 0]
+  if not as_good:
+    return f'{text}, beyond the noise of seeds.'
+  return f'{text}; {" and ".join(as_good)} may be as good.'
 
 
 def _rates(outcome: hyperparameters.Outcome, scale: Scale) -> list[str]:

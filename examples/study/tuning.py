@@ -1,6 +1,6 @@
 """The choice of a learning rate."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 import statistics
@@ -19,13 +19,18 @@ class Tuned:
   """The losses of a tuning, and what was chosen.
 
   Attributes:
-    losses: Mean of the final losses over seeds by learning rate, infinite where
-      a run diverged.
+    by_seed: Final losses by learning rate, the smallest first, and by seed;
+      infinite where a run diverged.
     learning_rate: The learning rate chosen.
   """
 
-  losses: dict[float, float]
+  by_seed: Mapping[float, Mapping[int, float]]
   learning_rate: float
+
+  @property
+  def losses(self) -> dict[float, float]:
+    """Mean over the seeds that were run, by learning rate."""
+    return {x: statistics.mean(y.values()) for x, y in self.by_seed.items()}
 
   @property
   def loss(self) -> float:
@@ -33,45 +38,57 @@ class Tuned:
     return self.losses[self.learning_rate]
 
   @property
+  def best_rate(self) -> float:
+    """The learning rate of the smallest loss, which may be before a cliff."""
+    return min(self.losses, key=self.losses.__getitem__)
+
+  @property
   def is_at_edge(self) -> bool:
-    """Whether that is the smallest or the largest that was tried."""
-    return self.learning_rate in (min(self.losses), max(self.losses))
+    """Whether the one chosen is the smallest or the largest that was tried."""
+    return self.learning_rate in (min(self.by_seed), max(self.by_seed))
+
+  def excess(self, learning_rate: float) -> float:
+    """Returns the loss over that at the rate chosen, of the same seeds."""
+    chosen, other = (
+      self.by_seed[self.learning_rate],
+      self.by_seed[learning_rate],
+    )
+    return statistics.mean(other[x] - chosen[x] for x in other if x in chosen)
 
 
 def select(
   make_run: Callable[[float, int], Run],
   start: float,
   seeds: Sequence[int],
-  spread: int,
+  stride: int,
 ) -> Plan[Tuned]:
   """Plans to choose a learning rate by the mean over seeds.
 
   It begins on both sides of the start, and goes on by the same factor while the
-  best is at an edge. Then it tries neighbours by √2 and the other seeds, until
-  the best and both its neighbours have all seeds. A rate is not chosen if the
-  next larger one is much worse with one of the seeds.
+  best is at an edge, over a factor of 64 at most. Then it tries neighbours by
+  √2 and the other seeds, until the best and both its neighbours have all seeds.
+  If the next larger rate is much worse with one of the seeds, the next smaller
+  one is taken.
 
   Args:
     make_run: Function from a learning rate and a seed to the run with them.
     start: A first guess.
     seeds: Seeds that choose the rate; they should judge nothing.
-    spread: Factor between the first rates, as a power of √2.
+    stride: Factor between the first rates, as a power of √2.
   """
   # By the power of √2 that is the learning rate over the start, and seed.
   losses: _Losses = {}
-  wanted = [(power, seeds[0]) for power in (-spread, 0, spread)]
+  wanted = [(power, seeds[0]) for power in (-stride, 0, stride)]
   while wanted:
     results = yield [
       make_run(_at(start, power), seed) for power, seed in wanted
     ]
     for (power, seed), result in zip(wanted, results, strict=True):
       losses.setdefault(power, {})[seed] = result.loss
-    wanted = _next_wanted(losses, seeds, spread)
+    wanted = _next_wanted(losses, seeds, stride)
   return Tuned(
-    {
-      _at(start, x): statistics.mean(losses[x].values()) for x in sorted(losses)
-    },
-    _at(start, _best(losses)),
+    {_at(start, x): losses[x] for x in sorted(losses)},
+    _at(start, _choose(losses)),
   )
 
 
@@ -79,24 +96,31 @@ _Losses: TypeAlias = dict[int, dict[int, float]]
 
 
 def _next_wanted(
-  losses: _Losses, seeds: Sequence[int], spread: int
+  losses: _Losses, seeds: Sequence[int], stride: int
 ) -> list[tuple[int, int]]:
   """Returns the powers and seeds to try next; none once all is known."""
-  best, least, most = _best(losses), min(losses), max(losses)
-  if best in (least, most) and most - least < _WIDEST:
-    return [(best - spread if best == least else best + spread, seeds[0])]
-  if all(math.isinf(loss) for loss in losses[best].values()):
+  chosen, least, most = _choose(losses), min(losses), max(losses)
+  is_wide = most - least >= _WIDEST
+  if chosen in (least, most) and not is_wide:
+    return [(chosen - stride if chosen == least else chosen + stride, seeds[0])]
+  if all(math.isinf(loss) for loss in losses[chosen].values()):
     return []
   return [
     (power, seed)
-    for power in (best - 1, best, best + 1)
+    for power in (chosen - 1, chosen, chosen + 1)
+    if least <= power <= most
     for seed in seeds
     if seed not in losses.get(power, {})
   ]
 
 
-def _best(losses: _Losses) -> int:
-  """Returns the power with the smallest mean that is not before a cliff."""
+def _choose(losses: _Losses) -> int:
+  """Returns the power with the smallest mean, or one below a cliff."""
+
+  def rank(power: int) -> tuple[float, int]:
+    mean = statistics.mean(losses[power].values())
+    # The first guess of equals, the smallest of those that diverged.
+    return mean, power if math.isinf(mean) else abs(power)
 
   def is_before_cliff(power: int) -> bool:
     larger = losses.get(power + 1, {})
@@ -105,15 +129,16 @@ def _best(losses: _Losses) -> int:
       for seed, loss in losses[power].items()
     )
 
-  def rank(power: int) -> tuple[float, int]:
-    mean = statistics.mean(losses[power].values())
-    # The first guess of equals, the smallest of those that diverged.
-    return mean, power if math.isinf(mean) else abs(power)
-
-  powers = [x for x in losses if not is_before_cliff(x)]
-  return min(powers, key=rank) if powers else min(losses)
+  chosen = min(losses, key=rank)
+  while chosen - 1 in losses and is_before_cliff(chosen):
+    chosen -= 1
+  return chosen
 
 
 def _at(start: float, power: int) -> float:
+  return round_rate(start * math.sqrt(2) ** power)
+
+
+def round_rate(learning_rate: float) -> float:
   """Returns a learning rate with three digits."""
-  return float(f'{start * math.sqrt(2) ** power:.3g}')
+  return float(f'{learning_rate:.3g}')

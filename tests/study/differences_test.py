@@ -10,7 +10,7 @@ from examples.study.tuning import Tuned
 
 
 def _point(*losses: float) -> Point:
-  return Point('x', 128, Tuned({0.1: 2.0}, 0.1), losses)
+  return Point('x', 128, Tuned({0.1: {0: 2.0}}, 0.1), losses)
 
 
 def test_the_interval_is_that_of_scipy():

@@ -13,11 +13,17 @@ _SEEDS = _SCALE.tuning_seeds
 
 
 def test_the_edge_is_told():
-  losses = {1.0: 2.0, 2.0: 1.0, 4.0: 3.0}
+  losses = {1.0: {0: 2.0}, 2.0: {0: 1.0}, 4.0: {0: 3.0}}
   assert [x for x in losses if Tuned(losses, x).is_at_edge] == [1.0, 4.0]
 
 
-def _select(loss, start, spread=2):
+def test_the_cost_of_another_rate_is_of_the_same_seeds():
+  tuned = Tuned({1.0: {0: 2.0, 100: 5.0}, 2.0: {0: 2.25}}, 1.0)
+  assert tuned.loss == 3.5
+  assert tuned.excess(2.0) == 0.25
+
+
+def _select(loss, start, stride=2):
   """Returns what is chosen for a loss of learning rate and seed."""
   asked = []
 
@@ -28,24 +34,26 @@ def _select(loss, start, spread=2):
   def run(rate, seed):
     return _SCALE.run('merit', 128, rate, seed=seed)
 
-  return execute(select(run, start, _SEEDS, spread), run_all), asked
+  return execute(select(run, start, _SEEDS, stride), run_all), asked
 
 
+@hypothesis.example(best=-1, start=0.01, noise=0, stride=1)
 @hypothesis.given(
   best=st.floats(-3, 3),
   start=st.floats(1e-4, 1),
   noise=st.floats(0, 0.02),
-  spread=st.sampled_from([1, 2]),
+  stride=st.sampled_from([1, 2]),
 )
-def test_a_rate_is_chosen_by_the_mean_of_two_seeds(best, start, noise, spread):
+def test_a_rate_is_chosen_by_the_mean_of_two_seeds(best, start, noise, stride):
   def loss(rate, seed):
     luck = noise if (round(rate * 1e9) + seed) % 3 == 0 else 0.0
     return (math.log2(rate / start) - best) ** 2 + luck
 
-  selected, asked = _select(loss, start, spread)
+  selected, asked = _select(loss, start, stride)
   assert len(asked) == len(set(asked))
-  # With a cliff the rate may lie on the safe side by another root of two.
-  assert -1.3 <= math.log2(selected.learning_rate / start) - best <= 0.5
+  # With cliffs on both sides of it, all rates are too high.
+  assert math.log2(selected.learning_rate / start) - best <= 0.5
+  assert math.log2(selected.learning_rate / start) - best >= -1.3
   seeds = {seed for rate, seed in asked if rate == selected.learning_rate}
   assert seeds == set(_SEEDS)
   assert not selected.is_at_edge
@@ -60,8 +68,23 @@ def test_a_rate_before_a_cliff_is_not_chosen():
   assert selected.learning_rate == pytest.approx(0.1 / math.sqrt(2), rel=0.01)
 
 
-@pytest.mark.parametrize('loss', [math.inf, 2.0])
-def test_a_tuning_that_learns_nothing_ends(loss):
-  selected, asked = _select(lambda rate, seed: loss, 0.1)
+@pytest.mark.parametrize('stride', [1, 2])
+@pytest.mark.parametrize(
+  'loss', [lambda rate: math.inf, lambda rate: 2.0, lambda rate: -rate]
+)
+def test_a_tuning_without_an_optimum_ends(loss, stride):
+  selected, asked = _select(lambda rate, seed: loss(rate), 0.1, stride)
   assert len(asked) < 25
-  assert selected.loss == loss
+  assert selected.is_at_edge == (loss(1.0) != 2.0)
+
+
+@pytest.mark.parametrize('stride', [1, 2])
+@pytest.mark.parametrize('beyond', [math.inf, 3.0])
+def test_a_start_beyond_the_cliff_leads_back(beyond, stride):
+  def loss(rate, seed):
+    if rate > 0.03:
+      return beyond + rate
+    return 1.5 + 0.05 * math.log2(rate / 0.02) ** 2
+
+  selected, _ = _select(loss, 0.06, stride)
+  assert 0.01 < selected.learning_rate < 0.025

@@ -48,7 +48,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
         scale.batch_size,
         num_seeds=_num_seeds(scale, name),
         start=full.tuned.learning_rate,
-        spread=1,
+        stride=1,
       )
       for name, settings in ARMS.items()
     }

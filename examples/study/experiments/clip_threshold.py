@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from examples.study import render
 from examples.study.contenders import MERIT
 from examples.study.plans import Plan, Result, gather
-from examples.study.points import find_rate
+from examples.study.points import find_rate, run_seeds
 from examples.study.scales import Scale
 
 TITLE = 'Threshold of the clip'
@@ -28,30 +28,16 @@ def plan(scale: Scale) -> Plan[Outcome]:
   return (
     yield from gather(
       {
-        (factor, threshold): _plan_seeds(
-          scale, factor * tuned.learning_rate, threshold
+        (factor, threshold): run_seeds(
+          scale,
+          MERIT,
+          factor * tuned.learning_rate,
+          _SEEDS,
+          clip_threshold=threshold,
         )
         for factor, threshold in itertools.product(FACTORS, THRESHOLDS)
       }
     )
-  )
-
-
-def _plan_seeds(
-  scale: Scale, learning_rate: float, threshold: float
-) -> Plan[list[Result]]:
-  return (
-    yield [
-      MERIT.run(
-        scale,
-        scale.batch_size,
-        float(f'{learning_rate:.3g}'),
-        with_diagnostics=True,
-        seed=seed,
-        clip_threshold=threshold,
-      )
-      for seed in _SEEDS
-    ]
   )
 
 
@@ -64,9 +50,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       for factor in FACTORS
     }
     | {
-      f'most clipped at {factor} ×': f'{largest_share(found):.1%}'
-      if (found := outcome[factor, threshold]) and _is_finite(found)
-      else 'diverged'
+      f'most clipped at {factor} ×': format_share(
+        largest_share(outcome[factor, threshold])
+      )
       for factor in FACTORS
     }
     for threshold in THRESHOLDS
@@ -87,21 +73,24 @@ def _format_losses(results: list[Result]) -> str:
   return ', '.join(render.format_loss(x.loss) for x in results)
 
 
-def _is_finite(results: list[Result]) -> bool:
-  return all(math.isfinite(x.loss) for x in results)
-
-
 def largest_share(results: list[Result]) -> float:
-  """Returns the largest share of clipped elements of a layer; 0 if unknown."""
-  return max(
-    (
-      share
-      for result in results
-      for layers in result.diagnostics['clipped']
-      for share in layers
-    ),
-    default=0.0,
-  )
+  """Returns the largest share of clipped elements of a layer.
+
+  It is NaN where a run diverged or was not measured.
+  """
+  shares = [
+    share
+    for result in results
+    for layers in result.diagnostics['clipped']
+    for share in layers
+  ]
+  has_diverged = any(math.isinf(x.loss) for x in results)
+  return math.nan if has_diverged or not shares else max(shares)
+
+
+def format_share(share: float) -> str:
+  """Returns a share as text."""
+  return 'diverged' if math.isnan(share) else f'{share:.1%}'
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

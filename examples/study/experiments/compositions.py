@@ -9,7 +9,7 @@ from examples.study import render
 from examples.study.contenders import ADAMW, KEPT, MUON, Contender
 from examples.study.differences import difference, sentence
 from examples.study.plans import Plan, gather
-from examples.study.points import Point, find_point, scale_rate
+from examples.study.points import Point, find_point, judge, scale_rate
 from examples.study.scales import Scale
 
 TITLE = 'Compositions'
@@ -30,8 +30,8 @@ _SIZES = {
 }
 """Parts after the direction, and a first guess of the rate, by name."""
 
-_KEPT_SIZES = {'twice': 2.0, 'four times': 4.0}
-"""Sizes at which norms are kept, over those in proportion to the width."""
+_INIT_SCALES = {'twice': 2.0, 'four times': 4.0}
+"""Sizes of the first weights, over those in proportion to the width."""
 
 
 def _compositions() -> dict[str, Contender]:
@@ -55,11 +55,12 @@ def _compositions() -> dict[str, Contender]:
   )
   found += [
     dataclasses.replace(
-      KEPT,
-      name=f'{KEPT.name} at {size} the size',
+      contender,
+      name=f'{contender.name} at {size} the size',
       settings={'init_scale': scale},
     )
-    for size, scale in _KEPT_SIZES.items()
+    for contender in (MUON, KEPT)
+    for size, scale in _INIT_SCALES.items()
   ]
   return {x.name: x for x in found}
 
@@ -68,7 +69,7 @@ COMPOSITIONS = _compositions()
 """What is compared, by name."""
 
 Outcome = tuple[dict[str, Point], dict[str, Point], dict[str, Point]]
-"""All points by name; the best with more seeds; those at twice the batch."""
+"""All points by name; the best with other seeds; those at twice the batch."""
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
@@ -77,8 +78,19 @@ def plan(scale: Scale) -> Plan[Outcome]:
     {name: _find_point(scale, name) for name in COMPOSITIONS}
   )
   names = [*_best(points)[:_FINALISTS], BASELINE]
+  # On seeds that have not chosen them.
   confirmed = yield from gather(
-    {name: _find_point(scale, name, num_seeds=_MOST_SEEDS) for name in names}
+    {
+      name: judge(
+        scale,
+        COMPOSITIONS[name],
+        scale.batch_size,
+        points[name].tuned,
+        _MOST_SEEDS,
+        first_seed=_SEEDS + 1,
+      )
+      for name in names
+    }
   )
   doubled = yield from gather(
     {
@@ -87,7 +99,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
         name,
         2,
         start=scale_rate(points[name].tuned.learning_rate, 2),
-        spread=1,
+        stride=1,
       )
       for name in names
     }
@@ -129,8 +141,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       'A direction, the size of its step, and whether the norm of each matrix '
       'is kept. All other parameters: Adam without bias correction at a third '
-      'of the rate, unless said; AdamW and Muon are the trainer’s. The '
-      'interval is one of 95 %.',
+      'of the rate, unless said; AdamW and Muon are the trainer’s. At twice '
+      'the size, weights start so, and norms are kept so.',
       render.markdown(rows),
       *(
         f'Batch {batch}, {len(of[name].losses)} seeds: '

@@ -15,8 +15,8 @@ from examples.study.tuning import Tuned
 TITLE = 'Learning rates'
 TOKEN_SHARES = (0.5, 2.0)
 """Lengths of training over that of the scale."""
-_VARIED = (MERIT, KEPT)
-"""Contenders whose rates are chosen for other widths and lengths as well."""
+_WIDENED = (MERIT, KEPT)
+"""Contenders whose rates are chosen for other widths as well."""
 
 Outcome = dict[str, dict[str, dict[float, Tuned]]]
 """Tunings by contender, what is varied, and its value."""
@@ -32,31 +32,39 @@ def _plan_axes(
   scale: Scale, contender: Contender
 ) -> Plan[dict[str, dict[float, Tuned]]]:
   batches = yield from find_rates(scale, contender)
-  if contender not in _VARIED:
-    return {BATCH: batches}
-  middle = scale.batch_sizes[len(scale.batch_sizes) // 2]
-  start, full = batches[middle].learning_rate, num_steps(scale, middle)
-  lengths = {x: round(x * full) for x in TOKEN_SHARES}
+  middle = middle_batch(scale)
+  tuned, full = batches[middle], num_steps(scale, middle)
+  width = scale.run('adamw', middle, 1.0).config.width
+  widths = scale.widths if contender in _WIDENED else ()
   axes = {
     WIDTH: {
-      x: find_rate(scale, contender, middle, start=start, spread=1, width=x)
-      for x in scale.widths
+      x: find_rate(
+        scale, contender, middle, start=tuned.learning_rate, stride=1, width=x
+      )
+      for x in widths
+      if x != width
     },
     LENGTH: {
       share: find_rate(
         scale,
         contender,
         middle,
-        start=scale_rate(start, full / steps),
-        spread=1,
-        steps=steps,
+        start=scale_rate(tuned.learning_rate, 1 / share),
+        stride=1,
+        steps=round(share * full),
       )
-      for share, steps in lengths.items()
+      for share in TOKEN_SHARES
     },
   }
   found = yield from gather({name: gather(x) for name, x in axes.items()})
-  found[LENGTH][1.0] = batches[middle]
+  for name, value in ((WIDTH, width), (LENGTH, 1.0)):
+    found[name] = dict(sorted((found[name] | {value: tuned}).items()))
   return {BATCH: batches} | found
+
+
+def middle_batch(scale: Scale) -> int:
+  """Returns the batch at which widths and lengths are varied."""
+  return scale.batch_sizes[len(scale.batch_sizes) // 2]
 
 
 def num_steps(scale: Scale, batch_size: int, share: float = 1.0) -> int:
@@ -68,17 +76,27 @@ def by_steps(
   axes: Mapping[str, Mapping[float, Tuned]], scale: Scale
 ) -> list[tuple[int, float]]:
   """Returns the rates of batch sizes and lengths by their steps."""
-  middle = scale.batch_sizes[len(scale.batch_sizes) // 2]
   batches = [
     (num_steps(scale, int(size)), tuned.learning_rate)
     for size, tuned in axes[BATCH].items()
   ]
-  lengths = [
-    (num_steps(scale, middle, share), tuned.learning_rate)
-    for share, tuned in axes.get(LENGTH, {}).items()
-    if share != 1
+  return sorted([*batches, *_by_length(axes, scale)])
+
+
+def _by_length(
+  axes: Mapping[str, Mapping[float, Tuned]], scale: Scale
+) -> list[tuple[int, float]]:
+  return [
+    (num_steps(scale, middle_batch(scale), share), tuned.learning_rate)
+    for share, tuned in axes[LENGTH].items()
   ]
-  return sorted(batches + lengths)
+
+
+def power_of_length(
+  axes: Mapping[str, Mapping[float, Tuned]], scale: Scale
+) -> float:
+  """Returns with which power of the steps the rate moves, at one batch."""
+  return fit_rate(_by_length(axes, scale))[1]
 
 
 def fit_rate(rates: list[tuple[int, float]]) -> tuple[float, float]:
@@ -101,27 +119,31 @@ def section(outcome: Outcome, scale: Scale) -> str:
     'Rates by the number of steps, whether batch or length sets it, and the '
     'line through their logarithms:',
     render.markdown([_row(outcome, x.name, scale) for x in CONTENDERS]),
-    f'Loss over the best, at batch {scale.batch_size}, where the rate is wrong '
-    'by a factor:',
+    f'Loss over that at the rate chosen, at batch {scale.batch_size}, where '
+    'the rate is wrong by a factor (of the same seeds, one or two):',
     render.markdown(
       [
         _cost_row(x.name, outcome[x.name][BATCH][scale.batch_size])
         for x in CONTENDERS
       ]
     ),
+    f'Widths and lengths at batch {middle_batch(scale)}; weights start in '
+    'proportion to each width.',
   ]
-  for contender in _VARIED:
-    for name in (WIDTH, LENGTH):
-      rows = [
-        {
-          f'{contender.name}, {name}': f'{x:g}',
-          'learning rate': render.format_learning_rate(tuned),
-          'loss': render.format_loss(tuned.loss),
-          'by learning rate': render.format_losses(tuned.losses),
-        }
-        for x, tuned in sorted(outcome[contender.name][name].items())
-      ]
-      parts.append(render.markdown(rows))
+  for name in (WIDTH, LENGTH):
+    rows = [
+      {
+        'optimizer': x.name,
+        name: f'{value:g}',
+        'learning rate': render.format_learning_rate(tuned),
+        'loss': render.format_loss(tuned.loss),
+        'by learning rate': render.format_losses(tuned.losses),
+      }
+      for x in CONTENDERS
+      for value, tuned in outcome[x.name][name].items()
+      if name != WIDTH or x in _WIDENED
+    ]
+    parts.append(render.markdown(rows))
   return '\n\n'.join(parts)
 
 
@@ -147,15 +169,15 @@ def _cost_row(name: str, tuned: Tuned) -> dict[str, str]:
 def _cost(tuned: Tuned, factor: float) -> str:
   """Returns the excess loss at the rate nearest to a multiple, or ''."""
   wanted = factor * tuned.learning_rate
-  rate = min(tuned.losses, key=lambda x: abs(np.log(x / wanted)))
+  rate = min(tuned.by_seed, key=lambda x: abs(np.log(x / wanted)))
   if abs(np.log(rate / wanted)) > 0.1:
     return ''
-  return render.format_loss(tuned.losses[rate] - tuned.loss)
+  return render.format_loss(tuned.excess(rate))
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws rates by steps, and losses by rate for widths and lengths."""
-  result, all_axes = render.panels(1, 1 + len(_VARIED))
+  result, all_axes = render.panels(1, 1 + len(_WIDENED))
   first, *others = all_axes[0]
   for x in CONTENDERS:
     steps, rates = zip(*by_steps(outcome[x.name], scale), strict=True)
@@ -165,7 +187,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   first.set_xlabel('steps')
   first.set_ylabel('learning rate')
   first.legend(fontsize=7)
-  for contender, axes in zip(_VARIED, others, strict=True):
+  for contender, axes in zip(_WIDENED, others, strict=True):
     widths = outcome[contender.name][WIDTH]
     for width, tuned in widths.items():
       render.draw_tuning(axes, tuned, f'width {width:g}')

@@ -28,7 +28,9 @@ def plan(scale: Scale) -> Plan[Outcome]:
         scale,
         contender,
         scale.batch_size,
-        start=_GPT2_STARTS[contender.name] if std == GPT2_INIT_STD else None,
+        start=_GPT2_STARTS[contender.name]
+        if std == GPT2_INIT_STD != scale.init_std
+        else None,
         init_std=std,
       )
       for contender in CONTENDERS

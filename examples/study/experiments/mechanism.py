@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
-from examples.study.differences import difference, sentence
+from examples.study.differences import contrast, difference, sentence
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point
 from examples.study.scales import Scale
@@ -48,18 +48,25 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'and stay so: each token takes the mean of the values so far. Mean and '
       f'standard deviation over {_SEEDS} seeds, and the learning rate:',
       render.markdown(rows),
-      *(
-        f'With {model}: '
-        + sentence(
-          MERIT.name,
-          rival.name,
-          difference(outcome[model, MERIT.name], outcome[model, rival.name]),
-        )
-        for rival in (ADAMW, LAMB)
-        for model in MODELS
-      ),
+      *(_compare(outcome, rival.name) for rival in (ADAMW, LAMB)),
     ]
   )
+
+
+def _compare(outcome: Outcome, rival: str) -> str:
+  """Returns MERIT's lead with each model, and whether they differ."""
+  own, other = (
+    [outcome[model, name] for model in MODELS] for name in (MERIT.name, rival)
+  )
+  leads = [
+    f'With {model}: {sentence(MERIT.name, rival, difference(x, y))}'
+    for model, x, y in zip(MODELS, own, other, strict=True)
+  ]
+  with_attention, without = zip(own, other, strict=True)
+  change = contrast(
+    [with_attention[0], without[1]], [with_attention[1], without[0]]
+  )
+  return ' '.join([*leads, f'The difference of these differences: {change}.'])
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

@@ -24,7 +24,6 @@ def variants(contender: Contender) -> dict[str, Contender]:
   """Returns what is tried of a contender, by name."""
   b1 = 0.9 if contender.optimizer == 'muon' else 0.95
   found = {
-    AS_IT_IS: contender,
     f'warm-up {_LONG_WARMUP:.0%}': _with(contender, warmup_share=_LONG_WARMUP),
     f'b1 {b1:g}': _with(contender, b1=b1),
   }
@@ -59,21 +58,24 @@ def _plan_variants(
   scale: Scale, contender: Contender, size: int
 ) -> Plan[dict[str, Tuned]]:
   rates = yield from find_rates(scale, contender)
-  return (
-    yield from gather(
-      {
-        name: find_rate(
-          scale,
-          variant,
-          size,
-          start=rates[size].learning_rate,
-          spread=1,
-          seeds=scale.tuning_seeds[:1],
-        )
-        for name, variant in variants(contender).items()
-      }
-    )
+  usual, seed = rates[size], scale.tuning_seeds[0]
+  found = yield from gather(
+    {
+      name: find_rate(
+        scale,
+        variant,
+        size,
+        start=usual.learning_rate,
+        stride=1,
+        seeds=[seed],
+      )
+      for name, variant in variants(contender).items()
+    }
   )
+  of_the_seed = {
+    rate: {seed: losses[seed]} for rate, losses in usual.by_seed.items()
+  }
+  return {AS_IT_IS: Tuned(of_the_seed, usual.learning_rate)} | found
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -122,9 +124,12 @@ def _order(tunings: dict[str, dict[str, Tuned]]) -> str:
     {name: min(y.loss for y in x.values()) for name, x in tunings.items()}
   )
   if usual == best:
-    return f'Each with its best variant, the order stays {_join(usual)}.'
+    return (
+      f'Each with its best variant, the order stays {_join(usual)} (one seed).'
+    )
   return (
-    f'The order is {_join(usual)}; each with its best variant, {_join(best)}.'
+    f'The order is {_join(usual)}; each with its best variant, {_join(best)} '
+    '(one seed).'
   )
 
 

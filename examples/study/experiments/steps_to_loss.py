@@ -1,5 +1,6 @@
 """Steps to a loss against global batch: where a larger batch stops paying."""
 
+import itertools
 import math
 import statistics
 from typing import Any, NamedTuple
@@ -9,22 +10,25 @@ import numpy as np
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS, PAPER, Contender
-from examples.study.experiments import batch_scaling
-from examples.study.experiments.hyperparameters import fit_rate, num_steps
+from examples.study.experiments import batch_scaling, hyperparameters
+from examples.study.experiments.hyperparameters import num_steps
 from examples.study.plans import Plan, gather
 from examples.study.points import Point
 from examples.study.scales import Scale
+from examples.study.tuning import round_rate
 
 TITLE = 'Steps to a loss'
 _SEEDS = (1, 2)
 _CLOSE = 0.02
 """Nats from the target at which the length of training is refined no more."""
-_MOST_LENGTHS = 3
-"""Lengths of training that are tried."""
+_MOST_TRIES = 4
+"""Lengths of training beside that of equal tokens."""
 _SLOPE = -0.35
 """First guess of how the loss moves with the logarithm of the steps, nats."""
-_WIDEST = 16.0
-"""Largest factor between the steps of a run and those of equal tokens."""
+_SHORTEST, _LONGEST = 1 / 16, 4.0
+"""Lengths of training over that of equal tokens, at the ends."""
+_MOST_CHANGE = 4.0
+"""Largest factor from one length to the next."""
 _ROUNDED_TO = 0.05
 
 
@@ -33,8 +37,9 @@ class Steps(NamedTuple):
 
   Attributes:
     batch_size: Global batch, sequences.
-    by_seed: Steps, NaN for a seed that diverged.
-    tried: Mean final loss by the steps of a run.
+    by_seed: Steps; infinite for a seed that does not get there in the longest
+      run, 0 for one that is below the target after the shortest.
+    tried: Mean final loss by the steps of a run, the fewest first.
   """
 
   batch_size: int
@@ -59,10 +64,17 @@ class Outcome(NamedTuple):
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans runs whose length is chosen until they end at the target."""
   points = yield from batch_scaling.plan(scale)
+  rates = yield from hyperparameters.plan(scale)
   target = choose_target(points, scale)
   steps = yield from gather(
     {
-      (x.name, size): _find_steps(scale, x, size, points, target)
+      (x.name, size): _find_steps(
+        scale,
+        x,
+        points[x.name, size],
+        target,
+        hyperparameters.power_of_length(rates[x.name], scale),
+      )
       for x in CONTENDERS
       for size in scale.batch_sizes
     }
@@ -82,79 +94,74 @@ def choose_target(points: batch_scaling.Outcome, scale: Scale) -> float:
 def _find_steps(
   scale: Scale,
   contender: Contender,
-  batch_size: int,
-  points: batch_scaling.Outcome,
+  point: Point,
   target: float,
+  power: float,
 ) -> Plan[Steps]:
   """Plans to find the length of training that ends at the target."""
-  point = points[contender.name, batch_size]
-  _, power = fit_rate(
-    [
-      (num_steps(scale, x), points[contender.name, x].tuned.learning_rate)
-      for x in scale.batch_sizes
-    ]
-  )
-  full = num_steps(scale, batch_size)
-  losses: dict[int, list[float]] = {full: list(point.losses[: len(_SEEDS)])}
-  while (steps := _next_steps(losses, target)) is not None:
+  size, seeds = point.batch_size, _SEEDS[: len(point.losses)]
+  full = num_steps(scale, size)
+  losses = {full: list(point.losses[: len(seeds)])}
+  while (steps := _next_steps(losses, target, full)) is not None:
+    rate = point.tuned.learning_rate * (steps / full) ** power
     results = yield [
-      contender.run(
-        scale,
-        batch_size,
-        float(f'{point.tuned.learning_rate * (steps / full) ** power:.3g}'),
-        seed=seed,
-        steps=steps,
-      )
-      for seed in _SEEDS[: len(losses[full])]
+      contender.run(scale, size, round_rate(rate), seed=seed, steps=steps)
+      for seed in seeds
     ]
     losses[steps] = [result.loss for result in results]
-  by_seed = [_interpolate(losses, i, target) for i in range(len(losses[full]))]
-  tried = {x: statistics.mean(y) for x, y in sorted(losses.items())}
-  return Steps(batch_size, tuple(by_seed), tried)
+  by_seed = [
+    _solve({steps: x[i] for steps, x in losses.items()}, target)
+    for i in range(len(seeds))
+  ]
+  tried = {x: statistics.mean(losses[x]) for x in sorted(losses)}
+  return Steps(size, tuple(by_seed), tried)
 
 
-def _next_steps(losses: dict[int, list[float]], target: float) -> int | None:
-  """Returns the next length of training to try, None if the best will do."""
+def _next_steps(
+  losses: dict[int, list[float]], target: float, full: int
+) -> int | None:
+  """Returns the next length of training to try, None if that will do."""
   means = {steps: statistics.mean(x) for steps, x in losses.items()}
-  if len(means) > _MOST_LENGTHS or not all(
-    map(math.isfinite, [target, *means.values()])
+  if (
+    len(losses) > _MOST_TRIES
+    or math.isinf(target)
+    or min(abs(x - target) for x in means.values()) <= _CLOSE
   ):
     return None
-  nearest = _nearest(means, target)
-  if abs(means[nearest[0]] - target) <= _CLOSE:
-    return None
-  full = next(iter(losses))
-  factor = _solve(means, nearest, target) / full
-  steps = round(full * min(max(factor, 1 / _WIDEST), _WIDEST))
+  steps = _solve(means, target)
+  if math.isinf(steps):
+    steps = _extrapolate(max(means), means[max(means)], target)
+  elif not steps:
+    steps = _extrapolate(min(means), means[min(means)], target)
+  steps = round(min(max(steps, _SHORTEST * full), _LONGEST * full))
   return None if steps in losses else steps
 
 
-def _nearest(losses: dict[int, float], target: float) -> list[int]:
-  """Returns the two lengths whose losses are nearest to the target, or one."""
-  return sorted(losses, key=lambda steps: abs(losses[steps] - target))[:2]
+def _extrapolate(steps: int, loss: float, target: float) -> float:
+  """Returns the steps at the target, if the loss falls as first guessed."""
+  change = (target - loss) / _SLOPE
+  most = math.log(_MOST_CHANGE)
+  return steps * math.exp(min(max(change, -most), most))
 
 
-def _solve(
-  losses: dict[int, float], nearest: list[int], target: float
-) -> float:
-  """Returns the steps at which a line through the nearest hits the target."""
-  slope = _SLOPE
-  if len(nearest) == 2:
-    first, second = nearest
-    measured = (losses[first] - losses[second]) / math.log(first / second)
-    # Noise, where two lengths are close.
-    slope = measured if measured < _SLOPE / 5 else _SLOPE
-  return nearest[0] * math.exp((target - losses[nearest[0]]) / slope)
+def _solve(losses: dict[int, float], target: float) -> float:
+  """Returns where the loss first falls to the target, by interpolation.
 
-
-def _interpolate(
-  losses: dict[int, list[float]], index: int, target: float
-) -> float:
-  """Returns the steps to the target of one seed, NaN if it diverged."""
-  own = {steps: x[index] for steps, x in losses.items()}
-  if not all(map(math.isfinite, [target, *own.values()])):
-    return math.nan
-  return _solve(own, _nearest(own, target), target)
+  It is infinite if that is nowhere, and 0 if the fewest steps are enough, but
+  for a target that is close to the loss there.
+  """
+  steps = sorted(losses)
+  for few, more in itertools.pairwise(steps):
+    if losses[few] > target >= losses[more]:
+      if math.isinf(losses[few]):
+        return math.sqrt(few * more)
+      share = (losses[few] - target) / (losses[few] - losses[more])
+      return few * (more / few) ** share
+  is_below = losses[steps[0]] <= target < math.inf
+  end = steps[0] if is_below else steps[-1]
+  if math.isfinite(target) and abs(losses[end] - target) <= 2 * _CLOSE:
+    return _extrapolate(end, losses[end], target)
+  return 0.0 if is_below else math.inf
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -172,11 +179,11 @@ def section(outcome: Outcome, scale: Scale) -> str:
   ]
   return '\n\n'.join(
     [
-      f'Steps of a complete run (warm-up and cosine) that ends at a loss of '
+      'Steps of a complete run (warm-up and cosine) that ends at a loss of '
       f'{outcome.target:g}, by interpolation between runs of up to '
-      f'{_MOST_LENGTHS + 1} lengths; mean of {len(_SEEDS)} seeds, and each of '
-      'them. The learning rate of a length follows the power of the steps that '
-      'fits the rates chosen at equal tokens.',
+      f'{_MOST_TRIES + 1} lengths: the mean of seeds, and each of them. The '
+      'learning rate of a length follows the power of the steps that fits the '
+      'rates chosen for other lengths.',
       render.markdown(rows),
       f'A batch {sizes[-1] // sizes[0]} times as large can save a factor of '
       f'{sizes[-1] // sizes[0]} at best.',
@@ -185,11 +192,12 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 
 def _format(steps: Steps) -> str:
-  mean = statistics.mean(steps.by_seed)
-  if not math.isfinite(mean):
-    return 'not reached'
+  if math.inf in steps.by_seed:
+    return f'> {max(steps.tried):,}'
+  if 0 in steps.by_seed:
+    return f'< {min(steps.tried):,}'
   each = ', '.join(f'{x:,.0f}' for x in steps.by_seed)
-  return f'{mean:,.0f} ({each})'
+  return f'{statistics.mean(steps.by_seed):,.0f} ({each})'
 
 
 def _format_saved(outcome: Outcome, name: str, scale: Scale) -> str:
@@ -197,8 +205,8 @@ def _format_saved(outcome: Outcome, name: str, scale: Scale) -> str:
     statistics.mean(outcome.steps[name, size].by_seed)
     for size in (scale.batch_sizes[0], scale.batch_sizes[-1])
   )
-  saved = first / last
-  return f'{saved:.1f} ×' if math.isfinite(saved) else ''
+  is_known = first > 0 and 0 < last < math.inf and math.isfinite(first)
+  return f'{first / last:.1f} ×' if is_known else ''
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
@@ -208,7 +216,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
     _draw_steps(left, outcome, x.name, scale)
     _draw_excess(right, outcome.points[x.name, scale.batch_size])
   left.set_xscale('log', base=2)
-  if any(math.isfinite(x) for y in outcome.steps.values() for x in y.by_seed):
+  if any(0 < x < math.inf for y in outcome.steps.values() for x in y.by_seed):
     left.set_yscale('log', base=2)
   left.set_xlim(scale.batch_sizes[0] / 1.2, scale.batch_sizes[-1] * 1.2)
   left.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
@@ -221,7 +229,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   right.set_xlim(0.22, 4.5)
   right.set_ylim(-0.02, 0.5)
   right.set_xlabel('learning rate over the one chosen')
-  right.set_ylabel('validation loss over the best')
+  right.set_ylabel('validation loss over that one’s')
   right.set_title(f'batch {scale.batch_size}')
   return result
 
@@ -230,6 +238,7 @@ def _draw_steps(axes: Any, outcome: Outcome, name: str, scale: Scale) -> None:
   """Draws an optimizer's steps, and those of perfect scaling."""
   sizes = np.array(scale.batch_sizes)
   steps = np.array([outcome.steps[name, size].by_seed for size in sizes])
+  steps[~np.isfinite(steps) | (steps == 0)] = np.nan
   color = render.COLORS[name]
   axes.plot(sizes, steps.mean(axis=1), 'o-', color=color, label=name)
   axes.fill_between(
@@ -242,12 +251,10 @@ def _draw_steps(axes: Any, outcome: Outcome, name: str, scale: Scale) -> None:
 def _draw_excess(axes: Any, point: Point) -> None:
   """Draws what a wrong learning rate costs."""
   tuned = point.tuned
+  excess = [tuned.excess(rate) for rate in tuned.by_seed]
   axes.plot(
-    [rate / tuned.learning_rate for rate in tuned.losses],
-    [
-      loss - tuned.loss if math.isfinite(loss) else math.nan
-      for loss in tuned.losses.values()
-    ],
+    [rate / tuned.learning_rate for rate in tuned.by_seed],
+    [x if math.isfinite(x) else math.nan for x in excess],
     'o-',
     ms=3,
     color=render.COLORS[point.name],
