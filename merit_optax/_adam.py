@@ -37,13 +37,13 @@ def scale_by_adam(
   :math:`\varepsilon` is ``eps``, :math:`\bar\varepsilon` is ``eps_root`` and
   :math:`u` the update. With ``bias_correction=True``, :math:`m` and :math:`v`
   are divided by :math:`1 - \beta^t` before the last line, and the transform is
-  :func:`optax.scale_by_adam`, whose defaults are other ones (``b2`` 0.999,
-  ``eps`` 1e-8, with the correction).
+  :func:`optax.scale_by_adam`, which has other defaults (``b2`` 0.999, ``eps``
+  1e-8, with bias correction).
 
-  Arithmetic is done in float32 or wider. Moments are stored in the dtypes that
-  they were initialised with, so that the state never changes its type (the
-  first moment of :func:`optax.scale_by_adam` turns into float32 when bfloat16
-  parameters meet float32 gradients).
+  Arithmetic is done in float32 or wider. Moments keep the dtypes with which
+  they were initialized, so the type of the state never changes (the first
+  moment of :func:`optax.scale_by_adam` becomes float32 if parameters are
+  bfloat16 and gradients float32).
 
   Args:
     b1: Decay rate of the first moment, in [0, 1).
@@ -54,14 +54,15 @@ def scale_by_adam(
       differentiate through the update.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
     nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
-      Moments in half precision limit their decay rates, to 0.99 in bfloat16 and
-      0.99875 in float16: beyond, a moment would round back to its old value and
-      never decay.
-    bias_correction: Whether the moments are corrected for their start at zero.
-      MERIT does not: its trust ratio cancels a factor common to all elements.
-    nesterov: Whether the first moment looks a step ahead, as in
-      :func:`optax.scale_by_adam`: it is :math:`\beta_1 m + (1 - \beta_1) g` in
-      the last line.
+      The decay rates of moments in half precision are limited to 0.99 in
+      bfloat16 and 0.99875 in float16: above that, a moment would round back to
+      its old value and never decay.
+    bias_correction: Whether to correct the moments for their initialization at
+      zero. MERIT does not, because its trust ratio cancels a factor common to
+      all elements.
+    nesterov: Whether to use Nesterov momentum, as in
+      :func:`optax.scale_by_adam`: the last line then uses
+      :math:`\beta_1 m + (1 - \beta_1) g` instead of :math:`m`.
 
   Returns:
     A :class:`optax.GradientTransformation` whose state is an
@@ -69,8 +70,8 @@ def scale_by_adam(
     and the dtype to which gradient and first moment promote.
 
   Raises:
-    ValueError: If an argument is outside its range, or if a moment would never
-      decay in its dtype; by ``init``, if that dtype is the parameter's.
+    ValueError: If an argument is out of range, or if a moment would never decay
+      in its dtype (by ``init`` if that dtype is the parameter's).
 
   Examples:
     >>> import jax.numpy as jnp

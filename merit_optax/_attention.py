@@ -1,4 +1,4 @@
-"""A probe for attention: its largest logits and its entropy."""
+"""Attention statistics: the largest logits and the entropy."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ _QUERIES_AT_ONCE = 128
 
 
 class AttentionStatistics(NamedTuple):
-  """What the softmax of an attention layer sees, float32.
+  """Statistics of the softmax inputs of an attention layer, in float32.
 
   Attributes:
     max_logit: Largest logit of each head, shape (heads,).
-    max_centred_logit: Largest logit of each head after the mean over the keys
-      of its query has been taken off, shape (heads,). The softmax ignores such
-      a shift, which a key bias adds freely.
+    max_centred_logit: Largest logit of each head after subtracting the mean
+      over the keys of its query, shape (heads,). The softmax ignores such a
+      shift, which a key bias can add freely.
     entropy: Mean entropy of a query's attention in nats, shape (heads,).
   """
 
@@ -34,19 +34,21 @@ def attention_statistics(
 ) -> AttentionStatistics:
   """Measures the logits and the entropy of dot-product attention.
 
-  Logits are computed for some queries at a time, never for all pairs of
+  Computes the logits of plain causal or full attention: padding masks, sliding
+  windows, soft-caps and biases added to the logits are not taken into account.
+  Logits are computed for a block of queries at a time, never for all pairs of
   positions at once.
 
   Args:
-    query: Queries, after any rotary embedding or norm, with an axis for each
+    query: Queries, after any rotary embedding or norm, with one axis for each
       letter of ``layout``.
-    key: Keys, likewise. They may have fewer heads than the queries, whose
-      heads then share them in groups of neighbours, as in
+    key: Keys, likewise. They may have fewer heads than the queries; groups of
+      adjacent query heads then share a key head, as in
       :func:`jax.nn.dot_product_attention`.
     layout: Order of the axes: T for positions, N for heads and H for features
       of a head, each once, and B (batch) at most once, such as ``'BTNH'``,
       ``'BNTH'`` or ``'TNH'``.
-    is_causal: Whether a query sees only keys up to its own position.
+    is_causal: Whether a query attends only to keys up to its own position.
     scale: Multiplier of the logits; ``None`` for 1 / sqrt(head features).
 
   Returns:

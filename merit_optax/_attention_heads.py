@@ -1,4 +1,4 @@
-"""Where the heads of queries and keys lie in a parameter."""
+"""Where the heads of queries and keys are stored in a parameter."""
 
 from collections.abc import Mapping
 import re
@@ -18,15 +18,15 @@ _QK_NORM = re.compile(
 
 
 class AttentionHeads(NamedTuple):
-  """Where the heads of queries or of keys lie in a parameter.
+  """Where the heads of queries or of keys are stored in a parameter.
 
   Attributes:
-    axis: Axis that counts heads, or features of all heads, those of a head
-      beside each other (so an axis of another meaning is not noticed if heads
-      divide its size). Negative ones suit a kernel and its bias alike.
-    layers: Axis that counts scanned layers, if there is one.
-    part: Axis of a fused projection along which queries and keys lie apart, and
-      which indices or slice of it are meant, such as ``(-2, 0)``, or
+    axis: Axis of the heads, or of the features of all heads with those of a
+      head adjacent to each other (a wrong axis is not detected if the number of
+      heads divides its size). Negative axes fit both a kernel and its bias.
+    layers: Axis of scanned layers, if there is one.
+    part: Axis of a fused projection that separates queries and keys, and the
+      index or slice to use along it, such as ``(-2, 0)`` or
       ``(-1, slice(0, 768))``; ``None`` if the parameter holds nothing else.
   """
 

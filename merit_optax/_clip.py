@@ -24,7 +24,8 @@ def elementwise_clip(
     max_delta: Largest magnitude of an element, > 0.
 
   Returns:
-    A stateless :class:`optax.GradientTransformation`. Shapes and dtypes stay.
+    A stateless :class:`optax.GradientTransformation` that preserves shapes and
+    dtypes.
 
   Raises:
     ValueError: If ``max_delta`` is not a finite number > 0.

@@ -1,4 +1,4 @@
-"""A table that says how MERIT sees each parameter."""
+"""A table of how MERIT treats each parameter."""
 
 from collections.abc import Callable, Collection, Hashable, Mapping
 import inspect
@@ -26,7 +26,7 @@ def describe(
   mask: Any | Callable[[Any], Any] | None = None,
   weight_decay: optax.ScalarOrSchedule | None = None,
 ) -> str:
-  """Returns a table of how :func:`merit_optax.merit` sees each parameter.
+  """Returns a table of how :func:`merit_optax.merit` treats each parameter.
 
   Args:
     params: Tree of arrays, or of their shapes.
@@ -34,18 +34,18 @@ def describe(
     ratios: As given to ``merit``.
     trust_ratio_mask: As given to ``merit``.
     mask: As given to ``merit``.
-    weight_decay: As given to ``merit``: with 0 nothing is decayed. ``None`` to
-      look at the mask only.
+    weight_decay: As given to ``merit``; with 0 nothing is decayed. ``None`` to
+      consider only the mask.
 
   Returns:
-    Text with a line for each parameter, which has its path, its shape, how many
-    matrices of which rows and columns it holds (or vectors of which length),
-    which ratios apply (none: masked out, plain Adam step), and whether it is
-    decayed.
+    Text with one line per parameter: its path, its shape, the number of
+    matrices and their rows and columns (or the number of vectors and their
+    length), which ratios apply (none: masked out, plain Adam step), and whether
+    it is decayed.
 
   Raises:
     ValueError: If a spec does not fit its parameter, ``ratios`` or
-      ``weight_decay`` is wrong, or two paths are written the same.
+      ``weight_decay`` is invalid, or two paths are the same as text.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -75,19 +75,21 @@ def describe_partition(
 
   Args:
     params: Tree of arrays, or of their shapes.
-    param_labels: As given to :func:`optax.partition`: a tree of labels like the
-      parameters, or a prefix of it, or a function from parameters to one.
-    parts: For each label the keyword arguments of :func:`merit_optax.describe`
-      that hold there, or ``None`` for a part without trust ratios.
+    param_labels: As given to :func:`optax.partition`: a tree of labels with the
+      structure of the parameters or a prefix of it, or a function from
+      parameters to such a tree.
+    parts: For each label, the keyword arguments of
+      :func:`merit_optax.describe` for that part, or ``None`` for a part without
+      trust ratios.
 
   Returns:
-    The table of ``describe`` with one more column, the part. Parts without a
-    parameter are named below it.
+    The table of ``describe`` with an additional column for the part. Parts
+    without parameters are listed below it.
 
   Raises:
-    ValueError: If ``parts`` holds other settings than those of ``describe``, or
-      labels are not among the parts: it names their parameters. Else as
-      ``describe`` does.
+    ValueError: If ``parts`` holds settings other than those of ``describe``, or
+      if a label is not among the parts (the message names its parameters), and
+      as in ``describe``.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Dimension numbers of Flax modules, found by the paths of their parameters."""
+"""Dimension numbers of Flax modules, from the paths of their parameters."""
 
 from collections.abc import Mapping, Sequence
 import re
@@ -20,44 +20,44 @@ def flax_dimension_numbers(
   stacked: Mapping[str, int | Sequence[int]] | None = None,
   overrides: Mapping[str, DimensionNumbers | None] | None = None,
 ) -> Any:
-  """Makes the dimension numbers of Flax modules, NNX or Linen.
+  """Creates the dimension numbers of Flax modules, NNX or Linen.
 
-  A parameter is known by the last names of its path:
+  A parameter is recognized by the last names of its path:
 
-  - ``kernel`` of two axes (``Dense``, ``Linear``, ``Einsum`` of two): inputs
-    are rows and outputs columns;
-  - ``kernel`` of three axes below ``query``, ``key`` or ``value`` (also ``q``,
-    ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of model
-    rows and heads times head_dim columns; below ``out`` (also ``o``,
+  - ``kernel`` with two axes (``Dense``, ``Linear``, ``Einsum`` with two):
+    inputs are rows and outputs are columns;
+  - ``kernel`` with three axes below ``query``, ``key`` or ``value`` (also
+    ``q``, ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of
+    model rows and heads times head_dim columns; below ``out`` (also ``o``,
     ``out_proj``, ...), of shape (heads, head_dim, model), the reverse;
-  - ``kernel`` below a name with the word ``conv`` in it (``Conv_0``, ``conv1``,
-    ``patch_conv``), of three axes or more: windows and inputs are rows, outputs
-    columns;
+  - ``kernel`` with three or more axes below a name that contains the word
+    ``conv`` (``Conv_0``, ``conv1``, ``patch_conv``): windows and inputs are
+    rows, outputs are columns;
   - ``embedding``, of shape (entries, features): a matrix;
   - ``bias`` and ``scale``: the weight-wise ratio over all axes that are not
     stacked.
 
   Args:
     params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
-      ``nnx.state(model, nnx.Param)``, also as ``nnx.as_pure`` gives it.
-    stacked: Axes that count layers, experts and so on, by a regular expression
-      to search for in the path: the number of leading ones, or the axes
-      themselves where they do not lead, such as
-      ``{'blocks/': 1, 'blocks/.*experts/': 2}``, or ``{'layers/': (1,)}`` for
-      kernels of shape (model, layers, heads, head_dim). Of several that apply,
-      the one with most axes counts.
-    overrides: Dimension numbers by a regular expression to search for in the
-      path, for parameters that the rules above would not fit. Their axes
-      count from the whole array.
+      ``nnx.state(model, nnx.Param)``, optionally after ``nnx.as_pure``.
+    stacked: Batch axes (layers, experts and so on) by regular expressions that
+      are searched for in the path. Values are the number of leading batch axes,
+      such as ``{'blocks/': 1, 'blocks/.*experts/': 2}``, or the axes themselves
+      if they are not leading, such as ``{'layers/': (1,)}`` for kernels of
+      shape (model, layers, heads, head_dim). If several patterns match, the one
+      with the most axes is used.
+    overrides: Dimension numbers by regular expressions that are searched for in
+      the path, for parameters that the rules above do not fit. Their axes refer
+      to the whole array.
 
   Returns:
-    Tree like ``params`` of :class:`optax.contrib.MuonDimensionNumbers`, to be
-    given as ``weight_dimension_numbers``. Every parameter has an explicit one.
-    The function itself may be given too.
+    Tree of :class:`optax.contrib.MuonDimensionNumbers` with the structure of
+    ``params``, to be passed as ``weight_dimension_numbers``. Every parameter
+    has an explicit spec. The function itself may be passed too.
 
   Raises:
-    ValueError: If parameters are not recognised, if patterns match none (it
-      names them all), or if a parameter does not have its stacked axes.
+    ValueError: If parameters are not recognized or patterns match nothing (the
+      message names all of them), or if a parameter lacks its stacked axes.
 
   Examples:
     >>> import jax.numpy as jnp

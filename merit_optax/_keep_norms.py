@@ -1,4 +1,4 @@
-"""The last part of a chain: each matrix keeps its norm."""
+"""The last transform of a chain: each matrix keeps its norm."""
 
 import jax
 import jax.numpy as jnp
@@ -29,32 +29,31 @@ def keep_matrix_norms(
 ) -> optax.GradientTransformation:
   r"""Changes updates so that every matrix keeps its norm.
 
-  The last transform of a chain, after the learning rate, since it needs to know
-  where the step would lead. For a matrix :math:`w` and its update :math:`u`,
+  This must be the last transform of a chain, after the learning rate, because
+  it needs the final update. For a matrix :math:`w` and its update :math:`u`,
 
   .. math::
 
     u \leftarrow \frac{\|w\|}{\|w + u\|} (w + u) - w
 
-  so that :math:`w + u` has the norm of :math:`w`. Behind
-  :func:`merit_optax.scale_by_l2_norm_trust_ratio`, it makes any direction a
-  Hyperball step, :math:`w \leftarrow R \, n(w - \eta R \, n(u))` with
-  :math:`n(x) = x / \|x\|`, where :math:`R` is the norm that the matrix started
-  with.
+  so that :math:`w + u` has the norm of :math:`w`. After
+  :func:`merit_optax.scale_by_l2_norm_trust_ratio`, it turns any direction into
+  a Hyperball step, :math:`w \leftarrow R \, n(w - \eta R \, n(u))` with
+  :math:`n(x) = x / \|x\|`, where :math:`R` is the initial norm of the matrix.
 
-  Only matrices keep their norms, each of a stack its own. Parameters that have
-  the weight-wise ratio only in
-  :func:`merit_optax.scale_by_max_norm_trust_ratio` (biases, scales of norms,
-  whatever a spec says to be a vector) pass through, since their size matters.
-  Use :func:`optax.masked` to leave out matrices too. A matrix that is zero, or
-  would become zero, passes through as well. One whose norm would overflow
-  (above 1e19 in l2 and float32) becomes NaN.
+  Only matrices keep their norms, separately for each matrix of a stack.
+  Parameters that have only the weight-wise ratio in
+  :func:`merit_optax.scale_by_max_norm_trust_ratio` (biases, scales of norm
+  layers, and others that a spec declares to be vectors) pass through, because
+  their size matters. Use :func:`optax.masked` to exclude matrices too. A matrix
+  that is zero, or would become zero, passes through as well. A matrix whose
+  norm would overflow (above 1e19 for l2 norms in float32) becomes NaN.
 
-  There is no state: the norm kept is that of the parameters as they come in.
-  So rounding adds up from step to step. In float32 it has no drift of one sign
-  and stays below 1e-5 of the norm over thousands of steps; bfloat16 needs
-  float32 master weights. The l2 norm
-  is a sum, so its last bits depend on the mesh; those of the max-norm do not.
+  There is no state: the norm that is kept is that of the incoming parameters,
+  so rounding errors accumulate over steps. In float32 they have no systematic
+  sign and stay below 1e-5 of the norm over thousands of steps; bfloat16 needs
+  float32 master weights. The l2 norm is a sum, so its last bits depend on the
+  mesh; those of the max-norm do not.
 
   Args:
     norm: ``'l2'`` or ``'max'``, the largest magnitude.

@@ -50,18 +50,18 @@ def merit(
     \right) \\
     w_{ij} &\leftarrow w_{ij} - \eta \, \text{clip}(s_{ij} z_{ij}, 1)
 
-  with the learning rate :math:`\eta` and the weight decay :math:`\lambda`. So
-  :math:`|\Delta w| \le \eta \max |w|` where no norm is zero and ``min_norm`` is
-  not above :math:`\max |w|`: the learning rate is the largest fraction of the
-  biggest weight that a step may move.
+  with learning rate :math:`\eta` and weight decay :math:`\lambda`. Therefore
+  :math:`|\Delta w| \le \eta \max |w|`, provided that no norm is zero and
+  ``min_norm`` is not above :math:`\max |w|`: the learning rate is the largest
+  change in a step as a fraction of the largest weight.
 
-  Parameters with more than two axes want ``weight_dimension_numbers``: without,
-  ``init`` warns and takes them as stacks of matrices over their last two. Call
-  ``update`` under ``jax.jit`` and not inside of ``jax.shard_map``, where each
-  device would silently take the norms of its own shards.
+  Specify ``weight_dimension_numbers`` for parameters with more than two axes.
+  Otherwise ``init`` warns and treats them as stacks of matrices over their last
+  two axes. Call ``update`` under ``jax.jit``, not inside ``jax.shard_map``,
+  where each device would silently take the norms of its own shards.
 
-  The arguments up to ``mask`` stand in the order of :func:`optax.lamb`. The
-  optimizer is a chain of :func:`merit_optax.scale_by_adam`,
+  The arguments up to ``mask`` are in the same order as in :func:`optax.lamb`.
+  The optimizer is a chain of :func:`merit_optax.scale_by_adam`,
   :func:`optax.add_decayed_weights`,
   :func:`merit_optax.scale_by_max_norm_trust_ratio`,
   :func:`merit_optax.elementwise_clip` and
@@ -69,25 +69,25 @@ def merit(
 
   Args:
     learning_rate: Learning rate, or a schedule from steps to learning rates. A
-      negative one climbs.
+      negative one maximizes the loss.
     b1: Decay rate of the first moment, in [0, 1).
     b2: Decay rate of the second moment, in [0, 1).
     eps: Added to the root of the second moment, >= 0.
     eps_root: Added to the second moment inside the root, >= 0.
     weight_decay: Weight decay, inside the trust ratio, or a schedule of it.
-    mask: Tree of booleans (or a function from parameters to one) that says
-      which parameters are decayed; ``None`` for all.
+    mask: Tree of booleans (or a function from parameters to one) that selects
+      the parameters to decay; ``None`` for all.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
     nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
-    bias_correction: Whether Adam's bias correction is applied. The paper does
-      without.
+    bias_correction: Whether to apply Adam's bias correction. The paper does
+      not use it.
     clip_threshold: Largest magnitude of an element of the scaled update, before
       the learning rate, > 0 (``max_delta`` of
       :func:`merit_optax.elementwise_clip`); ``None`` for no clip.
     ratios: Which trust ratios take part in the maximum: one or more of
       ``'weight'``, ``'row'`` and ``'column'``.
     trust_ratio_mask: Tree of booleans (or a function from parameters to one)
-      that says which parameters are scaled by trust ratios; the others take
+      that selects the parameters to scale by trust ratios; the others take
       Adam's step, clipped. ``None`` for all.
     min_norm: Lower bound of the norms in the trust ratios, >= 0.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
@@ -99,13 +99,13 @@ def merit(
     :func:`optax.lamb` gives them, and the state is as large as Adam's.
 
   Raises:
-    ValueError: If an argument is outside its range; by ``init`` and ``update``
-      if a spec or a mask does not fit the parameters; by ``update`` if it is
-      called without ``params``.
+    ValueError: If an argument is out of range; by ``init`` and ``update`` if a
+      spec or a mask does not fit the parameters; by ``update`` if it is called
+      without ``params``.
 
   Warns:
-    UserWarning: By ``init``, if nothing says which axes of a parameter with
-      more than two are its rows and columns.
+    UserWarning: By ``init``, if nothing specifies the rows and columns of a
+      parameter with more than two axes.
 
   Examples:
     >>> import jax

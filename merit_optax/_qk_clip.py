@@ -1,4 +1,4 @@
-"""QK-clip: a bound on attention logits, set on the weights."""
+"""QK-clip: bounds attention logits by scaling the weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,8 +32,8 @@ def qk_clip(
 ) -> optax.GradientTransformationExtraArgs:
   r"""Scales the projections of heads whose attention logits are too large.
 
-  The last transform of a chain. With :math:`S_h` the largest logit of head
-  :math:`h` and the threshold :math:`\tau`,
+  This must be the last transform of a chain. With :math:`S_h` the largest logit
+  of head :math:`h` and the threshold :math:`\tau`,
 
   .. math::
 
@@ -41,45 +41,47 @@ def qk_clip(
     W_{q,h} \leftarrow \sqrt{\gamma_h} \, W_{q,h} \qquad
     W_{k,h} \leftarrow \sqrt{\gamma_h} \, W_{k,h}
 
-  after the step that the chain before it takes, and for biases likewise. So the
-  logits of the batch that was measured become :math:`\tau` at most, but for
-  what the step itself and changes in layers below do to them. Heads that share
+  after the step that the preceding chain takes, and likewise for biases. The
+  logits of the measured batch thus become at most :math:`\tau`, except for the
+  effect of the step itself and of changes in the layers below. Heads that share
   a key are scaled together, by the largest of their logits. Heads below the
-  threshold, and those whose largest logit is NaN or infinite, get the updates
-  that they came with, bit for bit.
+  threshold, and those whose largest logit is NaN or infinite, get the incoming
+  updates, bit for bit.
 
-  Rotary embeddings are fine, since they turn queries and keys and keep their
-  length. Not so a norm of queries and keys (QK-norm), behind which the scale of
-  a projection changes nothing: ``init`` refuses parameters that are named like
-  one. Nor does it suit keys of which a part is shared by all heads (multi-head
-  latent attention), or logits to which a bias is added (ALiBi, T5), which it
-  does not scale. For parameters in bfloat16 the bound holds to their rounding
-  only: keep float32 master weights.
+  Rotary embeddings are supported, because they rotate queries and keys without
+  changing their length. A norm of queries and keys (QK-norm) is not, because
+  after it the scale of a projection has no effect: ``init`` refuses parameters
+  that are named like one. Two other cases are not supported: keys of which a
+  part is shared by all heads (multi-head latent attention), and logits to which
+  a bias is added (ALiBi, T5), which is not scaled. For parameters in bfloat16
+  the bound holds only up to their rounding: keep float32 master weights.
 
   Args:
     threshold: Largest logit allowed, > 0; 100 in Kimi K2.
-    query: Where heads of queries lie, by a regular expression to search for in
-      the path of a parameter, such as ``{'query/': AttentionHeads(-2)}`` for
-      kernels of shape (model, heads, head_dim) and their biases. The first one
-      that is found counts.
-    key: Where heads of keys lie. In a fused projection the same paths as in
-      ``query``, with another ``part``.
-    num_key_heads: How many heads the keys have, where queries share them in
-      groups of neighbours; ``None`` for as many as the queries.
+    query: Where the heads of queries are stored, by regular expressions that
+      are searched for in the path of a parameter, such as
+      ``{'query/': AttentionHeads(-2)}`` for kernels of shape (model, heads,
+      head_dim) and their biases. The first match is used.
+    key: Where the heads of keys are stored. For a fused projection use the same
+      paths as in ``query``, with another ``part``.
+    num_key_heads: Number of key heads, if groups of adjacent query heads share
+      them; ``None`` for as many as query heads.
 
   Returns:
     A stateless :class:`optax.GradientTransformationExtraArgs`. Its ``update``
     needs ``params``, and takes ``max_logits``: an array of shape (heads,), or
-    (layers, heads) if ``layers`` is given, as ``max_logit`` of
-    :func:`merit_optax.attention_statistics` for each layer, the maximum over
-    micro-batches and devices; or a tree of them whose entries cover the
-    parameters below. Without it, updates pass through.
+    (layers, heads) if ``layers`` is given, such as ``max_logit`` of
+    :func:`merit_optax.attention_statistics` for each layer, with the maximum
+    taken over micro-batches and devices; or a tree of such arrays, whose
+    entries apply to all parameters below them. Without it, updates pass
+    through.
 
   Raises:
-    ValueError: If an argument is wrong; by ``init`` if a pattern matches no
-      parameter, axes do not fit those that it matches, queries and keys are the
-      same elements, or parameters are named like QK-norm; by ``update`` if
-      ``max_logits`` do not fit, or it is called without ``params``.
+    ValueError: If an argument is invalid; by ``init`` if a pattern matches no
+      parameter, axes do not fit the parameters that it matches, queries and
+      keys are the same elements, or parameters are named like QK-norm; by
+      ``update`` if ``max_logits`` do not fit, or it is called without
+      ``params``.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What MERIT would do to each parameter, on diagnostics steps."""
+"""Statistics of what MERIT does to each parameter, for diagnostics steps."""
 
 from collections.abc import Callable, Collection
 import functools
@@ -43,16 +43,17 @@ def merit_statistics(
   min_norm: jax.typing.ArrayLike = 0.0,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
-  r"""Makes a function that tells what a MERIT step does to each parameter.
+  r"""Creates a function that measures what MERIT does to each parameter.
 
-  It computes the step again from gradients, state and parameters, so that steps
-  on which it is not called cost nothing, and the state holds nothing for it.
-  Numbers that ``optax.inject_hyperparams`` keeps in the state go before those
-  given here, and schedules are read at the counts that the state has for them.
+  The function recomputes the step from gradients, state and parameters, so it
+  costs nothing on steps on which it is not called, and needs nothing in the
+  state. Numbers that ``optax.inject_hyperparams`` keeps in the state take
+  precedence over those given here, and schedules are evaluated at their counts
+  in the state.
 
   Args:
-    learning_rate: As given to the :func:`merit_optax.merit` that is measured,
-      like all that follow.
+    learning_rate: As given to the :func:`merit_optax.merit` to be measured,
+      like all other arguments.
     b1: See ``merit``.
     b2: See ``merit``.
     eps: See ``merit``.
@@ -69,26 +70,27 @@ def merit_statistics(
     weight_dimension_numbers: See ``merit``.
 
   Returns:
-    A function ``(gradients, state, params)`` to a flat dictionary of float32
-    scalars, which may be jitted. ``state`` is the state before the step, of
-    ``merit`` or of any optimizer that has one Adam state in it, or one of
-    ``merit`` beside others, as an :func:`optax.partition` may; ``gradients``
-    are those that reach ``merit`` (clipped, say). Trees of ``nnx.Optimizer``
-    (``optimizer.opt_state`` and ``nnx.State``) fit too. Keys are the path of a
-    parameter (of those that are not empty and not masked out), a slash, and
+    A function from ``(gradients, state, params)`` to a flat dictionary of
+    float32 scalars, which may be jitted. ``state`` is the state before the
+    step, of ``merit`` or of any optimizer that contains a single Adam state, or
+    a single one of ``merit`` among others, as in an :func:`optax.partition`.
+    ``gradients`` are those that reach ``merit`` (after clipping, for example).
+    Trees of ``nnx.Optimizer`` (``optimizer.opt_state`` and ``nnx.State``) work
+    too. Keys are the path of a parameter (unless it is empty or masked out), a
+    slash, and
 
     - ``trust_ratio_min``, ``trust_ratio_median``, ``trust_ratio_max``: over all
       elements (the median sorts them);
     - ``decided_by_weight``, ``decided_by_row``, ``decided_by_column``: share of
-      elements whose ratio is the largest (of equal ones the first counts);
-    - ``fallback``: share of elements with ratio 1, since a norm is zero;
+      elements for which this ratio is the largest (of equal ones, the first);
+    - ``fallback``: share of elements with ratio 1, because a norm is zero;
     - ``clipped``: share of elements that the clip changes;
-    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite where a
-      parameter that is zero moves. More about how far it moves, for any
-      optimizer, tells :func:`merit_optax.update_statistics`.
+    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite if a
+      parameter that is zero moves. See :func:`merit_optax.update_statistics`
+      for further measurements, with any optimizer.
 
   Raises:
-    ValueError: As ``merit`` does; by the function if the state has no Adam
+    ValueError: As in ``merit``; by the function if the state contains no Adam
       state, or several, or one for other parameters, or if two paths are the
       same when written with slashes.
 

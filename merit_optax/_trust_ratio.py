@@ -1,4 +1,4 @@
-"""Trust ratios, weight-wise, row-wise and column-wise, on any direction."""
+"""Trust ratios, weight-wise, row-wise and column-wise, for any direction."""
 
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
@@ -54,43 +54,44 @@ def scale_by_max_norm_trust_ratio(
   where :math:`b` is the weight-wise, :math:`r_i` the row-wise and :math:`c_j`
   the column-wise ratio. The ratio is 1 wherever a norm that it needs is zero:
   a zero row makes it 1 for every element of the row, and so on. A norm below
-  the smallest normal float32 counts as zero, since most hardware flushes such
+  the smallest normal float32 counts as zero, because most hardware flushes such
   numbers. No element is scaled beyond :math:`\max |w|` unless its ratio fell
   back to 1.
 
-  Which axes are rows and columns is said by ``weight_dimension_numbers``, with
-  the specs of :func:`optax.contrib.muon`. Axes that a spec does not name count
-  matrices (scanned layers, experts, heads): each has norms of its own, and gets
-  the update that it would get alone. Unlike in Muon,
+  ``weight_dimension_numbers`` specifies which axes are rows and columns, with
+  the specs of :func:`optax.contrib.muon`. Axes that a spec does not name are
+  batch axes (scanned layers, experts, heads): each matrix has its own norms,
+  and gets the update that it would get on its own. Unlike in Muon,
 
-  - a parameter with fewer than two axes has the weight-wise ratio only,
+  - a parameter with fewer than two axes has only the weight-wise ratio,
     whichever axes a spec names;
-  - with an empty ``reduction_axis`` a parameter has the weight-wise ratio over
-    its output axes only: ``MuonDimensionNumbers((), (1,))`` suits biases
+  - with an empty ``reduction_axis`` a parameter has only the weight-wise ratio
+    over its output axes: use ``MuonDimensionNumbers((), (1,))`` for biases
     stacked as (layers, features);
   - ``None`` in a tree of specs means the weight-wise ratio over all axes;
-  - ``MuonDimensionNumbers((), ())`` means that every element is a parameter of
-    its own, as in scalars stacked as (layers,).
+  - ``MuonDimensionNumbers((), ())`` treats every element as a separate
+    parameter, for scalars stacked as (layers,).
 
-  Any sharding is right under ``jax.jit``. Inside of ``jax.shard_map`` a device
-  sees its own shards only, so the norms are silently wrong unless it holds
-  whole matrices. Compute gradients there, and call ``update`` outside.
+  Under ``jax.jit`` any sharding gives correct results. Inside ``jax.shard_map``
+  a device sees only its own shards, so the norms are silently wrong unless it
+  holds whole matrices. Compute gradients there, and call ``update`` outside.
 
-  Without any spec, a parameter with more than two axes is taken as a stack of
-  matrices over its last two, and ``init`` warns. (The authors' code takes the
-  maxima over axis 1, over axis 0 and over the whole array, whatever they are.)
+  Without a spec, a parameter with more than two axes is treated as a stack of
+  matrices over its last two axes, and ``init`` warns. (The authors' code takes
+  the maxima over axis 1, over axis 0 and over the whole array, whatever these
+  axes are.)
 
   Args:
-    min_norm: Lower bound of every norm, >= 0. A bound above zero lets a
-      vanishing update vanish, where the ratio would otherwise scale it up to
-      the size of the weights for ever.
+    min_norm: Lower bound of every norm, >= 0. A bound above zero keeps a
+      vanishing update small; otherwise the ratio scales it up to the size of
+      the weights forever.
     trust_coefficient: Multiplier of the trust ratios, > 0.
     eps: Added to the norm of the update, >= 0.
     ratios: Which ratios take part in the maximum: one or more of ``'weight'``,
       ``'row'`` and ``'column'``.
-    weight_dimension_numbers: Spec of all parameters
-      (:class:`optax.contrib.MuonDimensionNumbers`), a tree of specs whose
-      structure is that of the parameters or a prefix of it, or a function from
+    weight_dimension_numbers: A spec for all parameters
+      (:class:`optax.contrib.MuonDimensionNumbers`), a tree of specs with the
+      structure of the parameters or a prefix of it, or a function from
       parameters to such a tree.
 
   Returns:
@@ -99,13 +100,13 @@ def scale_by_max_norm_trust_ratio(
     to which update and parameter promote.
 
   Raises:
-    ValueError: If an argument is outside its range; by ``init`` and ``update``
-      if a spec does not fit its parameter, and by ``update`` if it is called
-      without ``params``.
+    ValueError: If an argument is out of range; by ``init`` and ``update`` if a
+      spec does not fit its parameter, and by ``update`` if it is called without
+      ``params``.
 
   Warns:
-    UserWarning: By ``init``, if nothing says which axes of a parameter with
-      more than two are its rows and columns.
+    UserWarning: By ``init``, if nothing specifies the rows and columns of a
+      parameter with more than two axes.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -121,7 +122,7 @@ def scale_by_max_norm_trust_ratio(
   References:
     Luo et al., `MERIT: Maximum-normalized Element-wise Ratio for Language
     Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
-    Algorithm 1. The fallback to 1 is the authors' code's.
+    Algorithm 1. The fallback to 1 is that of the authors' code.
   """
   return _scale_by_trust_ratio(
     max_norm, min_norm, trust_coefficient, eps, ratios, weight_dimension_numbers
@@ -144,16 +145,17 @@ def scale_by_l2_norm_trust_ratio(
 
     z \leftarrow \frac{\|w\|_2}{\|z\|_2} \, z
 
-  by default: the ratio of LAMB. As :func:`optax.scale_by_trust_ratio`, but
-  right for parameters that hold several matrices: that takes one norm over a
-  whole stack of layers, experts or heads; this one gives each matrix the update
-  that it would get alone. ``ratios`` takes ratios of rows and columns into the
-  maximum too, and everything else is as in
+  by default, which is the ratio of LAMB. Unlike
+  :func:`optax.scale_by_trust_ratio`, which takes one norm over a whole stack of
+  layers, experts or heads, this transform gives each matrix of a parameter the
+  update that it would get on its own. ``ratios`` can add the ratios of rows and
+  columns to the maximum. Everything else is as in
   :func:`merit_optax.scale_by_max_norm_trust_ratio`, with l2 norms.
 
-  Unlike a maximum, a sum depends on the order of its terms, so between meshes
-  the last bits of an update differ. Elements below about 1e-19 count as zero in
-  a norm, and norms above 1e19 as infinite, since their squares leave float32.
+  Unlike a maximum, a sum depends on the order of its terms, so the last bits of
+  an update differ between meshes. Elements below about 1e-19 count as zero in a
+  norm, and norms above 1e19 as infinite, because their squares are out of range
+  in float32.
 
   Args:
     min_norm: Lower bound of every norm, >= 0.
@@ -170,9 +172,9 @@ def scale_by_l2_norm_trust_ratio(
     to which update and parameter promote.
 
   Raises:
-    ValueError: If an argument is outside its range; by ``init`` and ``update``
-      if a spec does not fit its parameter, and by ``update`` if it is called
-      without ``params``.
+    ValueError: If an argument is out of range; by ``init`` and ``update`` if a
+      spec does not fit its parameter, and by ``update`` if it is called without
+      ``params``.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -25,28 +25,28 @@ def update_statistics(
   r"""Measures how far the updates of any optimizer move each parameter.
 
   Args:
-    updates: Tree of updates, as ``optimizer.update`` returns them.
-    params: Tree of the parameters that they are for, before the step.
+    updates: Tree of updates, as returned by ``optimizer.update``.
+    params: Tree of the corresponding parameters, before the step.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
 
   Returns:
-    A flat dictionary of float32 scalars. Keys are the path of a parameter (of
-    those that are not empty), a slash, and
+    A flat dictionary of float32 scalars. Keys are the path of a parameter
+    (unless it is empty), a slash, and
 
-    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite where a
+    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite if a
       parameter that is zero moves;
     - ``l2_update_to_weight``: :math:`\|\Delta w\|_2 / \|w\|_2`, likewise;
-    - each of the two with ``_min`` and ``_max``: of the matrix of a stack that
-      has the smallest or the largest;
+    - each of the two with ``_min`` and ``_max``: the smallest and the largest
+      among the matrices of a stack;
     - ``unmoved_rows``: share of the rows (a vector is one) that the step leaves
-      as they are, since their update is zero or too small for the dtype of the
+      unchanged, because their update is zero or too small for the dtype of the
       parameter;
     - ``not_finite``: share of elements of the update that are NaN or infinite.
 
   Raises:
-    ValueError: If the trees do not belong together, if two paths are the same
-      when written with slashes, or if a spec does not fit its parameter.
+    ValueError: If the trees do not match, if two paths are the same when
+      written with slashes, or if a spec does not fit its parameter.
 
   Examples:
     >>> import jax.numpy as jnp
