@@ -1,12 +1,12 @@
-"""Compiles the training step for a TPU slice, without one.
+"""Compiles the training step for TPUs or GPUs, without any.
 
 python -m examples.plan --help
 """
 
 import dataclasses
-import importlib.metadata
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ import tqdm
 import tyro
 
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.devices import chips, sharding
+from examples.gpt2.devices.chips import Chip
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
 from examples.gpt2.run.command import exit_on_error
@@ -25,19 +26,25 @@ from examples.plan import programs, report, topology
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Compiles the training step for a TPU slice, without one.
+  """Compiles the training step for TPUs or GPUs, without any.
 
   It prints memory, collectives and a roofline's estimate of the time of a step
   of examples.gpt2.train, whose flags it takes.
   """
 
-  # Kind of chip and extents of the slice, such as v5e:16x16 or v5p:4x8x8.
+  # Kind of chip, and extents of the slice, such as v5e:16x16 or v5p:4x8x8, or
+  # hosts x GPUs of each, such as h100:8x8; a100, h200 and b200 too.
   topology: str = 'v5e:16x16'
   # Try every mesh that the model's sizes allow, and rank them.
   sweep: bool = False
   # Let the compiler make the least effort: several times quicker, with less
   # overlap of communication and other traffic. Good for --sweep.
   quick: bool = False
+  # GB/s of a GPU over NVLink, one way. Default: the data sheet's.
+  nvlink: float | None = None
+  # GB/s of a GPU to other hosts, one way. Default: 50, an adapter of 400 Gb/s
+  # for each; a100: 25.
+  network: float | None = None
   # JSON file of the results.
   out: Path | None = None
   # Flags of examples.gpt2.train.
@@ -66,12 +73,7 @@ def _plan(settings: Settings) -> None:
       f'{settings.config.mesh}.'
     )
   devices = topology.devices(settings.topology)
-  kind = devices[0].device_kind
-  if hardware.memory_bytes(devices[0]) is None:
-    raise UsageError(
-      f'--topology {settings.topology}: the peaks of {kind} are not known to '
-      'examples/gpt2/devices/chips.py.'
-    )
+  chip = _chip(settings, devices[0].device_kind)
   # Nothing that was compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
   measure = _sweep if settings.sweep else _one
@@ -79,23 +81,46 @@ def _plan(settings: Settings) -> None:
   results = {
     'topology': settings.topology,
     'devices': len(devices),
-    'device_kind': kind,
+    'device_kind': devices[0].device_kind,
     'quick': settings.quick,
     'jax': jax.__version__,
-    'libtpu': importlib.metadata.version('libtpu'),
-  } | measure(settings, devices)
+    **topology.compiler(settings.topology),
+  } | measure(settings, devices, chip)
   print(show(results))
   if settings.out:
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(results, indent=2) + '\n')
 
 
-def _one(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
+def _chip(settings: Settings, kind: str) -> Chip:
+  """Returns the peaks of a device, with the bandwidths that are given."""
+  chip = chips.find(kind)
+  if math.isnan(chip.hbm):
+    raise UsageError(
+      f'--topology {settings.topology}: the peaks of {kind} are not known to '
+      'examples/gpt2/devices/chips.py.'
+    )
+  given = {
+    'link_bandwidth': ('--nvlink', settings.nvlink),
+    'network_bandwidth': ('--network', settings.network),
+  }
+  for name, (flag, value) in given.items():
+    if value is None:
+      continue
+    if math.isnan(chip.network_bandwidth) or not value > 0:
+      raise UsageError(f'{flag} is GB/s of a GPU, above 0, got {value}.')
+    chip = chip._replace(**{name: value * 1e9})
+  return chip
+
+
+def _one(
+  settings: Settings, devices: list[jax.Device], chip: Chip
+) -> dict[str, Any]:
   """Returns the measurements of one mesh."""
   config, trainer = _trainer(settings.config, devices)
   with memory.advice(config, trainer):
-    step = programs.measure_step(config, trainer, quick=settings.quick)
-  update = programs.measure_update(trainer)
+    step = programs.measure_step(config, trainer, chip, quick=settings.quick)
+  update = programs.measure_update(trainer, chip)
   return step | {
     'update': update,
     'update_share': update['seconds'] / step['seconds'],
@@ -105,7 +130,9 @@ def _one(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
   }
 
 
-def _sweep(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
+def _sweep(
+  settings: Settings, devices: list[jax.Device], chip: Chip
+) -> dict[str, Any]:
   """Returns the measurements of all meshes, the best first."""
   rows: list[dict[str, Any]] = []
   left_out: dict[str, list[str]] = {}
@@ -113,7 +140,9 @@ def _sweep(settings: Settings, devices: list[jax.Device]) -> dict[str, Any]:
     config = dataclasses.replace(settings.config, mesh=mesh)
     try:
       config, trainer = _trainer(config, devices)
-      rows.append(programs.measure_step(config, trainer, quick=settings.quick))
+      rows.append(
+        programs.measure_step(config, trainer, chip, quick=settings.quick)
+      )
     except (UsageError, jax.errors.JaxRuntimeError) as error:
       left_out.setdefault(str(error).splitlines()[0], []).append(mesh)
   rows.sort(key=lambda x: (not x['fits'], x['seconds']))

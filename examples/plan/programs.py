@@ -7,6 +7,7 @@ import jax
 from examples.gpt2.config import Config
 from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
+from examples.gpt2.devices.chips import Chip
 from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
 from examples.plan import hlo, roofline
@@ -41,7 +42,7 @@ def compile_update(trainer: Trainer) -> jax.stages.Compiled:
 
 
 def measure_step(
-  config: Config, trainer: Trainer, *, quick: bool = False
+  config: Config, trainer: Trainer, chip: Chip, *, quick: bool = False
 ) -> dict[str, Any]:
   """Compiles a step, with the least effort if ``quick``, and measures it.
 
@@ -53,14 +54,14 @@ def measure_step(
   per_token = trainer.flops_per_token
   again = roofline.recomputed_flops(model, per_token)
   flops = tokens * (per_token + again) / devices.size
-  step = _measure(compiled, trainer, flops)
+  step = _measure(compiled, trainer, chip, flops)
   speed = tokens / step['seconds']
-  peak = hardware.peak_flops(devices.flat[0]) * devices.size
+  peak = chip.flops * devices.size
   return {
     **{name: getattr(config, name) for name in _SETTINGS},
     'mesh': ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items()),
     'num_params': trainer.num_params,
-    **_memory(config, trainer, compiled),
+    **_memory(config, trainer, chip, compiled),
     **step,
     'model_flops': tokens * per_token,
     'mfu': speed * per_token / peak,
@@ -69,14 +70,14 @@ def measure_step(
   }
 
 
-def measure_update(trainer: Trainer) -> dict[str, Any]:
+def measure_update(trainer: Trainer, chip: Chip) -> dict[str, Any]:
   """Compiles and measures the optimizer's update alone, as JSON values."""
   # Its arithmetic is next to nothing, and not of matrix products.
-  return _measure(compile_update(trainer), trainer, flops=0.0)
+  return _measure(compile_update(trainer), trainer, chip, flops=0.0)
 
 
 def _measure(
-  compiled: jax.stages.Compiled, trainer: Trainer, flops: float
+  compiled: jax.stages.Compiled, trainer: Trainer, chip: Chip, flops: float
 ) -> dict[str, Any]:
   """Returns what a program computes, moves and sends, and its roofline."""
   program = hlo.parse(compiled.as_text())
@@ -86,7 +87,9 @@ def _measure(
     'flops': flops,
     'hbm_bytes': moved,
     'sent_bytes': sum(x.sent_bytes for x in found),
-    **roofline.estimate(list(trainer.mesh.devices.flat), flops, moved, found),
+    **roofline.estimate(
+      chip, list(trainer.mesh.devices.flat), flops, moved, found
+    ),
     'collectives': by_kind(found),
     'largest_collectives': [
       x._asdict() | {'group': len(x.group) or 2, 'sent_bytes': x.sent_bytes}
@@ -96,7 +99,7 @@ def _measure(
 
 
 def _memory(
-  config: Config, trainer: Trainer, compiled: jax.stages.Compiled
+  config: Config, trainer: Trainer, chip: Chip, compiled: jax.stages.Compiled
 ) -> dict[str, Any]:
   """Returns the bytes of a device by what they hold, and whether they fit."""
   stats = compiled.memory_analysis()
@@ -109,11 +112,10 @@ def _memory(
     'program': stats.generated_code_size_in_bytes,
   }
   needed = memory.needed_bytes(compiled) + parts['program']
-  available = hardware.memory_bytes(trainer.mesh.devices.flat[0])
   return {
     # Padding of arguments, and results that take no argument's place.
     'memory': parts | {'padding': needed - sum(parts.values())},
     'needed_bytes': needed,
-    'available_bytes': available,
-    'fits': needed <= available,
+    'available_bytes': chip.hbm,
+    'fits': needed <= chip.hbm,
   }

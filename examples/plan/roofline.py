@@ -5,9 +5,11 @@ Three times are taken as if each kind of work ran alone and at its peak:
 - compute: FLOPs of matrix products, recomputed ones too, in bfloat16;
 - memory: bytes to and from main memory;
 - network: for each collective the bytes that the ring algorithm has a device
-  send, over a link in two directions for each axis of the torus along which its
-  group extends. An all-to-all passes on through a quarter of a ring. A
-  collective-permute goes one way.
+  send. Of TPUs, over a link in two directions for each axis of the torus along
+  which its group extends; an all-to-all passes on through a quarter of a ring,
+  a collective-permute goes one way. Of GPUs, over NVLink within a host; between
+  hosts, over the network adapters of all GPUs of the group, each of which has
+  one.
 
 A perfect overlap takes the longest of the three, no overlap their sum. Not
 counted are latencies, slices whose rings do not close, links that are shared by
@@ -15,17 +17,20 @@ several hops, matrices that fill the units badly, and work that is not a matrix
 product.
 """
 
+from collections import Counter
 from collections.abc import Sequence
+import math
 from typing import Any
 
 import jax
 
-from examples.gpt2.devices import chips
+from examples.gpt2.devices.chips import Chip
 from examples.gpt2.model.config import ModelConfig
 from examples.plan.collectives import Collective
 
 
 def estimate(
+  chip: Chip,
   devices: Sequence[jax.Device],
   flops: float,
   hbm_bytes: float,
@@ -37,12 +42,13 @@ def estimate(
   of them, its name, ``bound``, and the sum, ``seconds_without_overlap``. FLOPs
   and bytes are those of a device; the devices are in the order of the mesh.
   """
-  chip = chips.find(devices[0].device_kind)
-  shares = sum(_link_bytes(x, devices) for x in collectives)
+  seconds = (
+    _seconds_of_tpus if math.isnan(chip.network_bandwidth) else _seconds_of_gpus
+  )
   times = {
     'compute_seconds': flops / chip.flops,
     'memory_seconds': hbm_bytes / chip.hbm_bandwidth,
-    'network_seconds': shares / chip.link_bandwidth,
+    'network_seconds': sum(seconds(chip, devices, x) for x in collectives),
   }
   return times | {
     'seconds': max(times.values()),
@@ -51,11 +57,13 @@ def estimate(
   }
 
 
-def _link_bytes(collective: Collective, devices: Sequence[jax.Device]) -> float:
-  """Returns the bytes that pass through a link, one way."""
+def _seconds_of_tpus(
+  chip: Chip, devices: Sequence[jax.Device], collective: Collective
+) -> float:
+  """Returns how long the links of a torus take."""
   sent, group = collective.sent_bytes, collective.group
   if collective.kind == 'collective-permute':
-    return sent
+    return sent / chip.link_bandwidth
   coordinates = zip(*(devices[i].coords for i in group), strict=True)
   axes = sum(len(set(values)) > 1 for values in coordinates)
   if not axes:  # The cores of one chip.
@@ -63,7 +71,28 @@ def _link_bytes(collective: Collective, devices: Sequence[jax.Device]) -> float:
   hops = 1.0
   if collective.kind == 'all-to-all':
     hops = max(1.0, len(group) ** (1 / axes) / 4)
-  return hops * sent / (2 * axes)
+  return hops * sent / (2 * axes * chip.link_bandwidth)
+
+
+def _seconds_of_gpus(
+  chip: Chip, devices: Sequence[jax.Device], collective: Collective
+) -> float:
+  """Returns how long NVLink or the network takes, whichever is the slower."""
+  sent = collective.sent_bytes
+  # A permute's group is not known: it may be all.
+  group = collective.group or range(len(devices))
+  hosts = Counter(devices[i].process_index for i in group)
+  within = sent / chip.link_bandwidth
+  if len(hosts) == 1:
+    return within
+  # As many rings as GPUs of the group on a host, each with an adapter.
+  adapters = min(hosts.values())
+  if collective.kind == 'collective-permute':
+    adapters = 1
+  if collective.kind == 'all-to-all':
+    sent *= (len(group) - adapters) / (len(group) - 1)
+    adapters = 1
+  return max(within, sent / (adapters * chip.network_bandwidth))
 
 
 def recomputed_flops(config: ModelConfig, flops_per_token: float) -> float:

@@ -1,4 +1,4 @@
-"""Devices of a TPU slice that is not there, to compile for."""
+"""Devices that are not there, to compile for: TPU slices, hosts of GPUs."""
 
 import importlib.metadata
 import importlib.util
@@ -8,6 +8,7 @@ import jax
 from jax.experimental import topologies
 
 from examples.gpt2.config import UsageError
+from examples.plan import gpus
 
 _FORMS = 'v4:2x2x4, v5e:4x4, v5e:16x16, v5p:2x2x4, v5p:4x8x8, v6e:16x16'
 # Keeps libtpu from asking the metadata server, which is not there, and lets
@@ -23,6 +24,21 @@ _ENVIRONMENT = {
 
 
 def devices(name: str) -> list[jax.Device]:
+  """Returns the devices of a topology, for compilation only.
+
+  To be called before the process uses a device: it keeps jax to the CPU. Raises
+  ``UsageError`` if the compiler is missing, or there is no such topology.
+  """
+  return gpus.devices(name) if gpus.is_gpu(name) else _tpus(name)
+
+
+def compiler(name: str) -> dict[str, str]:
+  """Returns the package that compiles for a topology, and its version."""
+  package = 'jax-cuda12-plugin' if gpus.is_gpu(name) else 'libtpu'
+  return {package: importlib.metadata.version(package)}
+
+
+def _tpus(name: str) -> list[jax.Device]:
   """Returns the devices of a TPU topology, for compilation only.
 
   To be called before the process uses a device: it keeps jax to the CPU, since
@@ -45,7 +61,7 @@ def devices(name: str) -> list[jax.Device]:
     reason = str(error).splitlines()[0]
     raise UsageError(
       f'--topology {name}: {reason}. Forms that work: {_FORMS}; extents are '
-      'whole hosts, 2x2 chips each.'
+      f'whole hosts, 2x2 chips each. Of GPUs: {gpus.FORMS}.'
     ) from error
 
 

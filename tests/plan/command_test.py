@@ -67,12 +67,11 @@ def emulated_slice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
   """Takes two CPU devices for a TPU slice of chips with 1 GiB."""
   estimate = roofline.estimate
 
-  def estimate_in_a_row(devices: list[jax.Device], *args: Any):
-    chips_in_a_row = [
-      types.SimpleNamespace(device_kind=x.device_kind, coords=[i])
-      for i, x in enumerate(devices)
-    ]
-    return estimate(chips_in_a_row, *args)
+  def estimate_in_a_row(
+    chip: chips.Chip, devices: list[jax.Device], *args: Any
+  ):
+    in_a_row = [types.SimpleNamespace(coords=[i]) for i in range(len(devices))]
+    return estimate(chip, in_a_row, *args)
 
   chip = chips.Chip(1e12, 2**30, 1e11, 1e10)
   monkeypatch.setattr(topology, 'devices', lambda _: jax.devices()[:2])

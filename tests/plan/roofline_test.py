@@ -24,7 +24,7 @@ _ALL = tuple(range(16))
 def _link_bytes(kind: str, group, executions: int = 1, devices=_DEVICES):
   """Returns the bytes through a link, of a collective of 16 MB."""
   one = Collective(kind, ((1000,),), 16_000_000, executions, group)
-  times = roofline.estimate(devices, 0.0, 0.0, [one])
+  times = roofline.estimate(_CHIP, devices, 0.0, 0.0, [one])
   return times['network_seconds'] * _CHIP.link_bandwidth
 
 
@@ -59,6 +59,7 @@ def test_the_longest_time_binds(bound: str):
   # Each sends 6 MB through a link.
   executions = round(seconds['network'] * _CHIP.link_bandwidth / 6e6)
   times = roofline.estimate(
+    _CHIP,
     _DEVICES,
     seconds['compute'] * _CHIP.flops,
     seconds['memory'] * _CHIP.hbm_bandwidth,
@@ -98,3 +99,47 @@ def test_tpus_have_memory_and_bandwidths(kind: str, gibibytes: float):
   chip = chips.find(kind)
   assert chip.hbm == gibibytes * 2**30
   assert chip.flops > chip.hbm_bandwidth > chip.link_bandwidth > 1e10
+
+
+_H100 = chips.find('NVIDIA H100 80GB HBM3')
+# Two hosts of four GPUs.
+_GPUS = [types.SimpleNamespace(process_index=i // 4) for i in range(8)]
+_HOST, _PAIRS, _ACROSS = (0, 1, 2, 3), (0, 1, 4, 5), (0, 4)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'group', 'seconds'),
+  [
+    ('all-gather', _HOST, 12e6 / 450e9),
+    ('all-reduce', _HOST, 24e6 / 450e9),
+    # Two adapters on each host; one.
+    ('all-gather', _PAIRS, 12e6 / (2 * 50e9)),
+    ('all-gather', _ACROSS, 8e6 / 50e9),
+    ('reduce-scatter', tuple(range(8)), 14e6 / (4 * 50e9)),
+    # Of 14 MB, 8 go to the four GPUs of the other host.
+    ('all-to-all', tuple(range(8)), 8e6 / 50e9),
+    ('all-to-all', _HOST, 12e6 / 450e9),
+    ('collective-permute', (), 16e6 / 50e9),
+  ],
+)
+def test_gpus_send_over_nvlink_and_between_hosts(kind, group, seconds: float):
+  one = Collective(kind, ((1000,),), 16_000_000, 1, group)
+  times = roofline.estimate(_H100, _GPUS, 0.0, 0.0, [one])
+  assert times['network_seconds'] == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'gigabytes'),
+  [
+    ('NVIDIA A100-SXM4-80GB', 80),
+    ('NVIDIA H100 80GB HBM3', 80),
+    ('NVIDIA H200', 141),
+    ('NVIDIA B200', 180),
+  ],
+)
+def test_gpus_have_memory_and_bandwidths(kind: str, gigabytes: float):
+  chip = chips.find(kind)
+  # Three quarters; what is sold as 180 GB is more.
+  assert chip.hbm == pytest.approx(0.75e9 * gigabytes, rel=0.08)
+  assert chip.flops > chip.hbm_bandwidth > chip.link_bandwidth
+  assert chip.link_bandwidth > chip.network_bandwidth > 1e10

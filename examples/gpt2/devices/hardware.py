@@ -27,18 +27,20 @@ def peak_flops(device: jax.Device) -> float:
 def memory_bytes(device: jax.Device) -> float | None:
   """Returns the bytes that programs may use of an accelerator.
 
-  They are those of its kind, or what the device says; None where neither is
-  known, and for a CPU. The device may be one that is only compiled for.
+  They are those of its kind, or what the device says, which comes first for a
+  GPU, since it follows the settings of jax; None where neither is known, and
+  for a CPU. The device may be one that is only compiled for.
   """
   if device.platform == 'cpu':
     return None
   known = chips.find(device.device_kind).hbm
-  if not math.isnan(known):
+  if device.platform == 'tpu' and not math.isnan(known):
     return known
   try:
-    return (device.memory_stats() or {}).get('bytes_limit')
+    said = (device.memory_stats() or {}).get('bytes_limit')
   except (jax.errors.JaxRuntimeError, NotImplementedError):
-    return None
+    said = None
+  return said or (None if math.isnan(known) else known)
 
 
 def peak_memory() -> int:

@@ -143,6 +143,7 @@ def test_versions_name_packages_and_devices():
     ('tpu', 'TPU v5 lite', {'bytes_limit': 5}, 15.75 * 2**30),
     ('gpu', 'NVIDIA H100 80GB HBM3', {'bytes_limit': 5}, 5),
     ('tpu', 'TPU v5 lite', None, 15.75 * 2**30),
+    ('gpu', 'NVIDIA H100 80GB HBM3', None, 0.75 * 84942979072),
     ('gpu', 'of tomorrow', {}, None),
   ],
 )
