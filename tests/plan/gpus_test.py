@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
 
@@ -34,10 +35,9 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
     topology.devices('h100:1x8')
 
 
-def _plan(tmp_path: Path, *args: str) -> dict:
-  out = tmp_path / 'plan.json'
+def _run(*args: str) -> str:
   done = subprocess.run(
-    [sys.executable, '-m', 'examples.plan', *_TINY, *args, '--out', str(out)],
+    [sys.executable, *args],
     capture_output=True,
     text=True,
     check=False,
@@ -45,6 +45,12 @@ def _plan(tmp_path: Path, *args: str) -> dict:
     env=os.environ | {'JAX_PLATFORMS': 'cpu'},
   )
   assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def _plan(tmp_path: Path, *args: str) -> dict:
+  out = tmp_path / 'plan.json'
+  _run('-m', 'examples.plan', *_TINY, *args, '--out', str(out))
   return json.loads(out.read_text())
 
 
@@ -65,9 +71,39 @@ def test_a_plan_of_two_hosts(kind: str, tmp_path: Path):
   assert plan['fits']
   assert plan['collectives']['all-gather']['executions'] >= 2
   assert plan['network_seconds'] > 0
+  # Norms, and nothing of the size of a matrix.
+  assert set(plan['update']['collectives']) == {'all-reduce'}
+  assert plan['update']['sent_bytes'] < 0.1 * plan['memory']['parameters']
   slower = _plan(
     tmp_path, '--topology', f'{kind}:2x2', '--mesh', 'data=2,fsdp=2',
     '--network', '0.001',
   )  # fmt: skip
   assert slower['network_seconds'] > 10 * plan['network_seconds']
   assert slower['compute_seconds'] == plan['compute_seconds']
+
+
+_COMPILE = """
+from examples.gpt2.config import Config
+from examples.gpt2.devices import sharding
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.step import Trainer
+from examples.plan import gpus, programs
+
+devices = gpus.devices('h100:1x2')
+config = resolve(Config(
+  num_layers=2, num_heads=4, width=256, context_length=384, vocab_size=512,
+  batch_size=16, micro_batch_size=4, dtype='bfloat16', mesh='fsdp=2',
+))
+mesh = sharding.make_mesh(config.mesh, devices)
+trainer = Trainer(config, config.vocab_size, mesh)
+print(programs.compile_step(config, trainer).as_text())
+"""
+
+
+@_needs_compiler
+def test_attention_is_fused():
+  text = _run('-c', _COMPILE)
+  assert '__cudnn$fmhaSoftmax"' in text
+  assert '__cudnn$fmhaSoftmaxBackward"' in text
+  # No logits of queries and keys in memory.
+  assert not re.search(r'\[(\d+,)*384,384\]', text)
