@@ -1,4 +1,4 @@
-"""Bytes that an optimizer's update moves on TPUs, by the compiled program.
+"""Bytes that an optimizer's update moves on TPUs or GPUs, as compiled.
 
 python -m benchmarks.pod_update --help
 """
@@ -21,28 +21,44 @@ from examples.plan.collectives import collectives
 from examples.plan.traffic import hbm_bytes
 import merit_optax
 
+
+def _norms_kept(
+  direction: optax.GradientTransformation, learning_rate: float
+) -> optax.GradientTransformation:
+  """Returns a chain with which the matrix keeps its l2 norm."""
+  return optax.chain(
+    direction,
+    merit_optax.scale_by_l2_norm_trust_ratio(),
+    optax.scale_by_learning_rate(learning_rate),
+    merit_optax.keep_matrix_norms(),
+  )
+
+
 _MAKERS = {
   'adamw': optax.adamw,
   'lamb': optax.lamb,
   'merit': merit_optax.merit,
+  'adam-kept': lambda rate: _norms_kept(optax.scale_by_adam(), rate),
+  'muon': optax.contrib.muon,
+  'muon-kept': lambda rate: _norms_kept(optax.contrib.scale_by_muon(), rate),
 }
+_Name = Literal['adamw', 'lamb', 'merit', 'adam-kept', 'muon', 'muon-kept']
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Compiles update and application of one float32 matrix for TPU slices.
+  """Compiles update and application of one float32 matrix for TPUs or GPUs.
 
-  No TPU is needed, but libtpu: pip install -e '.[pod]'. Shards should be big,
-  or the compiler keeps parts of them on chip.
+  None is needed, but their compiler: pip install -e '.[pod]', for GPUs
+  '.[plan-cuda]'. Shards should be big, or the compiler for TPUs keeps parts of
+  them on chip.
   """
 
   topologies: tuple[str, ...] = ('v5e:4x4', 'v5p:2x2x4')
-  """Slices to compile for."""
+  """Slices, or hosts x GPUs such as h100:1x8, to compile for."""
 
-  optimizers: tuple[Literal['adamw', 'lamb', 'merit'], ...] = (
-    'adamw', 'lamb', 'merit',
-  )  # fmt: skip
-  """Optimizers to compile."""
+  optimizers: tuple[_Name, ...] = ('adamw', 'lamb', 'merit')
+  """Optimizers to compile; the kept ones end with ``keep_matrix_norms``."""
 
   rows: int = 32768
   """Rows of a device's shard."""
@@ -77,11 +93,13 @@ def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
   found = collectives(program)
   size = settings.rows * settings.columns
   shapes = [shape for x in found for shape in x.shapes]
+  # The compiler for GPUs has none.
+  cost = compiled.cost_analysis() or {}
   return {
     'topology': name,
     'optimizer': optimizer,
     'bytes moved per parameter': hbm_bytes(program) / size,
-    'by cost_analysis': compiled.cost_analysis()['bytes accessed'] / size,
+    'by cost_analysis': cost.get('bytes accessed', math.nan) / size,
     'temporary bytes per parameter': (
       compiled.memory_analysis().temp_size_in_bytes / size
     ),
