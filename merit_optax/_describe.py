@@ -38,8 +38,8 @@ def describe(
       consider only the mask.
 
   Returns:
-    Text with one line per parameter: its path, its shape, the number of
-    matrices and their rows and columns (or the number of vectors and their
+    Text with one line per parameter, which holds its path, its shape, the number
+    of matrices and their rows and columns (or the number of vectors and their
     length), which ratios apply (none: masked out, plain Adam step), and whether
     it is decayed.
 
