@@ -38,10 +38,10 @@ def describe(
       consider only the mask.
 
   Returns:
-    Text with one line per parameter, which holds its path, its shape, the number
-    of matrices and their rows and columns (or the number of vectors and their
-    length), which ratios apply (none: masked out, plain Adam step), and whether
-    it is decayed.
+    Text with one line per parameter, which holds its path, its shape, the
+    number of matrices and their rows and columns (or the number of vectors and
+    their length), which ratios apply (none: masked out, plain Adam step), and
+    whether it is decayed.
 
   Raises:
     ValueError: If a spec does not fit its parameter, ``ratios`` or
