@@ -1,1 +1,1 @@
-"""Compiles the training step for a TPU pod that is not there."""
+"""Compiles the training step for TPUs or GPUs that are not there."""

@@ -101,7 +101,7 @@ def devices(name: str) -> list[jax.Device]:
   if absent := missing():
     raise UsageError(
       f'the compiler for GPUs is missing ({", ".join(absent)}): pip install '
-      "-e '.[plan-cuda]', best in an environment of its own (3.3 GB)."
+      "-e '.[plan-cuda]', best in an environment of its own (3.6 GB)."
     )
   jax.config.update('jax_platforms', 'cpu')
   flags = os.environ.get('XLA_FLAGS', '')

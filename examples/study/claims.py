@@ -165,7 +165,10 @@ def _judge_logits(
   def of(name: str, factor: int, bound: str = 'none'):
     return outcome[name, bound, factor]
 
-  last = {x: attention_logits.last_layer(of(x, 1)) for x in _NAMES}
+  last = {
+    x: [attention_logits.last_layer([result]) for result in of(x, 1)]
+    for x in _NAMES
+  }
   at_four = {x: attention_logits.peak(of(x, 4)) for x in _NAMES}
   lost = {
     x: [
@@ -185,8 +188,9 @@ def _judge_logits(
     Finding(
       'MERIT has the smallest attention logits in deep layers (GPT-2 medium, '
       'layer 12: AdamW 560, LAMB 450, MERIT 122)',
-      f'last layer, tuned learning rates: {_list(last, render.format_logit)}',
-      _judge_smallest({x: [y] for x, y in last.items()}, _is_larger_logit),
+      'last layer, tuned learning rates: '
+      + _list({x: max(y) for x, y in last.items()}, render.format_logit),
+      _judge_smallest(last, _is_larger_logit),
     ),
     Finding(
       'MERIT keeps attention logits bounded, where others let them explode',

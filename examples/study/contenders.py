@@ -16,7 +16,7 @@ class Contender:
     optimizer: The trainer's, which gives the betas too.
     start: First guess of the learning rate, for some hundred steps.
     arm: Chain in its place (see :mod:`examples.study.arms`).
-    settings: Settings of the trainer.
+    settings: Further arguments of :meth:`Scale.run`.
   """
 
   name: str

@@ -251,3 +251,27 @@ def test_a_loser_that_is_not_tuned_to_the_end_loses_in_part():
   assert claims.compare(_point(*worse, at_edge=True), _point(*better)) == (
     'partly'
   )
+
+
+def _with_logits(*logits):
+  """Returns results of seeds, with the largest logit of the last layer."""
+  return [
+    Result(1.0, {'max_attention_logit': [[1.0, logit]]}) for logit in logits
+  ]
+
+
+@pytest.mark.parametrize(
+  ('adamw', 'verdict'),
+  [((100.0, 90.0), 'reproduced'), ((100.0, 20.0), 'partly')],
+)
+def test_logits_differ_if_those_of_all_seeds_do(adamw, verdict):
+  logits = {'AdamW': adamw, 'LAMB': (90.0, 95.0), 'MERIT': (50.0, 52.0)}
+  outcome = {
+    (name, bound, factor): _with_logits(*values)
+    for name, values in logits.items()
+    for bound in ('none', 'QK-norm')
+    for factor in (1, 2, 4)
+  }
+  table = claims.table({'attention-logits': outcome}, SCALES['nano'])
+  row = next(x for x in table.splitlines() if 'smallest attention' in x)
+  assert row.endswith(f'| {verdict} |')

@@ -142,7 +142,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'A direction, the size of its step, and whether the norm of each matrix '
       'is kept. All other parameters: Adam without bias correction at a third '
       'of the rate, unless said; AdamW and Muon are the trainer’s. At twice '
-      'the size, weights start so, and norms are kept so.',
+      'or four times the size, weights start so, and norms are kept so.',
       render.markdown(rows),
       *(
         f'Batch {batch}, {len(of[name].losses)} seeds: '
