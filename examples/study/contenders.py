@@ -42,12 +42,14 @@ LAMB = Contender('LAMB', 'lamb', 0.028, 'adam corrected > decay > l2')
 MERIT = Contender('MERIT', 'merit', 0.028)
 MUON = Contender('Muon', 'muon', 0.028)
 KEPT = Contender(
-  'Muon, MERIT’s ratios, l2 norm kept',
+  'Muon, norms kept',
   'muon',
   0.06,
   'muon > merit > l2 > keep l2; adam 0.33',
+  {'init_scale': 2.0},
 )
-"""The best of the experiment ``compositions``."""
+"""The best of ``compositions``: MERIT's ratios on Muon's direction, and the l2
+norm of each matrix kept, at twice the size in proportion to the width."""
 STACKED_LAMB = Contender('LAMB, a ratio for the stack', 'lamb', 0.028)
 """``optax.lamb``, for which the layers that are scanned are one array."""
 

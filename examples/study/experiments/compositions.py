@@ -46,23 +46,34 @@ def _compositions() -> dict[str, Contender]:
     for direction, optimizer in directions.items()
     for size, (parts, start) in _SIZES.items()
   ]
+  by_name = {x.name: x for x in found}
+  norm_kept = by_name['Muon, l2 norm kept']
+  with_ratios = by_name['Muon, MERIT’s ratios, l2 norm kept']
   found.append(
     dataclasses.replace(
-      KEPT,
-      name=f'{KEPT.name}; MERIT on the rest',
-      arm=KEPT.arm.replace('; adam', '; merit'),
+      with_ratios,
+      name=f'{with_ratios.name}; MERIT on the rest',
+      arm=with_ratios.arm.replace('; adam', '; merit'),
     )
   )
-  found += [
+  found += _resized(MUON, norm_kept, with_ratios)
+  return {x.name: x for x in found}
+
+
+def _resized(*contenders: Contender) -> list[Contender]:
+  found = [
     dataclasses.replace(
       contender,
       name=f'{contender.name} at {size} the size',
       settings={'init_scale': scale},
     )
-    for contender in (MUON, KEPT)
+    for contender in contenders
     for size, scale in _INIT_SCALES.items()
   ]
-  return {x.name: x for x in found}
+  # The best of them under the name that it has elsewhere.
+  return [
+    KEPT if dataclasses.replace(x, name=KEPT.name) == KEPT else x for x in found
+  ]
 
 
 COMPOSITIONS = _compositions()
@@ -142,7 +153,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'A direction, the size of its step, and whether the norm of each matrix '
       'is kept. All other parameters: Adam without bias correction at a third '
       'of the rate, unless said; AdamW and Muon are the trainer’s. At twice '
-      'or four times the size, weights start so, and norms are kept so.',
+      'or four times the size, weights start so, and norms are kept so. '
+      f'“{KEPT.name}” is Muon’s direction with MERIT’s ratios and the l2 norm '
+      'kept, at twice the size.',
       render.markdown(rows),
       *(
         f'Batch {batch}, {len(of[name].losses)} seeds: '
