@@ -11,6 +11,7 @@ Preset = Literal[
   'demo', 'small', 'medium', 'large', 'xl',
   'llama-130m', 'llama-350m', 'llama-7b',
 ]  # fmt: skip
+Remat = Literal['none', 'dots', 'full']
 
 
 class UsageError(ValueError):
@@ -171,7 +172,7 @@ class Config:
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   # What the backward pass recomputes to save memory (rematerialization):
   # nothing, all but matrix products, or everything within a block.
-  remat: Literal['none', 'dots', 'full'] = 'none'
+  remat: Remat = 'none'
   # Layers that are compiled one by one, rather than as one loop: quicker steps
   # for small models, longer compilation.
   unroll: int | None = None

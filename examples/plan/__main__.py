@@ -4,14 +4,13 @@ python -m examples.plan --help
 """
 
 import dataclasses
-import itertools
+import functools
 import json
 import math
 from pathlib import Path
 from typing import Any
 
 import jax
-import tqdm
 import tyro
 
 from examples.gpt2.config import Config, UsageError
@@ -21,7 +20,7 @@ from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
 from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.step import Trainer
-from examples.plan import programs, report, topology
+from examples.plan import programs, report, sweep, topology
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Settings:
   # Kind of chip, and extents of the slice, such as v5e:16x16 or v5p:4x8x8, or
   # hosts x GPUs of each, such as h100:8x8; a100, h200 and b200 too.
   topology: str = 'v5e:16x16'
-  # Try every mesh that the model's sizes allow, and rank them.
+  # Try every mesh that the model's sizes allow, the rematerialization of
+  # --remat or more, and the largest micro-batch that fits, and rank them.
   sweep: bool = False
   # Let the compiler make the least effort: several times quicker, with less
   # overlap of communication and other traffic. Good for --sweep.
@@ -133,30 +133,15 @@ def _one(
 def _sweep(
   settings: Settings, devices: list[jax.Device], chip: Chip
 ) -> dict[str, Any]:
-  """Returns the measurements of all meshes, the best first."""
-  rows: list[dict[str, Any]] = []
-  left_out: dict[str, list[str]] = {}
-  for mesh in tqdm.tqdm(meshes(len(devices)), 'meshes', leave=False):
-    config = dataclasses.replace(settings.config, mesh=mesh)
-    try:
-      config, trainer = _trainer(config, devices)
-      rows.append(
-        programs.measure_step(config, trainer, chip, quick=settings.quick)
-      )
-    except (UsageError, jax.errors.JaxRuntimeError) as error:
-      left_out.setdefault(str(error).splitlines()[0], []).append(mesh)
-  rows.sort(key=lambda x: (not x['fits'], x['seconds']))
-  return {'rows': rows, 'left_out': left_out}
-
-
-def meshes(num_devices: int) -> list[str]:
-  """Returns all meshes of a number of devices, as ``--mesh`` takes them."""
-  divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
-  return [
-    f'data={num_devices // (fsdp * tensor)},fsdp={fsdp},tensor={tensor}'
-    for tensor, fsdp in itertools.product(divisors, divisors)
-    if num_devices % (fsdp * tensor) == 0
-  ]
+  """Returns the measurements of all ways to run the step, the best first."""
+  return sweep.measure_all(
+    settings.config,
+    len(devices),
+    make=lambda config: _trainer(config, devices),
+    measure=functools.partial(
+      programs.measure_step, chip=chip, quick=settings.quick
+    ),
+  )
 
 
 def _trainer(

@@ -4,6 +4,8 @@ from typing import Any
 
 from examples.gpt2.run.command import columns, format_bytes, table
 
+_FLAGS = ('mesh', 'remat', 'micro_batch_size')
+
 
 def one(results: dict[str, Any]) -> str:
   """Returns the tables of one mesh."""
@@ -29,10 +31,10 @@ def one(results: dict[str, Any]) -> str:
 
 
 def sweep(results: dict[str, Any]) -> str:
-  """Returns the ranking of all meshes."""
+  """Returns the ranking of all ways, and the flags of the best."""
   names = (
-    'mesh', 'micro_batch_size', 'fits', 'needed_bytes', 'seconds', 'mfu',
-    'bound', 'tokens_per_second',
+    *_FLAGS, 'fits', 'needed_bytes', 'seconds_without_overlap', 'seconds',
+    'mfu', 'bound', 'tokens_per_second',
   )  # fmt: skip
   rows = [{name: row[name] for name in names} for row in results['rows']]
   left_out = results['left_out'].items()
@@ -40,9 +42,14 @@ def sweep(results: dict[str, Any]) -> str:
     [
       table(_cells(_scalars(results))),
       _columns(rows),
-      *(f'left out: {reason} ({" ".join(x)})' for reason, x in left_out),
+      *(f'left out: {reason} ({", ".join(x)})' for reason, x in left_out),
+      *(f'flags of the first: {_flags(row)}' for row in rows[:1]),
     ]
   )
+
+
+def _flags(row: dict[str, Any]) -> str:
+  return ' '.join(f'--{name.replace("_", "-")} {row[name]}' for name in _FLAGS)
 
 
 def _scalars(results: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from examples.plan import (
   hlo,
   programs,
   roofline,
+  sweep,
   topology,
   traffic,
 )
@@ -54,7 +55,7 @@ def test_the_libtpu_that_jax_asks_for_is_found():
 
 
 def test_a_sweep_tries_every_mesh_once():
-  found = plan.meshes(12)
+  found = sweep.meshes(12)
   assert len(found) == len(set(found)) == 18
   for text in found:
     sizes = dict(axis.split('=') for axis in text.split(','))
@@ -125,13 +126,60 @@ def test_what_the_trainer_refuses_is_refused(
 @pytest.mark.usefixtures('emulated_slice')
 def test_a_sweep_says_why_meshes_are_left_out(tmp_path: Path, capsys):
   out = tmp_path / 'plan.json'
-  plan.main([*_TINY, '--sweep', '--batch-size', '1', '--out', str(out)])
+  plan.main(
+    [*_TINY, '--sweep', '--batch-size', '1', '--remat', 'dots']
+    + ['--out', str(out)]
+  )
   results = json.loads(out.read_text())
-  assert [row['mesh'] for row in results['rows']] == ['data=1,fsdp=1,tensor=2']
-  left_out = ['data=2,fsdp=1,tensor=1', 'data=1,fsdp=2,tensor=1']
+  found = {(row['mesh'], row['remat']) for row in results['rows']}
+  assert found == {('data=1,fsdp=1,tensor=2', x) for x in ('dots', 'full')}
+  left_out = [
+    f'{mesh},tensor=1 {remat}'
+    for mesh in ('data=2,fsdp=1', 'data=1,fsdp=2')
+    for remat in ('dots', 'full')
+  ]
   reason = 'data * fsdp = 2 of --mesh must divide --batch-size 1.'
   assert results['left_out'] == {reason: left_out}
-  assert f'left out: {reason} ({" ".join(left_out)})' in capsys.readouterr().out
+  text = capsys.readouterr().out
+  assert f'left out: {reason} ({", ".join(left_out)})' in text
+  best = results['rows'][0]
+  assert f'--mesh {best["mesh"]} --remat {best["remat"]} ' in text
+
+
+@pytest.mark.usefixtures('emulated_slice')
+@pytest.mark.parametrize('given', [(), ('--micro-batch-size', '8')])
+@pytest.mark.parametrize('raises', [False, True])
+def test_a_sweep_takes_a_smaller_micro_batch_where_one_does_not_fit(
+  given: tuple[str, ...],
+  raises: bool,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+):
+  tried = []
+
+  def measure(config: Config, trainer: Trainer, **_: Any) -> dict[str, Any]:
+    size = config.micro_batch_size
+    tried.append(size)
+    if raises and size > 2:
+      raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 3G of 1G')
+    return dict.fromkeys(
+      ('needed_bytes', 'seconds', 'seconds_without_overlap', 'mfu',
+       'tokens_per_second'), 1.0
+    ) | {'mesh': config.mesh, 'remat': config.remat, 'fits': size <= 2,
+         'micro_batch_size': size, 'bound': 'memory'}  # fmt: skip
+
+  monkeypatch.setattr(programs, 'measure_step', measure)
+  out = tmp_path / 'plan.json'
+  plan.main([*_TINY, '--sweep', '--remat', 'full', '--out', str(out), *given])
+  results = json.loads(out.read_text())
+  if not given:
+    assert {row['micro_batch_size'] for row in results['rows']} == {2}
+    assert len(tried) > len(results['rows']) == 3
+  elif raises:
+    assert not results['rows']
+  else:
+    assert set(tried) == {8}
+    assert not any(row['fits'] for row in results['rows'])
 
 
 @pytest.mark.usefixtures('emulated_slice')
@@ -151,7 +199,8 @@ def test_what_does_not_fit_gets_advice_and_is_left_out_of_a_sweep(
   plan.main([*_TINY, '--sweep'])
   text = capsys.readouterr().out
   assert text.count('RESOURCE_EXHAUSTED: 3G of 1G') == 1
-  assert all(mesh in text for mesh in plan.meshes(2))
+  assert 'flags of the first' not in text
+  assert all(mesh in text for mesh in sweep.meshes(2))
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu', None])

@@ -1,6 +1,7 @@
 """Plans for TPUs, each in a process of its own: it keeps jax to the CPU."""
 
 import importlib.util
+import itertools
 import json
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from examples.plan.__main__ import meshes
+from examples.plan.sweep import meshes
 
 pytestmark = pytest.mark.skipif(
   importlib.util.find_spec('libtpu') is None,
@@ -93,11 +94,13 @@ def test_a_sweep_ranks_what_fits_and_names_what_is_left_out(tmp_path: Path):
     tmp_path / 'plan.json', '--topology', 'v5e:2x2', '--sweep', '--quick',
     '--num-heads', '2', '--width', '128',
   )  # fmt: skip
-  tried = [row['mesh'] for row in results['rows']]
+  tried = [(row['mesh'], row['remat']) for row in results['rows']]
   (left_out,) = results['left_out'].values()
-  assert left_out == ['data=1,fsdp=1,tensor=4']
-  assert sorted([*tried, *left_out]) == sorted(meshes(4))
-  seconds = [row['seconds'] for row in results['rows']]
+  remats = 'none', 'dots', 'full'
+  assert left_out == [f'data=1,fsdp=1,tensor=4 {x}' for x in remats]
+  ways = set(itertools.product(meshes(4), remats))
+  assert ways == {*tried, *(tuple(x.split()) for x in left_out)}
+  seconds = [row['seconds_without_overlap'] for row in results['rows']]
   assert seconds == sorted(seconds)
   assert 'left out: tensor = 4' in text
 

@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
@@ -21,6 +22,8 @@ BATCH_AXES = ('data', 'fsdp')
 _ACTIVATIONS = {
   'features': P(BATCH_AXES),
   'heads': P(BATCH_AXES, None, 'tensor'),
+  'vocabulary': P('tensor'),
+  'vocabulary_by_shard': P(BATCH_AXES, None, 'tensor'),
 }
 
 # By the last two names of a parameter's path, without the axis of layers; all
@@ -85,9 +88,7 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
   """
 
   def sharding(path: tuple[Any, ...], param: jax.ShapeDtypeStruct):
-    name = path_name(path)
-    spec = _PARAMETERS.get('.'.join(name.split('.')[-2:]), P())
-    spec = P(None, *spec) if name.startswith('blocks.') else spec
+    name, spec = path_name(path), _parameter_spec(path)
     for size, axes in zip(param.shape, spec, strict=False):
       names = [axes] if isinstance(axes, str) else axes or ()
       parts = math.prod(mesh.shape[axis] for axis in names)
@@ -99,6 +100,12 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
     return NamedSharding(mesh, spec)
 
   return jax.tree.map_with_path(sharding, params)
+
+
+def _parameter_spec(path: tuple[Any, ...]) -> P:
+  *rest, module, name = ('', *path_name(path).split('.'))
+  spec = _PARAMETERS.get(f'{module}.{name}', P())
+  return P(None, *spec) if 'blocks' in rest else spec
 
 
 def state_shardings(
@@ -143,6 +150,35 @@ def constrain(x: jax.Array, kind: str = 'features') -> jax.Array:
   if jax.sharding.get_abstract_mesh().empty:
     return x
   return jax.lax.with_sharding_constraint(x, _ACTIVATIONS[kind])
+
+
+def has_fsdp() -> bool:
+  """Whether the current mesh splits parameters by the batch's shards."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not mesh.empty and mesh.shape['fsdp'] > 1
+
+
+def gather_parameters(params: Any, dtype: jnp.dtype) -> Any:
+  """Gathers the parameters of a layer that lie on the fsdp axis, in a dtype.
+
+  Their gradients are summed over the batch, then scattered. Left to itself, the
+  compiler for TPU sends the shards of large products round a ring, and reads
+  and writes activations as often as there are shards. Without such an axis,
+  returns them as they are.
+  """
+  if not has_fsdp():
+    return params
+
+  def gather(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
+    spec = _parameter_spec(path)
+    if 'fsdp' not in spec:
+      return param
+    whole = P(*(None if axis == 'fsdp' else axis for axis in spec))
+    # The first keeps the conversion in front of the gathering.
+    shard = jax.lax.with_sharding_constraint(param.astype(dtype), spec)
+    return jax.lax.with_sharding_constraint(shard, whole)
+
+  return jax.tree.map_with_path(gather, params)
 
 
 def path_name(path: tuple[Any, ...], separator: str = '.') -> str:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from examples.gpt2.devices.sharding import constrain
+from examples.gpt2.model import splash
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.layers import by_token, linear
 
@@ -67,10 +68,12 @@ def causal_attention(
   query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, None]:
   """Attends from each token to itself and those before it; sees nothing."""
-  if _platform() == 'cpu':
+  platform = _platform()
+  if platform == 'cpu':
     return _attention_on_cpu(query, key, value)[0], None
-  # cuDNN's kernel never writes the logits to memory; it takes half precision.
-  is_fused = _platform() == 'gpu' and query.dtype == jnp.bfloat16
+  is_fused = has_kernel(platform, query.shape[1], query.dtype)
+  if is_fused and platform == 'tpu':
+    return splash.splash_attention(query, key, value), None
   y_BTHK = jax.nn.dot_product_attention(
     query,
     key,
@@ -79,6 +82,17 @@ def causal_attention(
     implementation='cudnn' if is_fused else None,
   )
   return y_BTHK, None
+
+
+def has_kernel(platform: str, length: int, dtype: jnp.dtype) -> bool:
+  """Whether a kernel attends, which never writes the logits to memory.
+
+  For a context of some length, in tokens, and a dtype of the activations.
+  """
+  if platform == 'tpu':
+    return splash.is_possible(length)
+  # cuDNN's kernel takes half precision.
+  return platform == 'gpu' and dtype == jnp.bfloat16
 
 
 def measured_attention(

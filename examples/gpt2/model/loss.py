@@ -1,16 +1,17 @@
 """Cross-entropy without all logits at once.
 
 Axes: B sequences, T tokens, C tokens of each sequence in a chunk, N tokens of
-all sequences in a chunk, D features, V vocabulary.
+all sequences in a chunk, S shards of the batch, D features, V vocabulary.
 """
 
 from collections.abc import Callable
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.devices.sharding import num_batch_shards
+from examples.gpt2.devices.sharding import constrain, num_batch_shards
 from examples.gpt2.model.transformer import Transformer
 
 # Float32 logits of a chunk, of all sequences of a device.
@@ -44,6 +45,7 @@ def token_losses(
     )
     return losses_N.reshape(targets_BC.shape)
 
+  head_VD = _gather(head_VD, features_BTD.dtype)
   chunks = _chunks(features_BTD, head_VD, targets_BT)
   return _join(jax.lax.map(measure, chunks), targets_BT.shape[1])
 
@@ -66,25 +68,32 @@ def _forward(
   def measure(
     total: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
   ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-    loss, head_gradient_DV = total
+    loss, head_gradient_SDV = total
     features_ND, targets_N = _flat(chunk[0]), chunk[1].ravel()
     losses_N, error_NV = _losses_and_errors(features_ND, targets_N, head_VD)
     error_NV = error_NV.astype(dtype)
-    gradient_ND = _matmul(error_NV, head_VD.astype(dtype))
+    gradient_ND = _matmul(error_NV, head_VD)
     # The reverse product would have XLA transpose the larger matrix on CPU.
-    head_gradient_DV += _matmul(features_ND.T, error_NV)
+    head_gradient_SDV += _matmul(by_shard(features_ND).mT, by_shard(error_NV))
     # Features that fill the last chunk are zero, so they have no gradients.
     loss += jnp.sum(losses_N, where=targets_N != _FILL)
-    return (loss, head_gradient_DV), gradient_ND.reshape(chunk[0].shape)
+    return (loss, head_gradient_SDV), gradient_ND.reshape(chunk[0].shape)
 
-  dtype = features_BTD.dtype
+  def by_shard(x: jax.Array) -> jax.Array:
+    return x.reshape(shards, -1, x.shape[-1])
+
+  dtype, head_dtype = features_BTD.dtype, head_VD.dtype
+  head_VD = _gather(head_VD, dtype)
   chunks = _chunks(features_BTD, head_VD, targets_BT)
-  zero = jnp.zeros([]), jnp.zeros(head_VD.T.shape)
-  (loss, head_gradient_DV), gradients = jax.lax.scan(measure, zero, chunks)
+  # Each shard of the batch has a sum of its own until all chunks are done.
+  shards = math.gcd(len(targets_BT), _num_shards())
+  zeros_SDV = jnp.zeros((shards, *head_VD.T.shape))
+  zero = jnp.zeros([]), constrain(zeros_SDV, 'vocabulary_by_shard')
+  (loss, head_gradient_SDV), gradients = jax.lax.scan(measure, zero, chunks)
   count = targets_BT.size
   return loss / count, (
     (_join(gradients, targets_BT.shape[1]) / count).astype(dtype),
-    (head_gradient_DV.T / count).astype(head_VD.dtype),
+    (head_gradient_SDV.mT.sum(0) / count).astype(head_dtype),
   )
 
 
@@ -101,7 +110,7 @@ def _losses_and_errors(
   features_ND: jax.Array, targets_N: jax.Array, head_VD: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the loss of each token, and its gradient for the logits, (N, V)."""
-  logits_NV = _matmul(features_ND, head_VD.astype(features_ND.dtype).T)
+  logits_NV = _matmul(features_ND, head_VD.T)
   largest_N1 = jnp.max(logits_NV, axis=-1, keepdims=True)
   exp_NV = jnp.exp(logits_NV - largest_N1)
   sum_N1 = jnp.sum(exp_NV, axis=-1, keepdims=True)
@@ -110,6 +119,16 @@ def _losses_and_errors(
   target_N = jnp.sum(logits_NV, axis=-1, where=one_hot_NV)
   losses_N = (jnp.log(sum_N1) + largest_N1)[:, 0] - target_N
   return losses_N, exp_NV / sum_N1 - one_hot_NV
+
+
+def _gather(head_VD: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Returns the head for all chunks, whole but for the tensor axis."""
+  return constrain(head_VD.astype(dtype), 'vocabulary')
+
+
+def _num_shards() -> int:
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else num_batch_shards(mesh)
 
 
 def _flat(x_BCD: jax.Array) -> jax.Array:
@@ -127,8 +146,7 @@ def _chunks(
   """Cuts tokens to chunks of one length, on a leading axis."""
   batch, length = targets_BT.shape
   # On many devices, few chunks: each gathers the head and sums its gradient.
-  mesh = jax.sharding.get_abstract_mesh()
-  rows = -(-batch // (1 if mesh.empty else num_batch_shards(mesh)))
+  rows = -(-batch // _num_shards())
   # At least two chunks, so that all logits never exist at once.
   most = min(_LOGITS_AT_ONCE // (rows * len(head_VD)), -(-length // 2))
   count = -(-length // max(1, most))

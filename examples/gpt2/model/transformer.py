@@ -15,13 +15,24 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.devices.sharding import constrain
+from examples.gpt2.devices.sharding import (
+  constrain,
+  gather_parameters,
+  has_fsdp,
+)
 from examples.gpt2.model import layers
 from examples.gpt2.model.attention import Attend, Attention, causal_attention
 from examples.gpt2.model.config import ModelConfig
 
+
+def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
+  # What gathers the parameters of a layer; all gathered are the whole model.
+  return primitive.name != 'sharding_constraint'
+
+
 # What the backward pass need not recompute.
 _KEPT = {
+  'none': _all_but_gathered,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
   'full': jax.checkpoint_policies.nothing_saveable,
 }
@@ -98,12 +109,15 @@ class Transformer(nnx.Module):
     if self.config.architecture == 'gpt2':
       x_BTD += self.position_embedding(positions_T)
     graphdef, blocks = nnx.split(self.blocks)
+    blocks = nnx.as_pure(blocks)
 
     def run(x_BTD: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, Any]:
-      block, given = nnx.merge(graphdef, layer[0]), layer[1]
+      params, given = layer
+      params = gather_parameters(params, x_BTD.dtype)
+      block = nnx.merge(graphdef, params)
       return block(x_BTD, positions_T, lambda *qkv: attend(*qkv, *given))
 
-    if self.config.remat != 'none':
+    if self.config.remat != 'none' or has_fsdp():
       # In a scan nothing can be merged with the forward pass anyway.
       policy = _KEPT[self.config.remat]
       run = jax.checkpoint(run, policy=policy, prevent_cse=False)

@@ -13,6 +13,7 @@ from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.processes import on_first
 from examples.gpt2.devices.sharding import num_batch_shards
+from examples.gpt2.model.attention import has_kernel
 from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.command import CommandError, format_bytes
 from examples.gpt2.run.step import Trainer
@@ -116,7 +117,7 @@ def _layer_bytes(config: Config, size: int, tensor: int, platform: str) -> int:
   # Norms compute in float32, and so does the softmax.
   stream = config.width * (4 * size + 4 * 4)
   inner = 4 * config.width * size + 6 * config.mlp_width * size
-  if not (platform == 'gpu' and config.dtype == 'bfloat16'):
+  if not has_kernel(platform, config.context_length, jnp.dtype(config.dtype)):
     # On CPU, attention keeps its weights once.
     weights = config.num_heads * config.context_length
     inner += weights * (4 if platform == 'cpu' else size + 4)

@@ -1,4 +1,7 @@
+import contextlib
+import functools
 import math
+from unittest import mock
 
 import hypothesis
 from hypothesis import strategies as st
@@ -7,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt2.model import attention
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.model import attention, splash
 from examples.gpt2.model.attention import (
   causal_attention,
   measured_attention,
@@ -71,7 +75,7 @@ def test_attention_is_a_causal_softmax():
 
 # On TPU and GPU the logits are computed beside the kernel that attends.
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-@pytest.mark.parametrize('length', [5, 256])
+@pytest.mark.parametrize('length', [5, 200])
 def test_measured_attention_finds_the_largest_visible_logit(
   platform: str, length: int, monkeypatch: pytest.MonkeyPatch
 ):
@@ -96,6 +100,35 @@ def test_measured_attention_finds_the_largest_visible_logit(
     jax.grad(lambda q: (causal_attention(q, k, v)[0] ** 2).sum())
   )(q)
   np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('mesh', ['', 'data=2,fsdp=2,tensor=2'])
+def test_the_kernel_for_tpu_attends_as_softmax_does(
+  mesh: str, monkeypatch: pytest.MonkeyPatch
+):
+  inputs = _normal(0, 3, 4, 128, 2, 8)
+
+  def measure(platform: str):
+    monkeypatch.setattr(attention, '_platform', lambda: platform)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array):
+      y, largest = measured_attention(q, k, v)
+      return jnp.sin(y).sum(), (y, largest)
+
+    return jax.jit(jax.value_and_grad(attend, (0, 1, 2), has_aux=True))
+
+  expected = measure('cpu')(*inputs)
+  interpreted = mock.Mock(
+    side_effect=functools.partial(splash.splash_attention, interpret=True)
+  )
+  monkeypatch.setattr(splash, 'splash_attention', interpreted)
+  with jax.set_mesh(make_mesh(mesh)) if mesh else contextlib.nullcontext():
+    found = measure('tpu')(*inputs)
+  interpreted.assert_called_once()
+  for one, other in zip(
+    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+  ):
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('architecture', ['gpt2', 'llama'])

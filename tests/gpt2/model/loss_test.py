@@ -13,6 +13,8 @@ import pytest
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model import loss
 from examples.gpt2.model.loss import mean_cross_entropy, token_losses
+from examples.plan import hlo
+from examples.plan.collectives import collectives
 
 
 def _plain(features, head, targets):
@@ -136,6 +138,24 @@ def test_a_mesh_gives_the_loss_of_one_device(mesh: str):
   ):
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(losses, _plain(*inputs), rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_share_what_is_sent_of_the_head():
+  mesh = make_mesh('fsdp=8')
+  whole = P('fsdp')
+  inputs = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, whole))
+    for x in _inputs(8, 64, 16, 32)
+  ]
+  with mock.patch.object(loss, '_LOGITS_AT_ONCE', 512), jax.set_mesh(mesh):
+    compiled = _value_and_grad(mean_cross_entropy).lower(*inputs).compile()
+  found = [
+    x
+    for x in collectives(hlo.parse(compiled.as_text()))
+    if any(sorted(shape)[-2:] == [16, 32] for shape in x.shapes)
+  ]
+  assert len(found) == 2
+  assert all(x.executions == 1 for x in found)
 
 
 @pytest.mark.parametrize('at_once', [4096, 1 << 27])

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import re
 
 import chex
 import jax
@@ -12,7 +13,9 @@ from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import batch_sharding, make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import OPTIMIZERS, resolve
+from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer, TrainState, make_model_config
+from examples.plan.programs import compile_step
 from merit_optax import attention_statistics
 
 # A first token that makes something of the step infinite or not a number.
@@ -327,3 +330,22 @@ def test_xla_moves_nothing_by_gathering_it_first(capfd):
     trainer.step.lower(trainer.shapes, batch).compile()
   jax.config.update('jax_enable_compilation_cache', is_cached)
   assert 'full rematerialization' not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize('remat', ['none', 'dots', 'full'])
+def test_gathered_parameters_are_kept_of_no_layer(remat: str):
+  mesh = make_mesh('fsdp=8')
+  config = _config(
+    num_layers=3, width=32, mlp_width=64, remat=remat, micro_batch_size=1
+  )
+  trainer = Trainer(config, 64, mesh)
+  text = compile_step(fit(config, mesh), trainer).as_text()
+  kernels = {'32,64', '64,32', '32,2,3,16', '32,32'}
+  gathered = {
+    shape.removeprefix('1,')
+    for shape in re.findall(r'\w\[([\d,]+)\][^ ]* all-gather\(', text)
+  }
+  assert kernels <= gathered
+  shapes = set(re.findall(r'\w\[([\d,]+)\]', text))
+  assert '3,4,64' in shapes
+  assert not shapes & {f'3,{kernel}' for kernel in kernels}
