@@ -11,21 +11,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
 from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.data.batches import batch_shape
-from examples.gpt2.devices import hardware, sharding
+from examples.gpt2.devices import chips, hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
-from examples.gpt2.run.memory import fit, needed_bytes
+from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs
 
 _PEER = 'transformers, PyTorch'
+_DIAGNOSTICS = 'one diagnostics step, merit'
+_UPDATE = 'update of one step, merit'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,17 +79,17 @@ def main(args: list[str] | None = None) -> None:
     _title(name): _ours(_config(settings, name), settings)
     for name in settings.optimizers
   }
-  contenders['one diagnostics step, merit'] = _diagnostics(config)
+  contenders[_DIAGNOSTICS] = _diagnostics(config)
+  contenders[_UPDATE] = _update(config)
   peer = _peer(config, settings.steps)
   if peer is not None:
     contenders[_PEER] = peer
   timings = race(contenders, settings.rounds)
   rows = _rows(timings, config, settings)
-  peaks = {
-    _title(name): _peak_bytes(_config(settings, name))
-    for name in settings.optimizers
+  plans = {
+    _title(name): _plan(_config(settings, name)) for name in settings.optimizers
   }
-  rows = [row | {'peak_bytes': peaks.get(row['name'])} for row in rows]
+  rows = [row | plans.get(row['name'], {}) for row in rows]
   _print(rows, config)
   write_json(
     settings.out,
@@ -98,10 +101,17 @@ def _title(optimizer: Optimizer) -> str:
   return f'merit_optax trainer, {optimizer}'
 
 
-def _peak_bytes(config: Config) -> int:
-  """Returns the bytes that the compiled step needs of a device."""
-  trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
-  return needed_bytes(programs.compile_step(config, trainer))
+def _plan(config: Config) -> dict[str, float | None]:
+  """Returns what the compiled step needs, and an estimate of its time."""
+  mesh = sharding.make_mesh('')
+  trainer = Trainer(config, config.vocab_size, mesh)
+  chip = chips.find(mesh.devices.flat[0].device_kind)
+  found = programs.measure_step(config, trainer, chip)
+  names = 'seconds', 'seconds_without_overlap'
+  return {'peak_bytes': found['needed_bytes']} | {
+    f'estimated_{name}': None if math.isnan(found[name]) else found[name]
+    for name in names
+  }
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +166,25 @@ def _diagnostics(config: Config) -> Callable[[], None]:
   def run() -> None:
     with jax.set_mesh(mesh):
       diagnostics(state, batch)
+
+  return run
+
+
+def _update(config: Config) -> Callable[[], None]:
+  """Returns a function that computes and applies the update of a step."""
+  mesh = sharding.make_mesh('')
+  trainer = Trainer(config, config.vocab_size, mesh)
+  model = trainer.model_config
+  logits = jnp.zeros((model.num_layers, model.num_heads))
+  with jax.set_mesh(mesh):
+    state = trainer.init()
+    gradients = jax.tree.map(jnp.copy, state.params)
+
+  def run() -> None:
+    nonlocal state
+    with jax.set_mesh(mesh):
+      state = trainer.update(state, gradients, logits)
+    jax.block_until_ready(state)
 
   return run
 
@@ -223,7 +252,7 @@ def _rows(
   base = _PEER if _PEER in timings else next(iter(timings))
   rows = []
   for name, timing in timings.items():
-    steps = 1 if 'diagnostics' in name else settings.steps
+    steps = 1 if name in (_DIAGNOSTICS, _UPDATE) else settings.steps
     speed = steps * config.batch_size * config.context_length / timing.median
     rows.append(
       {
@@ -246,12 +275,14 @@ def _print(rows: list[dict[str, Any]], config: Config) -> None:
   )
   for row in rows:
     mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
-    peak = row['peak_bytes']
+    peak = row.get('peak_bytes')
     size = 'n/a' if peak is None else f'{peak / 2**20:,.0f} MiB'
+    least = row.get('estimated_seconds')
+    estimate = '' if least is None else f'  estimated {least:.3f} s or more'
     print(
       f'{row["name"]:32} {row["seconds_per_step"]:8.3f} s '
       f'(± {row["spread"]:.1%}) {row["tokens_per_second"]:10,.0f} tokens/s  '
-      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x  peak {size}'
+      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x  peak {size}{estimate}'
     )
 
 

@@ -159,8 +159,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
       render.markdown(rows),
       *(
         f'Batch {batch}, {len(of[name].losses)} seeds: '
-        + sentence(name, BASELINE, difference(of[name], of[BASELINE]))
-        for name in finalists
+        + sentence(name, other, difference(of[name], of[other]))
+        for name, other in (*((x, BASELINE) for x in finalists), finalists)
         for batch, of in ((size, confirmed), (2 * size, doubled))
       ),
     ]

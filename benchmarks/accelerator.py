@@ -1,0 +1,233 @@
+"""All that one machine with an accelerator is to be asked, in parts.
+
+python -m benchmarks.accelerator --help
+"""
+
+from collections.abc import Callable
+import dataclasses
+import json
+from pathlib import Path
+import subprocess
+import sys
+import time
+from typing import Any, Literal, get_args
+
+import tqdm
+import tyro
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.data.atomic import write_whole
+from examples.gpt2.run.command import columns, exit_on_error
+
+Part = Literal[
+  'trajectories', 'optax-suite',
+  'update-small', 'update-medium', 'update-large', 'update-xl',
+  'train-small', 'train-medium', 'study-nano', 'study-micro',
+]  # fmt: skip
+# Seconds from the request to end until a part is killed.
+_GRACE = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+  """Runs tests, benchmarks and the study on an accelerator, part by part.
+
+  Parts that are done are not repeated, and those of the study go on where they
+  were: call it again until all are done. Results, logs and a table are in the
+  folder of results.
+  """
+
+  parts: tuple[Part, ...] = get_args(Part)
+  """Parts to run, in this order."""
+
+  limit: float = 540.0
+  """Seconds that a part may take in a call."""
+
+  dry_run: bool = False
+  """Whether to try all parts in the smallest sizes, wherever this runs."""
+
+  out: Path = Path('benchmarks/results/accelerator')
+  """Folder of the results."""
+
+
+def main(args: list[str] | None = None) -> None:
+  """Runs the command line."""
+  settings = tyro.cli(Settings, args=args, prog='benchmarks.accelerator')
+  with exit_on_error():
+    machine = _machine()
+    if machine['backend'] == 'cpu' and not settings.dry_run:
+      raise UsageError(
+        'jax finds no accelerator here. With --dry-run, the parts run in '
+        'their smallest sizes.'
+      )
+    settings.out.mkdir(parents=True, exist_ok=True)
+    for part in tqdm.tqdm(settings.parts, 'parts', leave=False):
+      if not _is_done(settings, part):
+        _run(settings, part, machine)
+    _report(settings)
+
+
+def _machine() -> dict[str, Any]:
+  """Returns the machine as another process sees it.
+
+  This one must not start jax, which would take most memory of a GPU.
+  """
+  code = (
+    'import json; from benchmarks.rounds import machine; '
+    'print(json.dumps(machine()))'
+  )
+  done = subprocess.run(
+    [sys.executable, '-c', code], capture_output=True, text=True, check=False
+  )
+  if done.returncode:
+    raise UsageError(f'jax does not start here:\n{done.stderr[-2000:]}')
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def command(settings: Settings, part: Part) -> list[str]:
+  """Returns the arguments of Python for a part."""
+  kind, _, size = part.partition('-')
+  out = str(_figures(settings, part))
+  is_dry = settings.dry_run
+  commands: dict[str, Callable[[], list[str]]] = {
+    'trajectories': lambda: _pytest('merit_optax/trajectories_test.py'),
+    'optax': lambda: _pytest('conformance/optax_suite_test.py'),
+    'update': lambda: _update(size, is_dry) + ['--out', out],
+    'train': lambda: _train(size, is_dry) + ['--out', out],
+    'study': lambda: _study(size, settings),
+  }
+  return ['-m', *commands[kind]()]
+
+
+def _pytest(path: str) -> list[str]:
+  return ['pytest', '-q', '-p', 'no:cacheprovider', f'tests/{path}']
+
+
+def _update(preset: str, is_dry: bool) -> list[str]:
+  sizes = (
+    ['--presets', 'demo', '--num-layers', '1', '--rounds', '2']
+    if is_dry
+    else ['--presets', preset, '--steps', '10']
+  )
+  return [
+    'benchmarks.optimizer_step', '--layers', 'stacked',
+    '--optimizers', 'adamw', 'lamb', 'merit', 'muon', *sizes,
+  ]  # fmt: skip
+
+
+def _train(preset: str, is_dry: bool) -> list[str]:
+  sizes = (
+    ['--batch-size', '8', '--rounds', '1', '--steps', '1']
+    if is_dry
+    else ['--preset', preset, '--batch-size', '128', '--dtype', 'bfloat16']
+  )
+  return [
+    'benchmarks.train_step', '--optimizers', 'adamw', 'lamb', 'merit', 'muon',
+    *sizes,
+  ]  # fmt: skip
+
+
+def _study(scale: str, settings: Settings) -> list[str]:
+  # One run at a time, which takes the accelerator.
+  sizes = ['--steps', '2'] if settings.dry_run else []
+  return [
+    'examples.study', 'batch-scaling', '--scale', scale, '--jobs', '1',
+    '--results', str(settings.out / 'study'),
+    '--work', str(settings.out / 'runs'), *sizes,
+  ]  # fmt: skip
+
+
+def _run(settings: Settings, part: Part, machine: dict[str, Any]) -> None:
+  """Runs a part until it ends or its time is over, and notes how it went."""
+  args = command(settings, part)
+  start = time.monotonic()
+  with (settings.out / f'{part}.log').open('a') as log:
+    process = subprocess.Popen(
+      [sys.executable, *args], stdout=log, stderr=subprocess.STDOUT
+    )
+    status = _wait(process, settings.limit)
+  result = {
+    'part': part,
+    'status': status,
+    'seconds': round(time.monotonic() - start, 1),
+    'command': ' '.join(['python', *args]),
+    'dry_run': settings.dry_run,
+    'machine': machine,
+  }
+  text = json.dumps(result, indent=2) + '\n'
+  write_whole(settings.out / f'{part}.json', text.encode())
+
+
+def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
+  """Returns how a process ended; it is stopped at the limit."""
+  try:
+    return 'failed' if process.wait(limit) else 'done'
+  except subprocess.TimeoutExpired:
+    process.terminate()
+    try:
+      process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      process.wait()
+    return 'not finished'
+  except BaseException:
+    process.kill()
+    raise
+
+
+def _read(settings: Settings, part: Part) -> dict[str, Any]:
+  path = settings.out / f'{part}.json'
+  return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _is_done(settings: Settings, part: Part) -> bool:
+  result = _read(settings, part)
+  if result and result['dry_run'] != settings.dry_run:
+    raise UsageError(
+      f'--out {settings.out} holds the results of a '
+      f'{"dry" if result["dry_run"] else "real"} run: give another folder.'
+    )
+  return result.get('status') == 'done'
+
+
+def _figures(settings: Settings, part: Part) -> Path:
+  return settings.out / f'{part}-figures.json'
+
+
+def _report(settings: Settings) -> None:
+  """Prints how all parts went and what they measured, and writes it."""
+  rows = [
+    {
+      'part': part,
+      'status': result['status'],
+      'seconds': f'{result["seconds"]:.0f}',
+      'figures': _headline(_figures(settings, part)),
+    }
+    for part in get_args(Part)
+    if (result := _read(settings, part))
+  ]
+  text = columns(rows)
+  write_whole(settings.out / 'table.txt', f'{text}\n'.encode())
+  print(text)
+  for row in rows:
+    if row['status'] == 'failed':
+      print(f'{row["part"]}: see {settings.out / row["part"]}.log')
+
+
+def _headline(path: Path) -> str:
+  """Returns the main numbers of a benchmark in a line."""
+  if not path.exists():
+    return ''
+  rows = json.loads(path.read_text())['rows']
+  if 'time_ratio' in rows[0]:
+    return ', '.join(f'{x["optimizer"]} {x["time_ratio"]:.2f} x' for x in rows)
+  return ', '.join(
+    f'{x["name"].removeprefix("merit_optax trainer, ")} '
+    f'{1e3 * x["seconds_per_step"]:.0f} ms'
+    + (f' MFU {x["mfu"]:.0%}' if x.get('mfu') else '')
+    for x in rows
+  )
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,92 @@
+import json
+from pathlib import Path
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from benchmarks import accelerator
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+  """Lets parts be short commands; returns those that ran."""
+  ran: list[list[str]] = []
+  kinds = {
+    'trajectories': 'pass',
+    'optax-suite': 'raise SystemExit(1)',
+    'study-nano': 'import time; time.sleep(60)',
+  }
+
+  def command(settings: accelerator.Settings, part: accelerator.Part):
+    del settings
+    ran.append(['-c', kinds[part]])
+    return ran[-1]
+
+  monkeypatch.setattr(accelerator, 'command', command)
+  monkeypatch.setattr(accelerator, '_machine', lambda: {'backend': 'gpu'})
+  return ran
+
+
+def _run(out: Path, *args: str) -> dict[str, str]:
+  """Returns how the parts went."""
+  accelerator.main(['--out', str(out), *args])
+  results = [json.loads(x.read_text()) for x in out.glob('*.json')]
+  return {x['part']: x['status'] for x in results}
+
+
+def test_parts_end_as_they_should_and_are_not_repeated(
+  tmp_path: Path, commands: list[list[str]], capsys
+):
+  args = ('--parts', 'trajectories', 'optax-suite', 'study-nano')
+  expected = {
+    'trajectories': 'done',
+    'optax-suite': 'failed',
+    'study-nano': 'not finished',
+  }
+  assert _run(tmp_path, *args, '--limit', '1') == expected
+  text = capsys.readouterr().out
+  assert all(word in text for pair in expected.items() for word in pair)
+  assert f'optax-suite: see {tmp_path / "optax-suite.log"}' in text
+  commands.clear()
+  assert _run(tmp_path, *args, '--limit', '1') == expected
+  assert len(commands) == 2
+
+
+def test_a_dry_run_is_not_taken_for_a_real_one(
+  tmp_path: Path, commands: list[list[str]], capsys
+):
+  _run(tmp_path, '--parts', 'trajectories', '--dry-run')
+  commands.clear()
+  with pytest.raises(SystemExit) as error:
+    _run(tmp_path, '--parts', 'trajectories')
+  assert error.value.code == 2
+  assert 'dry run: give another folder' in capsys.readouterr().err
+  assert not commands
+
+
+def test_without_an_accelerator_it_says_what_to_do(tmp_path: Path):
+  done = subprocess.run(
+    [sys.executable, '-m', 'benchmarks.accelerator', '--out', str(tmp_path)],
+    capture_output=True, text=True, check=False,
+    cwd=Path(__file__).parents[2],
+  )  # fmt: skip
+  assert done.returncode == 2
+  assert '--dry-run' in done.stderr
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_all_parts_run_dry(tmp_path: Path):
+  short = [x for x in get_args(accelerator.Part) if not x.startswith('study')]
+  found = _run(tmp_path, '--dry-run', '--parts', *short)
+  assert found == dict.fromkeys(short, 'done')
+  # It would take minutes to the end.
+  found = _run(tmp_path, '--dry-run', '--parts', 'study-nano', '--limit', '30')
+  assert found['study-nano'] in ('done', 'not finished')
+  log = (tmp_path / 'study-nano.log').read_text()
+  assert 'batch-scaling, nano: about' in log
+  assert 'Traceback' not in log
+  table = (tmp_path / 'table.txt').read_text()
+  assert 'merit' in table
