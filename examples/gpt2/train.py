@@ -11,7 +11,13 @@ import tyro
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.devices.processes import connect, is_first, on_first, say
+from examples.gpt2.devices.processes import (
+  connect,
+  is_first,
+  on_first,
+  say,
+  use_cores,
+)
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import Model, save_model
 from examples.gpt2.optim.optimizers import merit_settings
@@ -53,6 +59,7 @@ def train(config: Config) -> RunFolder:
   """
   config = resolve(config)
   connect(config)
+  use_cores(config)
   mesh = sharding.make_mesh(config.mesh)
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)

@@ -18,6 +18,7 @@ from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.command import CommandError, format_bytes
 from examples.gpt2.run.step import Trainer
 
+_TPU_LANES = 128
 # Of the memory of a device, by platform: the estimate is within a factor of
 # 1.6, and within 7 % of what the TPU compiler takes.
 _FILLED_SHARES = {'tpu': 0.75}
@@ -92,7 +93,7 @@ def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
 
   It counts what the backward pass reads: of each layer all, only the products
   with weights (``dots``) or only the residual stream (``full``); of the layer
-  that it is in, all once more; and the logits of a chunk of tokens.
+  that it is in, all once more; the logits of a chunk of tokens; and the head.
   """
   tensor = mesh.shape['tensor']
   size = jnp.dtype(config.dtype).itemsize
@@ -105,7 +106,9 @@ def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
   }[config.remat]
   tokens = sequences * config.context_length
   logits = min(4 * tokens * config.vocab_size, _LOGITS_BYTES) // tensor
-  return tokens * (config.num_layers * kept + whole) + logits
+  # The head in the dtype of the activations, and its gradient in float32.
+  head = (size + 4) * config.width * config.vocab_size // tensor
+  return tokens * (config.num_layers * kept + whole) + logits + head
 
 
 def _up_projections(config: Config) -> int:
@@ -117,6 +120,10 @@ def _layer_bytes(config: Config, size: int, tensor: int, platform: str) -> int:
   # Norms compute in float32, and so does the softmax.
   stream = config.width * (4 * size + 4 * 4)
   inner = 4 * config.width * size + 6 * config.mlp_width * size
+  if platform == 'tpu':
+    # Features of a head fill lanes.
+    head_width = config.width // config.num_heads
+    inner += 4 * config.num_heads * size * (-head_width % _TPU_LANES)
   if not has_kernel(platform, config.context_length, jnp.dtype(config.dtype)):
     # On CPU, attention keeps its weights once.
     weights = config.num_heads * config.context_length
