@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-Optimizer = Literal['merit', 'adamw', 'lamb', 'lion', 'muon']
+Optimizer = Literal['merit', 'adamw', 'lamb', 'lion', 'muon', 'muon-kept']
 Preset = Literal[
   'demo', 'small', 'medium', 'large', 'xl',
   'llama-130m', 'llama-350m', 'llama-7b',
@@ -80,12 +80,14 @@ class Config:
   optimizer: Optimizer = 'merit'
   # Peak learning rate, after a linear warm-up and before a cosine to zero. For
   # merit, adamw and lamb the default is what did best on the demo; larger
-  # models want their own. That of merit is lower for more than 400 steps.
+  # models want their own. Those of merit and muon-kept are lower for more than
+  # 400 steps.
   learning_rate: float | None = None
-  # muon: learning rate of the parameters that Adam updates (embeddings, biases
-  # and norms), over --learning-rate. Default: 1.
+  # muon and muon-kept: learning rate of the parameters that Adam updates
+  # (embeddings, biases and norms), over --learning-rate. Default: 1, of
+  # muon-kept a third.
   adam_rate: float | None = None
-  # Weight decay.
+  # Weight decay; with muon-kept, of what Adam updates.
   weight_decay: float | None = None
   # Parameters that decay. matrices leaves out biases and norms.
   decay: Literal['all', 'matrices'] = 'all'
@@ -111,8 +113,8 @@ class Config:
   ratios: tuple[Literal['weight', 'row', 'column'], ...] = (
     'weight', 'row', 'column',
   )  # fmt: skip
-  # merit and muon: whether the weights of query, key and value count as one
-  # matrix, as three, or as three for each head.
+  # merit, muon and muon-kept: whether the weights of query, key and value count
+  # as one matrix, as three, or as three for each head.
   qkv: Literal['fused', 'split', 'heads'] = 'fused'
   # merit: largest size of an element of the update before the learning rate;
   # inf for no clip.

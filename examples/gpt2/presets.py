@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from examples.gpt2.config import Config, UsageError, flag
+from examples.gpt2.model.config import proportional_init_std
 
 _RUN = dict(eval_every=100, eval_sequences=1024, checkpoint_every=100)
 _GPT2 = _RUN | dict(
@@ -56,18 +57,23 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Rates of merit, adamw and lamb are the best of four each on the demo preset;
-# those of lion and muon are usual ones and were not tuned. That of merit falls
-# with the number of steps.
+# those of lion and muon are usual ones and were not tuned; that of muon-kept is
+# of examples/study. Those of merit and muon-kept fall with the number of steps.
 OPTIMIZERS: dict[str, dict[str, float]] = {
   'merit': dict(learning_rate=3e-2, weight_decay=0.01, b1=0.9, b2=0.95),
   'adamw': dict(learning_rate=4e-3, weight_decay=0.1, b1=0.9, b2=0.95),
   'lamb': dict(learning_rate=2e-2, weight_decay=0.01, b1=0.9, b2=0.95),
   'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   'muon': dict(learning_rate=2e-2, weight_decay=0.1, b1=0.95, b2=0.95),
+  'muon-kept': dict(
+    learning_rate=7.5e-2, adam_rate=1 / 3, weight_decay=0.0, b1=0.95, b2=0.95
+  ),
 }
 
-# Of examples/study: the best rate of MERIT goes with steps to this power.
-_MERIT_POWER = -0.7
+# Of examples/study: the best rates of these go with steps to this power.
+_RATE_POWERS = {'merit': -0.7, 'muon-kept': -0.5}
+# Norms are kept at this multiple of GPT-2 small's proportion to the width.
+_KEPT_SIZE = 2.0
 
 # What does not decide what a run computes, but for rounding.
 _NOT_IDENTITY = (
@@ -103,7 +109,7 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
 # Settings that only some optimizers have.
 _ONLY_FOR = dict.fromkeys(
   ('trust_ratio', 'ratios', 'clip_threshold', 'min_norm'), ('merit',)
-) | {'qkv': ('merit', 'muon'), 'adam_rate': ('muon',)}
+) | {'qkv': ('merit', 'muon', 'muon-kept'), 'adam_rate': ('muon', 'muon-kept')}
 
 
 def resolve(config: Config) -> Config:
@@ -118,12 +124,16 @@ def resolve(config: Config) -> Config:
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
-  if config.optimizer == 'merit':
-    defaults['learning_rate'] = _merit_rate(config.steps or defaults['steps'])
+  if config.optimizer in _RATE_POWERS:
+    steps = config.steps or defaults['steps']
+    defaults['learning_rate'] = _default_rate(config.optimizer, steps)
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
   config = _filled(config, defaults)
   config = _filled(config, {'mlp_width': _mlp_width(config)})
+  if config.optimizer == 'muon-kept':
+    deviation = proportional_init_std(config.width, _KEPT_SIZE)
+    config = _filled(config, {'init_std': deviation})
   for names, accepted, holds in _RANGES:
     for name in names:
       value = getattr(config, name)
@@ -191,10 +201,12 @@ def identity(config: Config) -> dict[str, Any]:
   }
 
 
-def _merit_rate(steps: int) -> float:
-  """Returns MERIT's learning rate: that of the demo, or less for more steps."""
+def _default_rate(optimizer: str, steps: int) -> float:
+  """Returns the learning rate: that of the demo, or less for more steps."""
   ratio = max(1.0, steps / PRESETS['demo']['steps'])
-  rate = OPTIMIZERS['merit']['learning_rate'] * ratio**_MERIT_POWER
+  rate = (
+    OPTIMIZERS[optimizer]['learning_rate'] * ratio ** _RATE_POWERS[optimizer]
+  )
   return float(f'{rate:.2g}')
 
 

@@ -11,22 +11,20 @@ from collections.abc import Callable
 import functools
 from typing import Any
 
-import jax
 import optax
 
 from examples.gpt2.config import Config
 from examples.gpt2.optim.optimizers import (
+  OTHERS_B1,
+  decay_mask,
   dimension_numbers,
-  is_matrix,
+  hidden_or_others,
   make_schedule,
-  muon_dimension_numbers,
   with_clips,
 )
 import merit_optax
 
 _ALL_RATIOS = ('weight', 'row', 'column')
-# Of what is not a hidden matrix; Muon's momentum decays more slowly.
-_ADAM_B1 = 0.9
 
 
 def make_optimizer(arm: str, config: Config) -> optax.GradientTransformation:
@@ -50,7 +48,7 @@ def make_optimizer(arm: str, config: Config) -> optax.GradientTransformation:
     others = _chain(_OTHERS[name], config, float(rate))
     optimizer = optax.partition(
       {'hidden': optimizer, 'others': others},
-      functools.partial(_labels, qkv=config.qkv),
+      functools.partial(hidden_or_others, qkv=config.qkv),
     )
   return with_clips(optimizer, config)
 
@@ -79,15 +77,6 @@ def _chain(
   return optax.chain(*parts)
 
 
-def _labels(params: Any, qkv: str) -> Any:
-  """Returns which chain updates each parameter."""
-  return jax.tree.map(
-    lambda spec: 'others' if spec is None else 'hidden',
-    muon_dimension_numbers(params, qkv),
-    is_leaf=lambda x: x is None or isinstance(x, tuple),
-  )
-
-
 def _with_specs(
   make: Callable[..., Any], **options: Any
 ) -> Callable[[Config], optax.GradientTransformation]:
@@ -100,19 +89,14 @@ def _with_specs(
   )
 
 
-def _decay(config: Config) -> optax.GradientTransformation:
-  mask = is_matrix if config.decay == 'matrices' else None
-  return optax.add_decayed_weights(config.weight_decay, mask)
-
-
 _l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
 _max_ratio = merit_optax.scale_by_max_norm_trust_ratio
 _PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
   'adam': lambda x: merit_optax.scale_by_adam(x.b1, x.b2),
   'adam corrected': lambda x: optax.scale_by_adam(x.b1, x.b2, eps=1e-6),
-  'adam others': lambda x: merit_optax.scale_by_adam(_ADAM_B1, x.b2),
+  'adam others': lambda x: merit_optax.scale_by_adam(OTHERS_B1, x.b2),
   'muon': lambda x: _with_specs(optax.contrib.scale_by_muon, beta=x.b1)(x),
-  'decay': _decay,
+  'decay': lambda x: optax.add_decayed_weights(x.weight_decay, decay_mask(x)),
   'l2': _with_specs(_l2_ratio),
   'max': _with_specs(_max_ratio, ratios=('weight',)),
   'row': _with_specs(_max_ratio, ratios=('weight', 'row')),

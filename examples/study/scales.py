@@ -1,25 +1,16 @@
 """Sizes of the study: models, batches, tokens."""
 
 import dataclasses
-import math
 from typing import Any
 
 from examples.gpt2.config import Config
+from examples.gpt2.model.config import proportional_init_std
 from examples.gpt2.presets import resolve
 from examples.study.plans import Run
 
 DECAY = 0.01
 """Weight decay of all runs, but where it is varied."""
-GPT2_INIT_STD = 0.02
-"""Standard deviation of the first weights of GPT-2 small."""
-_GPT2_WIDTH = 768
 _DIAGNOSTICS_STEPS = 20
-
-
-def init_std(width: int, scale: float = 1.0) -> float:
-  """Returns a multiple of GPT-2 small's proportion to the width."""
-  deviation = scale * GPT2_INIT_STD * math.sqrt(_GPT2_WIDTH / width)
-  return float(f'{deviation:.3g}')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +84,7 @@ class Scale:
       )
     )
     if 'init_std' not in changes:
-      deviation = init_std(config.width, init_scale)
+      deviation = proportional_init_std(config.width, init_scale)
       config = dataclasses.replace(config, init_std=deviation)
     per_step = batch_size * config.context_length
     steps = self.steps or steps or round(self.tokens / per_step)

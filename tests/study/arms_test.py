@@ -1,3 +1,4 @@
+import dataclasses
 import re
 
 import chex
@@ -10,6 +11,7 @@ import pytest
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
 from examples.gpt2.optim import optimizers
+from examples.gpt2.presets import resolve
 from examples.study.arms import make_optimizer
 from examples.study.experiments.compositions import COMPOSITIONS
 from examples.study.scales import SCALES
@@ -83,6 +85,23 @@ def test_the_parts_of_merit_make_merit():
     rtol=1e-5,
     atol=1e-7,
   )
+
+
+def test_the_trainers_muon_kept_is_the_arm():
+  config, (params, gradients) = _config('muon-kept', 0.05), _model()
+  config = dataclasses.replace(config, weight_decay=0.0, adam_rate=0.33)
+  chex.assert_trees_all_equal(
+    _update(
+      make_optimizer('muon > l2 > keep l2; adam 0.33', config),
+      params,
+      gradients,
+    ),
+    _update(optimizers.make_optimizer(config), params, gradients),
+  )
+  proportion = _config().init_std
+  assert resolve(
+    dataclasses.replace(config, init_std=None)
+  ).init_std == pytest.approx(2 * proportion, rel=5e-3)
 
 
 def test_decay_after_the_clip_is_not_scaled():

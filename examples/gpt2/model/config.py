@@ -9,9 +9,17 @@ from examples.gpt2.config import UsageError
 
 NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 INIT_STD = 0.02
+"""Standard deviation of the first weights of GPT-2 small."""
+_GPT2_WIDTH = 768
 
 # Sizes that a power of two divides are quicker, and split over a tensor axis.
 _VOCAB_MULTIPLE = 64
+
+
+def proportional_init_std(width: int, scale: float = 1.0) -> float:
+  """Returns a multiple of GPT-2 small's proportion to the width."""
+  deviation = scale * INIT_STD * math.sqrt(_GPT2_WIDTH / width)
+  return float(f'{deviation:.3g}')
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Optimizers by name, with schedule, masks and dimension numbers."""
 
+from collections.abc import Callable
 import functools
 import math
 import re
@@ -12,6 +13,9 @@ from optax.contrib import MuonDimensionNumbers
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import by_path, path_name
 import merit_optax
+
+OTHERS_B1 = 0.9
+"""Decay of Adam's first moment beside Muon, whose own decays more slowly."""
 
 
 def make_schedule(config: Config) -> optax.Schedule:
@@ -57,9 +61,7 @@ def merit_settings(config: Config) -> dict[str, Any]:
     ratios=config.ratios,
     min_norm=config.min_norm,
     trust_ratio_mask=is_matrix if matrices_only else None,
-    weight_dimension_numbers=functools.partial(
-      dimension_numbers, qkv=config.qkv
-    ),
+    weight_dimension_numbers=_specs(config),
   )
 
 
@@ -99,6 +101,15 @@ def muon_dimension_numbers(params: Any, qkv: str) -> Any:
   )
 
 
+def hidden_or_others(params: Any, qkv: str) -> Any:
+  """Returns a tree of labels: hidden matrices, and what Adam updates."""
+  return jax.tree.map(
+    lambda spec: 'others' if spec is None else 'hidden',
+    muon_dimension_numbers(params, qkv),
+    is_leaf=lambda x: x is None or isinstance(x, tuple),
+  )
+
+
 def is_matrix(params: Any) -> Any:
   """Returns a tree of whether each parameter is a weight matrix."""
   return jax.tree.map_with_path(
@@ -112,8 +123,17 @@ def _adam_settings(config: Config) -> dict[str, Any]:
     b1=config.b1,
     b2=config.b2,
     weight_decay=config.weight_decay,
-    mask=is_matrix if config.decay == 'matrices' else None,
+    mask=decay_mask(config),
   )
+
+
+def decay_mask(config: Config) -> Callable[[Any], Any] | None:
+  """Returns what says which parameters decay, None for all."""
+  return is_matrix if config.decay == 'matrices' else None
+
+
+def _specs(config: Config) -> Callable[[Any], Any]:
+  return functools.partial(dimension_numbers, qkv=config.qkv)
 
 
 def _muon(config: Config) -> optax.GradientTransformation:
@@ -138,10 +158,31 @@ def _muon(config: Config) -> optax.GradientTransformation:
   return optax.chain(muon, decay)
 
 
+def _muon_kept(config: Config) -> optax.GradientTransformation:
+  """Muon's direction; the norms of hidden matrices stay what they were."""
+  rate, specs = make_schedule(config), _specs(config)
+  hidden = optax.chain(
+    optax.contrib.scale_by_muon(beta=config.b1, weight_dimension_numbers=specs),
+    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=specs),
+    optax.scale_by_learning_rate(rate),
+    merit_optax.keep_matrix_norms(weight_dimension_numbers=specs),
+  )
+  others = optax.chain(
+    merit_optax.scale_by_adam(OTHERS_B1, config.b2),
+    optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
+    optax.scale_by_learning_rate(lambda step: config.adam_rate * rate(step)),
+  )
+  return optax.partition(
+    {'hidden': hidden, 'others': others},
+    functools.partial(hidden_or_others, qkv=config.qkv),
+  )
+
+
 _OPTIMIZERS = {
   'merit': lambda config: merit_optax.merit(**merit_settings(config)),
   'adamw': lambda config: optax.adamw(**_adam_settings(config)),
   'lamb': lambda config: optax.lamb(**_adam_settings(config)),
   'lion': lambda config: optax.lion(**_adam_settings(config)),
   'muon': _muon,
+  'muon-kept': _muon_kept,
 }

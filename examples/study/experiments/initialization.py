@@ -2,12 +2,13 @@
 
 from matplotlib.figure import Figure
 
+from examples.gpt2.model.config import INIT_STD
 from examples.study import render
 from examples.study.contenders import ADAMW, MERIT, MUON
 from examples.study.differences import difference, sentence
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point
-from examples.study.scales import GPT2_INIT_STD, Scale
+from examples.study.scales import Scale
 
 TITLE = 'Initialization'
 CONTENDERS = (ADAMW, MERIT, MUON)
@@ -29,7 +30,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
         contender,
         scale.batch_size,
         start=_GPT2_STARTS[contender.name]
-        if std == GPT2_INIT_STD != scale.init_std
+        if std == INIT_STD != scale.init_std
         else None,
         init_std=std,
       )
@@ -42,7 +43,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
 def deviations(scale: Scale) -> list[float]:
   """Returns the standard deviations that are compared."""
   scaled = [float(f'{x * scale.init_std:.3g}') for x in _FACTORS]
-  return sorted({GPT2_INIT_STD, *scaled})
+  return sorted({INIT_STD, *scaled})
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -58,7 +59,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
   ]
   return '\n\n'.join(
     [
-      f'Batch {scale.batch_size}. GPT-2 small has {GPT2_INIT_STD:g} at width '
+      f'Batch {scale.batch_size}. GPT-2 small has {INIT_STD:g} at width '
       f'768, in proportion {scale.init_std:g} here. Mean and standard '
       'deviation over seeds, and the learning rate:',
       render.markdown(rows),

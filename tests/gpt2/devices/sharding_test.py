@@ -134,7 +134,8 @@ def test_moments_lie_as_their_parameters(optimizer: str):
   hidden = sum(
     name.startswith('blocks.') and name.endswith('kernel') for name in params
   )
-  by_optimizer = {'lion': len(params), 'muon': 2 * len(params) - hidden}
+  muon = 2 * len(params) - hidden
+  by_optimizer = {'lion': len(params), 'muon': muon, 'muon-kept': muon}
   assert moments == by_optimizer.get(optimizer, 2 * len(params))
   kernel = shapes.params['blocks']['mlp']['up']['kernel']
   assert kernel.sharding.spec == P(None, 'fsdp', 'tensor')

@@ -138,7 +138,9 @@ def test_settings_reach_the_optimizer(optimizer: str):
   for one, other in zip(
     jax.tree.leaves(faster[0]), jax.tree.leaves(expected[0]), strict=True
   ):
-    np.testing.assert_allclose(one, 2 * other, rtol=1e-4, atol=1e-8)
+    # A norm that is kept bends a step a little.
+    rtol, atol = (5e-3, 1e-6) if optimizer == 'muon-kept' else (1e-4, 1e-8)
+    np.testing.assert_allclose(one, 2 * other, rtol=rtol, atol=atol)
   for settings in ({'b1': 0.5}, {'b2': 0.5}):
     changed = _difference(updates(**settings)[1], expected[1])
     assert max(changed.values()) > 1e-6, settings
@@ -161,6 +163,8 @@ def test_weight_decay_leaves_alone_what_it_shall(optimizer: str, decay: str):
   decayed, plain = update(0.5), update(0.0)
   for name, changed in _difference(decayed, plain).items():
     decays = decay == 'all' or name.endswith(('kernel', 'embedding'))
+    # The norm would undo it.
+    decays &= optimizer != 'muon-kept' or not name.endswith('kernel')
     assert (changed > 1e-5) == decays, name
     assert decays or changed == 0, name
     if decays and optimizer in ('adamw', 'lion', 'muon'):
@@ -352,6 +356,25 @@ def test_adam_beside_muon_has_a_rate_of_its_own():
   for name, update in one.items():
     factor = 1.0 if name.endswith('.kernel') else 0.25
     np.testing.assert_allclose(quarter[name], factor * update, rtol=1e-6)
+
+
+@pytest.mark.parametrize('qkv', ['fused', 'split', 'heads'])
+def test_muon_kept_keeps_the_norms_of_hidden_matrices(qkv: str):
+  params, gradients = _trees()
+  config = _config(optimizer='muon-kept', qkv=qkv, learning_rate=0.5)
+  updates = _updates(make_optimizer(config), params, gradients[:1])[0]
+  before, after = (
+    _named(x) for x in (params, jax.jit(optax.apply_updates)(params, updates))
+  )
+  kernel = 'blocks.attention.qkv.kernel'
+  old, new = (_matrices(x[kernel], qkv) for x in (before, after))
+  for name, matrix in old.items():
+    size = jnp.linalg.norm(matrix)
+    np.testing.assert_allclose(jnp.linalg.norm(new[name]), size, rtol=1e-5)
+    assert jnp.linalg.norm(new[name] - matrix) > 0.3 * size
+  embedding = 'token_embedding.embedding'
+  sizes = [jnp.linalg.norm(x[embedding]) for x in (before, after)]
+  assert abs(sizes[0] - sizes[1]) > 1e-3 * sizes[0]
 
 
 def test_an_infinite_clip_threshold_is_no_clip():
