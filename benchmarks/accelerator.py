@@ -111,7 +111,7 @@ def _update(preset: str, is_dry: bool) -> list[str]:
   )
   return [
     'benchmarks.optimizer_step', '--layers', 'stacked',
-    '--optimizers', 'adamw', 'lamb', 'merit', 'muon', *sizes,
+    '--optimizers', 'adamw', 'lamb', 'merit', 'muon', 'muon-kept', *sizes,
   ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import optax  # noqa: E402
 import tqdm  # noqa: E402
 import tyro  # noqa: E402
 
+from benchmarks.pod_update import norms_kept  # noqa: E402
 from benchmarks.rounds import (  # noqa: E402
   Timing,
   free_memory,
@@ -33,6 +34,7 @@ from examples.gpt2.config import Config, Preset  # noqa: E402
 from examples.gpt2.devices import sharding  # noqa: E402
 from examples.gpt2.optim.optimizers import (  # noqa: E402
   dimension_numbers,
+  hidden_or_others,
   muon_dimension_numbers,
 )
 from examples.gpt2.presets import resolve  # noqa: E402
@@ -40,7 +42,7 @@ from examples.gpt2.run.command import columns  # noqa: E402
 from examples.gpt2.run.step import Trainer  # noqa: E402
 import merit_optax  # noqa: E402
 
-Name = Literal['adamw', 'lamb', 'merit', 'muon']
+Name = Literal['adamw', 'lamb', 'merit', 'adam-kept', 'muon', 'muon-kept']
 _RATE = 1e-3
 
 
@@ -202,6 +204,18 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
       muon_weight_dimension_numbers=functools.partial(
         muon_dimension_numbers, qkv='fused'
       ),
+    ),
+    'adam-kept': lambda: norms_kept(merit_optax.scale_by_adam(), _RATE, specs),
+    'muon-kept': lambda: optax.partition(
+      {
+        'hidden': norms_kept(
+          optax.contrib.scale_by_muon(weight_dimension_numbers=specs),
+          _RATE,
+          specs,
+        ),
+        'others': optax.adamw(_RATE, b2=0.95, weight_decay=0.01),
+      },
+      functools.partial(hidden_or_others, qkv='fused'),
     ),
   }[name]()
 

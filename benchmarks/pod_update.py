@@ -22,15 +22,17 @@ from examples.plan.traffic import hbm_bytes
 import merit_optax
 
 
-def _norms_kept(
-  direction: optax.GradientTransformation, learning_rate: float
+def norms_kept(
+  direction: optax.GradientTransformation,
+  learning_rate: float,
+  specs: Any = None,
 ) -> optax.GradientTransformation:
-  """Returns a chain with which the matrix keeps its l2 norm."""
+  """Returns a chain with which each matrix keeps its l2 norm."""
   return optax.chain(
     direction,
-    merit_optax.scale_by_l2_norm_trust_ratio(),
+    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=specs),
     optax.scale_by_learning_rate(learning_rate),
-    merit_optax.keep_matrix_norms(),
+    merit_optax.keep_matrix_norms(weight_dimension_numbers=specs),
   )
 
 
@@ -38,9 +40,9 @@ _MAKERS = {
   'adamw': optax.adamw,
   'lamb': optax.lamb,
   'merit': merit_optax.merit,
-  'adam-kept': lambda rate: _norms_kept(optax.scale_by_adam(), rate),
+  'adam-kept': lambda rate: norms_kept(optax.scale_by_adam(), rate),
   'muon': optax.contrib.muon,
-  'muon-kept': lambda rate: _norms_kept(optax.contrib.scale_by_muon(), rate),
+  'muon-kept': lambda rate: norms_kept(optax.contrib.scale_by_muon(), rate),
 }
 _Name = Literal['adamw', 'lamb', 'merit', 'adam-kept', 'muon', 'muon-kept']
 

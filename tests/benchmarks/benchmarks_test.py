@@ -28,17 +28,17 @@ def test_each_contender_has_its_turn_in_each_round():
 
 def test_optimizer_steps_are_compared(tmp_path: Path):
   out = tmp_path / 'results.json'
+  names = ['adamw', 'lamb', 'merit', 'adam-kept', 'muon', 'muon-kept']
   optimizer_step.main([
     '--presets', 'demo', '--num-layers', '1',
-    '--optimizers', 'adamw', 'lamb', 'merit', 'muon',
+    '--optimizers', *names,
     '--rounds', '2', '--steps', '1', '--out', str(out),
   ])  # fmt: skip
   results = json.loads(out.read_text())
   rows = {(row['case'], row['optimizer']): row for row in results['rows']}
   for layers in ('stacked', 'unstacked'):
     case = f'demo, 1 layers {layers}'
-    names = [name for key, name in rows if key == case]
-    assert names == ['adamw', 'lamb', 'merit', 'muon']
+    assert [name for key, name in rows if key == case] == names
     # Parameters, moments and gradients are read, all but the last written.
     assert rows[case, 'adamw']['bytes_moved_per_parameter'] >= 28
     assert rows[case, 'adamw']['time_ratio'] == 1
