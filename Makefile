@@ -17,8 +17,8 @@ TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
   tests/gpt2/config_test.py tests/gpt2/presets_test.py tests/gpt2/data \
   tests/gpt2/devices
 # What depends on the versions of jax, optax, flax and orbax.
-VERSION_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py \
-  tests/conformance merit_optax tests/merit_optax
+LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
+TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
 # Tests of a file share what they compile, and the runs that they look at.
 PYTEST := $(RUN) pytest -n 2 --dist loadfile
 # Slow tests that start several processes and want all cores for themselves:
@@ -28,11 +28,17 @@ ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
   tests/gpt2/run/resume_test.py tests/study/main_test.py \
   tests/study/runs_test.py
 
+# Frameworks that examples/clients has a recipe for.
+CLIENTS ?= maxtext kauldron levanter easydel
+
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-rest test-oldest test-newest lint docs package
+# Keep the marks of the clients' environments.
+.SECONDARY:
+.PHONY: help train test test-all test-rest test-oldest test-newest \
+  test-library test-clients lint docs package
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
 	  $(MAKEFILE_LIST)
 
 train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
@@ -49,12 +55,32 @@ test-rest: $(VENV)/.dev ## Run those that `make test` leaves out.
 	$(RUN) pytest -m slow $(ALONE)
 
 test-oldest: ## Run tests with the oldest jax, optax and flax supported.
-	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
-	  TESTS='$(VERSION_TESTS)'
+	$(MAKE) test-library VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt
+	$(MAKE) test VENV=$(VENV)-oldest-examples \
+	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
+
+test-library: $(VENV)/.test-library
+	$(PYTEST) $(LIBRARY_TESTS) $(ARGS)
 
 test-newest: ## Run tests with the newest that Python 3.12 gets.
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
-	  PYTHON=$(NEWEST_PYTHON) TESTS='$(VERSION_TESTS)'
+	  PYTHON=$(NEWEST_PYTHON) \
+	  TESTS='$(TRAINER_TESTS) $(LIBRARY_TESTS)'
+
+test-clients: ## Train with MaxText, Kauldron, Levanter and EasyDeL (Python 3.12).
+	$(MAKE) --keep-going $(CLIENTS:%=test-client-%)
+
+test-client-%: $(VENV)-clients/%/.installed
+	JAX_PLATFORMS=cpu $(VENV)-clients/$*/bin/python -m pytest -rs \
+	  --confcutdir=tests/clients tests/clients/$*_test.py $(ARGS)
+
+# Each has an environment of its own, since their versions exclude each other.
+$(VENV)-clients/%/.installed: examples/clients/%.txt
+	@echo 'Installing $* into $(VENV)-clients/$*, up to 7 GB.'
+	$(NEWEST_PYTHON) -m venv $(VENV)-clients/$*
+	$(VENV)-clients/$*/bin/python -m pip install --quiet \
+	  --disable-pip-version-check --requirement $< --editable .
+	@touch $@
 
 lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	$(RUN) ruff format --check

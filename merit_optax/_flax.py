@@ -24,8 +24,8 @@ def flax_dimension_numbers(
 
   A parameter is recognized by the last names of its path:
 
-  - ``kernel`` with two axes (``Dense``, ``Linear``, ``Einsum`` with two):
-    inputs are rows and outputs are columns;
+  - ``kernel`` with two axes (``Dense``, ``Linear``, ``Einsum`` with two), also
+    named ``w``: inputs are rows and outputs are columns;
   - ``kernel`` with three axes below ``query``, ``key`` or ``value`` (also
     ``q``, ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of
     model rows and heads times head_dim columns; below ``out`` (also ``o``,
@@ -140,7 +140,7 @@ def _num_row_axes(names: list[str], ndim: int) -> int | None:
   rules = (
     (leaf in _VECTORS, 0),
     (leaf == 'embedding' and ndim == 2, 1),
-    (leaf == 'kernel' and ndim == 2, 1),
+    (leaf in ('kernel', 'w') and ndim == 2, 1),
     (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_INPUT.search(owner), 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_OUTPUT.search(owner), 2),

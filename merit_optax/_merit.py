@@ -74,7 +74,8 @@ def merit(
     b2: Decay rate of the second moment, in [0, 1).
     eps: Added to the root of the second moment, >= 0.
     eps_root: Added to the second moment inside the root, >= 0.
-    weight_decay: Weight decay, inside the trust ratio, or a schedule of it.
+    weight_decay: Weight decay, inside the trust ratio, or a schedule of it (not
+      with optax 0.2.6).
     mask: Tree of booleans (or a function from parameters to one) that selects
       the parameters to decay; ``None`` for all.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
@@ -133,6 +134,11 @@ def merit(
   """
   _arguments.check_learning_rate('learning_rate', learning_rate)
   _arguments.check_weight_decay('weight_decay', weight_decay)
+  if callable(weight_decay) and optax.__version__ == '0.2.6':
+    raise ValueError(
+      'weight_decay must be a number with optax 0.2.6, which would evaluate a '
+      'schedule at step 0 forever. Any newer optax has schedules.'
+    )
   if clip_threshold is None:
     clip = optax.identity()
   else:

@@ -64,7 +64,10 @@ def _write(name, test_class, replacement, folder):
   Returns:
     The path of the file, and the names of its shared tests.
   """
-  text = (pathlib.Path(optax.__file__).parent / name).read_text()
+  source = pathlib.Path(optax.__file__).parent / name
+  if not source.exists():
+    pytest.skip(f'optax {optax.__version__} has no {name}')
+  text = source.read_text()
   before, begin, after = text.partition(f'\nclass {test_class}(')
   assert begin, f'{name} has no class {test_class}'
   # The class alone: those after it test other things.
@@ -113,7 +116,9 @@ def test_shared_tests_of_optax_pass(
   expected = {test for test in shared if re.match(pattern, test)}
   output = _run(path, _NOT_SHARED | shared - expected)
   # A test whose subtest fails is counted as passed.
-  assert not re.search(r'^(SUBFAILED|SKIPPED|XFAIL)', output, re.MULTILINE)
-  passed = re.findall(rf'^PASSED .*::{test_class}::(\w+)$', output, re.M)
-  assert {re.sub(r'(\d+|_merit)$', '', test) for test in passed} == expected
+  # optax 0.2.6 has variants for several devices, and arguments in the names.
+  bad = r'^(SUBFAILED|SKIPPED(?!.* Only 1 device is available)|XFAIL)'
+  assert not re.search(bad, output, re.MULTILINE)
+  passed = re.findall(rf'^PASSED .*::{test_class}::(\w+)', output, re.M)
+  assert {re.sub(r'(\d+|_merit|_)$', '', test) for test in passed} == expected
   assert len(passed) >= num_tests

@@ -69,7 +69,9 @@ def test_dtypes_are_those_of_lamb(params_dtype, gradient_dtype, options):
       )
       assert _dtypes(updates) == _dtypes(expected)
       after, peer_after = _adam(state), _adam(peer_state)
-      assert _dtypes(after.nu) == _dtypes(peer_after.nu)
+      # optax 0.2.6 widens the second moment in the first step.
+      peer_nu = first.nu if optax.__version__ == '0.2.6' else peer_after.nu
+      assert _dtypes(after.nu) == _dtypes(peer_nu)
       # The first moment of optax takes the dtype to which it and the gradient
       # promote: twice the memory for bfloat16, and a second compilation. Ours
       # stays as it was made.

@@ -325,6 +325,18 @@ def test_stacked_axes_that_do_not_lead():
       _specs({'norm': {'scale': _shape(8, 3)}}, stacked={'norm': axes})
 
 
+def test_a_matrix_named_w_is_a_kernel():
+  # As in Haiku and gemma.
+  params = {'linear': {'w': _shape(8, 6)}, 'q_proj': {'w': _shape(3, 8, 4)}}
+  with pytest.raises(ValueError, match='not recognised: q_proj/w'):
+    merit_optax.flax_dimension_numbers(params)
+  assert _specs(params, overrides={'q_proj/w': _Spec((0,), (1, 2))}) == {
+    'linear/w': _MATRIX,
+    'q_proj/w': ((0,), (1, 2)),
+  }
+  assert _specs({'w': _shape(3, 8, 6)}, stacked={'w': 1}) == {'w': ((1,), (2,))}
+
+
 @pytest.mark.parametrize(
   'name',
   [
@@ -423,6 +435,7 @@ def test_the_first_override_that_fits_counts():
 # Given to the optimizer.
 
 
+@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 @pytest.mark.parametrize('as_function', [False, True])
 def test_an_nnx_optimizer_takes_the_specs(as_function):
   model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))

@@ -458,6 +458,7 @@ def test_an_unknown_norm_is_named():
     merit_optax.keep_matrix_norms(['l2'])
 
 
+@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 def test_an_nnx_optimizer():
   model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
   chain = optax.chain(

@@ -256,6 +256,15 @@ def test_weight_decay_schedule_counts_steps_from_zero():
     chex.assert_trees_all_close(updates, expected, rtol=1e-5)
 
 
+def test_weight_decay_schedules_are_refused_where_optax_ignores_them(
+  monkeypatch,
+):
+  monkeypatch.setattr(optax, '__version__', '0.2.6')
+  with pytest.raises(ValueError, match=r'must be a number with optax 0\.2\.6'):
+    merit_optax.merit(_RATE, weight_decay=lambda step: 0.1)
+  merit_optax.merit(_RATE, weight_decay=0.1)
+
+
 def test_weight_decay_acts_inside_the_ratio():
   params = {'w': jnp.array([[0.5, -0.25], [0.125, 0.5]])}
   optimizer = merit_optax.merit(_RATE, weight_decay=0.25)

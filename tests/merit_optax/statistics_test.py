@@ -480,6 +480,7 @@ class _Model(nnx.Module):
     )
 
 
+@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 def test_an_nnx_optimizer():
   model = _Model()
   settings = {
@@ -516,6 +517,7 @@ def _largest_move(new, old, name):
   return np.max(np.abs(new[name] - old[name])) / np.max(np.abs(old[name]))
 
 
+@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 def test_an_nnx_optimizer_gives_what_plain_trees_give():
   model = _Model()
   specs = merit_optax.flax_dimension_numbers(

@@ -1,0 +1,84 @@
+"""Trains with Levanter and MERIT: `optimizer: {type: merit}`."""
+
+from collections.abc import Sequence
+import dataclasses
+
+import haliax as hax
+import jax
+import levanter.config
+from levanter.main import train_lm
+from levanter.optim.config import OptimizerConfig
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+import merit_optax
+
+
+def dimension_numbers(model):
+  """Inputs are rows and outputs columns; layers and experts are batch axes."""
+
+  def spec(array, rows, columns):
+    names = [axis.name for axis in array.axes]
+    return MuonDimensionNumbers(
+      *(tuple(names.index(x.name) for x in axes) for axes in (rows, columns))
+    )
+
+  def visit(x):
+    if isinstance(x, hax.nn.Linear | hax.nn.MoELinear):
+      rows, columns = _axes(x.In), _axes(x.Out)
+    elif isinstance(x, hax.nn.Embedding):
+      rows, columns = _axes(x.Vocab), _axes(x.Embed)
+    elif isinstance(x, hax.NamedArray):  # of a norm, for example
+      layers = ('layer', 'layers')
+      return spec(x, (), [axis for axis in x.axes if axis.name not in layers])
+    else:
+      return None
+    specs = {'weight': spec(x.weight, rows, columns)}
+    if getattr(x, 'bias', None) is not None:
+      specs['bias'] = spec(x.bias, (), columns)
+    return dataclasses.replace(x, **specs)
+
+  layers = hax.nn.Linear, hax.nn.MoELinear, hax.nn.Embedding, hax.NamedArray
+  return jax.tree.map(visit, model, is_leaf=lambda x: isinstance(x, layers))
+
+
+def _axes(axes):
+  return axes if isinstance(axes, Sequence) else (axes,)
+
+
+@OptimizerConfig.register_subclass('merit')
+@dataclasses.dataclass(frozen=True)
+class MeritConfig(OptimizerConfig):
+  """MERIT, warmed up over 10 % of the steps and decayed to zero."""
+
+  learning_rate: float = 0.02
+  weight_decay: float = 0.01
+  warmup: int | float = 0.1
+  min_lr_ratio: float = 0.0
+  beta1: float = 0.9
+  beta2: float = 0.95
+  max_grad_norm: float | None = 1.0
+
+  def build(self, num_train_steps):
+    """Returns the optimizer of a run of so many steps."""
+
+    def optimizer(learning_rate):
+      merit = merit_optax.merit(
+        learning_rate,
+        b1=self.beta1,
+        b2=self.beta2,
+        weight_decay=self.weight_decay,
+        mask=self.build_weight_decay_mask(),
+        weight_dimension_numbers=dimension_numbers,
+      )
+      if self.max_grad_norm is None:
+        return merit
+      return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), merit)
+
+    return optax.inject_hyperparams(optimizer)(
+      learning_rate=self.lr_scheduler(num_train_steps)
+    )
+
+
+if __name__ == '__main__':
+  levanter.config.main(train_lm.main)()
