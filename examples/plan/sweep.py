@@ -23,8 +23,8 @@ def measure_all(
 ) -> dict[str, Any]:
   """Returns the measurements of all ways, the quickest first.
 
-  Those without any overlap of compute, memory and network rank them. Ways that
-  the trainer refuses, and those for which the compiler does not find the
+  Times without any overlap of compute, memory and network rank them. Meshes
+  that the trainer refuses, and ways for which the compiler does not find the
   memory, are listed by the reason.
   """
   rows: list[dict[str, Any]] = []
@@ -33,8 +33,10 @@ def measure_all(
     try:
       rows.append(_measure_largest(way, make, measure))
     except (UsageError, jax.errors.JaxRuntimeError) as error:
+      is_refused = isinstance(error, UsageError)
+      name = way.mesh if is_refused else f'{way.mesh} {way.remat}'
       names = left_out.setdefault(str(error).splitlines()[0], [])
-      names.append(f'{way.mesh} {way.remat}')
+      names += [name] * (name not in names)
   rows.sort(key=lambda x: (not x['fits'], x['seconds_without_overlap']))
   return {'rows': rows, 'left_out': left_out}
 
