@@ -1,12 +1,15 @@
-"""All that one machine with an accelerator is to be asked, in parts.
+"""Tests and benchmarks for a machine with an accelerator, in parts.
 
 python -m benchmarks.accelerator --help
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
 import json
+import os
 from pathlib import Path
+import signal
 import subprocess
 import sys
 import time
@@ -32,9 +35,9 @@ _GRACE = 30
 class Settings:
   """Runs tests, benchmarks and the study on an accelerator, part by part.
 
-  Parts that are done are not repeated, and those of the study go on where they
-  were: call it again until all are done. Results, logs and a table are in the
-  folder of results.
+  Parts that are done are not repeated. Of the others, those of the study go on
+  where they were, and the rest start again: call it until all are done.
+  Results, logs and a table are in the folder of results.
   """
 
   parts: tuple[Part, ...] = get_args(Part)
@@ -60,6 +63,8 @@ def main(args: list[str] | None = None) -> None:
         'jax finds no accelerator here. With --dry-run, the parts run in '
         'their smallest sizes.'
       )
+    # An exception, so that no part outlives this process.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     settings.out.mkdir(parents=True, exist_ok=True)
     for part in tqdm.tqdm(settings.parts, 'parts', leave=False):
       if not _is_done(settings, part):
@@ -119,10 +124,12 @@ def _train(preset: str, is_dry: bool) -> list[str]:
   sizes = (
     ['--batch-size', '8', '--rounds', '1', '--steps', '1']
     if is_dry
+    # The default micro-batch is for one trainer on the device.
     else ['--preset', preset, '--batch-size', '128', '--dtype', 'bfloat16']
+    + ['--micro-batch-size', '16']
   )
   return [
-    'benchmarks.train_step', '--optimizers', 'adamw', 'lamb', 'merit', 'muon',
+    'benchmarks.train_step', '--optimizers', 'adamw', 'merit', 'muon-kept',
     *sizes,
   ]  # fmt: skip
 
@@ -142,8 +149,12 @@ def _run(settings: Settings, part: Part, machine: dict[str, Any]) -> None:
   args = command(settings, part)
   start = time.monotonic()
   with (settings.out / f'{part}.log').open('a') as log:
+    # In a group of its own, so that its own processes end with it.
     process = subprocess.Popen(
-      [sys.executable, *args], stdout=log, stderr=subprocess.STDOUT
+      [sys.executable, *args],
+      stdout=log,
+      stderr=subprocess.STDOUT,
+      start_new_session=True,
     )
     status = _wait(process, settings.limit)
   result = {
@@ -163,16 +174,18 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
   try:
     return 'failed' if process.wait(limit) else 'done'
   except subprocess.TimeoutExpired:
-    process.terminate()
-    try:
-      process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-      process.kill()
-      process.wait()
     return 'not finished'
-  except BaseException:
-    process.kill()
-    raise
+  finally:
+    _stop(process)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+  """Ends a process and all that it started; it may save what it has."""
+  for number in (signal.SIGTERM, signal.SIGKILL):
+    if process.poll() is None:
+      os.killpg(process.pid, number)
+      with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_GRACE)
 
 
 def _read(settings: Settings, part: Part) -> dict[str, Any]:
@@ -191,7 +204,7 @@ def _is_done(settings: Settings, part: Part) -> bool:
 
 
 def _figures(settings: Settings, part: Part) -> Path:
-  return settings.out / f'{part}-figures.json'
+  return settings.out / 'figures' / f'{part}.json'
 
 
 def _report(settings: Settings) -> None:

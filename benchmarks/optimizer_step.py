@@ -213,7 +213,9 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
           _RATE,
           specs,
         ),
-        'others': optax.adamw(_RATE, b2=0.95, weight_decay=0.01),
+        'others': optax.chain(
+          merit_optax.scale_by_adam(), optax.scale_by_learning_rate(_RATE)
+        ),
       },
       functools.partial(hidden_or_others, qkv='fused'),
     ),

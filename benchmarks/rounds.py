@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import tqdm
 
+from examples.gpt2.data.atomic import write_whole
 from examples.gpt2.devices import hardware
 
 
@@ -76,9 +77,7 @@ def free_memory() -> float:
   stats = jax.devices()[0].memory_stats() or {}
   if 'bytes_limit' in stats:
     return float(stats['bytes_limit'] - stats['bytes_in_use'])
-  lines = Path('/proc/meminfo').read_text().splitlines()
-  sizes = {x.split(':')[0]: float(x.split()[1]) for x in lines}
-  return sizes['MemAvailable'] * 1024
+  return hardware.free_memory()
 
 
 def machine() -> dict[str, Any]:
@@ -112,4 +111,4 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     'commit': commit,
   }
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps(content, indent=2) + '\n')
+  write_whole(path, (json.dumps(content, indent=2) + '\n').encode())

@@ -85,16 +85,25 @@ def main(args: list[str] | None = None) -> None:
   if peer is not None:
     contenders[_PEER] = peer
   timings = race(contenders, settings.rounds)
+  update = timings.pop(_UPDATE).median
   rows = _rows(timings, config, settings)
+  # What was measured is kept if what follows runs out of time or memory.
+  _write(settings, rows, update)
   plans = {
     _title(name): _plan(_config(settings, name)) for name in settings.optimizers
   }
   rows = [row | plans.get(row['name'], {}) for row in rows]
   _print(rows, config)
-  write_json(
-    settings.out,
-    {'settings': _plain(dataclasses.asdict(settings)), 'rows': rows},
-  )
+  print(f'{_UPDATE}: {1e3 * update:.1f} ms')
+  _write(settings, rows, update)
+
+
+def _write(
+  settings: Settings, rows: list[dict[str, Any]], update: float
+) -> None:
+  results = {'rows': rows, 'update_seconds': update}
+  values = _plain(dataclasses.asdict(settings))
+  write_json(settings.out, {'settings': values} | results)
 
 
 def _title(optimizer: Optimizer) -> str:
@@ -252,7 +261,7 @@ def _rows(
   base = _PEER if _PEER in timings else next(iter(timings))
   rows = []
   for name, timing in timings.items():
-    steps = 1 if name in (_DIAGNOSTICS, _UPDATE) else settings.steps
+    steps = 1 if name == _DIAGNOSTICS else settings.steps
     speed = steps * config.batch_size * config.context_length / timing.median
     rows.append(
       {

@@ -66,12 +66,13 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
   'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   'muon': dict(learning_rate=2e-2, weight_decay=0.1, b1=0.95, b2=0.95),
   'muon-kept': dict(
-    learning_rate=7.5e-2, adam_rate=1 / 3, weight_decay=0.0, b1=0.95, b2=0.95
+    learning_rate=6e-2, adam_rate=1 / 3, weight_decay=0.0, b1=0.95, b2=0.95
   ),
 }
 
 # Of examples/study: the best rates of these go with steps to this power.
-_RATE_POWERS = {'merit': -0.7, 'muon-kept': -0.5}
+_RELATIVE = ('merit', 'muon-kept')
+_RATE_POWER = -0.7
 # Norms are kept at this multiple of GPT-2 small's proportion to the width.
 _KEPT_SIZE = 2.0
 
@@ -124,7 +125,7 @@ def resolve(config: Config) -> Config:
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
-  if config.optimizer in _RATE_POWERS:
+  if config.optimizer in _RELATIVE:
     steps = config.steps or defaults['steps']
     defaults['learning_rate'] = _default_rate(config.optimizer, steps)
   if config.width is not None or config.architecture is not None:
@@ -204,9 +205,7 @@ def identity(config: Config) -> dict[str, Any]:
 def _default_rate(optimizer: str, steps: int) -> float:
   """Returns the learning rate: that of the demo, or less for more steps."""
   ratio = max(1.0, steps / PRESETS['demo']['steps'])
-  rate = (
-    OPTIMIZERS[optimizer]['learning_rate'] * ratio ** _RATE_POWERS[optimizer]
-  )
+  rate = OPTIMIZERS[optimizer]['learning_rate'] * ratio**_RATE_POWER
   return float(f'{rate:.2g}')
 
 

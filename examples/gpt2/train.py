@@ -11,13 +11,7 @@ import tyro
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.devices.processes import (
-  connect,
-  is_first,
-  on_first,
-  say,
-  use_cores,
-)
+from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import Model, save_model
 from examples.gpt2.optim.optimizers import merit_settings
@@ -25,6 +19,7 @@ from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import memory, report
 from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.run.cores import use_cores
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
@@ -42,6 +37,10 @@ def main(args: list[str] | None = None) -> None:
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   with exit_on_error():
+    config = resolve(config)
+    connect(config)
+    # Of a command only: it is for good.
+    use_cores(config)
     train(config)
 
 
@@ -59,7 +58,6 @@ def train(config: Config) -> RunFolder:
   """
   config = resolve(config)
   connect(config)
-  use_cores(config)
   mesh = sharding.make_mesh(config.mesh)
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)

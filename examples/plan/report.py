@@ -43,9 +43,15 @@ def sweep(results: dict[str, Any]) -> str:
       table(_cells(_scalars(results))),
       _columns(rows),
       *(f'left out: {reason} ({", ".join(x)})' for reason, x in left_out),
-      *(f'flags of the first: {_flags(row)}' for row in rows[:1]),
+      _advice(results['rows']),
     ]
   )
+
+
+def _advice(rows: list[dict[str, Any]]) -> str:
+  if not rows or not rows[0]['fits']:
+    return 'None fits: try more devices, or a smaller model.'
+  return f'flags of the first: {_flags(rows[0])}'
 
 
 def _flags(row: dict[str, Any]) -> str:

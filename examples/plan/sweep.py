@@ -1,4 +1,4 @@
-"""All ways to run a step: mesh, rematerialization, and micro-batch."""
+"""All configurations of a step: mesh, rematerialization, and micro-batch."""
 
 from collections.abc import Callable
 import dataclasses

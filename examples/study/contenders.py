@@ -42,7 +42,7 @@ LAMB = Contender('LAMB', 'lamb', 0.028, 'adam corrected > decay > l2')
 MERIT = Contender('MERIT', 'merit', 0.028)
 MUON = Contender('Muon', 'muon', 0.028)
 KEPT = Contender(
-  'Muon, norms kept',
+  'Muon, MERIT’s ratios, norms kept',
   'muon',
   0.06,
   'muon > merit > l2 > keep l2; adam 0.33',

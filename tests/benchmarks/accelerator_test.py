@@ -1,12 +1,16 @@
 import json
 from pathlib import Path
+import signal
 import subprocess
 import sys
+import time
 from typing import get_args
 
 import pytest
 
 from benchmarks import accelerator
+
+_ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -70,11 +74,34 @@ def test_without_an_accelerator_it_says_what_to_do(tmp_path: Path):
   done = subprocess.run(
     [sys.executable, '-m', 'benchmarks.accelerator', '--out', str(tmp_path)],
     capture_output=True, text=True, check=False,
-    cwd=Path(__file__).parents[2],
+    cwd=_ROOT,
   )  # fmt: skip
   assert done.returncode == 2
   assert '--dry-run' in done.stderr
   assert not list(tmp_path.iterdir())
+
+
+def test_a_part_ends_with_the_command(tmp_path: Path):
+  code = f"""
+from benchmarks import accelerator
+accelerator.command = lambda *_: ['-c', (
+  "import os, time, pathlib; "
+  "pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); "
+  "time.sleep(60)"
+)]
+accelerator.main(
+  ['--out', {str(tmp_path)!r}, '--dry-run', '--parts', 'trajectories']
+)
+"""
+  with subprocess.Popen([sys.executable, '-c', code], cwd=_ROOT) as process:
+    while not (tmp_path / 'pid').exists() or not (
+      pid := (tmp_path / 'pid').read_text()
+    ):
+      assert process.poll() is None
+      time.sleep(0.1)
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+  assert not Path('/proc', pid).exists()
 
 
 @pytest.mark.slow

@@ -182,6 +182,8 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
     data=str(prepared),
     out_dir=tmp_path / 'run',
     init_from=finished.out_dir,
+    # Which no weight starts from.
+    init_std=0.5,
     learning_rate=1e-9,
   )
   folder = train(again)

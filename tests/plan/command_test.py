@@ -196,6 +196,7 @@ def test_what_does_not_fit_gets_advice_and_is_left_out_of_a_sweep(
   text = capsys.readouterr().out
   assert text.count('RESOURCE_EXHAUSTED: 3G of 1G') == 1
   assert 'flags of the first' not in text
+  assert 'None fits' in text
   assert all(mesh in text for mesh in sweep.meshes(2))
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+from pathlib import Path
 import platform
 import resource
 import sys
@@ -65,6 +66,29 @@ def usable_cores() -> list[int]:
   if hasattr(os, 'sched_getaffinity'):
     return sorted(os.sched_getaffinity(0))
   return list(range(os.cpu_count() or 1))
+
+
+def num_cores() -> int:
+  """Returns how many cores this process may keep busy."""
+  cores = len(usable_cores())
+  try:
+    # Containers limit the time on all cores, not their number.
+    quota, period = Path('/sys/fs/cgroup/cpu.max').read_text().split()
+    return min(cores, max(1, int(quota) // int(period)))
+  except (OSError, ValueError):
+    return cores
+
+
+def free_memory() -> float:
+  """Returns the bytes of memory that are free, infinity if not known."""
+  try:
+    lines = Path('/proc/meminfo').read_text().splitlines()
+    sizes = {x.split(':')[0]: float(x.split()[1]) for x in lines}
+    limit = Path('/sys/fs/cgroup/memory.max')
+    most = limit.read_text().strip() if limit.exists() else 'max'
+    return min(sizes['MemAvailable'] * 1024, float(most.replace('max', 'inf')))
+  except (OSError, ValueError, KeyError):
+    return math.inf
 
 
 def versions() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The processes of a run: how they meet, and what process 0 does for all."""
 
 from collections.abc import Callable
-import contextlib
 import json
 import os
 import re
@@ -12,8 +11,6 @@ from jax.experimental import multihost_utils
 import numpy as np
 
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.devices import hardware
-from examples.gpt2.presets import PRESETS
 
 _SHUTDOWN_SECONDS = 30
 # Errors that process 0 hands to the others as what they are.
@@ -55,27 +52,6 @@ def connect(config: Config) -> None:
     # The first collective has a time limit, which slow work before it would
     # exceed in the processes that wait.
     multihost_utils.sync_global_devices('all processes are there')
-
-
-def use_cores(config: Config) -> None:
-  """Makes a device of each CPU core, as many as divide the batch.
-
-  Each gets a micro-batch. One device uses two cores less well than two devices
-  do. To be called after :func:`connect`; nothing changes with ``--mesh``,
-  several processes, a number of devices that jax has been told, or for an
-  accelerator.
-  """
-  is_chosen = config.mesh or jax.config.jax_num_cpu_devices != -1
-  if is_chosen or jax.distributed.is_initialized():
-    return
-  default = PRESETS[config.preset]['micro_batch_size']
-  sequences = config.micro_batch_size or default
-  cores = len(hardware.usable_cores())
-  counts = range(1, cores + 1)
-  fitting = [n for n in counts if config.batch_size % (n * sequences) == 0]
-  # Where devices are in use, it is too late.
-  with contextlib.suppress(RuntimeError):
-    jax.config.update('jax_num_cpu_devices', max(fitting, default=1))
 
 
 def _is_alone(error: Exception) -> bool:

@@ -145,7 +145,7 @@ def _chunks(
 ) -> tuple[jax.Array, jax.Array]:
   """Cuts tokens to chunks of one length, on a leading axis."""
   batch, length = targets_BT.shape
-  # On many devices, few chunks: each gathers the head and sums its gradient.
+  # Those of a device: on many devices, chunks are as few as on one.
   rows = -(-batch // _num_shards())
   # At least two chunks, so that all logits never exist at once.
   most = min(_LOGITS_AT_ONCE // (rows * len(head_VD)), -(-length // 2))

@@ -113,7 +113,9 @@ class Transformer(nnx.Module):
 
     def run(x_BTD: jax.Array, layer: tuple[Any, Any]) -> tuple[jax.Array, Any]:
       params, given = layer
-      params = gather_parameters(params, x_BTD.dtype)
+      if tokens_BT.shape[1] > 1:
+        # Not for each token that is generated, which is less than a layer.
+        params = gather_parameters(params, x_BTD.dtype)
       block = nnx.merge(graphdef, params)
       return block(x_BTD, positions_T, lambda *qkv: attend(*qkv, *given))
 

@@ -72,19 +72,25 @@ def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
   if capacity is None:
     return math.gcd(sequences, PRESETS[config.preset]['micro_batch_size'])
   filled = _FILLED_SHARES.get(device.platform, _FILLED_SHARE) * capacity
-  room = filled - _state_bytes(config, mesh)
+  shards = mesh.shape['fsdp'] * mesh.shape['tensor']
+  room = filled - _state_bytes(config, shards)
   divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
   fitting = [n for n in divisors if activation_bytes(config, mesh, n) <= room]
   return max(fitting, default=1)
 
 
-def _state_bytes(config: Config, mesh: Mesh) -> float:
+def bytes_on_cpu(config: Config, sequences: int) -> float:
+  """Returns about what a device of the CPU takes with a micro-batch."""
+  activations = _activation_bytes(config, sequences, 1, 'cpu')
+  return _state_bytes(config, 1) + activations
+
+
+def _state_bytes(config: Config, shards: int) -> float:
   """Returns about what weights, moments and gradients take on a device."""
   ups = _up_projections(config)
   layer = 4 * config.width + (ups + 1) * config.mlp_width
   embeddings = config.vocab_size * (1 + config.untied_head)
   rows = config.num_layers * layer + embeddings + config.context_length
-  shards = mesh.shape['fsdp'] * mesh.shape['tensor']
   return _BYTES_A_PARAMETER * config.width * rows / shards
 
 
@@ -95,9 +101,15 @@ def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
   with weights (``dots``) or only the residual stream (``full``); of the layer
   that it is in, all once more; the logits of a chunk of tokens; and the head.
   """
-  tensor = mesh.shape['tensor']
+  platform = mesh.devices.flat[0].platform
+  return _activation_bytes(config, sequences, mesh.shape['tensor'], platform)
+
+
+def _activation_bytes(
+  config: Config, sequences: int, tensor: int, platform: str
+) -> int:
   size = jnp.dtype(config.dtype).itemsize
-  whole = _layer_bytes(config, size, tensor, mesh.devices.flat[0].platform)
+  whole = _layer_bytes(config, size, tensor, platform)
   projections = 3 * config.width + _up_projections(config) * config.mlp_width
   kept = {
     'none': whole,

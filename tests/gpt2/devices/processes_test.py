@@ -170,37 +170,3 @@ def test_process_0_works_for_all():
   assert (first['calls'], second['calls']) == (6, 0)
   assert first['failed'] == second['failed'] == [True, False]
   assert [x.count('only once') for x in outputs] == [1, 0]
-
-
-@pytest.mark.parametrize(
-  ('flags', 'environment', 'count'),
-  [
-    ({}, {}, 2),
-    ({'micro_batch_size': 64}, {}, 1),
-    ({'batch_size': 4}, {}, 1),
-    ({'mesh': 'data=1'}, {}, 1),
-    ({}, {'JAX_NUM_CPU_DEVICES': '3'}, 3),
-  ],
-)
-def test_each_core_is_a_device(
-  flags: dict[str, object], environment: dict[str, str], count: int
-):
-  code = f"""
-import jax
-from examples.gpt2.config import Config
-from examples.gpt2.devices import hardware, processes
-from examples.gpt2.presets import resolve
-
-hardware.usable_cores = lambda: [0, 1]
-processes.use_cores(resolve(Config(**{flags!r})))
-print(jax.device_count())
-"""
-  others = {k: x for k, x in os.environ.items() if k != 'JAX_NUM_CPU_DEVICES'}
-  done = subprocess.run(
-    [sys.executable, '-c', code],
-    capture_output=True,
-    text=True,
-    check=True,
-    env=others | environment | {'JAX_PLATFORMS': 'cpu'},
-  )
-  assert int(done.stdout) == count
