@@ -19,7 +19,6 @@ from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import memory, report
 from examples.gpt2.run.command import exit_on_error
-from examples.gpt2.run.cores import use_cores
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
@@ -37,10 +36,6 @@ def main(args: list[str] | None = None) -> None:
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   with exit_on_error():
-    config = resolve(config)
-    connect(config)
-    # Of a command only: it is for good.
-    use_cores(config)
     train(config)
 
 

@@ -69,7 +69,7 @@ def test_a_plan_of_two_hosts(kind: str, tmp_path: Path):
   assert kind.upper() in plan['device_kind']
   assert plan['jax-cuda12-plugin']
   assert plan['fits']
-  assert plan['collectives']['all-gather']['executions'] >= 2
+  assert {'all-gather', 'all-reduce'} <= set(plan['collectives'])
   assert plan['network_seconds'] > 0
   # Norms, and nothing of the size of a matrix.
   assert set(plan['update']['collectives']) == {'all-reduce'}

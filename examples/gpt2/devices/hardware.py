@@ -68,17 +68,6 @@ def usable_cores() -> list[int]:
   return list(range(os.cpu_count() or 1))
 
 
-def num_cores() -> int:
-  """Returns how many cores this process may keep busy."""
-  cores = len(usable_cores())
-  try:
-    # Containers limit the time on all cores, not their number.
-    quota, period = Path('/sys/fs/cgroup/cpu.max').read_text().split()
-    return min(cores, max(1, int(quota) // int(period)))
-  except (OSError, ValueError):
-    return cores
-
-
 def free_memory() -> float:
   """Returns the bytes of memory that are free, infinity if not known."""
   try:

@@ -79,12 +79,6 @@ def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
   return max(fitting, default=1)
 
 
-def bytes_on_cpu(config: Config, sequences: int) -> float:
-  """Returns about what a device of the CPU takes with a micro-batch."""
-  activations = _activation_bytes(config, sequences, 1, 'cpu')
-  return _state_bytes(config, 1) + activations
-
-
 def _state_bytes(config: Config, shards: int) -> float:
   """Returns about what weights, moments and gradients take on a device."""
   ups = _up_projections(config)
@@ -101,15 +95,9 @@ def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
   with weights (``dots``) or only the residual stream (``full``); of the layer
   that it is in, all once more; the logits of a chunk of tokens; and the head.
   """
-  platform = mesh.devices.flat[0].platform
-  return _activation_bytes(config, sequences, mesh.shape['tensor'], platform)
-
-
-def _activation_bytes(
-  config: Config, sequences: int, tensor: int, platform: str
-) -> int:
+  tensor = mesh.shape['tensor']
   size = jnp.dtype(config.dtype).itemsize
-  whole = _layer_bytes(config, size, tensor, platform)
+  whole = _layer_bytes(config, size, tensor, mesh.devices.flat[0].platform)
   projections = 3 * config.width + _up_projections(config) * config.mlp_width
   kept = {
     'none': whole,
