@@ -22,7 +22,7 @@ from examples.gpt2.devices import chips, hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
-from examples.gpt2.run.memory import fit
+from examples.gpt2.run.memory import fit, needed_bytes
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs
 
@@ -110,16 +110,20 @@ def _title(optimizer: Optimizer) -> str:
   return f'merit_optax trainer, {optimizer}'
 
 
-def _plan(config: Config) -> dict[str, float | None]:
-  """Returns what the compiled step needs, and an estimate of its time."""
+def _plan(config: Config) -> dict[str, float]:
+  """Returns what the compiled step needs, and what it takes by an estimate.
+
+  There is none where the peaks of the device are not known, as for a CPU.
+  """
   mesh = sharding.make_mesh('')
   trainer = Trainer(config, config.vocab_size, mesh)
   chip = chips.find(mesh.devices.flat[0].device_kind)
+  if math.isnan(chip.hbm_bandwidth):
+    return {'peak_bytes': needed_bytes(programs.compile_step(config, trainer))}
   found = programs.measure_step(config, trainer, chip)
   names = 'seconds', 'seconds_without_overlap'
   return {'peak_bytes': found['needed_bytes']} | {
-    f'estimated_{name}': None if math.isnan(found[name]) else found[name]
-    for name in names
+    f'estimated_{name}': found[name] for name in names
   }
 
 
