@@ -77,7 +77,9 @@ def free_memory() -> float:
   stats = jax.devices()[0].memory_stats() or {}
   if 'bytes_limit' in stats:
     return float(stats['bytes_limit'] - stats['bytes_in_use'])
-  return hardware.free_memory()
+  lines = Path('/proc/meminfo').read_text().splitlines()
+  sizes = {x.split(':')[0]: float(x.split()[1]) for x in lines}
+  return sizes['MemAvailable'] * 1024
 
 
 def machine() -> dict[str, Any]:

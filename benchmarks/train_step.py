@@ -16,7 +16,7 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.config import Config, Optimizer, Preset, Remat
 from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import chips, hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
@@ -55,7 +55,7 @@ class Settings:
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of activations."""
 
-  remat: Literal['none', 'dots', 'full'] = 'none'
+  remat: Remat = 'none'
   """What our backward pass recomputes."""
 
   unroll: int | None = None

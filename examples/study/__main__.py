@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
-from examples.gpt2.config import Config, UsageError, flag
+from examples.gpt2.config import Config, Remat, UsageError, flag
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import exit_on_error
@@ -73,7 +73,7 @@ class Settings:
   dtype: Literal['float32', 'bfloat16'] | None = None
   """Data type of activations."""
 
-  remat: Literal['none', 'dots', 'full'] | None = None
+  remat: Remat | None = None
   """What the backward pass recomputes to save memory (rematerialization)."""
 
   distributed: Literal['auto', 'on', 'off'] | None = None

@@ -2,7 +2,6 @@
 
 import math
 import os
-from pathlib import Path
 import platform
 import resource
 import sys
@@ -66,18 +65,6 @@ def usable_cores() -> list[int]:
   if hasattr(os, 'sched_getaffinity'):
     return sorted(os.sched_getaffinity(0))
   return list(range(os.cpu_count() or 1))
-
-
-def free_memory() -> float:
-  """Returns the bytes of memory that are free, infinity if not known."""
-  try:
-    lines = Path('/proc/meminfo').read_text().splitlines()
-    sizes = {x.split(':')[0]: float(x.split()[1]) for x in lines}
-    limit = Path('/sys/fs/cgroup/memory.max')
-    most = limit.read_text().strip() if limit.exists() else 'max'
-    return min(sizes['MemAvailable'] * 1024, float(most.replace('max', 'inf')))
-  except (OSError, ValueError, KeyError):
-    return math.inf
 
 
 def versions() -> dict[str, Any]:

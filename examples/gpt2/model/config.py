@@ -5,7 +5,7 @@ import math
 import typing
 from typing import Any, Literal
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import Remat, UsageError
 
 NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 INIT_STD = 0.02
@@ -44,7 +44,7 @@ class ModelConfig:
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
   # What the backward pass recomputes: nothing, all but matrix products with
   # weights, or all within a block.
-  remat: Literal['none', 'dots', 'full'] = 'none'
+  remat: Remat = 'none'
   unroll: int = 1  # Layers that are compiled one by one in a turn of the loop.
 
   def __post_init__(self) -> None:

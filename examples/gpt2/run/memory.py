@@ -72,19 +72,19 @@ def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
   if capacity is None:
     return math.gcd(sequences, PRESETS[config.preset]['micro_batch_size'])
   filled = _FILLED_SHARES.get(device.platform, _FILLED_SHARE) * capacity
-  shards = mesh.shape['fsdp'] * mesh.shape['tensor']
-  room = filled - _state_bytes(config, shards)
+  room = filled - _state_bytes(config, mesh)
   divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
   fitting = [n for n in divisors if activation_bytes(config, mesh, n) <= room]
   return max(fitting, default=1)
 
 
-def _state_bytes(config: Config, shards: int) -> float:
+def _state_bytes(config: Config, mesh: Mesh) -> float:
   """Returns about what weights, moments and gradients take on a device."""
   ups = _up_projections(config)
   layer = 4 * config.width + (ups + 1) * config.mlp_width
   embeddings = config.vocab_size * (1 + config.untied_head)
   rows = config.num_layers * layer + embeddings + config.context_length
+  shards = mesh.shape['fsdp'] * mesh.shape['tensor']
   return _BYTES_A_PARAMETER * config.width * rows / shards
 
 
