@@ -4,7 +4,6 @@ The mesh has three axes: 'data' (copies of the model), 'fsdp' (parameters and
 batch are split) and 'tensor' (heads, hidden features and vocabulary are split).
 """
 
-import functools
 import math
 import re
 from typing import Any
