@@ -178,8 +178,9 @@ class Config:
   # What the backward pass recomputes to save memory (rematerialization):
   # nothing, all but matrix products, or everything within a block.
   remat: Remat = 'none'
-  # Layers that are compiled one by one, rather than as one loop: quicker steps
-  # for small models, longer compilation.
+  # Layers that are compiled one by one in a turn of the loop over layers, which
+  # takes longer to compile. Default: on CPU all of a model of up to four, which
+  # is quicker there, else one.
   unroll: int | None = None
   # Whether other processes take part: auto asks jax, which finds those of TPU
   # pods, Slurm, Open MPI and Kubernetes; on fails where it finds none.

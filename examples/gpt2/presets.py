@@ -12,7 +12,7 @@ from examples.gpt2.model.config import proportional_init_std
 _RUN = dict(eval_every=100, eval_sequences=1024, checkpoint_every=100)
 _GPT2 = _RUN | dict(
   architecture='gpt2', untied_head=False, context_length=1024, vocab_size=50257,
-  unroll=1, watch_every=100,
+  watch_every=100,
 )  # fmt: skip
 _LLAMA = _GPT2 | dict(architecture='llama', untied_head=True, vocab_size=32000)
 
@@ -24,7 +24,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         num_layers=4, num_heads=4, width=128, mlp_width=512, context_length=128,
         vocab_size=1024, batch_size=64, micro_batch_size=8, steps=400,
         eval_every=40, eval_sequences=512, checkpoint_every=80, watch_every=40,
-        unroll=4,
     ),
     'small': _GPT2 | dict(
         num_layers=12, num_heads=12, width=768, mlp_width=3072,
@@ -117,8 +116,8 @@ def resolve(config: Config) -> Config:
   """Fills the settings that were not given, and checks them all.
 
   Returns:
-    The same settings, with the defaults of preset and optimizer; the
-    micro-batch, which depends on the mesh, may still be None.
+    The same settings, with the defaults of preset and optimizer; micro-batch
+    and ``unroll``, which depend on the devices, may still be None.
 
   Raises:
     UsageError: If a setting is out of its range, or does not fit another.

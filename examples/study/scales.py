@@ -104,7 +104,7 @@ SCALES = {
   'nano': Scale(
     settings=dict(
       vocab_size=257, num_layers=3, num_heads=4, width=64, context_length=64,
-      micro_batch_size=8, unroll=3, eval_sequences=2048, checkpoint_every=10**6,
+      micro_batch_size=8, eval_sequences=2048, checkpoint_every=10**6,
     ),
     tokens=2_500_000,
     batch_sizes=(16, 32, 64, 128, 256),
@@ -116,7 +116,7 @@ SCALES = {
   'mini': Scale(
     settings=dict(
       vocab_size=2048, num_layers=4, num_heads=6, width=192, context_length=128,
-      micro_batch_size=8, unroll=4, eval_sequences=1024, checkpoint_every=50,
+      micro_batch_size=8, eval_sequences=1024, checkpoint_every=50,
     ),
     tokens=6_000_000,
     batch_sizes=(128, 512),
@@ -131,7 +131,7 @@ SCALES = {
   'micro': Scale(
     settings=dict(
       vocab_size=4096, num_layers=6, num_heads=6, width=384, context_length=256,
-      micro_batch_size=64, unroll=6, eval_sequences=1024, dtype='bfloat16',
+      micro_batch_size=64, eval_sequences=1024, dtype='bfloat16',
       checkpoint_every=10**6,
     ),
     tokens=40_000_000,

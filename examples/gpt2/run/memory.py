@@ -1,4 +1,4 @@
-"""How much of a batch fits into a device, and what to try if it does not."""
+"""How a run fits its devices, and what to try if their memory is too small."""
 
 from collections.abc import Iterator
 import contextlib
@@ -25,6 +25,8 @@ _FILLED_SHARES = {'tpu': 0.75}
 _FILLED_SHARE = 0.6
 # Weight, two moments, gradient of a micro-batch and of the step, in float32.
 _BYTES_A_PARAMETER = 20
+# Layers whose loop is slower on CPU than they are one by one.
+_MOST_UNROLLED = 4
 # Logits of a chunk and their gradient, in float32.
 _LOGITS_BYTES = 2 * 4 << 27
 
@@ -36,7 +38,9 @@ class OutOfMemoryError(CommandError):
 
 
 def fit(config: Config, mesh: Mesh) -> Config:
-  """Chooses the micro-batch, unless it is given, and checks it and the mesh.
+  """Chooses what depends on the devices, and checks it and the mesh.
+
+  That is the micro-batch and ``unroll``, unless they are given.
 
   Raises ``UsageError`` if the mesh does not divide batch or heads, or the
   micro-batch does not divide a shard's part of the batch.
@@ -62,7 +66,15 @@ def fit(config: Config, mesh: Mesh) -> Config:
       f'--batch-size {config.batch_size} that each of the {shards} data * fsdp '
       'shards of --mesh takes.'
     )
-  return dataclasses.replace(config, micro_batch_size=size)
+  unroll = config.unroll or _default_unroll(config, mesh)
+  return dataclasses.replace(config, micro_batch_size=size, unroll=unroll)
+
+
+def _default_unroll(config: Config, mesh: Mesh) -> int:
+  """Returns the number of layers of a small model on CPU, else 1."""
+  on_cpu = mesh.devices.flat[0].platform == 'cpu'
+  is_small = config.num_layers <= _MOST_UNROLLED
+  return config.num_layers if on_cpu and is_small else 1
 
 
 def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:

@@ -219,6 +219,7 @@ def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
     **{name: getattr(config, name) for name in names}
     | {
       'vocab_size': padded_vocab_size(vocab_size),
+      'unroll': config.unroll or 1,
       'norm_epsilon': config.norm_epsilon or NORM_EPSILON[config.architecture],
       'init_std': config.init_std or INIT_STD,
     }

@@ -1,10 +1,13 @@
+import types
+
 import jax
+import numpy as np
 import pytest
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.devices.sharding import AXES, make_mesh
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import (
   OutOfMemoryError,
@@ -176,6 +179,26 @@ def test_a_micro_batch_is_counted_for_each_shard():
     UsageError, match='--micro-batch-size 16 .* 8 seq.*64.* 8 '
   ):
     _fit('fsdp=8', micro_batch_size=16)
+
+
+@pytest.mark.parametrize(
+  ('platform', 'num_layers', 'given', 'unroll'),
+  [
+    ('cpu', 4, None, 4),
+    ('cpu', 12, None, 1),
+    ('tpu', 4, None, 1),
+    ('gpu', 4, 2, 2),
+  ],
+)
+def test_small_models_are_unrolled_on_cpu(
+  platform: str, num_layers: int, given: int | None, unroll: int
+):
+  settings = Config(num_layers=num_layers, micro_batch_size=8, unroll=given)
+  device = types.SimpleNamespace(platform=platform)
+  mesh = types.SimpleNamespace(
+    devices=np.array([device]), shape=dict.fromkeys(AXES, 1)
+  )
+  assert fit(resolve(settings), mesh).unroll == unroll
 
 
 def test_batch_and_heads_must_fit_the_mesh():
