@@ -238,3 +238,14 @@ def test_processes_give_the_same_losses_as_one(scale, tmp_path):
     with Runner(store, tmp_path / 'work', jobs, 3) as runner:
       losses.append([result.loss for result in runner(runs)])
   assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_second_phases_wait_for_the_one_that_trains_the_first(scale, tmp_path):
+  scale = dataclasses.replace(scale, steps=4)
+  runs = [_two_phases(scale, rate) for rate in (0.01, 0.02)]
+  store = Store(tmp_path / 'results.jsonl')
+  with Runner(store, tmp_path / 'work', 2, 2) as runner:
+    results = runner(runs)
+  assert len({x.loss for x in results}) == 2
+  assert len(list((tmp_path / 'work' / 'halves').glob('*/metrics.jsonl'))) == 1

@@ -195,10 +195,10 @@ def _compare(outcome: Outcome, name: str, large: int, stay: Point) -> str:
   others = {
     f'AdamW at batch {stay.batch_size} throughout': stay,
     f'{name} at batch {large} throughout': outcome.constant[name, large],
-    'fresh moments': outcome.fresh[name],
+    'the same with fresh moments': outcome.fresh[name],
   }
   return ' '.join(
-    sentence('this', other, difference(own, point))
+    sentence('It', other, difference(own, point))
     for other, point in others.items()
   )
 
@@ -258,4 +258,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
       f'then {name}': difference(point, stay),
       f'then {name}, fresh moments': difference(outcome.fresh[name], stay),
     }
-  return render.draw_differences(found, f'AdamW at batch {small} throughout')
+  result = render.draw_differences(found, ADAMW.name)
+  # Names are long, and leave less room.
+  result.axes[0].set_xlabel(f'loss over that of AdamW, batch {small}')
+  return result
