@@ -74,6 +74,19 @@ def contrast(plus: Sequence[Point], minus: Sequence[Point]) -> Difference:
   )
 
 
+def leaders(points: Sequence[Point]) -> list[Point]:
+  """Returns the point of the lowest loss, and those that may be as good.
+
+  None if a seed of each diverged; of one seed, the lowest alone.
+  """
+  finite = sorted(
+    (x for x in points if math.isfinite(x.mean)), key=lambda x: x.mean
+  )
+  return [
+    x for x in finite if x is finite[0] or difference(x, finite[0]).low <= 0
+  ]
+
+
 def _detectable(quantile: float, freedom: float) -> float:
   """Returns the difference, in standard errors, that is seen with _POWER."""
 

@@ -29,12 +29,20 @@ class Run:
       program of its own and some time.
     attention: ``'mean'`` for a model in whose layers each token takes the mean
       of the values so far.
+    task: What is learned: ``'gpt'``, the next token; ``'masked'``, masked
+      tokens; ``'vit'`` and ``'mixer'``, images (see
+      :mod:`examples.study.tasks`).
+    first: Run whose state after half of its steps starts this one.
+    fresh_moments: Whether only the weights of that are taken.
   """
 
   config: Config
   arm: str = ''
   with_diagnostics: bool = False
   attention: str = 'softmax'
+  task: str = 'gpt'
+  first: 'Run | None' = None
+  fresh_moments: bool = False
 
   @functools.cached_property
   def identity(self) -> dict[str, Any]:
@@ -53,6 +61,11 @@ class Run:
     }
     if self.attention != 'softmax':
       settings['attention'] = self.attention
+    if self.task != 'gpt':
+      settings['task'] = self.task
+    if self.first is not None:
+      settings['first'] = self.first.identity
+      settings['fresh_moments'] = self.fresh_moments
     return settings | {
       'arm': self.arm,
       'with_diagnostics': self.with_diagnostics,
@@ -81,11 +94,13 @@ class Result:
   """What came out of a run.
 
   Attributes:
-    loss: Final validation loss, nats a token; infinite if the run diverged.
+    loss: Final validation loss, nats a token, of images the final training
+      loss, nats an image; infinite if the run diverged.
     diagnostics: Of a run with diagnostics, lists by name with an entry for each
       diagnostics step: ``step``, ``train_loss`` and, with an entry for each
       layer in turn, ``max_attention_logit``, ``attention_entropy`` and, of
-      MERIT, ``clipped``.
+      MERIT, ``clipped``. Of images, with an entry for the last step: ``step``,
+      ``train_loss``, ``test_loss`` and ``test_errors``, a share.
   """
 
   loss: float

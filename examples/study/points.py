@@ -1,6 +1,6 @@
 """Points of comparison: a tuned optimizer at a batch size, with seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import statistics
@@ -126,12 +126,27 @@ def judge(
     **changes: Further settings, as for :meth:`Scale.run`.
   """
   num_seeds = scale.num_seeds if num_seeds is None else num_seeds
-  results = yield [
-    contender.run(scale, batch_size, tuned.learning_rate, seed=seed, **changes)
-    for seed in range(first_seed, first_seed + num_seeds)
-  ]
-  losses = tuple(result.loss for result in results) or (tuned.loss,)
+
+  def run(learning_rate: float, seed: int) -> Run:
+    return contender.run(scale, batch_size, learning_rate, seed=seed, **changes)
+
+  seeds = range(first_seed, first_seed + num_seeds)
+  losses = yield from repeat(run, tuned, seeds)
   return Point(contender.name, batch_size, tuned, losses)
+
+
+def repeat(
+  make_run: Callable[[float, int], Run], tuned: Tuned, seeds: Sequence[int]
+) -> Plan[tuple[float, ...]]:
+  """Plans to repeat the learning rate chosen with some seeds.
+
+  Args:
+    make_run: Function from a learning rate and a seed to the run with them.
+    tuned: What was chosen.
+    seeds: The seeds; with none, the loss of the tuning is returned.
+  """
+  results = yield [make_run(tuned.learning_rate, seed) for seed in seeds]
+  return tuple(result.loss for result in results) or (tuned.loss,)
 
 
 def run_seeds(

@@ -11,7 +11,9 @@ from examples.study import claims, summary
 from examples.study.experiments import (
   ablation,
   attention_logits,
+  batch_ramp,
   batch_scaling,
+  beyond_gpt,
   clip_threshold,
   compositions,
   hyperparameters,
@@ -32,6 +34,8 @@ EXPERIMENTS: dict[str, Any] = {
   'mechanism': mechanism,
   'initialization': initialization,
   'sensitivity': sensitivity,
+  'beyond-gpt': beyond_gpt,
+  'batch-ramp': batch_ramp,
   'hyperparameters': hyperparameters,
   'ablation': ablation,
   'clip-threshold': clip_threshold,
@@ -129,12 +133,13 @@ def _provenance(runs: list[dict[str, Any]]) -> str:
     for run in runs
   )
   seconds = [run['seconds'] for run in runs]
+  texts = [run['corpus_sha256'] for run in runs]
   return (
     f'{len(runs)} runs, of which {sum(x["loss"] is None for x in runs)} '
     f'diverged; {statistics.median(seconds):.0f} s each (median), '
     f'{sum(seconds) / 3600:.1f} hours in all. Made with '
     + '; '.join(versions)
-    + f'. Text: sha256 {runs[0]["corpus_sha256"][:16]}.'
+    + f'. Text: sha256 {next(filter(None, texts))[:16]}.'
   )
 
 

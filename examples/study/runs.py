@@ -1,6 +1,9 @@
-"""Trains a run with the trainer."""
+"""Trains a run, with the trainer if it is one on text."""
 
+from collections.abc import Iterator
+import contextlib
 import dataclasses
+import fcntl
 import math
 from pathlib import Path
 import statistics
@@ -9,15 +12,21 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.config import Config
+from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, processes, sharding
 from examples.gpt2.run import memory
+from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.study.arms import make_optimizer
+from examples.study.phases import second_phase
 from examples.study.plans import Run
+from examples.study.tasks import images
+from examples.study.tasks.classifiers import MIXERS
+from examples.study.tasks.masked import MaskedTrainer
 
 
 class _MeanOfValues(Trainer):
@@ -44,7 +53,8 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 
   Args:
     run: The run.
-    work: Folder in which a folder of the run holds its checkpoints.
+    work: Folder in which a folder of the run holds its checkpoints; the folder
+      ``halves`` keeps the states that second phases start from.
 
   Returns:
     Its record, JSON values: its label and final loss (None if it diverged), the
@@ -54,8 +64,59 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   Raises:
     OutOfMemoryError: If a device has too little memory.
     StoppedError: After SIGTERM or control-C.
+    UsageError: If a package is missing.
     OSError: If the folder cannot be written.
   """
+  start = time.perf_counter()
+  is_image = run.task in MIXERS
+  measured = images.train(run) if is_image else _train_text(run, work)
+  # Programs of this run, which no other has.
+  jax.clear_caches()
+  return {
+    **run.label,
+    'loss': measured['loss'],
+    'config': {k: v for k, v in run.identity.items() if k not in run.label},
+    **measured,
+    'seconds': round(time.perf_counter() - start, 1),
+    'threads': len(hardware.usable_cores()),
+    **hardware.versions(),
+  }
+
+
+def _train_text(run: Run, work: Path) -> dict[str, Any]:
+  """Trains a run on tokens, and returns what its record says of that."""
+  config, tokens, trainer = _set_up(run)
+  with RunFolder(work / run.key) as folder:
+    folder.start({'config': run.identity | {'corpus_sha256': tokens.sha256}})
+    if run.first is not None:
+
+      def init() -> TrainState:
+        # There are none yet if the first phase diverges.
+        folder.keep_metrics(0)
+        first = _half_way(run.first, work)
+        return second_phase(trainer, first, fresh_moments=run.fresh_moments)
+
+      trainer.init = init
+    has_diverged = False
+    try:
+      with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
+        Loop(trainer, config, tokens, folder).run()
+    except NotFiniteError:
+      has_diverged = True
+    folder.flush()
+    lines = processes.on_first(folder.read_metrics)
+  return {
+    'loss': None if has_diverged else round(lines[-1]['val_loss'], 5),
+    'corpus_sha256': tokens.sha256,
+    'parameters': trainer.num_params,
+    'steps_done': len(lines),
+    'diagnostics': _diagnostics(run, lines),
+    'tokens_per_second': _median([x['tokens_per_second'] for x in lines]),
+  }
+
+
+def _set_up(run: Run) -> tuple[Config, Tokens, Trainer]:
+  """Returns settings that fit the devices, the data, and the trainer."""
   config = run.config
   mesh = sharding.make_mesh(config.mesh)
   if config.micro_batch_size is not None:
@@ -66,34 +127,46 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)
   optimizer = make_optimizer(run.arm, config) if run.arm else None
-  trainer = TRAINERS[run.attention](config, tokens.vocab_size, mesh, optimizer)
-  start = time.perf_counter()
-  with RunFolder(work / run.key) as folder:
-    identity = run.identity | {'corpus_sha256': tokens.sha256}
-    folder.start({'config': identity})
-    has_diverged = False
-    try:
-      with memory.advice(config, trainer), jax.set_mesh(mesh):
-        Loop(trainer, config, tokens, folder).run()
-    except NotFiniteError:
-      has_diverged = True
-    folder.flush()
-    lines = processes.on_first(folder.read_metrics)
-  # Programs of this run, which no other has.
-  jax.clear_caches()
-  return {
-    **run.label,
-    'loss': None if has_diverged else round(lines[-1]['val_loss'], 5),
-    'config': {k: v for k, v in run.identity.items() if k not in run.label},
-    'corpus_sha256': tokens.sha256,
-    'parameters': trainer.num_params,
-    'steps_done': len(lines),
-    'diagnostics': _diagnostics(run, lines),
-    'tokens_per_second': _median([x['tokens_per_second'] for x in lines]),
-    'seconds': round(time.perf_counter() - start, 1),
-    'threads': len(hardware.usable_cores()),
-    **hardware.versions(),
-  }
+  is_masked = run.task == 'masked'
+  kind = MaskedTrainer if is_masked else TRAINERS[run.attention]
+  return config, tokens, kind(config, tokens.vocab_size, mesh, optimizer)
+
+
+def _half_way(run: Run, work: Path) -> TrainState:
+  """Returns the state after half of the steps of a run.
+
+  Its last checkpoint is kept for all that ask for it; one of them trains, and
+  the others wait.
+
+  Raises:
+    NotFiniteError: If the run diverges before.
+    OSError: If that checkpoint cannot be written.
+  """
+  config, tokens, trainer = _set_up(run)
+  # The trainer has the schedule of the whole run.
+  config = dataclasses.replace(config, steps=config.steps // 2)
+  path = work / 'halves' / run.key
+  with contextlib.ExitStack() as stack:
+    processes.on_first(stack.enter_context, _alone(path.with_suffix('.lock')))
+    folder = stack.enter_context(RunFolder(path))
+    folder.start({'config': run.identity | {'corpus_sha256': tokens.sha256}})
+    checkpoints = Checkpoints(folder.checkpoints, config.keep)
+    found = checkpoints.restore(trainer.shapes)
+    if found is None or found[0] < config.steps:
+      Loop(trainer, config, tokens, folder).run()
+      found = checkpoints.restore(trainer.shapes)
+    if found is None or found[0] < config.steps:
+      raise OSError(f'{path} has no checkpoint of step {config.steps}.')
+    return found[1]
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+  """Waits until no other process holds a lock, and holds it."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open('wb') as lock:
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    yield
 
 
 def _median(values: list[float]) -> int | None:

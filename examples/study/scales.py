@@ -55,6 +55,9 @@ class Scale:
     arm: str = '',
     with_diagnostics: bool = False,
     attention: str = 'softmax',
+    task: str = 'gpt',
+    first: Run | None = None,
+    fresh_moments: bool = False,
     init_scale: float = 1.0,
     steps: int | None = None,
     **changes: Any,
@@ -68,6 +71,9 @@ class Scale:
       arm: Name of the study's own optimizer, if it is to replace that.
       with_diagnostics: Whether to measure attention and updates.
       attention: Of the :class:`Run`.
+      task: Of the :class:`Run`.
+      first: Of the :class:`Run`.
+      fresh_moments: Of the :class:`Run`.
       init_scale: Standard deviation of the first weights over the one in
         proportion to the width, where ``init_std`` is not given.
       steps: Steps of the run; those that make the tokens of the scale by
@@ -92,7 +98,9 @@ class Scale:
     config = dataclasses.replace(
       config, steps=steps, eval_every=steps, watch_every=every
     )
-    return Run(config, arm, with_diagnostics, attention)
+    return Run(
+      config, arm, with_diagnostics, attention, task, first, fresh_moments
+    )
 
 
 _OPEN_WEB_TEXT = dict(

@@ -91,7 +91,8 @@ class Store:
       UsageError: If a run was trained on another.
     """
     for record in self.records.values():
-      if record['corpus_sha256'] != sha256:
+      # Runs on images have none.
+      if record['corpus_sha256'] not in (None, sha256):
         raise UsageError(
           f'{self.path} holds runs on another text than --data: sha256 '
           f'{record["corpus_sha256"][:16]} and {sha256[:16]}. The text '

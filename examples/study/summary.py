@@ -6,7 +6,7 @@ from typing import Any
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS
-from examples.study.differences import difference
+from examples.study.differences import leaders
 from examples.study.experiments import batch_scaling, hyperparameters
 from examples.study.scales import Scale
 
@@ -46,20 +46,16 @@ def _losses(outcome: batch_scaling.Outcome, scale: Scale) -> list[str]:
 
 def _best(outcome: batch_scaling.Outcome, size: int) -> str:
   """Returns who has the lowest loss, and who may be as good."""
-  points = sorted(
-    (outcome[x.name, size] for x in CONTENDERS), key=lambda point: point.mean
-  )
-  finite = [point for point in points if math.isfinite(point.mean)]
-  if not finite:
+  found = leaders([outcome[x.name, size] for x in CONTENDERS])
+  if not found:
     return 'with each optimizer a seed diverged.'
-  best, *others = finite
+  best, *as_good = found
   text = f'{best.name} has the lowest loss'
   if math.isnan(best.std):
     return f'{text} (one seed).'
-  as_good = [x.name for x in others if difference(x, best).low <= 0]
   if not as_good:
     return f'{text}, beyond the noise of seeds.'
-  return f'{text}; {" and ".join(as_good)} may be as good.'
+  return f'{text}; {" and ".join(x.name for x in as_good)} may be as good.'
 
 
 def _rates(outcome: hyperparameters.Outcome, scale: Scale) -> list[str]:

@@ -71,6 +71,10 @@ def test_a_key_follows_what_decides_the_numbers():
     _SCALE.run('merit', 128, 1.0),
     _SCALE.run('merit', 128, 1.0, arm='l2'),
     _SCALE.run('merit', 128, 1.0, clip_threshold=math.inf),
+    _run(1.0, task='masked'),
+    _run(1.0, first=_run(1.0)),
+    _run(1.0, first=_run(0.5)),
+    _run(1.0, first=_run(1.0), fresh_moments=True),
   ]
   assert len({run.key for run in runs}) == len(runs)
   assert _run(1.0, unroll=1).key == _run(1.0).key

@@ -89,6 +89,67 @@ def test_without_attention_tokens_take_the_mean_of_values(scale, optimizer):
   assert np.abs(y).max() > 0
 
 
+def _two_phases(scale, rate=0.01, **changes):
+  first = scale.run('adamw', 8, 0.01, seed=9)
+  return scale.run('merit', 16, rate, first=first, **changes)
+
+
+def test_a_second_phase_goes_on_from_half_of_the_first(scale, tmp_path):
+  scale = dataclasses.replace(scale, steps=4)
+  runs = [_two_phases(scale), _two_phases(scale, 0.02)]
+  losses = [train(run, tmp_path / 'work')['loss'] for run in runs]
+  # Both from the same state, which is kept.
+  (log,) = (tmp_path / 'work' / 'halves').glob('*/metrics.jsonl')
+  assert len(log.read_text().splitlines()) == 2
+  alone = scale.run('merit', 16, 0.01)
+  assert len({*losses, train(alone, tmp_path / 'work')['loss']}) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('stopped', ['adamw', 'merit'])
+def test_a_phase_that_was_killed_goes_on_to_the_same_loss(
+  scale, tmp_path, monkeypatch, stopped: str
+):
+  scale = dataclasses.replace(scale, steps=4)
+  run, original = _two_phases(scale), Loop._finish
+
+  def interrupted(loop, step):
+    if loop._config.optimizer == stopped and step == 1:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return original(loop, step)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Loop, '_finish', interrupted)
+    with pytest.raises(StoppedError, match='of step 1 has been saved'):
+      train(run, tmp_path / 'killed')
+  loss = train(run, tmp_path / 'killed')['loss']
+  assert loss == train(run, tmp_path / 'whole')['loss']
+
+
+@pytest.mark.slow
+def test_a_phase_after_one_that_diverged_is_a_result(scale, tmp_path):
+  scale = dataclasses.replace(scale, steps=8)
+  first = scale.run('adamw', 8, 1e38)
+  run = scale.run('merit', 16, 0.01, first=first)
+  assert train(run, tmp_path / 'work')['loss'] is None
+
+
+def test_masked_tokens_are_learned(scale, tmp_path):
+  run = scale.run('adamw', 8, 0.01, task='masked')
+  assert 4 < train(run, tmp_path / 'work')['loss'] < 7
+
+
+def test_images_leave_a_record_as_text_does(scale, tmp_path):
+  run = scale.run('adamw', 8, 0.01, task='mixer')
+  store = Store(tmp_path / 'results.jsonl')
+  with Runner(store, tmp_path / 'work', 1, 1) as runner:
+    (result,) = runner([run])
+  assert result == Store(store.path).result(run)
+  assert result.diagnostics['train_loss'] == [result.loss]
+  # No text to be the same as that of others.
+  store.check_text('abc')
+
+
 def test_a_run_that_diverges_is_a_result(scale, tmp_path):
   run = scale.run('adamw', 8, 1e38)
   store = Store(tmp_path / 'results.jsonl')
@@ -177,3 +238,14 @@ def test_processes_give_the_same_losses_as_one(scale, tmp_path):
     with Runner(store, tmp_path / 'work', jobs, 3) as runner:
       losses.append([result.loss for result in runner(runs)])
   assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_second_phases_wait_for_the_one_that_trains_the_first(scale, tmp_path):
+  scale = dataclasses.replace(scale, steps=4)
+  runs = [_two_phases(scale, rate) for rate in (0.01, 0.02)]
+  store = Store(tmp_path / 'results.jsonl')
+  with Runner(store, tmp_path / 'work', 2, 2) as runner:
+    results = runner(runs)
+  assert len({x.loss for x in results}) == 2
+  assert len(list((tmp_path / 'work' / 'halves').glob('*/metrics.jsonl'))) == 1

@@ -1,0 +1,264 @@
+"""A small batch at first, a large one then: with which optimizer?"""
+
+import math
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from examples.study import render
+from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
+from examples.study.differences import (
+  Difference,
+  difference,
+  leaders,
+  sentence,
+)
+from examples.study.experiments import batch_scaling
+from examples.study.experiments.hyperparameters import num_steps
+from examples.study.plans import Plan, Run, gather
+from examples.study.points import Point, repeat
+from examples.study.scales import Scale
+from examples.study.tuning import select
+
+TITLE = 'Small batch, then large'
+CONTENDERS = (ADAMW, MERIT, MUON, KEPT)
+"""Optimizers of the second phase."""
+# So that no seed draws the windows of the first phase again.
+_SEEDS_APART = 1000
+
+
+class Outcome(NamedTuple):
+  """What came out.
+
+  Attributes:
+    constant: Points of one batch throughout, by contender and batch size.
+    again: AdamW at the small batch in the second phase too, a control.
+    taken: Second phases at the large batch, with moments, by contender.
+    fresh: The same without, at the same learning rates.
+  """
+
+  constant: batch_scaling.Outcome
+  again: Point
+  taken: dict[str, Point]
+  fresh: dict[str, Point]
+
+
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans the second phases, after the rates of constant batches are known."""
+  constant = yield from batch_scaling.plan(scale)
+  small, large = _ends(scale)
+  phases = {'again': _plan_phase(scale, constant, ADAMW, small)} | {
+    x.name: _plan_phase(scale, constant, x, large) for x in CONTENDERS
+  }
+  taken = yield from gather(phases)
+  again = taken.pop('again')
+  fresh = yield from gather(
+    {x.name: _plan_fresh(scale, constant, x, taken[x.name]) for x in CONTENDERS}
+  )
+  return Outcome(constant, again, taken, fresh)
+
+
+def _ends(scale: Scale) -> tuple[int, int]:
+  """Returns the smallest and the largest batch, sequences."""
+  return scale.batch_sizes[0], scale.batch_sizes[-1]
+
+
+def _plan_phase(
+  scale: Scale, constant: batch_scaling.Outcome, contender: Contender, size: int
+) -> Plan[Point]:
+  """Plans to choose the peak rate of a second phase, and to judge it."""
+
+  def run(learning_rate: float, seed: int) -> Run:
+    return _run(scale, constant, contender, size, learning_rate, seed)
+
+  start = constant[contender.name, size].tuned.learning_rate
+  tuned = yield from select(run, start, scale.tuning_seeds, 1)
+  losses = yield from repeat(run, tuned, _seeds(scale, 2))
+  return Point(contender.name, size, tuned, losses)
+
+
+def _plan_fresh(
+  scale: Scale,
+  constant: batch_scaling.Outcome,
+  contender: Contender,
+  taken: Point,
+) -> Plan[Point]:
+  """Plans a second phase at the same rate, whose moments start at zero."""
+
+  def run(learning_rate: float, seed: int) -> Run:
+    size = taken.batch_size
+    return _run(
+      scale, constant, contender, size, learning_rate, seed, fresh_moments=True
+    )
+
+  seeds = _seeds(scale, 0) or scale.tuning_seeds
+  losses = yield from repeat(run, taken.tuned, seeds)
+  return Point(contender.name, taken.batch_size, taken.tuned, losses)
+
+
+def _seeds(scale: Scale, more: int) -> range:
+  """Returns the seeds that judge, some more where there are several."""
+  count = scale.num_seeds + more * (scale.num_seeds > 1)
+  return range(1, count + 1)
+
+
+def _run(
+  scale: Scale,
+  constant: batch_scaling.Outcome,
+  contender: Contender,
+  size: int,
+  learning_rate: float,
+  seed: int,
+  **changes: bool,
+) -> Run:
+  """Returns a second phase of half of the tokens."""
+  small, _ = _ends(scale)
+  first_rate = constant[ADAMW.name, small].tuned.learning_rate
+  first = ADAMW.run(scale, small, first_rate, seed=seed + _SEEDS_APART)
+  return contender.run(
+    scale,
+    size,
+    learning_rate,
+    seed=seed,
+    steps=num_steps(scale, size, 0.5),
+    first=first,
+    **changes,
+  )
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns the losses, and what a larger batch for the second half costs."""
+  small, large = _ends(scale)
+  stay = outcome.constant[ADAMW.name, small]
+  return '\n\n'.join(
+    [
+      f'AdamW at batch {small} for half of the tokens, half-way down its '
+      'schedule; then another optimizer or batch for the other half, with a '
+      'warm-up and a cosine to zero of its own, whose peak is tuned. Weights '
+      'are taken over (norms that are kept are those at the switch), and so '
+      'are moments: the first one as Muon’s momentum, which has no second one; '
+      'what Adam updates takes both. The second phase draws text anew. Mean '
+      'and standard deviation over seeds:',
+      render.markdown(_rows(outcome, scale)),
+      sentence(
+        f'Another warm-up and cosine alone (AdamW, batch {small})',
+        'going on',
+        difference(outcome.again, stay),
+      ),
+      *(
+        f'{name} from the middle on at batch {large}: '
+        + _compare(outcome, name, large, stay)
+        for name in outcome.taken
+      ),
+      _advice(outcome, scale),
+    ]
+  )
+
+
+def _rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
+  small, large = _ends(scale)
+  stay = outcome.constant[ADAMW.name, small]
+  points = {f'AdamW, batch {small}': stay}
+  points |= {
+    f'{x.name}, batch {large}': outcome.constant[x.name, large]
+    for x in CONTENDERS
+  }
+  then = f'AdamW, batch {small}, then'
+  points[f'{then} AdamW, batch {small} again'] = outcome.again
+  for name, point in outcome.taken.items():
+    points[f'{then} {name}, batch {large}'] = point
+    points[f'{then} {name}, batch {large}, fresh moments'] = outcome.fresh[name]
+  return [
+    {
+      'optimizer': name,
+      'steps': f'{_num_steps(scale, point, " then " in name):,}',
+      'loss': render.format_point(point),
+      f'over AdamW, batch {small}': str(difference(point, stay)),
+      'learning rate': render.format_learning_rate(point.tuned),
+    }
+    for name, point in points.items()
+  ]
+
+
+def _num_steps(scale: Scale, point: Point, has_two_phases: bool) -> int:
+  """Returns the steps of a row of the table, those of both phases."""
+  if not has_two_phases:
+    return num_steps(scale, point.batch_size)
+  small, _ = _ends(scale)
+  first = num_steps(scale, small) // 2
+  return first + num_steps(scale, point.batch_size, 0.5)
+
+
+def _compare(outcome: Outcome, name: str, large: int, stay: Point) -> str:
+  """Returns a second phase against all that it has to beat."""
+  own = outcome.taken[name]
+  others = {
+    f'AdamW at batch {stay.batch_size} throughout': stay,
+    f'{name} at batch {large} throughout': outcome.constant[name, large],
+    'the same with fresh moments': outcome.fresh[name],
+  }
+  return ' '.join(
+    sentence('It', other, difference(own, point))
+    for other, point in others.items()
+  )
+
+
+def _advice(outcome: Outcome, scale: Scale) -> str:
+  """Returns whether to change to the large batch, and how, in a sentence."""
+  small, large = _ends(scale)
+  found = leaders(list(outcome.taken.values()))
+  if not found:
+    return (
+      f'Do not change to batch {large} at half of the tokens: with each '
+      'optimizer a seed diverged.'
+    )
+  best, stay = found[0], outcome.constant[ADAMW.name, small]
+  names = ' or '.join(x.name for x in found)
+  saved = 1 - _num_steps(scale, best, True) / num_steps(scale, small)
+  return (
+    f'To change from batch {small} to {large} at half of the tokens, which '
+    f'saves {saved:.0%} of the steps, go on with {names}, '
+    f'{_moments(difference(best, outcome.fresh[best.name]))}: '
+    f'{best.name} {_cost(difference(best, stay))}.'
+  )
+
+
+def _moments(found: Difference) -> str:
+  """Returns what to do with moments, by the loss with them over without."""
+  if math.isnan(found.high):
+    return f'with the moments (over fresh ones: {found})'
+  if found.high < 0:
+    return 'and take the moments over'
+  if found.low > 0:
+    return 'and start the moments at zero'
+  return 'with the moments or without, which made no difference that was seen'
+
+
+def _cost(found: Difference) -> str:
+  """Returns what a change costs, by its loss over that of staying."""
+  if math.isnan(found.high):
+    return f'over staying at the small batch: {found}'
+  if found.low > 0:
+    return f'loses {found.mean:.3f} nats to staying at the small batch'
+  if found.high < 0:
+    return f'gains {-found.mean:.3f} nats over staying at the small batch'
+  return f'has a loss like that of staying at the small batch ({found})'
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws each way over staying with AdamW at the small batch."""
+  small, large = _ends(scale)
+  stay = outcome.constant[ADAMW.name, small]
+  found = {f'AdamW, batch {small} again': difference(outcome.again, stay)}
+  for name, point in outcome.taken.items():
+    found |= {
+      f'{name}, batch {large} throughout': difference(
+        outcome.constant[name, large], stay
+      ),
+      f'then {name}': difference(point, stay),
+      f'then {name}, fresh moments': difference(outcome.fresh[name], stay),
+    }
+  result = render.draw_differences(found, ADAMW.name)
+  # Names are long, and leave less room.
+  result.axes[0].set_xlabel(f'loss over that of AdamW, batch {small}')
+  return result
