@@ -29,12 +29,15 @@ class Run:
       program of its own and some time.
     attention: ``'mean'`` for a model in whose layers each token takes the mean
       of the values so far.
+    measure: Name of what is measured of the final weights, if anything is (see
+      :mod:`examples.study.measures`).
   """
 
   config: Config
   arm: str = ''
   with_diagnostics: bool = False
   attention: str = 'softmax'
+  measure: str = ''
 
   @functools.cached_property
   def identity(self) -> dict[str, Any]:
@@ -53,6 +56,8 @@ class Run:
     }
     if self.attention != 'softmax':
       settings['attention'] = self.attention
+    if self.measure:
+      settings['measure'] = self.measure
     return settings | {
       'arm': self.arm,
       'with_diagnostics': self.with_diagnostics,
@@ -86,10 +91,12 @@ class Result:
       diagnostics step: ``step``, ``train_loss`` and, with an entry for each
       layer in turn, ``max_attention_logit``, ``attention_entropy`` and, of
       MERIT, ``clipped``.
+    measured: What the run's measure found; None if it has none or diverged.
   """
 
   loss: float
   diagnostics: dict[str, list[Any]]
+  measured: Any = None
 
 
 Plan: TypeAlias = Generator[list[Run], list[Result], T]

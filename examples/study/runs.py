@@ -16,6 +16,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer, TrainState
+from examples.study import measures
 from examples.study.arms import make_optimizer
 from examples.study.plans import Run
 
@@ -48,14 +49,16 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 
   Returns:
     Its record, JSON values: its label and final loss (None if it diverged), the
-    other settings, diagnostics, seconds since it was last started, versions and
-    machine.
+    other settings, diagnostics, what was measured of the final weights, seconds
+    since it was last started, versions and machine.
 
   Raises:
     OutOfMemoryError: If a device has too little memory.
     StoppedError: After SIGTERM or control-C.
     OSError: If the folder cannot be written.
+    UsageError: If the run's measure needs a package that is missing.
   """
+  measure = measures.find(run.measure) if run.measure else None
   config = run.config
   mesh = sharding.make_mesh(config.mesh)
   if config.micro_batch_size is not None:
@@ -71,10 +74,12 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   with RunFolder(work / run.key) as folder:
     identity = run.identity | {'corpus_sha256': tokens.sha256}
     folder.start({'config': identity})
-    has_diverged = False
+    has_diverged, measured = False, None
     try:
       with memory.advice(config, trainer), jax.set_mesh(mesh):
-        Loop(trainer, config, tokens, folder).run()
+        state = Loop(trainer, config, tokens, folder).run()
+        if measure is not None:
+          measured = measure(trainer, config, tokens, state)
     except NotFiniteError:
       has_diverged = True
     folder.flush()
@@ -89,6 +94,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
     'parameters': trainer.num_params,
     'steps_done': len(lines),
     'diagnostics': _diagnostics(run, lines),
+    **({'measured': measured} if run.measure else {}),
     'tokens_per_second': _median([x['tokens_per_second'] for x in lines]),
     'seconds': round(time.perf_counter() - start, 1),
     'threads': len(hardware.usable_cores()),

@@ -57,6 +57,7 @@ class Scale:
     attention: str = 'softmax',
     init_scale: float = 1.0,
     steps: int | None = None,
+    measure: str = '',
     **changes: Any,
   ) -> Run:
     """Returns a run, by default with first weights in proportion to the width.
@@ -72,6 +73,7 @@ class Scale:
         proportion to the width, where ``init_std`` is not given.
       steps: Steps of the run; those that make the tokens of the scale by
         default.
+      measure: Of the :class:`Run`.
       **changes: Settings of the trainer.
     """
     settings = self.settings | {'weight_decay': DECAY} | changes
@@ -92,7 +94,7 @@ class Scale:
     config = dataclasses.replace(
       config, steps=steps, eval_every=steps, watch_every=every
     )
-    return Run(config, arm, with_diagnostics, attention)
+    return Run(config, arm, with_diagnostics, attention, measure)
 
 
 _OPEN_WEB_TEXT = dict(

@@ -20,7 +20,7 @@ def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   command.main(['--plan-only', '--results', str(tmp_path / 'results')])
   text = capsys.readouterr().out
   count = int(re.search(r'about (\d+) runs left', text)[1])
-  assert 700 < count < 1200
+  assert 900 < count < 1600
   assert not (tmp_path / 'results').exists()
 
 
