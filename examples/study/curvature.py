@@ -28,7 +28,8 @@ SEQUENCES = 128
 """Size of the sample."""
 _SAMPLE_SEED = 2**31
 """Of the sample, and of the vectors that begin; no run has it."""
-_LANCZOS_STEPS = 24
+LANCZOS_STEPS = 24
+"""Products with a vector that the top eigenvalue takes."""
 TRACE_SAMPLES = 24
 """Random vectors that the trace is estimated with."""
 
@@ -44,7 +45,7 @@ def measure(
     - ``top_eigenvalue`` of H, and ``residual``, the distance in which H has an
       eigenvalue for certain, as a part of it;
     - ``trace`` of H, and ``trace_error``, its standard error;
-    - ``relative_eigenvalue``: the top one of W H W with W = diag(|w|), which is
+    - ``relative_eigenvalue``: the top one of D H D with D = diag(|w|), which is
       that for steps in parts of each weight. It is the sharpness of Kwon et
       al., `ASAM <https://arxiv.org/abs/2102.11600>`_, 2021, to second order:
       what scales weights and leaves the function as it is does not change it.
@@ -114,7 +115,7 @@ def top_eigenvalue(product: Product, like: Any) -> tuple[jax.Array, jax.Array]:
   """
   flat, unravel = ravel_pytree(like)
   start = jax.random.normal(jax.random.key(_SAMPLE_SEED), flat.shape)
-  tridiagonalize = decomp.tridiag_sym(min(_LANCZOS_STEPS, flat.size))
+  tridiagonalize = decomp.tridiag_sym(min(LANCZOS_STEPS, flat.size))
   _, matrix, rest, _ = tridiagonalize(
     lambda x: ravel_pytree(product(unravel(x)))[0], start
   )

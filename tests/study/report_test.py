@@ -64,7 +64,8 @@ def _make_up_measured(run, loss):
     }  # fmt: skip
     return {'embedding': groups, 'head': groups}
   names = [*curvature.QUANTITIES, 'preconditioned_eigenvalue']
-  return dict.fromkeys(names, 10 * loss**2)
+  errors = {'residual': 1e-3, 'trace_error': 0.5}
+  return dict.fromkeys(names, 10 * loss**2) | errors
 
 
 def _fill(store, diverges):

@@ -93,13 +93,14 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'sample of 128 training sequences: its top eigenvalue (24 Lanczos '
       'iterations) and trace (Hutchinson, 24 vectors). Twice the weights may '
       'make the same function with a quarter of the eigenvalue, so a small '
-      'one need not be a flat minimum; the scale-free one is that of W H W, '
-      'W = diag(|w|), for steps in parts of each weight. Preconditioned: of '
+      'one need not be a flat minimum; the scale-free one is that of D H D, '
+      'D = diag(|w|), for steps in parts of each weight. Preconditioned: of '
       'P^-1/2 H P^-1/2, where P^-1 times the gradient is the step at a '
       'learning rate of 1, diag(√v) + ε for AdamW and S for each hidden '
       'matrix of Muon, whose momentum is S times what is orthogonal. Mean '
       'and standard deviation over seeds:',
       render.markdown(rows),
+      _errors(outcome),
       *(_compare(outcome, size) for size in _sizes(scale)),
       _advice(outcome, _sizes(scale)[1]),
     ]
@@ -130,6 +131,24 @@ def _format(
   if len(sample) < 2:
     return f'{text} (one seed)'
   return f'{text} ± {statistics.stdev(sample):.2g}'
+
+
+def _errors(outcome: Outcome) -> str:
+  """Returns how far estimates may be off."""
+  found = [
+    result.measured
+    for results in outcome.values()
+    for result in results
+    if result.measured and None not in result.measured.values()
+  ]
+  if not found:
+    return 'No run has an end to measure.'
+  residual = max(x['residual'] for x in found)
+  error = max(x['trace_error'] / abs(x['trace']) for x in found)
+  return (
+    f'Top eigenvalues are known to {residual:.2g} of their size or better '
+    f'(residuals), traces to {error:.2g} (standard errors).'
+  )
 
 
 def _compare(outcome: Outcome, size: int) -> str:
@@ -164,19 +183,20 @@ def _advice(outcome: Outcome, size: int) -> str:
     )
     for name, title in QUANTITIES.items()
   }
-  named = ', '.join(f'{title}: {x}' for title, x in flattest.items())
-  agree = [title for title, x in flattest.items() if x == best]
-  start = (
-    f'At batch {size} {best} has the lowest loss, and the smallest curvature '
-    f'is that of others or its own ({named}): '
-  )
-  if len(agree) == len(QUANTITIES):
-    return start + 'loss and flatness choose the same optimizer here.'
-  if not agree:
-    return start + 'choose by the loss, since flatness chooses another.'
+  named = ', '.join(f'{x} ({title})' for title, x in flattest.items())
+  same = [name == best for name in flattest.values()]
+  if all(same):
+    verdict = 'loss and flatness choose the same optimizer here.'
+  elif any(same):
+    verdict = (
+      'choose by the loss, since what flatness chooses depends on how it is '
+      'measured.'
+    )
+  else:
+    verdict = 'choose by the loss, since flatness chooses another.'
   return (
-    start + 'choose by the loss, since whether flatness chooses the same '
-    'depends on how it is measured.'
+    f'At batch {size} {best} has the lowest loss, and on the mean the flattest '
+    f'ends are those of {named}: {verdict}'
   )
 
 

@@ -1,5 +1,7 @@
 """Whether the order of the optimizers holds with Llama's architecture."""
 
+import math
+
 from matplotlib.figure import Figure
 
 from examples.study import render
@@ -75,9 +77,11 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 def _order(outcome: Outcome) -> str:
   """Returns which pairs of optimizers differ alike, or the other way."""
-  names = sorted(
-    (x.name for x in CONTENDERS), key=lambda x: outcome[LLAMA, x].mean
-  )
+  means = {x.name: outcome[LLAMA, x.name].mean for x in CONTENDERS}
+  finite = {name: x for name, x in means.items() if math.isfinite(x)}
+  names = sorted(finite, key=finite.__getitem__)
+  if len(names) < 2:
+    return f'Of the order with {LLAMA} nothing is known: seeds diverged.'
   pairs = [(x, y) for i, x in enumerate(names) for y in names[i + 1 :]]
   signs = {
     pair: [

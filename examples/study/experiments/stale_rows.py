@@ -103,7 +103,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
 def _find_rate(
   scale: Scale, contender: Contender, **options: Any
 ) -> Plan[Tuned]:
-  """Plans a tuning by one seed, as each has only to be judged beside others."""
+  """Plans a tuning by one seed."""
   return find_rate(
     scale,
     contender,
@@ -148,7 +148,7 @@ def growth(
 
 
 def over_live(results: list[Result], matrix: str, group: str) -> float | None:
-  """Returns the largest norm of all seeds, in norms of common rows (medians)."""
+  """Returns the median norm over that of common rows, the largest of seeds."""
   found = [
     result.measured[matrix][group]['norm']
     / result.measured[matrix]['common']['norm']
@@ -231,12 +231,14 @@ def _advice(outcome: Outcome) -> str:
       f'{BASELINE} held the rows of the embedding here as well, so nothing '
       'speaks for another default.'
     )
+  if all(math.isinf(rows.point.mean) for rows in outcome.values()):
+    return 'Of these rows nothing is known: seeds diverged.'
   if not holding:
     return (
       'Nothing that was tried holds the rows of the embedding: with rare '
       'tokens, tie the head.'
     )
-  held = f'Rows of the embedding are held by: {", ".join(holding)}. '
+  held = f'Rows of the embedding are held by: {"; ".join(holding)}. '
   names = [f'min_norm {x:g}' for x in _MIN_NORMS]
   chosen = next((x for x in names if x in holding), None)
   if chosen is None:

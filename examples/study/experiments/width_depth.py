@@ -15,6 +15,8 @@ from examples.study.scales import Scale
 
 TITLE = 'Wide and deep'
 CONTENDERS = (ADAMW, MERIT, MUON, KEPT)
+_SMALL = 0.02
+"""Nats that the rate of another shape may cost to be said to carry over."""
 
 
 class Shape(NamedTuple):
@@ -221,27 +223,17 @@ def _carry_over(outcome: Outcome, scale: Scale) -> str:
     for (shape, name, size), point in outcome.items()
     if shape != usual
   }
-  shape, name, size = max(costs, key=costs.__getitem__)
-  most = render.format_loss(costs[shape, name, size])
-  same = sum(x == 0 for x in costs.values())
+  (shape, name, size), most = max(costs.items(), key=lambda item: item[1])
   text = (
-    f'The rates of {usual} are the best for other shapes in {same} of '
-    f'{len(costs)} cases'
+    f'The rates of {usual} are the best for other shapes in '
+    f'{sum(x == 0 for x in costs.values())} of {len(costs)} cases'
   )
-  if same == len(costs):
+  if math.isinf(most):
+    return f'{text}, but not all runs at those end: choose them anew.'
+  text += f', and cost at most {most:.3f} ({name}, {shape}, batch {size})'
+  if most <= _SMALL:
     return f'{text}: they carry over.'
-  return (
-    f'{text}, and cost at most {most} ({name}, {shape}, batch {size}): '
-    + (
-      'they carry over.'
-      if costs[shape, name, size] <= _SMALL
-      else 'choose the rate anew for another shape.'
-    )
-  )
-
-
-_SMALL = 0.02
-"""Nats that the rate of another shape may cost to be said to carry over."""
+  return f'{text}: choose the rate anew for another shape.'
 
 
 def _cost(point: Point, usual: Point) -> float:
