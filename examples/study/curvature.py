@@ -121,7 +121,8 @@ def top_eigenvalue(product: Product, like: Any) -> tuple[jax.Array, jax.Array]:
   )
   values, vectors = jnp.linalg.eigh(matrix)
   off = jnp.linalg.norm(rest) * jnp.abs(vectors[-1, -1])
-  return values[-1], off / jnp.abs(values[-1])
+  rounding = jnp.finfo(values.dtype).eps
+  return values[-1], jnp.maximum(off / jnp.abs(values[-1]), rounding)
 
 
 def estimate_trace(product: Product, like: Any) -> tuple[jax.Array, jax.Array]:

@@ -95,6 +95,15 @@ def test_the_top_eigenvalue_is_not_the_largest_in_size():
   assert (float(trace), float(error)) == pytest.approx((2, 0), abs=1e-5)
 
 
+def test_an_eigenvalue_is_within_the_residual(monkeypatch):
+  monkeypatch.setattr(curvature, 'LANCZOS_STEPS', 5)
+  diagonal = jnp.linspace(-1, 1, 40) ** 3
+  product = curvature.times(diagonal)
+  value, residual = curvature.top_eigenvalue(product, diagonal)
+  assert 1e-3 < residual < 0.5
+  assert np.abs(diagonal - value).min() <= residual * value
+
+
 @pytest.mark.slow
 def test_the_relative_eigenvalue_ignores_how_weights_are_scaled(monkeypatch):
   monkeypatch.setattr(curvature, 'SEQUENCES', 8)

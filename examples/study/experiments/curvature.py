@@ -205,10 +205,12 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   sizes = _sizes(scale)
   result, (row,) = render.panels(1, len(QUANTITIES))
   for (name, title), axes in zip(QUANTITIES.items(), row, strict=True):
-    for contender in CONTENDERS:
-      _draw(axes, outcome, contender, sizes, name)
+    # Before there is data, since there may be none.
     axes.set_xscale('log', base=2)
     axes.set_yscale('log')
+    render.label_decades(axes.yaxis)
+    for contender in CONTENDERS:
+      _draw(axes, outcome, contender, sizes, name)
     axes.set_xticks(sizes, map(str, sizes))
     axes.set_xlabel('global batch, sequences')
     axes.set_title(title)

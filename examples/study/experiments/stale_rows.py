@@ -279,10 +279,12 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   result, (panels,) = render.panels(1, len(MATRICES), sharey=True)
   result.set_size_inches(10, 0.8 + 0.4 * len(outcome))
   for matrix, axes in zip(MATRICES, panels, strict=True):
+    # Before there is data, since there may be none.
+    axes.set_xscale('log')
+    render.label_decades(axes.xaxis)
     for group, color in zip(GROUPS, ('tab:red', 'tab:blue'), strict=True):
       _draw(axes, outcome, matrix, group, color)
     axes.axvline(1, color='0.5', lw=1)
-    axes.set_xscale('log')
     axes.set_xlabel('norm at the end over that at the start')
     axes.set_title(matrix)
   panels[0].invert_yaxis()
@@ -293,15 +295,21 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
 def _draw(
   axes: Any, outcome: Outcome, matrix: str, group: str, color: str
 ) -> None:
-  for index, (name, rows) in enumerate(outcome.items()):
-    found = growth(rows.results, matrix, group) or [math.nan] * 3
-    low, middle, high = found
-    axes.errorbar(
-      [middle],
-      [name],
-      xerr=[[middle - low], [high - middle]],
-      fmt='o',
-      capsize=3,
-      color=color,
-      label=f'{group} seen' if index == 0 else None,
-    )
+  """Draws medians, and bars from a twentieth of the rows to all but that."""
+  known = {
+    name: found
+    for name, rows in outcome.items()
+    if (found := growth(rows.results, matrix, group))
+  }
+  axes.errorbar(
+    [middle for _, middle, _ in known.values()],
+    list(known),
+    xerr=[
+      [middle - low for low, middle, _ in known.values()],
+      [high - middle for _, middle, high in known.values()],
+    ],
+    fmt='o',
+    capsize=3,
+    color=color,
+    label=group,
+  )
