@@ -172,6 +172,9 @@ class Config:
   micro_batch_size: int | None = None
   # Data type of activations. Weights and moments are float32.
   dtype: Literal['float32', 'bfloat16'] = 'float32'
+  # Data type in which gradients of bfloat16 activations are summed over tokens
+  # and devices: bfloat16 sends half the bytes and rounds more.
+  reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
   # What the backward pass recomputes to save memory (rematerialization):
   # nothing, all but matrix products, or everything within a block.
   remat: Remat = 'none'

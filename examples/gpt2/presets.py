@@ -162,6 +162,8 @@ def _check_model(config: Config) -> None:
       '--width must be an even multiple of --num-heads with --architecture '
       f'llama, got {config.width} and {config.num_heads}.'
     )
+  if config.reduce_dtype != 'float32' == config.dtype:
+    raise UsageError('--reduce-dtype bfloat16 needs --dtype bfloat16.')
   if config.qk_clip_every is not None and config.qk_clip is None:
     raise UsageError('--qk-clip-every needs --qk-clip.')
   if config.qk_clip is not None and config.qk_norm:

@@ -45,6 +45,7 @@ _OPTIONAL = {
     ({'vocab_size': 100}, ['--vocab-size', '257', '100']),
     ({'vocab_size': 65537}, ['--vocab-size', '65536', '65537']),
     ({'micro_batch_size': 0}, ['--micro-batch-size', 'at least 1', '0']),
+    ({'reduce_dtype': 'bfloat16'}, ['--reduce-dtype', '--dtype bfloat16']),
     ({'num_heads': 3}, ['--num-heads', '--width', '3', '128']),
     (
       {'architecture': 'llama', 'width': 12, 'num_heads': 4},

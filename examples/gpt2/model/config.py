@@ -42,6 +42,8 @@ class ModelConfig:
   qk_norm: bool = False  # Whether queries and keys go through an RMSNorm.
   untied_head: bool = False  # Whether the head has a matrix of its own.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
+  # In which gradients are summed over tokens and devices.
+  reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
   # What the backward pass recomputes: nothing, all but matrix products with
   # weights, or all within a block.
   remat: Remat = 'none'

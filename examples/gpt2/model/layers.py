@@ -5,12 +5,15 @@ features.
 """
 
 from collections.abc import Callable
+import functools
 import math
+from typing import Any
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 
+from examples.gpt2.model import sums
 from examples.gpt2.model.config import ModelConfig
 
 
@@ -58,7 +61,7 @@ def linear(
   # GPT-2 divides by the root of the number of residual branches.
   branches = 2 * config.num_layers if residual else 1
   stddev = config.init_std / math.sqrt(branches)
-  return nnx.LinearGeneral(
+  return _kind(config, nnx.LinearGeneral, sums.Linear)(
     inputs,
     outputs,
     use_bias=use_bias and config.architecture == 'gpt2',
@@ -70,13 +73,20 @@ def linear(
 
 def embedding(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
   """Makes a table of features, shape (rows, width)."""
-  return nnx.Embed(
+  return _kind(config, nnx.Embed, sums.Embed)(
     rows,
     config.width,
     dtype=jnp.dtype(config.dtype),
     embedding_init=nnx.initializers.normal(config.init_std),
     rngs=rngs,
   )
+
+
+def _kind(config: ModelConfig, flax: Any, own: Any) -> Callable[..., Any]:
+  """Returns Flax's layer, of bfloat16 our own."""
+  if config.dtype == 'float32':
+    return flax
+  return functools.partial(own, reduce_dtype=jnp.dtype(config.reduce_dtype))
 
 
 def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:

@@ -1,8 +1,8 @@
 """A decoder of language, GPT-2 or Llama, in Flax NNX, with scanned layers.
 
-With activations in bfloat16, gradients of embeddings and of the matrices and
-biases of layers are summed over devices in bfloat16 (on CPU, in float32), those
-of norms and of the head in float32. Micro-batches are added in float32.
+With activations in bfloat16, gradients are summed over tokens and devices in
+float32; with ``reduce_dtype`` bfloat16, those of embeddings and of the matrices
+and biases of layers in bfloat16. Micro-batches are added in float32.
 
 Axes: B sequences, T tokens, D features, V vocabulary, L layers.
 """
@@ -25,8 +25,12 @@ from examples.gpt2.model.attention import Attend, Attention, causal_attention
 from examples.gpt2.model.config import ModelConfig
 
 
-def _all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-  # What gathers the parameters of a layer; all gathered are the whole model.
+def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
+  """Whether to keep a value, which is not one of the gathered parameters."""
+  # Those of all layers would be the whole model. A copy in a wider dtype
+  # follows the constraint that gathers them; no other needs to be kept.
+  if primitive.name == 'convert_element_type':
+    return params['new_dtype'].itemsize <= inputs[0].dtype.itemsize
   return primitive.name != 'sharding_constraint'
 
 
@@ -108,6 +112,8 @@ class Transformer(nnx.Module):
     x_BTD = self.token_embedding(tokens_BT)
     if self.config.architecture == 'gpt2':
       x_BTD += self.position_embedding(positions_T)
+    x_BTD = x_BTD.astype(self.config.dtype)
+    reduce_dtype = jnp.promote_types(x_BTD.dtype, self.config.reduce_dtype)
     graphdef, blocks = nnx.split(self.blocks)
     blocks = nnx.as_pure(blocks)
 
@@ -115,7 +121,7 @@ class Transformer(nnx.Module):
       params, given = layer
       if tokens_BT.shape[1] > 1:
         # Not for each token that is generated, which is less than a layer.
-        params = gather_parameters(params, x_BTD.dtype)
+        params = gather_parameters(params, x_BTD.dtype, reduce_dtype)
       block = nnx.merge(graphdef, params)
       return block(x_BTD, positions_T, lambda *qkv: attend(*qkv, *given))
 

@@ -8,7 +8,7 @@ from examples.gpt2.model.files import load_model
 from examples.gpt2.run.step import Trainer
 
 # What may differ between a model and the run that starts from it.
-_NOT_WEIGHTS = ('dtype', 'remat', 'unroll', 'init_std')
+_NOT_WEIGHTS = ('dtype', 'reduce_dtype', 'remat', 'unroll', 'init_std')
 
 
 def initial_params(config: Config, trainer: Trainer, tokens: Tokens) -> Any:

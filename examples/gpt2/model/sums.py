@@ -1,0 +1,116 @@
+"""Layers of bfloat16 activations, and the dtype in which gradients are summed.
+
+The gradient of a parameter is a sum over tokens and devices. Flax's layers make
+one in the dtype of the activations: each device rounds its part to bfloat16,
+and devices add those; the gradient of an embedding is added up token by token,
+of which a common one has thousands. Here the sum is float32, as it is by
+default in Megatron-LM and torchtitan, or bfloat16, which sends half the bytes.
+
+Axes: N tokens of all sequences, D features, V rows of an embedding.
+"""
+
+import functools
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+
+
+class Linear(nnx.LinearGeneral):
+  """Linear layer of one input axis."""
+
+  def __init__(self, *args: Any, reduce_dtype: jnp.dtype, **kwargs: Any):
+    """Makes a layer whose gradients are summed in ``reduce_dtype``."""
+    super().__init__(*args, **kwargs)
+    self.reduce_dtype = reduce_dtype
+
+  def __call__(self, x_ND: jax.Array) -> jax.Array:
+    """Returns an array of shape (N, *features), in the layer's dtype."""
+    kernel = self.kernel.get_value()
+    y = _matmul(x_ND.astype(self.dtype), kernel, self.reduce_dtype)
+    if self.bias is None:
+      return y
+    bias = self.bias.get_value().astype(self.reduce_dtype)
+    # The conversion is behind what the backward pass turns into a sum.
+    return y + jnp.broadcast_to(bias, y.shape).astype(self.dtype)
+
+
+class Embed(nnx.Embed):
+  """Table of features."""
+
+  def __init__(self, *args: Any, reduce_dtype: jnp.dtype, **kwargs: Any):
+    """Makes a table whose gradient is summed in ``reduce_dtype``."""
+    super().__init__(*args, **kwargs)
+    self.reduce_dtype = reduce_dtype
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    """Returns rows that are rounded to the layer's dtype, in reduce_dtype."""
+    table_VD = self.embedding.get_value()
+    return _look_up(table_VD, tokens, self.dtype, self.reduce_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _matmul(
+  x_ND: jax.Array, kernel: jax.Array, reduce_dtype: jnp.dtype
+) -> jax.Array:
+  del reduce_dtype
+  return jnp.tensordot(x_ND, kernel.astype(x_ND.dtype), axes=1)
+
+
+def _matmul_forward(
+  x_ND: jax.Array, kernel: jax.Array, reduce_dtype: jnp.dtype
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _matmul(x_ND, kernel, reduce_dtype), (x_ND, kernel)
+
+
+def _matmul_backward(
+  reduce_dtype: jnp.dtype, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  x_ND, kernel = residuals
+  features = tuple(range(1, g.ndim))
+  x_gradient = jnp.tensordot(
+    g, kernel.astype(g.dtype), axes=(features, features)
+  )
+  # With features of more than one axis, XLA has no such product on CPU.
+  gradient_DF = jnp.matmul(
+    x_ND.T, g.reshape(len(g), -1), preferred_element_type=reduce_dtype
+  )
+  return x_gradient, gradient_DF.reshape(kernel.shape).astype(kernel.dtype)
+
+
+_matmul.defvjp(_matmul_forward, _matmul_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _look_up(
+  table_VD: jax.Array,
+  tokens: jax.Array,
+  dtype: jnp.dtype,
+  reduce_dtype: jnp.dtype,
+) -> jax.Array:
+  rows = jnp.take(table_VD.astype(dtype), tokens, axis=0)
+  return rows.astype(reduce_dtype)
+
+
+def _look_up_forward(
+  table_VD: jax.Array, tokens: jax.Array, *dtypes: jnp.dtype
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _look_up(table_VD, tokens, *dtypes), (table_VD, tokens)
+
+
+def _look_up_backward(
+  dtype: jnp.dtype,
+  reduce_dtype: jnp.dtype,
+  residuals: tuple[jax.Array, jax.Array],
+  g: jax.Array,
+) -> tuple[jax.Array, None]:
+  del dtype
+  table_VD, tokens = residuals
+  gradient_VD = jnp.zeros(table_VD.shape, reduce_dtype).at[tokens].add(g)
+  # Else XLA adds to the gradient of a tied head, which it gathers for that.
+  gradient_VD = jax.lax.optimization_barrier(gradient_VD)
+  return gradient_VD.astype(table_VD.dtype), None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)

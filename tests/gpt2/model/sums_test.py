@@ -1,0 +1,124 @@
+"""Gradients of bfloat16 activations, summed in float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+import pytest
+
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.model import sums
+
+_BF16 = jnp.bfloat16
+
+
+def _linear(**dtypes: Any) -> nnx.Module:
+  """Returns our layer, or Flax's where no dtype of sums is given."""
+  kind = sums.Linear if dtypes else nnx.LinearGeneral
+  return kind(4, (2, 3), dtype=_BF16, rngs=nnx.Rngs(0), **dtypes)
+
+
+def _embed(**dtypes: Any) -> nnx.Module:
+  kind = sums.Embed if dtypes else nnx.Embed
+  return kind(3, 2, dtype=_BF16, rngs=nnx.Rngs(0), **dtypes)
+
+
+def _gradients(
+  layer: nnx.Module, x: jax.Array, weights: jax.Array
+) -> dict[str, jax.Array]:
+  """Returns the gradients of a weighted sum of what a layer returns."""
+  graphdef, params = nnx.split(layer)
+
+  @jax.jit
+  def gradient(params: Any, x: jax.Array, weights: jax.Array) -> Any:
+    def loss(params: Any) -> jax.Array:
+      y = nnx.merge(graphdef, params)(x)
+      return jnp.sum(y.astype(jnp.float32) * weights)
+
+    return jax.grad(loss)(params)
+
+  return nnx.as_pure(gradient(params, x, weights))
+
+
+def _on_devices(*arrays: jax.Array) -> list[jax.Array]:
+  mesh = make_mesh('data=8')
+  return jax.device_put(list(arrays), NamedSharding(mesh, P('data')))
+
+
+def _error_in_ulps(found: jax.Array, exact: np.ndarray) -> float:
+  """Returns the largest error over the spacing of bfloat16 numbers."""
+  spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
+  return np.max(np.abs(np.asarray(found, np.float64) - exact) / spacing)
+
+
+@pytest.fixture
+def inputs() -> tuple[jax.Array, jax.Array]:
+  """Features of tokens and gradients of products, on eight devices."""
+  rng = np.random.default_rng(0)
+  x_ND = jnp.asarray(rng.normal(size=(512, 4)), _BF16)
+  weights = jnp.asarray(rng.normal(size=(512, 2, 3)), _BF16)
+  x_ND, weights = _on_devices(x_ND, weights.astype(jnp.float32))
+  return x_ND, weights
+
+
+@pytest.mark.parametrize(
+  ('dtypes', 'is_exact'), [({'reduce_dtype': jnp.float32}, True), ({}, False)]
+)
+def test_gradients_of_linear_layers_are_float32_sums(
+  dtypes: dict[str, Any],
+  is_exact: bool,
+  inputs: tuple[jax.Array, jax.Array],
+):
+  x_ND, weights = inputs
+  found = _gradients(_linear(**dtypes), x_ND, weights)
+  exact = {
+    'kernel': np.tensordot(
+      np.asarray(x_ND, float), np.asarray(weights, float), axes=(0, 0)
+    ),
+    'bias': np.asarray(weights, float).sum(0),
+  }
+  for name, expected in exact.items():
+    assert (_error_in_ulps(found[name], expected) < 1e-2) == is_exact
+
+
+@pytest.mark.parametrize(
+  ('dtypes', 'expected'), [({'reduce_dtype': jnp.float32}, 4096), ({}, 256)]
+)
+def test_a_common_token_has_the_whole_sum(
+  dtypes: dict[str, Any], expected: int
+):
+  # 256 + 1 is 256 in bfloat16.
+  tokens, ones = jnp.full([4096], 1), jnp.ones([4096, 2])
+  found = _gradients(_embed(**dtypes), tokens, ones)['embedding']
+  np.testing.assert_array_equal(found, [[0, 0], [expected] * 2, [0, 0]])
+
+
+@pytest.mark.parametrize('reduce_dtype', [jnp.float32, _BF16])
+@pytest.mark.parametrize(
+  ('make', 'x'),
+  [(_linear, jnp.ones([5, 4], _BF16) / 3), (_embed, jnp.array([2, 1, 2]))],
+)
+def test_layers_return_what_those_of_flax_do(
+  make: Callable[..., Any], x: jax.Array, reduce_dtype: jnp.dtype
+):
+  found, expected = make(reduce_dtype=reduce_dtype)(x), make()(x)
+  np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+  ('make', 'x'),
+  [(_linear, jnp.ones([5, 4], _BF16) / 3), (_embed, jnp.array([2, 1, 2]))],
+)
+def test_sums_in_bfloat16_are_those_of_flax(
+  make: Callable[..., Any], x: jax.Array
+):
+  weights = jnp.linspace(0.5, 2, make()(x).size).reshape(make()(x).shape)
+  found, expected = (
+    _gradients(layer, x, weights)
+    for layer in (make(reduce_dtype=_BF16), make())
+  )
+  jax.tree.map(np.testing.assert_array_equal, found, expected)
