@@ -131,7 +131,7 @@ def _train(
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
   with jax.set_mesh(trainer.mesh):
-    params = Loop(trainer, config, tokens, folder).run()
+    params = Loop(trainer, config, tokens, folder).run().params
   model = Model(
     trainer.model_config, tokens.vocab_size, params, tokens.tokenizer
   )

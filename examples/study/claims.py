@@ -13,6 +13,8 @@ from examples.study.experiments import (
   attention_logits,
   batch_scaling,
   clip_threshold,
+  curvature,
+  llama,
 )
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -286,9 +288,54 @@ def _judge_clip(outcome: clip_threshold.Outcome, scale: Scale) -> list[Finding]:
   ]
 
 
+def _judge_flatness(outcome: curvature.Outcome, scale: Scale) -> list[Finding]:
+  """Returns the claim that MERIT ends in flatter minima than AdamW."""
+  size = scale.batch_sizes[-1]
+  found = {
+    title: curvature.factor(
+      *(curvature.values(outcome[x.name, size], name) for x in (ADAMW, MERIT))
+    )
+    for name, title in curvature.QUANTITIES.items()
+  }
+  is_known = all(not math.isnan(x.high) for x in found.values())
+  return [
+    Finding(
+      'MERIT ends in flatter minima than AdamW (top eigenvalue of the Hessian '
+      f'37.2 to 12.3, trace 12,995 to 3,445); here batch {size}',
+      'AdamW over MERIT: '
+      + ', '.join(
+        f'{title} {curvature.format_factor(x)}' for title, x in found.items()
+      ),
+      _judge_all(
+        [x.low > 0 for x in found.values()],
+        [x.high < 0 for x in found.values()],
+      )
+      if is_known
+      else 'no verdict: one seed, or seeds diverged',
+    )
+  ]
+
+
+def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:
+  """Returns the claims on Llama."""
+  size = scale.batch_sizes[-1]
+  numbers = {LAMB.name: '3.265', ADAMW.name: '3.277'}
+  return [
+    _compare(
+      f'Llama: MERIT beats {other} (130M, 1K: 3.199 to {number}); here '
+      f'batch {size}',
+      outcome[llama.LLAMA, MERIT.name],
+      outcome[llama.LLAMA, other],
+    )
+    for other, number in numbers.items()
+  ]
+
+
 _JUDGES = {
   'batch-scaling': _judge_batches,
   'attention-logits': _judge_logits,
   'ablation': _judge_parts,
   'clip-threshold': _judge_clip,
+  'curvature': _judge_flatness,
+  'llama': _judge_llama,
 }

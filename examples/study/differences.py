@@ -50,14 +50,21 @@ def contrast(plus: Sequence[Point], minus: Sequence[Point]) -> Difference:
     plus: Points whose means are added.
     minus: Points whose means are subtracted.
   """
-  points = [*plus, *minus]
-  mean = sum(x.mean for x in plus) - sum(x.mean for x in minus)
-  counts = [len(point.losses) for point in points]
+  return contrast_samples(
+    [point.losses for point in plus], [point.losses for point in minus]
+  )
+
+
+def contrast_samples(
+  plus: Sequence[Sequence[float]], minus: Sequence[Sequence[float]]
+) -> Difference:
+  """Compares sums of means of samples, as :func:`contrast` does of losses."""
+  samples = [*plus, *minus]
+  mean = sum(map(statistics.mean, plus)) - sum(map(statistics.mean, minus))
+  counts = [len(sample) for sample in samples]
   if min(counts) < 2 or not math.isfinite(mean):
     return Difference(mean, *[math.nan] * 3)
-  variances = [
-    statistics.variance(point.losses) / len(point.losses) for point in points
-  ]
+  variances = [statistics.variance(x) / len(x) for x in samples]
   error = math.sqrt(sum(variances))
   # Welch and Satterthwaite; equal losses have no variance at all.
   freedom = sum(variances) ** 2 / max(

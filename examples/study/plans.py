@@ -34,6 +34,8 @@ class Run:
       :mod:`examples.study.tasks`).
     first: Run whose state after half of its steps starts this one.
     fresh_moments: Whether only the weights of that are taken.
+    measure: Name of what is measured of the final weights, if anything is (see
+      :mod:`examples.study.measures`).
   """
 
   config: Config
@@ -43,6 +45,7 @@ class Run:
   task: str = 'gpt'
   first: 'Run | None' = None
   fresh_moments: bool = False
+  measure: str = ''
 
   @functools.cached_property
   def identity(self) -> dict[str, Any]:
@@ -66,6 +69,8 @@ class Run:
     if self.first is not None:
       settings['first'] = self.first.identity
       settings['fresh_moments'] = self.fresh_moments
+    if self.measure:
+      settings['measure'] = self.measure
     return settings | {
       'arm': self.arm,
       'with_diagnostics': self.with_diagnostics,
@@ -101,10 +106,12 @@ class Result:
       layer in turn, ``max_attention_logit``, ``attention_entropy`` and, of
       MERIT, ``clipped``. Of images, with an entry for the last step: ``step``,
       ``train_loss``, ``test_loss`` and ``test_errors``, a share.
+    measured: What the run's measure found; None if it has none or diverged.
   """
 
   loss: float
   diagnostics: dict[str, list[Any]]
+  measured: Any = None
 
 
 Plan: TypeAlias = Generator[list[Run], list[Result], T]

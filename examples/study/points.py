@@ -172,6 +172,34 @@ def run_seeds(
   )
 
 
+def measure_seeds(
+  scale: Scale,
+  contender: Contender,
+  batch_size: int,
+  learning_rate: float,
+  measure: str,
+  **changes: Any,
+) -> Plan[list[Result]]:
+  """Plans to measure the final weights of fresh seeds.
+
+  Args:
+    scale: Size of the study.
+    contender: The optimizer.
+    batch_size: Global batch, sequences.
+    learning_rate: Peak learning rate.
+    measure: Of the :class:`Run`.
+    **changes: Further settings, as for :meth:`Scale.run`.
+  """
+  return (
+    yield [
+      contender.run(
+        scale, batch_size, learning_rate, seed=seed, measure=measure, **changes
+      )
+      for seed in range(1, 1 + max(1, scale.num_seeds))
+    ]
+  )
+
+
 def find_rates(scale: Scale, contender: Contender) -> Plan[dict[int, Tuned]]:
   """Plans to choose a learning rate for every batch size of the scale.
 

@@ -16,11 +16,15 @@ from examples.study.experiments import (
   beyond_gpt,
   clip_threshold,
   compositions,
+  curvature,
   hyperparameters,
   initialization,
+  llama,
   mechanism,
   sensitivity,
+  stale_rows,
   steps_to_loss,
+  width_depth,
 )
 from examples.study.plans import Result, Run, count_runs, execute
 from examples.study.scales import Scale
@@ -39,6 +43,10 @@ EXPERIMENTS: dict[str, Any] = {
   'hyperparameters': hyperparameters,
   'ablation': ablation,
   'clip-threshold': clip_threshold,
+  'curvature': curvature,
+  'stale-rows': stale_rows,
+  'llama': llama,
+  'width-depth': width_depth,
 }
 """Modules with ``plan``, ``section``, ``figure`` and ``TITLE``, by name."""
 

@@ -21,6 +21,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer, TrainState
+from examples.study import measures
 from examples.study.arms import make_optimizer
 from examples.study.phases import second_phase
 from examples.study.plans import Run
@@ -58,8 +59,8 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 
   Returns:
     Its record, JSON values: its label and final loss (None if it diverged), the
-    other settings, diagnostics, seconds since it was last started, versions and
-    machine.
+    other settings, diagnostics, what was measured of the final weights, seconds
+    since it was last started, versions and machine.
 
   Raises:
     OutOfMemoryError: If a device has too little memory.
@@ -85,6 +86,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 
 def _train_text(run: Run, work: Path) -> dict[str, Any]:
   """Trains a run on tokens, and returns what its record says of that."""
+  measure = measures.find(run.measure) if run.measure else None
   config, tokens, trainer = _set_up(run)
   with RunFolder(work / run.key) as folder:
     folder.start({'config': run.identity | {'corpus_sha256': tokens.sha256}})
@@ -97,10 +99,12 @@ def _train_text(run: Run, work: Path) -> dict[str, Any]:
         return second_phase(trainer, first, fresh_moments=run.fresh_moments)
 
       trainer.init = init
-    has_diverged = False
+    has_diverged, measured = False, None
     try:
       with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
-        Loop(trainer, config, tokens, folder).run()
+        state = Loop(trainer, config, tokens, folder).run()
+        if measure is not None:
+          measured = measure(trainer, config, tokens, state)
     except NotFiniteError:
       has_diverged = True
     folder.flush()
@@ -111,6 +115,7 @@ def _train_text(run: Run, work: Path) -> dict[str, Any]:
     'parameters': trainer.num_params,
     'steps_done': len(lines),
     'diagnostics': _diagnostics(run, lines),
+    **({'measured': measured} if run.measure else {}),
     'tokens_per_second': _median([x['tokens_per_second'] for x in lines]),
   }
 

@@ -60,6 +60,7 @@ class Scale:
     fresh_moments: bool = False,
     init_scale: float = 1.0,
     steps: int | None = None,
+    measure: str = '',
     **changes: Any,
   ) -> Run:
     """Returns a run, by default with first weights in proportion to the width.
@@ -78,6 +79,7 @@ class Scale:
         proportion to the width, where ``init_std`` is not given.
       steps: Steps of the run; those that make the tokens of the scale by
         default.
+      measure: Of the :class:`Run`.
       **changes: Settings of the trainer.
     """
     settings = self.settings | {'weight_decay': DECAY} | changes
@@ -99,7 +101,14 @@ class Scale:
       config, steps=steps, eval_every=steps, watch_every=every
     )
     return Run(
-      config, arm, with_diagnostics, attention, task, first, fresh_moments
+      config,
+      arm,
+      with_diagnostics,
+      attention,
+      task,
+      first,
+      fresh_moments,
+      measure,
     )
 
 

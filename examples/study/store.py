@@ -105,7 +105,11 @@ class Store:
 def _result(record: dict[str, Any]) -> Result:
   loss = record['loss']
   has_diverged = loss is None or loss > _DIVERGED
-  return Result(math.inf if has_diverged else loss, record['diagnostics'])
+  return Result(
+    math.inf if has_diverged else loss,
+    record['diagnostics'],
+    None if has_diverged else record.get('measured'),
+  )
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:

@@ -8,6 +8,7 @@ from examples.study import claims, report
 from examples.study.contenders import CONTENDERS, KEPT
 from examples.study.experiments import (
   compositions,
+  curvature,
   hyperparameters,
   steps_to_loss,
 )
@@ -49,10 +50,26 @@ def _make_up(run, *, has_diverged=False):
     'loss': None if has_diverged else loss,
     'config': {},
     'diagnostics': diagnostics,
+    'measured': None if has_diverged else _make_up_measured(run, loss),
     'seconds': 60.0,
     'corpus_sha256': None if run.task in MIXERS else 'c' * 64,
     'versions': {'python': '3', 'jax': '1', 'optax': '2'},
   }
+
+
+def _make_up_measured(run, loss):
+  """Returns what a run could have measured."""
+  if run.measure == 'rows':
+    group = {'rows': 50, 'growth': [0.2, 0.4, 0.9], 'norm': loss, 'moved': 0.1}
+    is_held = run.config.min_norm or run.config.optimizer != 'merit'
+    held = group | {'growth': [0.9, 1.0, 1.1]}
+    groups = {
+      'never': held if is_held else group, 'rare': held, 'common': group,
+    }  # fmt: skip
+    return {'embedding': groups, 'head': groups}
+  names = [*curvature.QUANTITIES, 'preconditioned_eigenvalue']
+  errors = {'residual': 1e-3, 'trace_error': 0.5}
+  return dict.fromkeys(names, 10 * loss**2) | errors
 
 
 def _fill(store, diverges):

@@ -53,6 +53,20 @@ def test_a_run_leaves_its_loss_and_diagnostics(scale, tmp_path):
   json.dumps(record, allow_nan=False)
 
 
+def test_a_run_leaves_what_it_measures_of_its_weights(scale, tmp_path):
+  changes = dict(untied_head=True, weight_decay=0.0)
+  run = scale.run('merit', 8, 0.01, measure='rows', **changes)
+  store = Store(tmp_path / 'results.jsonl')
+  with Runner(store, tmp_path / 'work', 1, 1) as runner:
+    (result,) = runner([run])
+  assert Store(store.path).results([run]) == [result]
+  embedding = result.measured['embedding']
+  # Without decay, what has never had a gradient has not moved.
+  assert embedding['never']['growth'] == [1, 1, 1]
+  assert embedding['common']['moved'] > 0
+  assert scale.run('merit', 8, 0.01, **changes).key != run.key
+
+
 @pytest.mark.slow
 def test_arms_train(scale, tmp_path):
   losses = {

@@ -78,8 +78,8 @@ class Loop:
       f'moments a step needs {format_bytes(temporary)} on each device'
     )
 
-  def run(self) -> Any:
-    """Takes the steps that are left, and returns the final parameters.
+  def run(self) -> TrainState:
+    """Takes the steps that are left, and returns the final state.
 
     Raises:
       NotFiniteError: If a loss or gradient is not finite and that is to stop
@@ -110,7 +110,7 @@ class Loop:
         self._stop_if_asked(config.steps, self._stop.received())
       except NotFiniteError as error:
         raise self._explained(error) from error
-    return self._state.params
+    return self._state
 
   def _restore(self) -> tuple[int, TrainState]:
     """Returns the number of steps done, and the state after them."""

@@ -1,0 +1,268 @@
+"""Wide against deep at equal parameters: which tolerates a larger batch."""
+
+import math
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from examples.gpt2.model.config import padded_vocab_size
+from examples.study import render
+from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
+from examples.study.differences import Difference, contrast
+from examples.study.plans import Plan, gather
+from examples.study.points import Point, find_rate, find_rates, judge
+from examples.study.scales import Scale
+
+TITLE = 'Wide and deep'
+CONTENDERS = (ADAMW, MERIT, MUON, KEPT)
+_SMALL = 0.02
+"""Nats that the rate of another shape may cost to be said to carry over."""
+
+
+class Shape(NamedTuple):
+  """A shape of the model.
+
+  Attributes:
+    num_layers: Transformer blocks.
+    width: Features of the residual stream.
+    num_heads: Attention heads, as wide as those of the scale's model.
+  """
+
+  num_layers: int
+  width: int
+  num_heads: int
+
+  @property
+  def parameters(self) -> int:
+    """Weights of the matrices in the layers."""
+    return 12 * self.num_layers * self.width**2
+
+  def __str__(self) -> str:
+    return f'{self.num_layers} × {self.width}'
+
+
+Outcome = dict[tuple[Shape, str, int], Point]
+"""Points by shape, contender and batch size."""
+
+
+def shapes(scale: Scale) -> tuple[Shape, Shape, Shape]:
+  """Returns a wide shape, that of the scale and a deep one.
+
+  A third of the layers, or four times as many; the width is that which keeps
+  the parameters of the layers, rounded to whole heads.
+  """
+  config = scale.run('adamw', scale.batch_size, 1.0).config
+  head_width = config.width // config.num_heads
+
+  def shape(num_layers: int) -> Shape:
+    width = config.width * math.sqrt(config.num_layers / num_layers)
+    num_heads = round(width / head_width)
+    return Shape(num_layers, num_heads * head_width, num_heads)
+
+  layers = config.num_layers
+  return shape(max(1, layers // 3)), shape(layers), shape(4 * layers)
+
+
+def _sizes(scale: Scale) -> tuple[int, int]:
+  return scale.batch_sizes[0], scale.batch_sizes[-1]
+
+
+def plan(scale: Scale) -> Plan[Outcome]:
+  """Plans the shapes at a small and a large batch, each with its own rate."""
+  found = yield from gather(
+    {x.name: _plan_shapes(scale, x) for x in CONTENDERS}
+  )
+  return {
+    (shape, name, size): point
+    for name, points in found.items()
+    for (shape, size), point in points.items()
+  }
+
+
+def _plan_shapes(
+  scale: Scale, contender: Contender
+) -> Plan[dict[tuple[Shape, int], Point]]:
+  rates = yield from find_rates(scale, contender)
+  return (
+    yield from gather(
+      {
+        (shape, size): _plan_point(
+          scale, contender, size, shape, rates[size].learning_rate
+        )
+        if shape != shapes(scale)[1]
+        else judge(scale, contender, size, rates[size])
+        for shape in shapes(scale)
+        for size in _sizes(scale)
+      }
+    )
+  )
+
+
+def _plan_point(
+  scale: Scale, contender: Contender, size: int, shape: Shape, start: float
+) -> Plan[Point]:
+  """Plans a tuning by one seed around the rate of the scale's model."""
+  changes = shape._asdict()
+  tuned = yield from find_rate(
+    scale,
+    contender,
+    size,
+    start=start,
+    stride=1,
+    seeds=scale.tuning_seeds[:1],
+    **changes,
+  )
+  return (yield from judge(scale, contender, size, tuned, **changes))
+
+
+def rise(outcome: Outcome, shape: Shape, name: str, scale: Scale) -> Difference:
+  """Returns the loss at the large batch over that at the small one."""
+  small, large = (outcome[shape, name, size] for size in _sizes(scale))
+  return contrast([large], [small])
+
+
+def section(outcome: Outcome, scale: Scale) -> str:
+  """Returns losses and rates, and which shape loses less at a large batch."""
+  small, large = _sizes(scale)
+  wide, usual, deep = shapes(scale)
+  config = scale.run('adamw', scale.batch_size, 1.0).config
+  rows = padded_vocab_size(config.vocab_size)
+  sizes = '; '.join(
+    f'{x}: {x.parameters:,} in the matrices of layers, '
+    f'{rows * x.width:,} in the embedding of tokens'
+    for x in (wide, usual, deep)
+  )
+  return '\n\n'.join(
+    [
+      f'Layers × width, weights in proportion to the width ({sizes}). A wide '
+      'model has the larger embedding, so that losses compare between batches '
+      'more fairly than between shapes. The rates of other shapes than '
+      f'{usual} were chosen by one seed, around those of {usual}. Mean and '
+      'standard deviation over seeds, and the learning rate:',
+      render.markdown(
+        [
+          _row(outcome, shape, x.name, scale)
+          for x in CONTENDERS
+          for shape in (wide, usual, deep)
+        ]
+      ),
+      *(_compare(outcome, x.name, scale) for x in CONTENDERS),
+      _advice(outcome, scale),
+      _carry_over(outcome, scale),
+    ]
+  )
+
+
+def _row(
+  outcome: Outcome, shape: Shape, name: str, scale: Scale
+) -> dict[str, str]:
+  small, large = _sizes(scale)
+  return {
+    'optimizer': name,
+    'layers × width': str(shape),
+    **{
+      f'batch {size}': render.format_with_rate(outcome[shape, name, size])
+      for size in (small, large)
+    },
+    'rise': str(rise(outcome, shape, name, scale)),
+  }
+
+
+def _change(outcome: Outcome, name: str, scale: Scale) -> Difference:
+  """Returns the rise of the deep shape over that of the wide one."""
+  small, large = _sizes(scale)
+  wide, _, deep = shapes(scale)
+  return contrast(
+    [outcome[deep, name, large], outcome[wide, name, small]],
+    [outcome[deep, name, small], outcome[wide, name, large]],
+  )
+
+
+def _compare(outcome: Outcome, name: str, scale: Scale) -> str:
+  found = _change(outcome, name, scale)
+  text = (
+    f'{name}: the rise of the deep model over that of the wide one: {found}'
+  )
+  if math.isnan(found.high):
+    return f'{text}.'
+  return f'{text}; {found.detectable:.3f} would have been seen.'
+
+
+def _advice(outcome: Outcome, scale: Scale) -> str:
+  """Returns which shape to take for a large batch."""
+  wide, _, deep = shapes(scale)
+  found = {x.name: _change(outcome, x.name, scale) for x in CONTENDERS}
+  by_shape = {
+    wide: [name for name, x in found.items() if x.low > 0],
+    deep: [name for name, x in found.items() if x.high < 0],
+  }
+  seen = {shape: names for shape, names in by_shape.items() if names}
+  if all(math.isnan(x.high) for x in found.values()):
+    return 'Of wide and deep nothing is known: seeds diverged, or are too few.'
+  if not seen:
+    return (
+      'No difference between wide and deep was seen: choose the shape for '
+      'other reasons than the batch.'
+    )
+  listed = '; '.join(
+    f'{shape} loses less at the large batch with {", ".join(names)}'
+    for shape, names in seen.items()
+  )
+  if len(seen) > 1:
+    return f'{listed}: the better shape depends on the optimizer.'
+  (shape,) = seen
+  word = 'wide' if shape == wide else 'deep'
+  return f'{listed}: for a large batch rather take a {word} model.'
+
+
+def _carry_over(outcome: Outcome, scale: Scale) -> str:
+  """Returns what it costs other shapes to take the usual one's rate."""
+  _, usual, _ = shapes(scale)
+  costs = {
+    (str(shape), name, size): _cost(point, outcome[usual, name, size])
+    for (shape, name, size), point in outcome.items()
+    if shape != usual
+  }
+  (shape, name, size), most = max(costs.items(), key=lambda item: item[1])
+  text = (
+    f'The rates of {usual} are the best for other shapes in '
+    f'{sum(x == 0 for x in costs.values())} of {len(costs)} cases'
+  )
+  if math.isinf(most):
+    return f'{text}, but not all runs at those end: choose them anew.'
+  text += f', and cost at most {most:.3f} ({name}, {shape}, batch {size})'
+  if most <= _SMALL:
+    return f'{text}: they carry over.'
+  return f'{text}: choose the rate anew for another shape.'
+
+
+def _cost(point: Point, usual: Point) -> float:
+  """Returns the loss at the usual shape's rate over that at its own."""
+  rate, tuned = usual.tuned.learning_rate, point.tuned
+  if rate == tuned.learning_rate:
+    return 0.0
+  excess = tuned.excess(rate)
+  return math.inf if math.isnan(excess) else excess
+
+
+def figure(outcome: Outcome, scale: Scale) -> Figure:
+  """Draws the losses of the shapes, a panel for each contender."""
+  result, (row,) = render.panels(1, len(CONTENDERS), sharey=True)
+  names = [str(shape) for shape in shapes(scale)]
+  for contender, axes in zip(CONTENDERS, row, strict=True):
+    for size, style in zip(_sizes(scale), ('o-', 's--'), strict=True):
+      points = [outcome[x, contender.name, size] for x in shapes(scale)]
+      axes.errorbar(
+        names,
+        [p.mean if math.isfinite(p.mean) else math.nan for p in points],
+        [p.std for p in points],
+        fmt=style,
+        capsize=3,
+        color=render.COLORS[contender.name],
+        label=f'batch {size}',
+      )
+    axes.set_title(contender.name, fontsize=8)
+    axes.set_xlabel('layers × width')
+    axes.legend(fontsize=7)
+  row[0].set_ylabel('validation loss')
+  return result

@@ -1,0 +1,188 @@
+"""What the sections tell a reader to do, by how the runs have come out."""
+
+import math
+
+import pytest
+
+from examples.study import claims, curvature as measured
+from examples.study.experiments import (
+  curvature,
+  llama,
+  stale_rows,
+  width_depth,
+)
+from examples.study.plans import Result, execute
+from examples.study.scales import SCALES
+
+_SCALE = SCALES['nano']
+
+
+def _outcome(module, excess, measure=lambda run: None):
+  """Returns what a plan finds out of losses with some excess.
+
+  Rates are best at 0.02, and losses of seeds deviate a little.
+  """
+
+  def run_all(runs):
+    return [
+      Result(
+        2
+        + excess(run)
+        + 0.1 * math.log2(run.config.learning_rate / 0.02) ** 2
+        + 0.002 * (run.config.seed % 3),
+        {},
+        measure(run),
+      )
+      for run in runs
+    ]
+
+  return execute(module.plan(_SCALE), run_all)
+
+
+def _last(module, outcome):
+  return module.section(outcome, _SCALE).split('\n\n')[-1]
+
+
+def _rows(growth, norm):
+  group = {'rows': 9, 'growth': [growth] * 3, 'norm': norm, 'moved': 0.1}
+  common = group | {'norm': 1.0}
+  groups = {'never': group, 'rare': group, 'common': common}
+  return dict.fromkeys(stale_rows.MATRICES, groups)
+
+
+@pytest.mark.parametrize(
+  ('least', 'norm', 'cost', 'words'),
+  [
+    (0.01, 1.0, 0.0, 'take min_norm 0.01: it costs nothing that was seen'),
+    (0.1, 1.0, 0.0, 'take min_norm 0.1: it costs nothing that was seen'),
+    (0.1, 1.0, 0.1, 'not as the default: it costs loss'),
+    (0.1, 1.0, -0.1, 'which even lowers the loss'),
+    (0.2, 1.0, 0.0, 'No min_norm that was tried is enough'),
+    # All have grown far over live rows.
+    (0.01, 3.0, 0.0, 'Nothing that was tried holds'),
+    (0.0, 1.0, 0.0, 'held the rows of the embedding here as well'),
+    (0.1, 1.0, math.inf, 'nothing is known'),
+  ],
+)
+def test_the_smallest_min_norm_that_holds_rows_is_judged(
+  least, norm, cost, words
+):
+  def is_held(run):
+    is_merit = run.config.optimizer == 'merit'
+    return run.config.min_norm >= least or not is_merit
+
+  outcome = _outcome(
+    stale_rows,
+    lambda run: cost if math.isinf(cost) else cost * (run.config.min_norm > 0),
+    lambda run: (
+      _rows(1.0 if is_held(run) else 0.3, norm) if run.measure else None
+    ),
+  )
+  assert words in _last(stale_rows, outcome)
+
+
+@pytest.mark.parametrize(
+  ('turned', 'words'),
+  [
+    (False, 'may be taken for a Llama'),
+    (True, 'Llama: AdamW before MERIT): choose the optimizer anew'),
+  ],
+)
+def test_an_order_that_turns_is_told(turned, words):
+  def excess(run):
+    is_llama = run.config.architecture == 'llama'
+    losses = {'merit': 0.1, 'adamw': 0.0 if turned and is_llama else 0.2}
+    return losses.get(run.config.optimizer, 0.3)
+
+  assert words in _last(llama, _outcome(llama, excess))
+
+
+@pytest.mark.parametrize(
+  ('costs', 'words'),
+  [
+    ({}, 'No difference between wide and deep was seen'),
+    ({1: 0.1}, 'with AdamW, MERIT, Muon'),
+    ({1: 0.1}, 'rather take a deep model'),
+    ({12: 0.1}, 'rather take a wide model'),
+    ({1: math.inf, 3: math.inf, 12: math.inf}, 'nothing is known'),
+  ],
+)
+def test_the_shape_that_loses_less_is_taken(costs, words):
+  def excess(run):
+    is_large = run.config.batch_size == _SCALE.batch_sizes[-1]
+    return costs.get(run.config.num_layers, 0.0) if is_large else 0.0
+
+  section = width_depth.section(_outcome(width_depth, excess), _SCALE)
+  assert words in section
+
+
+def test_a_rate_that_does_not_carry_over_is_told():
+  def excess(run):
+    # For the deep shape the best rate is four times that of the others.
+    if run.config.num_layers < 12:
+      return 0.0
+    rate = run.config.learning_rate
+    return 0.1 * (math.log2(rate / 0.08) ** 2 - math.log2(rate / 0.02) ** 2)
+
+  outcome = _outcome(width_depth, excess)
+  assert 'choose the rate anew' in _last(width_depth, outcome)
+  assert 'they carry over' in _last(
+    width_depth, _outcome(width_depth, lambda run: 0.0)
+  )
+
+
+def test_shapes_have_about_equal_parameters():
+  for scale in SCALES.values():
+    counts = [shape.parameters for shape in width_depth.shapes(scale)]
+    assert max(counts) < 1.15 * min(counts)
+    wide, usual, deep = width_depth.shapes(scale)
+    assert wide.num_layers < usual.num_layers < deep.num_layers
+    config = scale.run('adamw', 8, 1.0).config
+    assert usual[:2] == (config.num_layers, config.width)
+
+
+def _curvature(sharper, relative):
+  """Returns an outcome where AdamW is sharper by two factors."""
+
+  def measure(run):
+    if not run.measure:
+      return None
+    is_adamw = run.config.optimizer == 'adamw'
+    # Seeds differ by a tenth.
+    top = 10 * (1 + 0.05 * (run.config.seed % 3)) * (sharper if is_adamw else 1)
+    scaled = 10 * (1 + 0.05 * (run.config.seed % 3))
+    return {
+      'top_eigenvalue': top,
+      'residual': 0.0,
+      'trace': top,
+      'trace_error': 0.1,
+      'relative_eigenvalue': scaled * (relative if is_adamw else 1),
+      'preconditioned_eigenvalue': 1.0,
+    }
+
+  return _outcome(curvature, lambda run: 0.0, measure)
+
+
+@pytest.mark.parametrize(
+  ('factors', 'verdict'),
+  [
+    ((3.0, 2.0), 'reproduced'),
+    # Smaller weights alone can raise an eigenvalue.
+    ((3.0, 1.0), 'partly'),
+    ((0.5, 0.5), 'contradicted'),
+    ((1.0, 1.0), 'no difference seen'),
+  ],
+)
+def test_flatness_counts_if_it_is_not_of_scale(factors, verdict):
+  outcome = _curvature(*factors)
+  table = claims.table({'curvature': outcome}, _SCALE)
+  (row,) = [x for x in table.splitlines() if 'flatter' in x]
+  assert row.endswith(f'| {verdict} |')
+  assert f'top eigenvalue {factors[0]:g} × [' in row
+
+
+def test_the_text_says_how_curvature_is_measured():
+  text = curvature.section(_curvature(1.0, 1.0), _SCALE)
+  assert f'{measured.SEQUENCES} training sequences' in text
+  assert f'{measured.LANCZOS_STEPS} Lanczos' in text
+  assert f'{measured.TRACE_SAMPLES} vectors' in text
