@@ -20,7 +20,7 @@ from examples.gpt2.run.step import Trainer
 
 _TPU_LANES = 128
 # Of the memory of a device, by platform: the estimate is within a factor of
-# 1.6, and within 7 % of what the TPU compiler takes.
+# 1.6, and within 18 % of what the TPU compiler takes.
 _FILLED_SHARES = {'tpu': 0.75}
 _FILLED_SHARE = 0.6
 # Weight, two moments, gradient of a micro-batch and of the step, in float32.
