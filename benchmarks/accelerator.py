@@ -135,10 +135,10 @@ def _train(preset: str, is_dry: bool) -> list[str]:
 
 
 def _study(scale: str, settings: Settings) -> list[str]:
-  # One run at a time, which takes the accelerator.
   sizes = ['--steps', '2'] if settings.dry_run else []
   return [
-    'examples.study', 'batch-scaling', '--scale', scale, '--jobs', '1',
+    'examples.study', 'batch-scaling', '--scale', scale,
+    '--jobs', '1', '--together', '16',
     '--results', str(settings.out / 'study'),
     '--work', str(settings.out / 'runs'), *sizes,
   ]  # fmt: skip

@@ -54,6 +54,10 @@ class Settings:
   """Runs at once, each on a CPU core of its own. Default: as many as cores at
   the scales nano and mini, else 1, which takes all devices."""
 
+  together: int = 1
+  """Runs to train as one program where they differ in learning rate and seed
+  alone, for an accelerator that one of them does not fill; with --jobs 1."""
+
   steps: int | None = None
   """Steps of every run, to try a scale out."""
 
@@ -116,6 +120,11 @@ def study(settings: Settings) -> None:
   scale = _scale(settings)
   processes.connect(_largest(scale))
   jobs = _num_jobs(settings, scale)
+  if settings.together > 1 and (jobs > 1 or jax.process_count() > 1):
+    raise UsageError(
+      f'--together {settings.together} needs one process and --jobs 1, got '
+      f'{jax.process_count()} and {jobs}.'
+    )
   folder = settings.results or _FOLDER / 'results'
   store = Store(folder / f'{settings.scale}.jsonl')
   if settings.plan_only:
@@ -131,7 +140,7 @@ def study(settings: Settings) -> None:
 
 
 def _check(settings: Settings) -> None:
-  for name in ('jobs', 'steps'):
+  for name in ('jobs', 'together', 'steps'):
     value = getattr(settings, name)
     if value is not None and value < 1:
       raise UsageError(f'{flag(name)} must be at least 1, got {value}.')
@@ -190,7 +199,7 @@ def _train(settings: Settings, scale: Scale, store: Store, jobs: int) -> None:
   """Trains the runs that have no result."""
   store.check_text(load_tokens(_largest(scale)).sha256)
   count = count_runs(_plan(settings.name, scale), store.result)
-  with Runner(store, settings.work, jobs, count) as runner:
+  with Runner(store, settings.work, jobs, count, settings.together) as runner:
     execute(_plan(settings.name, scale), runner)
 
 

@@ -15,6 +15,7 @@ import tqdm
 
 from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import CommandError
+from examples.study import together
 from examples.study.plans import Result, Run
 from examples.study.runs import train
 from examples.study.store import Store
@@ -30,7 +31,9 @@ class Runner:
   As a context, it holds the processes that train them.
   """
 
-  def __init__(self, store: Store, work: Path, jobs: int, total: int):
+  def __init__(
+    self, store: Store, work: Path, jobs: int, total: int, at_once: int = 1
+  ):
     """Starts the processes.
 
     Args:
@@ -39,9 +42,12 @@ class Runner:
       jobs: Runs to train at once, each on a core of its own; 1 trains them in
         this process, on all devices.
       total: Runs to expect, for the bar.
+      at_once: Runs to train as one program where they differ in learning rate
+        and seed alone; with one job.
     """
     self._store = store
     self._work = work
+    self._at_once = at_once
     self._executor = _start_workers(jobs, work) if jobs > 1 else None
     self._bar = tqdm.tqdm(
       total=total,
@@ -77,7 +83,7 @@ class Runner:
   def _train(self, runs: list[Run]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields keys and records, as runs end."""
     if self._executor is None:
-      yield from ((run.key, train(run, self._work)) for run in runs)
+      yield from self._train_here(runs)
       return
     futures = {
       self._executor.submit(_train_with_log, run, self._work): run.key
@@ -96,6 +102,16 @@ class Runner:
         f'{len(failed)} of {len(runs)} runs failed, the first with {error!r}; '
         f'its log is {self._work / key / "log.txt"}'
       ) from error
+
+  def _train_here(
+    self, runs: list[Run]
+  ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields keys and records of runs that are trained in this process."""
+    for alike in together.group(runs, self._at_once):
+      if len(alike) == 1:
+        yield alike[0].key, train(alike[0], self._work)
+      else:
+        yield from ((x['key'], x) for x in together.train(alike))
 
 
 def _train_with_log(run: Run, work: Path) -> dict[str, Any]:

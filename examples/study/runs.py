@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from examples.gpt2.config import Config
 from examples.gpt2.data.tokens import Tokens, load_tokens
@@ -73,12 +74,25 @@ def train(run: Run, work: Path) -> dict[str, Any]:
   measured = images.train(run) if is_image else _train_text(run, work)
   # Programs of this run, which no other has.
   jax.clear_caches()
+  return make_record(run, measured, time.perf_counter() - start)
+
+
+def make_record(
+  run: Run, measured: dict[str, Any], seconds: float
+) -> dict[str, Any]:
+  """Returns the record of a run, JSON values.
+
+  Args:
+    run: The run.
+    measured: What came out; it has a ``'loss'``.
+    seconds: How long it took.
+  """
   return {
     **run.label,
     'loss': measured['loss'],
     'config': {k: v for k, v in run.identity.items() if k not in run.label},
     **measured,
-    'seconds': round(time.perf_counter() - start, 1),
+    'seconds': round(seconds, 1),
     'threads': len(hardware.usable_cores()),
     **hardware.versions(),
   }
@@ -87,7 +101,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 def _train_text(run: Run, work: Path) -> dict[str, Any]:
   """Trains a run on tokens, and returns what its record says of that."""
   measure = measures.find(run.measure) if run.measure else None
-  config, tokens, trainer = _set_up(run)
+  config, tokens, trainer = set_up(run)
   with RunFolder(work / run.key) as folder:
     folder.start({'config': run.identity | {'corpus_sha256': tokens.sha256}})
     if run.first is not None:
@@ -120,7 +134,7 @@ def _train_text(run: Run, work: Path) -> dict[str, Any]:
   }
 
 
-def _set_up(run: Run) -> tuple[Config, Tokens, Trainer]:
+def set_up(run: Run) -> tuple[Config, Tokens, Trainer]:
   """Returns settings that fit the devices, the data, and the trainer."""
   config = run.config
   mesh = sharding.make_mesh(config.mesh)
@@ -131,10 +145,17 @@ def _set_up(run: Run) -> tuple[Config, Tokens, Trainer]:
     config = dataclasses.replace(config, micro_batch_size=size)
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)
+  return config, tokens, make_trainer(run, config, tokens, mesh)
+
+
+def make_trainer(
+  run: Run, config: Config, tokens: Tokens, mesh: Mesh
+) -> Trainer:
+  """Returns the trainer of a run on tokens, with settings for it."""
   optimizer = make_optimizer(run.arm, config) if run.arm else None
   is_masked = run.task == 'masked'
   kind = MaskedTrainer if is_masked else TRAINERS[run.attention]
-  return config, tokens, kind(config, tokens.vocab_size, mesh, optimizer)
+  return kind(config, tokens.vocab_size, mesh, optimizer)
 
 
 def _half_way(run: Run, work: Path) -> TrainState:
@@ -147,7 +168,7 @@ def _half_way(run: Run, work: Path) -> TrainState:
     NotFiniteError: If the run diverges before.
     OSError: If that checkpoint cannot be written.
   """
-  config, tokens, trainer = _set_up(run)
+  config, tokens, trainer = set_up(run)
   # The trainer has the schedule of the whole run.
   config = dataclasses.replace(config, steps=config.steps // 2)
   path = work / 'halves' / run.key

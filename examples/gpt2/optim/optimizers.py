@@ -21,12 +21,15 @@ OTHERS_B1 = 0.9
 def make_schedule(config: Config) -> optax.Schedule:
   """Returns the learning rate by step: linear warm-up, then cosine to zero."""
   warmup_steps = round(config.warmup_share * config.steps)
-  return optax.warmup_cosine_decay_schedule(
-    init_value=config.learning_rate / max(1, warmup_steps),
-    peak_value=config.learning_rate,
-    warmup_steps=warmup_steps,
-    # All of it may be warm-up; the schedule wants a step of cosine.
-    decay_steps=max(config.steps, warmup_steps + 1),
+  peak = config.learning_rate
+  # Optax's of both in one asks whether the peak is 0, which may be traced.
+  return optax.join_schedules(
+    [
+      optax.linear_schedule(peak / max(1, warmup_steps), peak, warmup_steps),
+      # All of it may be warm-up; the schedule wants a step of cosine.
+      optax.cosine_decay_schedule(peak, max(1, config.steps - warmup_steps)),
+    ],
+    [warmup_steps],
   )
 
 

@@ -148,7 +148,8 @@ class Trainer:
     return *jax.tree.map(lambda x: x / len(tokens_ABT), total), seen
 
   def _make_model(self) -> Transformer:
-    return Transformer(self.model_config, rngs=nnx.Rngs(self._config.seed))
+    key = jax.random.key(self._config.seed)
+    return Transformer(self.model_config, rngs=nnx.Rngs(key))
 
   def _shapes(self, params: Any) -> TrainState:
     shardings = sharding.parameter_shardings(self.mesh, params)

@@ -1,0 +1,155 @@
+"""Trains runs that differ in learning rate and seed alone, as one program.
+
+Each run of a small model would leave most of an accelerator idle, and spend
+more time on compiling than on training.
+
+Letters at the end of a name give the axes of an array: R runs; A micro-batches,
+B sequences and T tokens of each.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from examples.gpt2.config import Config, digest
+from examples.gpt2.data import batches
+from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.run.step import Trainer, TrainState
+from examples.study.plans import Run
+from examples.study.runs import make_record, make_trainer, set_up
+from examples.study.tasks.classifiers import MIXERS
+
+_VARIED = ('learning_rate', 'seed')
+
+
+def group(runs: Sequence[Run], most: int) -> list[list[Run]]:
+  """Groups runs that can be trained together, at most so many at once."""
+  groups: dict[str, list[Run]] = {}
+  for run in runs:
+    groups.setdefault(_shared(run), []).append(run)
+  return [
+    found[i : i + most]
+    for found in groups.values()
+    for i in range(0, len(found), most)
+  ]
+
+
+def _shared(run: Run) -> str:
+  """Returns what runs share that can be trained together."""
+  needs_more = run.with_diagnostics or run.measure or run.first
+  if needs_more or run.task in MIXERS:
+    return run.key
+  return digest({k: v for k, v in run.identity.items() if k not in _VARIED})
+
+
+def train(runs: Sequence[Run]) -> list[dict[str, Any]]:
+  """Trains runs that differ in learning rate and seed alone, to their end.
+
+  Args:
+    runs: Runs of one group.
+
+  Returns:
+    Their records, as :func:`examples.study.runs.train` makes them; losses
+    differ by rounding from those of runs that are trained alone.
+  """
+  start = time.perf_counter()
+  config, tokens, trainer = set_up(runs[0])
+  configs = [
+    dataclasses.replace(
+      config, seed=x.config.seed, learning_rate=x.config.learning_rate
+    )
+    for x in runs
+  ]
+  with jax.set_mesh(trainer.mesh):
+    params, steps_done = _train(runs[0], configs, tokens, trainer)
+    losses = _evaluate(config, tokens, trainer, params)
+  # Programs of these runs, which no others have.
+  jax.clear_caches()
+  seconds = time.perf_counter() - start
+  count = sum(steps_done) * config.batch_size * config.context_length
+  return [
+    make_record(
+      run,
+      {
+        'loss': round(float(loss), 5) if has_ended else None,
+        'corpus_sha256': tokens.sha256,
+        'parameters': trainer.num_params,
+        'steps_done': done,
+        'diagnostics': {},
+        'tokens_per_second': round(count / seconds),
+        'together': len(runs),
+      },
+      seconds / len(runs),
+    )
+    for run, loss, done in zip(runs, losses, steps_done, strict=True)
+    for has_ended in [done == config.steps and math.isfinite(loss)]
+  ]
+
+
+def _train(
+  run: Run, configs: Sequence[Config], tokens: Tokens, trainer: Trainer
+) -> tuple[Any, list[int]]:
+  """Returns the final parameters of all runs, and the steps that each took."""
+
+  def with_rate(rate: jax.Array, seed: jax.Array) -> Trainer:
+    changed = dataclasses.replace(configs[0], learning_rate=rate, seed=seed)
+    return make_trainer(run, changed, tokens, trainer.mesh)
+
+  @jax.jit
+  @jax.vmap
+  def init(rate: jax.Array, seed: jax.Array) -> TrainState:
+    return with_rate(rate, seed).init()
+
+  @jax.vmap
+  def step(
+    rate: jax.Array, seed: jax.Array, state: TrainState, tokens_ABT: jax.Array
+  ) -> tuple[TrainState, jax.Array]:
+    state, metrics = with_rate(rate, seed).step(state, tokens_ABT)
+    is_finite = [
+      jnp.isfinite(metrics[x]) for x in ('train_loss', 'gradient_norm')
+    ]
+    return state, jnp.all(jnp.array(is_finite))
+
+  step = jax.jit(step, donate_argnums=2)
+  rates_R = jnp.array([x.learning_rate for x in configs])
+  seeds_R = jnp.array([x.seed for x in configs], jnp.uint32)
+  state = init(rates_R, seeds_R)
+  finite = []
+  for number in range(1, configs[0].steps + 1):
+    batch = _make_batch(configs, tokens, number, trainer)
+    state, finite_R = step(rates_R, seeds_R, state, batch)
+    finite.append(finite_R)
+  # The steps of a run that stops at its first loss that is not finite.
+  is_running_SR = np.logical_and.accumulate(jax.device_get(finite))
+  return state.params, is_running_SR.sum(0).tolist()
+
+
+def _make_batch(
+  configs: Sequence[Config], tokens: Tokens, step: int, trainer: Trainer
+) -> np.ndarray:
+  """Returns the batch of each run, (R, A, B, T + 1)."""
+  by_seed = {
+    x.seed: np.asarray(
+      batches.training_batch(tokens.train, x, step, trainer.mesh)
+    )
+    for x in configs
+  }
+  return np.stack([by_seed[x.seed] for x in configs])
+
+
+def _evaluate(
+  config: Config, tokens: Tokens, trainer: Trainer, params: Any
+) -> np.ndarray:
+  """Returns the mean validation loss of each run, nats a token, (R,)."""
+  held_out, count = batches.validation_batch(
+    tokens.validation, config, trainer.mesh
+  )
+  measure = jax.vmap(trainer.sequence_losses, in_axes=(0, None))
+  losses = np.asarray(jax.jit(measure)(params, held_out), dtype=float)
+  return losses.reshape(len(losses), -1)[:, :count].mean(-1)
