@@ -72,11 +72,19 @@ def _matmul_backward(
   x_gradient = jnp.tensordot(
     g, kernel.astype(g.dtype), axes=(features, features)
   )
-  # With features of more than one axis, XLA has no such product on CPU.
-  gradient_DF = jnp.matmul(
-    x_ND.T, g.reshape(len(g), -1), preferred_element_type=reduce_dtype
+  product = functools.partial(
+    jnp.tensordot, axes=(0, 0), preferred_element_type=reduce_dtype
   )
-  return x_gradient, gradient_DF.reshape(kernel.shape).astype(kernel.dtype)
+  gradient = jax.lax.platform_dependent(
+    x_ND,
+    g,
+    # XLA for CPU has no such product with features of several axes.
+    cpu=lambda x_ND, g: product(x_ND, g.reshape(len(g), -1)).reshape(
+      kernel.shape
+    ),
+    default=product,
+  )
+  return x_gradient, gradient.astype(kernel.dtype)
 
 
 _matmul.defvjp(_matmul_forward, _matmul_backward)
