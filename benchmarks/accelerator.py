@@ -136,9 +136,11 @@ def _train(preset: str, is_dry: bool) -> list[str]:
 
 def _study(scale: str, settings: Settings) -> list[str]:
   sizes = ['--steps', '2'] if settings.dry_run else []
+  # Activations of as many runs are in memory at once.
+  together = {'nano': '16', 'micro': '4'}[scale]
   return [
     'examples.study', 'batch-scaling', '--scale', scale,
-    '--jobs', '1', '--together', '16',
+    '--jobs', '1', '--together', together,
     '--results', str(settings.out / 'study'),
     '--work', str(settings.out / 'runs'), *sizes,
   ]  # fmt: skip

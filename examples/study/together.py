@@ -1,7 +1,7 @@
 """Trains runs that differ in learning rate and seed alone, as one program.
 
-Each run of a small model would leave most of an accelerator idle, and spend
-more time on compiling than on training.
+So several small models share an accelerator, and compile once. A group that is
+killed starts again.
 
 Letters at the end of a name give the axes of an array: R runs; A micro-batches,
 B sequences and T tokens of each.
@@ -20,6 +20,7 @@ import numpy as np
 from examples.gpt2.config import Config, digest
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.study.plans import Run
 from examples.study.runs import make_record, make_trainer, set_up
@@ -57,6 +58,9 @@ def train(runs: Sequence[Run]) -> list[dict[str, Any]]:
   Returns:
     Their records, as :func:`examples.study.runs.train` makes them; losses
     differ by rounding from those of runs that are trained alone.
+
+  Raises:
+    OutOfMemoryError: If a device has too little memory.
   """
   start = time.perf_counter()
   config, tokens, trainer = set_up(runs[0])
@@ -66,7 +70,7 @@ def train(runs: Sequence[Run]) -> list[dict[str, Any]]:
     )
     for x in runs
   ]
-  with jax.set_mesh(trainer.mesh):
+  with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
     params, steps_done = _train(runs[0], configs, tokens, trainer)
     losses = _evaluate(config, tokens, trainer, params)
   # Programs of these runs, which no others have.
