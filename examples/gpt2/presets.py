@@ -196,11 +196,15 @@ def _check_run(config: Config) -> None:
 
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
-  return {
+  found = {
     name: value
     for name, value in vars(config).items()
     if name not in _NOT_IDENTITY and value is not None
   }
+  if config.dtype == 'float32':
+    # It decides nothing then, and runs of before it was there can go on.
+    del found['reduce_dtype']
+  return found
 
 
 def _default_rate(optimizer: str, steps: int) -> float:

@@ -201,6 +201,15 @@ def test_identity_leaves_out_what_does_not(name: str, value):
   assert identity(resolve(other)) == identity(one)
 
 
+def test_the_dtype_of_sums_counts_where_it_decides_the_numbers():
+  assert 'reduce_dtype' not in identity(resolve(Config()))
+  found = [
+    identity(resolve(Config(dtype='bfloat16', reduce_dtype=x)))
+    for x in ('float32', 'bfloat16')
+  ]
+  assert found[0] != found[1]
+
+
 # Best rates of the study, at scale nano.
 @pytest.mark.parametrize(
   ('steps', 'best'),
