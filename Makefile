@@ -35,7 +35,7 @@ CLIENTS ?= maxtext kauldron levanter easydel
 # Keep the marks of the clients' environments.
 .SECONDARY:
 .PHONY: help train test test-all test-rest test-oldest test-newest \
-  test-library test-clients lint docs package
+  test-library test-slow test-clients lint docs package
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
@@ -47,10 +47,12 @@ train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
 test: $(VENV)/.test ## Run the quick tests, in about three minutes.
 	$(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
-test-all: test test-rest ## Run all tests.
+test-all: test test-rest test-slow ## Run all tests.
 
-test-rest: $(VENV)/.dev ## Run those that `make test` leaves out.
+test-rest: $(VENV)/.dev ## Run those that `make test` leaves out and are not slow.
 	$(PYTEST) $(TESTS:%=--ignore=%)
+
+test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(PYTEST) -m slow $(ALONE:%=--ignore=%)
 	$(RUN) pytest -m slow $(ALONE)
 

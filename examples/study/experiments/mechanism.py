@@ -4,7 +4,12 @@ from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
-from examples.study.differences import contrast, difference, sentence
+from examples.study.differences import (
+  Difference,
+  contrast,
+  difference,
+  sentence,
+)
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point
 from examples.study.scales import Scale
@@ -66,7 +71,40 @@ def _compare(outcome: Outcome, rival: str) -> str:
   change = contrast(
     [with_attention[0], without[1]], [with_attention[1], without[0]]
   )
-  return ' '.join([*leads, f'The difference of these differences: {change}.'])
+  return ' '.join(
+    [
+      *leads,
+      f'The difference of these differences: {change}.',
+      verdict(rival, difference(*with_attention), difference(*without), change),
+    ]
+  )
+
+
+def verdict(
+  rival: str, full: Difference, without: Difference, change: Difference
+) -> str:
+  """Returns whether MERIT's lead is about attention logits.
+
+  Args:
+    rival: Whom it is compared with.
+    full: MERIT's loss over the rival's, with attention.
+    without: The same where there are no attention logits.
+    change: The first over the second.
+  """
+  lead = f"MERIT's lead over {rival}"
+  if not full.high < 0:
+    return f'There is no lead over {rival} to explain.'
+  if without.high < 0 <= change.high:
+    return (
+      f'So {lead} does not need attention logits: without them it is as large, '
+      'as far as can be seen.'
+    )
+  if without.high < 0:
+    share = without.mean / full.mean
+    return f'So {share:.0%} of {lead} is left without attention logits.'
+  if change.high < 0:
+    return f'So {lead} needs attention logits.'
+  return f'So it stays open whether {lead} needs attention logits.'
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
