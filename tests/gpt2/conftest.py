@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,12 @@ def text_file(tmp_path: Path) -> Path:
 def tiny(tmp_path: Path) -> Config:
   """Settings of a run that takes a few seconds."""
   return _tiny(tmp_path)
+
+
+@pytest.fixture(scope='session')
+def make_tiny() -> Callable[[Path], Config]:
+  """Makes the settings of ``tiny`` for a folder, also for a whole module."""
+  return _tiny
 
 
 @pytest.fixture(scope='module')

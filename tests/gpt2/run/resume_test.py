@@ -33,7 +33,19 @@ class _Killed(BaseException):
 
 @pytest.fixture
 def config(tiny: Config) -> Config:
+  return _eight_steps(tiny)
+
+
+def _eight_steps(tiny: Config) -> Config:
   return dataclasses.replace(tiny, steps=8, checkpoint_every=2, watch_every=3)
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(make_tiny, tmp_path_factory) -> Path:
+  """The folder of a run of these settings that was never stopped."""
+  config = _eight_steps(make_tiny(tmp_path_factory.mktemp('uninterrupted')))
+  train(config)
+  return config.out_dir
 
 
 @pytest.fixture(scope='module')
@@ -103,14 +115,9 @@ def _kill_at(monkeypatch, step: int):
   _during(monkeypatch, step, kill)
 
 
-def _train_uninterrupted(config: Config, folder: Path) -> Path:
-  train(dataclasses.replace(config, out_dir=folder))
-  return folder
-
-
 @pytest.mark.parametrize('step', [2, 6, 7])
 def test_a_run_goes_on_from_its_checkpoint(
-  config: Config, step: int, tmp_path: Path, monkeypatch, capsys
+  config: Config, uninterrupted: Path, step: int, monkeypatch, capsys
 ):
   with monkeypatch.context() as patch, pytest.raises(_Killed):
     _kill_at(patch, step)
@@ -121,16 +128,14 @@ def test_a_run_goes_on_from_its_checkpoint(
   done = (step - 1) // 2 * 2
   if done:
     assert f'going on after step {done}' in capsys.readouterr().out
-  _assert_same_run(
-    config.out_dir, _train_uninterrupted(config, tmp_path / 'other')
-  )
+  _assert_same_run(config.out_dir, uninterrupted)
 
 
 @pytest.mark.parametrize(
   'number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
 )
 def test_a_signal_saves_a_checkpoint(
-  config: Config, number: int, status: int, tmp_path, monkeypatch, capsys
+  config: Config, uninterrupted, number: int, status: int, monkeypatch, capsys
 ):
   flags = ['--data', config.data, '--out-dir', str(config.out_dir)]
   for name in ('vocab_size', 'num_layers', 'num_heads', 'width',
@@ -146,9 +151,7 @@ def test_a_signal_saves_a_checkpoint(
   assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
   main(flags)
   assert 'going on after step 3' in capsys.readouterr().out
-  _assert_same_run(
-    config.out_dir, _train_uninterrupted(config, tmp_path / 'other')
-  )
+  _assert_same_run(config.out_dir, uninterrupted)
 
 
 def test_fresh_starts_over(config: Config, monkeypatch, capsys):
@@ -166,9 +169,8 @@ def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
     _kill_at(patch, 6)
     train(dataclasses.replace(config, mesh='fsdp=8'))
   train(dataclasses.replace(config, mesh='data=2,fsdp=2,tensor=2'))
-  other = _train_uninterrupted(
-    dataclasses.replace(config, mesh='fsdp=8'), tmp_path / 'other'
-  )
+  other = tmp_path / 'other'
+  train(dataclasses.replace(config, mesh='fsdp=8', out_dir=other))
   np.testing.assert_allclose(
     [m['train_loss'] for m in _metrics(config.out_dir)],
     [m['train_loss'] for m in _metrics(other)],
