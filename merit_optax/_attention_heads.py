@@ -21,9 +21,9 @@ class AttentionHeads(NamedTuple):
   """Where the heads of queries or of keys are stored in a parameter.
 
   Attributes:
-    axis: Axis of the heads, or of the features of all heads with those of a
-      head adjacent to each other (a wrong axis is not detected if the number of
-      heads divides its size). Negative axes fit both a kernel and its bias.
+    axis: Axis of the heads, or of the features of all heads if those of each
+      head are adjacent (a wrong axis is not detected if the number of heads
+      divides its size). Negative axes fit both a kernel and its bias.
     layers: Axis of scanned layers, if there is one.
     part: Axis of a fused projection that separates queries and keys, and the
       index or slice to use along it, such as ``(-2, 0)`` or

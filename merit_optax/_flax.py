@@ -20,12 +20,12 @@ def flax_dimension_numbers(
   stacked: Mapping[str, int | Sequence[int]] | None = None,
   overrides: Mapping[str, DimensionNumbers | None] | None = None,
 ) -> Any:
-  """Creates the dimension numbers of Flax modules, NNX or Linen.
+  """Creates the dimension numbers of Flax modules (NNX or Linen).
 
   A parameter is recognized by the last names of its path:
 
-  - ``kernel`` with two axes (``Dense``, ``Linear``, ``Einsum`` with two), also
-    named ``w``: inputs are rows and outputs are columns;
+  - ``kernel`` or ``w`` with two axes (``Dense``, ``Linear``, ``Einsum`` with
+    two): inputs are rows and outputs are columns;
   - ``kernel`` with three axes below ``query``, ``key`` or ``value`` (also
     ``q``, ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of
     model rows and heads times head_dim columns; below ``out`` (also ``o``,
@@ -53,7 +53,7 @@ def flax_dimension_numbers(
   Returns:
     Tree of :class:`optax.contrib.MuonDimensionNumbers` with the structure of
     ``params``, to be passed as ``weight_dimension_numbers``. Every parameter
-    has an explicit spec. The function itself may be passed too.
+    has an explicit spec. You may also pass the function itself.
 
   Raises:
     ValueError: If parameters are not recognized or patterns match nothing (the

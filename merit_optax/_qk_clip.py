@@ -51,10 +51,10 @@ def qk_clip(
   Rotary embeddings are supported, because they rotate queries and keys without
   changing their length. A norm of queries and keys (QK-norm) is not, because
   after it the scale of a projection has no effect: ``init`` refuses parameters
-  that are named like one. Two other cases are not supported: keys of which a
-  part is shared by all heads (multi-head latent attention), and logits to which
-  a bias is added (ALiBi, T5), which is not scaled. For parameters in bfloat16
-  the bound holds only up to their rounding: keep float32 master weights.
+  that are named like one. Two other cases are not supported: keys that are
+  partly shared by all heads (multi-head latent attention), and logits with an
+  added bias (ALiBi, T5), which is not scaled. For parameters in bfloat16 the
+  bound holds only up to their rounding: keep float32 master weights.
 
   Args:
     threshold: Largest logit allowed, > 0; 100 in Kimi K2.
@@ -62,8 +62,8 @@ def qk_clip(
       are searched for in the path of a parameter, such as
       ``{'query/': AttentionHeads(-2)}`` for kernels of shape (model, heads,
       head_dim) and their biases. The first match is used.
-    key: Where the heads of keys are stored. For a fused projection use the same
-      paths as in ``query``, with another ``part``.
+    key: Where the heads of keys are stored. For a fused projection, use the
+      same paths as in ``query`` with another ``part``.
     num_key_heads: Number of key heads, if groups of adjacent query heads share
       them; ``None`` for as many as query heads.
 

@@ -40,7 +40,7 @@ def scale_by_max_norm_trust_ratio(
   ratios: Collection[str] = RATIOS,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
-  r"""Scales every element by the largest max-norm trust ratio it belongs to.
+  r"""Scales every element by the largest of its max-norm trust ratios.
 
   For a matrix :math:`w` and its update :math:`z`,
 
@@ -137,7 +137,7 @@ def scale_by_l2_norm_trust_ratio(
   ratios: Collection[str] = ('weight',),
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
-  r"""Scales every element by the largest l2 trust ratio it belongs to.
+  r"""Scales every element by the largest of its l2 trust ratios.
 
   For a matrix :math:`w` and its update :math:`z`,
 
