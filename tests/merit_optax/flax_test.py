@@ -328,7 +328,7 @@ def test_stacked_axes_that_do_not_lead():
 def test_a_matrix_named_w_is_a_kernel():
   # As in Haiku and gemma.
   params = {'linear': {'w': _shape(8, 6)}, 'q_proj': {'w': _shape(3, 8, 4)}}
-  with pytest.raises(ValueError, match='not recognised: q_proj/w'):
+  with pytest.raises(ValueError, match='not recognized: q_proj/w'):
     merit_optax.flax_dimension_numbers(params)
   assert _specs(params, overrides={'q_proj/w': _Spec((0,), (1, 2))}) == {
     'linear/w': _MATRIX,
@@ -366,7 +366,7 @@ def test_unknown_parameters_are_all_named():
     'layers': [{'mlp': {'kernel': _shape(3, 8, 6)}}],
     'table': _shape(2, 3),
   }
-  with pytest.raises(ValueError, match='not recognised') as error:
+  with pytest.raises(ValueError, match='not recognized') as error:
     merit_optax.flax_dimension_numbers(params)
   text = str(error.value)
   assert 'lora/lora_a (8, 2)' in text
@@ -398,7 +398,7 @@ def test_unknown_parameters_are_all_named():
 )
 def test_kernels_that_are_not_guessed(path, shape):
   owner, leaf = path.split('/')
-  with pytest.raises(ValueError, match=f'not recognised: {path}'):
+  with pytest.raises(ValueError, match=f'not recognized: {path}'):
     merit_optax.flax_dimension_numbers({owner: {leaf: _shape(*shape)}})
 
 
