@@ -40,8 +40,8 @@ def describe(
   Returns:
     Text with one line per parameter, which holds its path, its shape, the
     number of matrices and their rows and columns (or the number of vectors and
-    their length), which ratios apply (none: masked out, Adam's step with the clip), and
-    whether it is decayed.
+    their length), which ratios apply (none: masked out, Adam's step with the
+    clip), and whether it is decayed.
 
   Raises:
     ValueError: If a spec does not fit its parameter, ``ratios`` or

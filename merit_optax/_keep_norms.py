@@ -31,7 +31,8 @@ def keep_matrix_norms(
 
   This must be the last transform of a chain, after the learning rate, because
   it needs the final update. (Only :func:`merit_optax.qk_clip`, which shrinks
-  norms on purpose, comes after it.) For a matrix :math:`w` and its update :math:`u`,
+  norms on purpose, comes after it.) For a matrix :math:`w` and its update
+  :math:`u`,
 
   .. math::
 
