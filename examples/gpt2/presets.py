@@ -55,23 +55,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
-# Rates of merit, adamw and lamb are the best of four each on the demo preset;
-# those of lion and muon are usual ones and were not tuned; that of muon-kept is
-# of examples/study. Those of merit and muon-kept fall with the number of steps.
+# The rate of adamw is the best of three on the demo preset; that of lion is a
+# usual one and was not tuned. The others have one for the number of steps.
 OPTIMIZERS: dict[str, dict[str, float]] = {
-  'merit': dict(learning_rate=3e-2, weight_decay=0.01, b1=0.9, b2=0.95),
+  'merit': dict(weight_decay=0.01, b1=0.9, b2=0.95),
   'adamw': dict(learning_rate=4e-3, weight_decay=0.1, b1=0.9, b2=0.95),
-  'lamb': dict(learning_rate=2e-2, weight_decay=0.01, b1=0.9, b2=0.95),
+  'lamb': dict(weight_decay=0.01, b1=0.9, b2=0.95),
   'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
-  'muon': dict(learning_rate=2e-2, weight_decay=0.1, b1=0.95, b2=0.95),
-  'muon-kept': dict(
-    learning_rate=6e-2, adam_rate=1 / 3, weight_decay=0.0, b1=0.95, b2=0.95
-  ),
+  'muon': dict(weight_decay=0.1, b1=0.95, b2=0.95),
+  'muon-kept': dict(adam_rate=1 / 3, weight_decay=0.0, b1=0.95, b2=0.95),
 }
 
-# Of examples/study: the best rates of these go with steps to this power.
-_RELATIVE = ('merit', 'muon-kept')
-_RATE_POWER = -0.7
+# Learning rate times the root of the number of steps. From 153 to 2,441 steps
+# the best rates of examples/study are within a factor of 1.5.
+_RATE_TIMES_ROOT = {'merit': 0.4, 'lamb': 0.45, 'muon': 0.5, 'muon-kept': 1.25}
+_FEWEST_STEPS = 150
 # Norms are kept at this multiple of GPT-2 small's proportion to the width.
 _KEPT_SIZE = 2.0
 
@@ -124,16 +122,14 @@ def resolve(config: Config) -> Config:
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
-  if config.optimizer in _RELATIVE:
+  if config.optimizer in _RATE_TIMES_ROOT:
     steps = config.steps or defaults['steps']
-    defaults['learning_rate'] = _default_rate(config.optimizer, steps)
+    defaults['learning_rate'] = starting_rate(config.optimizer, steps)
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
   config = _filled(config, defaults)
   config = _filled(config, {'mlp_width': _mlp_width(config)})
-  if config.optimizer == 'muon-kept':
-    deviation = proportional_init_std(config.width, _KEPT_SIZE)
-    config = _filled(config, {'init_std': deviation})
+  config = _filled(config, {'init_std': _init_std(config)})
   for names, accepted, holds in _RANGES:
     for name in names:
       value = getattr(config, name)
@@ -207,11 +203,26 @@ def identity(config: Config) -> dict[str, Any]:
   return found
 
 
-def _default_rate(optimizer: str, steps: int) -> float:
-  """Returns the learning rate: that of the demo, or less for more steps."""
-  ratio = max(1.0, steps / PRESETS['demo']['steps'])
-  rate = OPTIMIZERS[optimizer]['learning_rate'] * ratio**_RATE_POWER
-  return float(f'{rate:.2g}')
+def _init_std(config: Config) -> float | None:
+  """Returns the default of the first weights; None is that of GPT-2."""
+  if config.optimizer == 'muon-kept':
+    return proportional_init_std(config.width, _KEPT_SIZE)
+  if config.preset == 'demo':
+    return proportional_init_std(config.width)
+  return None
+
+
+def starting_rate(optimizer: str, steps: int) -> float:
+  """Returns the peak learning rate to start at, by the number of steps.
+
+  Args:
+    optimizer: ``merit``, ``lamb``, ``muon`` or ``muon-kept``, whose steps are
+      relative.
+    steps: Steps of the run; fewer than 150, for which there are no
+      measurements, get the learning rate of 150.
+  """
+  root = math.sqrt(max(steps, _FEWEST_STEPS))
+  return float(f'{_RATE_TIMES_ROOT[optimizer] / root:.2g}')
 
 
 def _mlp_width(config: Config) -> int:

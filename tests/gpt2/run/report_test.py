@@ -65,7 +65,7 @@ def test_before_a_run_its_size_is_told(tmp_path: Path):
     '300,000 to train on, 2,000 held out, vocabulary 64',
     'unigram entropy 4.125 nats',
     '1,500 of 64 x 128 = 8,192 tokens, 12,288,000 in all',
-    'merit, learning rate 0.012, weight decay 0.01',
+    'merit, learning rate 0.01, weight decay 0.01',
     f'8 x {jax.devices()[0].device_kind}, 1 process(es), float32',
     'data 1, fsdp 4, tensor 2',
     'of weights and moments on each device',

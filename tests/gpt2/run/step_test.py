@@ -307,7 +307,7 @@ def test_the_vocabulary_is_rounded_up(given: int, size: int):
   config = _config(qk_norm=True, architecture='llama', dtype='bfloat16')
   found = make_model_config(config, given)
   assert found.vocab_size == size
-  assert (found.norm_epsilon, found.init_std) == (1e-6, 0.02)
+  assert (found.norm_epsilon, found.init_std) == (1e-6, config.init_std)
   for field in dataclasses.fields(found):
     if field.name not in ('vocab_size', 'norm_epsilon', 'init_std'):
       assert getattr(found, field.name) == getattr(config, field.name)
