@@ -63,8 +63,9 @@ class Config:
   context_length: int | None = None
   # What norms add to the variance. Default: 1e-5, of llama 1e-6.
   norm_epsilon: float | None = None
-  # Standard deviation of initial weights and embeddings. Default: GPT-2's 0.02,
-  # which at other widths is in proportion as 0.02 * sqrt(768 / width).
+  # Standard deviation of initial weights and embeddings. Default: GPT-2's 0.02;
+  # of the preset demo in proportion to the width, 0.02 * sqrt(768 / width), and
+  # of muon-kept twice that.
   init_std: float | None = None
   # Whether queries and keys go through an RMSNorm in each head.
   qk_norm: bool = False
@@ -78,10 +79,10 @@ class Config:
 
   # Optimizer of the weights.
   optimizer: Optimizer = 'merit'
-  # Peak learning rate, after a linear warm-up and before a cosine to zero. For
-  # merit, adamw and lamb the default is what did best on the demo; larger
-  # models want their own. Those of merit and muon-kept are lower for more than
-  # 400 steps.
+  # Peak learning rate, after a linear warm-up and before a cosine to zero. The
+  # default of merit, lamb, muon and muon-kept is a constant over the root of the
+  # number of steps; that of adamw did best on the demo, and larger models want
+  # less.
   learning_rate: float | None = None
   # muon and muon-kept: learning rate of the parameters that Adam updates
   # (embeddings, biases and norms), over --learning-rate. Default: 1, of
