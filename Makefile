@@ -35,7 +35,7 @@ CLIENTS ?= maxtext kauldron levanter easydel
 # Keep the marks of the clients' environments.
 .SECONDARY:
 .PHONY: help train test test-all test-rest test-oldest test-newest \
-  test-library test-slow test-clients lint docs package
+  test-library test-slow test-clients lint docs notebooks package
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
@@ -94,6 +94,9 @@ lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	  --builtin-schema vendor.github-issue-forms
 	$(RUN) check_jsonschema CITATION.cff \
 	  --builtin-schema vendor.citation-file-format
+
+notebooks: $(VENV)/.test ## Run the notebooks and keep their outputs.
+	$(VENV)/bin/python notebooks/run.py $(ARGS)
 
 docs: $(VENV)/.docs ## Build the documentation; it fails on any warning.
 	$(RUN) sphinx -n -W --keep-going -d docs/_build/doctrees $(ARGS) \

@@ -39,14 +39,8 @@ copybutton_prompt_text = r'>>> |\.\.\. '
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 4
 
-# Outputs of a quick run must not be found by a full one, whose code is equal.
-_FAST = bool(os.environ.get('MERIT_NOTEBOOK_FAST'))
-nb_execution_cache_path = str(
-  _DOCS / '_build' / ('notebooks-fast' if _FAST else 'notebooks')
-)
-nb_execution_mode = 'cache'
-nb_execution_raise_on_error = True
-nb_execution_timeout = 600
+# They have their outputs, from `make notebooks`.
+nb_execution_mode = 'off'
 # Outputs in Markdown may be tables.
 nb_render_markdown_format = 'myst'
 

@@ -1,28 +1,17 @@
-"""The notebooks run, and are committed without outputs, in one form."""
+"""The notebooks run, and have the outputs of a whole run of their code."""
 
-import importlib
-import os
 from pathlib import Path
 import re
 import sys
 import tomllib
 
-from ipykernel.kernelspec import write_kernel_spec
-import nbclient
 import nbformat
 import pytest
 
+from notebooks.run import FOLDER, METADATA, code_cells, digest, execute
+
 _ROOT = Path(__file__).parents[1]
-_NOTEBOOKS = sorted(_ROOT.glob('notebooks/*.ipynb'))
-_SECONDS_A_CELL = 300
-_METADATA = {
-  'kernelspec': {
-    'display_name': 'Python 3',
-    'language': 'python',
-    'name': 'python3',
-  },
-  'language_info': {'name': 'python'},
-}
+_NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 # What a notebook prints if its claims hold.
 _CLAIMS = {
   'shapes_and_meshes': ['the same bits: True', 'MERIT: 0 numbers differ'],
@@ -37,10 +26,6 @@ def _read(path):
   return nbformat.read(path, as_version=4)
 
 
-def _code_cells(notebook):
-  return [cell for cell in notebook.cells if cell.cell_type == 'code']
-
-
 def _sources(notebook):
   return '\n'.join(cell.source for cell in notebook.cells)
 
@@ -50,89 +35,62 @@ def _repository():
   return project['urls']['Repository'].removesuffix('/')
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-  """A function that runs a notebook in this Python, in the notebooks' folder.
-
-  Kernels, settings and history of the user play no part in it.
-  """
-  write_kernel_spec(tmp_path / 'kernels' / 'python3')
-  monkeypatch.setenv('JUPYTER_PATH', str(tmp_path))
-  monkeypatch.setenv('JUPYTER_RUNTIME_DIR', str(tmp_path / 'runtime'))
-  monkeypatch.setenv('IPYTHONDIR', str(tmp_path / 'ipython'))
-  monkeypatch.setenv('MERIT_NOTEBOOK_FAST', '1')
-  monkeypatch.delenv('MPLBACKEND', raising=False)
-
-  def run_notebook(notebook):
-    return nbclient.NotebookClient(
-      notebook,
-      timeout=_SECONDS_A_CELL,
-      kernel_name='python3',
-      resources={'metadata': {'path': str(_ROOT / 'notebooks')}},
-    ).execute()
-
-  return run_notebook
-
-
 def _printed(notebook, name):
   """Returns what the cells wrote to a stream, stdout or stderr."""
   return ''.join(
     output.text
-    for cell in _code_cells(notebook)
+    for cell in code_cells(notebook)
     for output in cell.outputs
     if output.output_type == 'stream' and output.name == name
   )
 
 
-def _pictures(notebook):
-  return [
-    output.data['image/png']
-    for cell in _code_cells(notebook)
-    for output in cell.outputs
-    if 'image/png' in output.get('data', {})
-  ]
+def _kinds(notebook):
+  """Returns by cell what kinds of output there are: streams, tables, images."""
+  return {
+    cell.id: [
+      [output.name] if output.output_type == 'stream' else sorted(output.data)
+      for output in cell.outputs
+    ]
+    for cell in code_cells(notebook)
+  }
 
 
-def test_kernels_run_this_python(run):
+def test_kernels_run_this_python():
   cell = nbformat.v4.new_code_cell('import sys\nprint(sys.executable)')
-  notebook = run(nbformat.v4.new_notebook(cells=[cell]))
+  notebook = nbformat.v4.new_notebook(cells=[cell])
+  execute(notebook)
   assert _printed(notebook, 'stdout').strip() == sys.executable
-
-
-def _executed(path, run):
-  """Returns a notebook that has run: here, or for MERIT_BUILT_DOCS."""
-  notebook = _read(path)
-  built = os.environ.get('MERIT_BUILT_DOCS')
-  if built is None:
-    return run(notebook)
-  # Of the extra docs, which other tests do without.
-  jupyter_cache = importlib.import_module('jupyter_cache')
-  cache = jupyter_cache.get_cache(Path(built) / 'notebooks-fast')
-  return cache.get_cache_bundle(cache.match_cache_notebook(notebook).pk).nb
 
 
 @pytest.mark.slow
 @_each_notebook
-def test_notebook_runs(path, run):
-  notebook = _executed(path, run)
-  # All packages are there, so that nothing was installed.
-  assert _code_cells(notebook)[0].outputs == []
-  assert 'Traceback' not in _printed(notebook, 'stderr')
-  if 'pyplot' in _sources(notebook):
-    assert _pictures(notebook)
+def test_notebook_runs(path, monkeypatch):
+  monkeypatch.setenv('MERIT_NOTEBOOK_FAST', '1')
+  kept, notebook = _read(path), _read(path)
+  execute(notebook)
+  assert _kinds(notebook) == _kinds(kept)
   for text in _CLAIMS.get(path.stem, []):
+    assert text in _printed(kept, 'stdout')
     assert text in _printed(notebook, 'stdout')
 
 
 @_each_notebook
-def test_notebook_is_stripped(path):
+def test_outputs_are_those_of_one_run_of_this_code(path):
   notebook = _read(path)
-  assert notebook.metadata == _METADATA
-  for cell in notebook.cells:
-    assert cell.metadata == {}, cell.id
-  for cell in _code_cells(notebook):
-    assert cell.outputs == [], cell.id
-    assert cell.execution_count is None, cell.id
+  hint = f'run: python notebooks/run.py {path.stem}'
+  assert notebook.metadata == METADATA | {'code_sha256': digest(notebook)}, hint
+  assert all(cell.metadata == {} for cell in notebook.cells)
+  cells = code_cells(notebook)
+  counts = [cell.execution_count for cell in cells]
+  assert counts == list(range(1, 1 + len(cells))), hint
+  # All packages were there, so nothing was installed.
+  assert cells[0].outputs == []
+  assert _printed(notebook, 'stderr') == ''
+  if 'pyplot' in _sources(notebook):
+    assert any(
+      'image/png' in x for kinds in _kinds(notebook).values() for x in kinds
+    )
 
 
 @_each_notebook
@@ -146,7 +104,7 @@ def test_notebook_has_the_form_that_nbformat_writes(path):
 def test_notebook_starts_with_a_title_and_installs_first(path):
   notebook = _read(path)
   assert notebook.cells[0].source.startswith('# ')
-  assert '%pip install' in _code_cells(notebook)[0].source
+  assert '%pip install' in code_cells(notebook)[0].source
 
 
 @_each_notebook
@@ -168,4 +126,6 @@ def test_links_into_the_repository_lead_somewhere(path):
 def test_notebook_names_no_folder_of_a_machine(path):
   # A slash, a name, a slash, and nothing of an address or a relative path.
   absolute = r'(?<![\w:/.~<)}])/[A-Za-z]\w*/'
-  assert re.findall(absolute, _sources(_read(path))) == []
+  notebook = _read(path)
+  text = _sources(notebook) + _printed(notebook, 'stdout')
+  assert re.findall(absolute, text) == []

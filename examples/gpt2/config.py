@@ -80,9 +80,8 @@ class Config:
   # Optimizer of the weights.
   optimizer: Optimizer = 'merit'
   # Peak learning rate, after a linear warm-up and before a cosine to zero. The
-  # default of merit, lamb, muon and muon-kept is a constant over the root of the
-  # number of steps; that of adamw did best on the demo, and larger models want
-  # less.
+  # default of merit, lamb, muon and muon-kept is a constant over the root of
+  # the number of steps, that of adamw 1 / width.
   learning_rate: float | None = None
   # muon and muon-kept: learning rate of the parameters that Adam updates
   # (embeddings, biases and norms), over --learning-rate. Default: 1, of

@@ -55,11 +55,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
 }  # fmt: skip
 
-# The rate of adamw is the best of three on the demo preset; that of lion is a
-# usual one and was not tuned. The others have one for the number of steps.
+# The learning rate of lion is a usual one and was not tuned. That of the others
+# follows the number of steps or the width.
 OPTIMIZERS: dict[str, dict[str, float]] = {
   'merit': dict(weight_decay=0.01, b1=0.9, b2=0.95),
-  'adamw': dict(learning_rate=4e-3, weight_decay=0.1, b1=0.9, b2=0.95),
+  'adamw': dict(weight_decay=0.1, b1=0.9, b2=0.95),
   'lamb': dict(weight_decay=0.01, b1=0.9, b2=0.95),
   'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   'muon': dict(weight_decay=0.1, b1=0.95, b2=0.95),
@@ -70,6 +70,9 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 # the best rates of examples/study are within a factor of 1.5.
 _RATE_TIMES_ROOT = {'merit': 0.4, 'lamb': 0.45, 'muon': 0.5, 'muon-kept': 1.25}
 _FEWEST_STEPS = 150
+# That of adamw times the width: the best on the demo (width 128, of 0.7, 1 and
+# 1.4 times that), and of examples/study (width 64) at 305 and 610 steps.
+_ADAMW_RATE_TIMES_WIDTH = 1.0
 # Norms are kept at this multiple of GPT-2 small's proportion to the width.
 _KEPT_SIZE = 2.0
 
@@ -122,9 +125,7 @@ def resolve(config: Config) -> Config:
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
-  if config.optimizer in _RATE_TIMES_ROOT:
-    steps = config.steps or defaults['steps']
-    defaults['learning_rate'] = starting_rate(config.optimizer, steps)
+  defaults.setdefault('learning_rate', _default_rate(config))
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
   config = _filled(config, defaults)
@@ -209,6 +210,16 @@ def _init_std(config: Config) -> float | None:
     return proportional_init_std(config.width, _KEPT_SIZE)
   if config.preset == 'demo':
     return proportional_init_std(config.width)
+  return None
+
+
+def _default_rate(config: Config) -> float | None:
+  """Returns the learning rate by steps or width; None if there is no rule."""
+  config = _filled(config, PRESETS[config.preset])
+  if config.optimizer in _RATE_TIMES_ROOT:
+    return starting_rate(config.optimizer, config.steps)
+  if config.optimizer == 'adamw':
+    return float(f'{_ADAMW_RATE_TIMES_WIDTH / config.width:.2g}')
   return None
 
 

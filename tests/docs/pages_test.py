@@ -46,14 +46,14 @@ class _QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-  """Serves the site in MERIT_BUILT_DOCS, or builds it without notebooks."""
+  """Serves the site in MERIT_BUILT_DOCS, or builds it."""
   if built := os.environ.get('MERIT_BUILT_DOCS'):
     folder = Path(built) / 'html'
   else:
     folder = tmp_path_factory.mktemp('site') / 'html'
     subprocess.run(
       [sys.executable, '-m', 'sphinx', '-W', '--keep-going', '-n', '-q']
-      + ['-D', 'nb_execution_mode=off', 'docs', folder],
+      + ['docs', folder],
       cwd=_ROOT,
       check=True,
     )

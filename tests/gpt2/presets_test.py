@@ -232,6 +232,12 @@ def test_the_learning_rate_follows_the_steps(
     assert rate / 1.5 < found < rate * 1.5
 
 
+@pytest.mark.parametrize(('width', 'best'), [(64, 0.0156), (128, 0.0078)])
+def test_the_learning_rate_of_adamw_follows_the_width(width: int, best: float):
+  found = resolve(Config(optimizer='adamw', width=width)).learning_rate
+  assert found == pytest.approx(best, rel=0.05)
+
+
 def test_a_learning_rate_that_is_given_is_taken():
   assert resolve(Config()).learning_rate == 0.02
   assert resolve(Config(steps=1)).learning_rate == 0.033
