@@ -39,7 +39,7 @@ copybutton_prompt_text = r'>>> |\.\.\. '
 myst_enable_extensions = ['dollarmath']
 myst_heading_anchors = 4
 
-# They have their outputs, from `make notebooks`.
+# Notebooks are committed with their outputs, from `make notebooks`.
 nb_execution_mode = 'off'
 # Outputs in Markdown may be tables.
 nb_render_markdown_format = 'myst'

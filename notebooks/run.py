@@ -68,9 +68,12 @@ def digest(notebook: NotebookNode) -> str:
 
 def main(names: list[str]) -> None:
   """Runs some notebooks, or all."""
-  for path in sorted(FOLDER.glob('*.ipynb')):
-    if names and path.stem not in names:
-      continue
+  known = [path.stem for path in sorted(FOLDER.glob('*.ipynb'))]
+  if unknown := set(names) - set(known):
+    raise SystemExit(f'No notebook {unknown}: there are {", ".join(known)}.')
+  os.environ.pop('MERIT_NOTEBOOK_FAST', None)  # Outputs are of a whole run.
+  for name in names or known:
+    path = FOLDER / f'{name}.ipynb'
     print(path.name, flush=True)
     notebook = nbformat.read(path, as_version=4)
     execute(notebook)

@@ -81,7 +81,7 @@ class Config:
   optimizer: Optimizer = 'merit'
   # Peak learning rate, after a linear warm-up and before a cosine to zero. The
   # default of merit, lamb, muon and muon-kept is a constant over the root of
-  # the number of steps, that of adamw 1 / width.
+  # the number of steps, that of adamw 1 / width, and that of lion 0.001.
   learning_rate: float | None = None
   # muon and muon-kept: learning rate of the parameters that Adam updates
   # (embeddings, biases and norms), over --learning-rate. Default: 1, of

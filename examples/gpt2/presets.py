@@ -125,17 +125,16 @@ def resolve(config: Config) -> Config:
   """
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
-  defaults.setdefault('learning_rate', _default_rate(config))
   if config.width is not None or config.architecture is not None:
     del defaults['mlp_width']
   config = _filled(config, defaults)
-  config = _filled(config, {'mlp_width': _mlp_width(config)})
-  config = _filled(config, {'init_std': _init_std(config)})
-  for names, accepted, holds in _RANGES:
-    for name in names:
-      value = getattr(config, name)
-      if value is not None and not holds(value):
-        raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
+  _check_ranges(config)
+  derived = {
+    'mlp_width': _mlp_width(config),
+    'init_std': _init_std(config),
+    'learning_rate': _default_rate(config),
+  }
+  config = _filled(config, derived)
   _check_model(config)
   _check_run(config)
   return config
@@ -144,6 +143,14 @@ def resolve(config: Config) -> Config:
 def _filled(config: Config, defaults: dict[str, Any]) -> Config:
   missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
   return dataclasses.replace(config, **missing)
+
+
+def _check_ranges(config: Config) -> None:
+  for names, accepted, holds in _RANGES:
+    for name in names:
+      value = getattr(config, name)
+      if value is not None and not holds(value):
+        raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
 
 
 def _check_model(config: Config) -> None:
@@ -199,7 +206,7 @@ def identity(config: Config) -> dict[str, Any]:
     if name not in _NOT_IDENTITY and value is not None
   }
   if config.dtype == 'float32':
-    # It decides nothing then, and runs of before it was there can go on.
+    # It decides nothing then, and runs from before it existed can resume.
     del found['reduce_dtype']
   return found
 
@@ -215,7 +222,6 @@ def _init_std(config: Config) -> float | None:
 
 def _default_rate(config: Config) -> float | None:
   """Returns the learning rate by steps or width; None if there is no rule."""
-  config = _filled(config, PRESETS[config.preset])
   if config.optimizer in _RATE_TIMES_ROOT:
     return starting_rate(config.optimizer, config.steps)
   if config.optimizer == 'adamw':

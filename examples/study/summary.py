@@ -66,12 +66,12 @@ def _rates(outcome: hyperparameters.Outcome, scale: Scale) -> list[str]:
     rows.append(
       {
         'optimizer': contender.name,
-        'starting rate': f'{at_1000:.2g} × (steps / 1000)^{power:.2f}',
+        'learning rate': f'{at_1000:.2g} × (steps / 1000)^{power:.2f}',
         'tested from': f'{rates[0][0]:,} steps',
         'to': f'{rates[-1][0]:,} steps',
       }
     )
   return [
-    'Where to start the learning rate; try half and twice as well:',
+    'Lines through the logarithms of the best learning rates:',
     render.markdown(rows),
   ]

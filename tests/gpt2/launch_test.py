@@ -202,16 +202,8 @@ def _given_processes(command: list[str]) -> list[dict[str, str]]:
   return [{'JAX_NUM_CPU_DEVICES': each} for _ in range(count)]
 
 
-@pytest.mark.parametrize(
-  'line',
-  # The quick tests try out one of several processes.
-  [
-    line
-    if line.startswith('srun')
-    else pytest.param(line, marks=pytest.mark.slow)
-    for line in _launch_lines()
-  ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize('line', _launch_lines())
 def test_documented_launch_lines_train(line: str, tmp_path: Path, metadata):
   tokens = tmp_path / 'tokens'
   tokens.mkdir()

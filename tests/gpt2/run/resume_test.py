@@ -345,6 +345,7 @@ def test_a_process_that_fails_alone_ends_the_others(pair: Path):
   assert 'gone.txt does not exist' in (pair / 'alone.log').read_text()
 
 
+@pytest.mark.slow
 def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
   (pair / 'file').touch()
   statuses = _end(_start_pair(pair, 'error', ('--out-dir', 'file/run')))
