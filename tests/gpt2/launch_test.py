@@ -203,7 +203,9 @@ def _given_processes(command: list[str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('line', _launch_lines())
+@pytest.mark.parametrize(
+  'line', _launch_lines(), ids=lambda line: line.split()[0]
+)
 def test_documented_launch_lines_train(line: str, tmp_path: Path, metadata):
   tokens = tmp_path / 'tokens'
   tokens.mkdir()
