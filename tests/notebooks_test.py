@@ -78,7 +78,7 @@ def test_notebook_runs(path, monkeypatch):
 @_each_notebook
 def test_outputs_are_those_of_one_run_of_this_code(path):
   notebook = _read(path)
-  hint = f'run: python notebooks/run.py {path.stem}'
+  hint = f'run: make notebooks ARGS={path.stem}'
   assert notebook.metadata == METADATA | {'code_sha256': digest(notebook)}, hint
   assert all(cell.metadata == {} for cell in notebook.cells)
   cells = code_cells(notebook)

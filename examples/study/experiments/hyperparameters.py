@@ -180,13 +180,18 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   result, all_axes = render.panels(1, 1 + len(_WIDENED))
   first, *others = all_axes[0]
   for x in CONTENDERS:
-    steps, rates = zip(*by_steps(outcome[x.name], scale), strict=True)
-    first.loglog(steps, rates, 'o-', color=render.COLORS[x.name], label=x.name)
+    points = by_steps(outcome[x.name], scale)
+    steps, rates = np.array(points).T
+    color = render.COLORS[x.name]
+    first.loglog(steps, rates, 'o', color=color, label=x.name)
+    at_1000, power = fit_rate(points)
+    first.loglog(steps, at_1000 * (steps / 1000) ** power, color=color, lw=0.8)
   for axis in (first.xaxis, first.yaxis):
     render.label_decades(axis)
   first.set_xlabel('steps')
   first.set_ylabel('learning rate')
-  first.legend(fontsize=7)
+  first.set_ylim(top=10 * first.get_ylim()[1])  # Leaves room for the legend.
+  first.legend(fontsize=7, loc='upper right')
   for contender, axes in zip(_WIDENED, others, strict=True):
     widths = outcome[contender.name][WIDTH]
     for width, tuned in widths.items():

@@ -14,7 +14,7 @@ from examples.study.experiments.mechanism import verdict
     ((-0.04, -0.05, -0.03), (-0.01, -0.015, -0.005), (-0.03, -0.04, -0.02),
      '25% of MERIT'),
     ((-0.04, -0.05, -0.03), (0, -0.01, 0.01), (-0.04, -0.06, -0.02),
-     'needs attention logits.'),
+     "So MERIT's lead over LAMB needs attention logits."),
     ((-0.04, -0.05, -0.03), (-0.02, -0.05, 0.01), (-0.02, -0.05, 0.01),
      'stays open'),
     ((-0.01, -0.05, 0.03), (-0.02, -0.05, -0.01), (0.01, -0.05, 0.07),
