@@ -138,8 +138,8 @@ def _relation(outcome: Outcome) -> str:
   best = min(tuned, key=lambda name: mean_loss(tuned[name]))
   smallest = min(tuned, key=lambda name: peak(tuned[name]))
   text = (
-    f'At the rates chosen, the lowest loss is that of {best}, the smallest '
-    f'logits are those of {smallest}.'
+    f'At the rates chosen, {best} has the lowest loss, and {smallest} the '
+    'smallest logits.'
   )
   if min(len(set(values)) for values in zip(*pairs, strict=True)) < 2:
     return text
