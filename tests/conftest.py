@@ -31,6 +31,18 @@ def pytest_runtest_call() -> Generator[None]:
     raise
 
 
+@pytest.fixture(scope='module')
+def quick_compilation() -> Iterator[None]:
+  """Leaves out XLA's optimizations, which cost more than they gain here.
+
+  For modules with large programs of which it matters what they compute, and not
+  how.
+  """
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', False)
+
+
 @pytest.fixture(scope='session', autouse=True)
 def compile_once() -> Iterator[None]:
   """Keeps compiled programs, to which most time goes, for the next run.

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 import random
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import main, train
 
+pytestmark = pytest.mark.usefixtures('quick_compilation')
 _ROOT = Path(__file__).parents[3]
 
 
@@ -46,6 +48,23 @@ def uninterrupted(make_tiny, tmp_path_factory) -> Path:
   config = _eight_steps(make_tiny(tmp_path_factory.mktemp('uninterrupted')))
   train(config)
   return config.out_dir
+
+
+@pytest.fixture(scope='module')
+def killed(make_tiny, tmp_path_factory) -> Path:
+  """The folder of a run of these settings that was killed during step 7."""
+  config = _eight_steps(make_tiny(tmp_path_factory.mktemp('killed')))
+  with pytest.MonkeyPatch.context() as patch, pytest.raises(_Killed):
+    _kill_at(patch, 7)
+    train(config)
+  return config.out_dir
+
+
+@pytest.fixture
+def killed_config(config: Config, killed: Path) -> Config:
+  """Settings of such a run, in a folder that a test may change."""
+  shutil.copytree(killed, config.out_dir)
+  return config
 
 
 @pytest.fixture(scope='module')
@@ -115,7 +134,9 @@ def _kill_at(monkeypatch, step: int):
   _during(monkeypatch, step, kill)
 
 
-@pytest.mark.parametrize('step', [2, 6, 7])
+@pytest.mark.parametrize(
+  'step', [2, 6, pytest.param(7, marks=pytest.mark.slow)]
+)
 def test_a_run_goes_on_from_its_checkpoint(
   config: Config, uninterrupted: Path, step: int, monkeypatch, capsys
 ):
@@ -132,7 +153,11 @@ def test_a_run_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-  'number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
+  'number, status',
+  [
+    (signal.SIGTERM, 143),
+    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
+  ],
 )
 def test_a_signal_saves_a_checkpoint(
   config: Config, uninterrupted, number: int, status: int, monkeypatch, capsys
@@ -154,13 +179,10 @@ def test_a_signal_saves_a_checkpoint(
   _assert_same_run(config.out_dir, uninterrupted)
 
 
-def test_fresh_starts_over(config: Config, monkeypatch, capsys):
-  with monkeypatch.context() as patch, pytest.raises(_Killed):
-    _kill_at(patch, 6)
-    train(config)
-  train(dataclasses.replace(config, fresh=True))
+def test_fresh_starts_over(killed_config: Config, uninterrupted, capsys):
+  train(dataclasses.replace(killed_config, fresh=True))
   assert 'going on' not in capsys.readouterr().out
-  assert len(_metrics(config.out_dir)) == config.steps
+  _assert_same_run(killed_config.out_dir, uninterrupted)
 
 
 @pytest.mark.slow
@@ -188,17 +210,14 @@ def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
   ],
 )
 def test_another_model_data_or_seed_is_refused(
-  config: Config, change, words: str, tmp_path, monkeypatch
+  killed_config: Config, change, words: str, tmp_path
 ):
-  with monkeypatch.context() as patch, pytest.raises(_Killed):
-    _kill_at(patch, 3)
-    train(config)
   if 'data' in change:
     other = tmp_path / 'other.txt'
     other.write_text('another text. ' * 500)
     change = {'data': str(other)}
   with pytest.raises(UsageError, match=words):
-    train(dataclasses.replace(config, **change))
+    train(dataclasses.replace(killed_config, **change))
 
 
 def _break_gradients(monkeypatch, step: int):
@@ -225,7 +244,9 @@ def _break_gradients(monkeypatch, step: int):
   monkeypatch.setattr(Loop, '__init__', remember)
 
 
-def test_an_infinite_gradient_stops_the_run_with_advice(config, monkeypatch):
+def test_an_infinite_gradient_stops_the_run_or_is_left_out(
+  config: Config, monkeypatch, capsys
+):
   _break_gradients(monkeypatch, 5)
   with pytest.raises(NotFiniteError) as error:
     train(config)
@@ -240,11 +261,6 @@ def test_an_infinite_gradient_stops_the_run_with_advice(config, monkeypatch):
   assert saved == ['2', '4']
   assert not RunFolder(config.out_dir).finished
 
-
-def test_an_infinite_gradient_can_be_left_out(config, monkeypatch, capsys):
-  _break_gradients(monkeypatch, 5)
-  with pytest.raises(NotFiniteError):
-    train(config)
   train(dataclasses.replace(config, not_finite='skip'))
   out = capsys.readouterr().out
   assert 'going on after step 4' in out
@@ -406,17 +422,14 @@ def test_two_processes_go_on_after_one_was_killed(pair: Path):
 
 
 def test_lost_lines_of_metrics_are_told_and_none_is_doubled(
-  config: Config, monkeypatch
+  killed_config: Config,
 ):
-  with monkeypatch.context() as patch, pytest.raises(_Killed):
-    _kill_at(patch, 7)
-    train(config)
-  path = config.out_dir / 'metrics.jsonl'
+  path = killed_config.out_dir / 'metrics.jsonl'
   lines = path.read_text().splitlines(keepends=True)
   path.write_text(''.join([lines[0], lines[1][:30] + '\n', *lines[3:]]))
   with pytest.warns(UserWarning, match='lost 2 of the lines up to step 6'):
-    train(config)
-  steps = [m['step'] for m in _metrics(config.out_dir)]
+    train(killed_config)
+  steps = [m['step'] for m in _metrics(killed_config.out_dir)]
   assert steps == [1, 4, 5, 6, 7, 8]
 
 
