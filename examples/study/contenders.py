@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from examples.gpt2.config import Config
+from examples.gpt2.presets import resolve
 from examples.study.plans import Run
 from examples.study.scales import Scale
 
@@ -14,9 +16,12 @@ class Contender:
   Attributes:
     name: What the report calls it.
     optimizer: The trainer's, which gives the betas too.
-    start: First guess of the learning rate, for some hundred steps.
+    start: First guess of the learning rate, for some hundred steps, before
+      there was a rule.
     arm: Chain in its place (see :mod:`examples.study.arms`).
     settings: Further arguments of :meth:`Scale.run`.
+    rule: The trainer's optimizer whose starting learning rate it takes, if
+      there is one.
   """
 
   name: str
@@ -24,6 +29,19 @@ class Contender:
   start: float
   arm: str = ''
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+  rule: str = ''
+
+  def first_rate(self, scale: Scale, batch_size: int) -> float:
+    """Returns the first guess of the learning rate at a batch size."""
+    if scale.finds_rules or not self.rule:
+      return self.start
+    config = Config(
+      **scale.settings,
+      optimizer=self.rule,
+      batch_size=batch_size,
+      steps=scale.num_steps(batch_size),
+    )
+    return resolve(config).learning_rate
 
   def run(
     self, scale: Scale, batch_size: int, learning_rate: float, **changes: Any
@@ -37,16 +55,19 @@ class Contender:
     )
 
 
-ADAMW = Contender('AdamW', 'adamw', 0.011)
-LAMB = Contender('LAMB', 'lamb', 0.028, 'adam corrected > decay > l2')
-MERIT = Contender('MERIT', 'merit', 0.028)
-MUON = Contender('Muon', 'muon', 0.028)
+ADAMW = Contender('AdamW', 'adamw', 0.011, rule='adamw')
+LAMB = Contender(
+  'LAMB', 'lamb', 0.028, 'adam corrected > decay > l2', rule='lamb'
+)
+MERIT = Contender('MERIT', 'merit', 0.028, rule='merit')
+MUON = Contender('Muon', 'muon', 0.028, rule='muon')
 KEPT = Contender(
   'Muon, MERIT’s ratios, norms kept',
   'muon',
   0.06,
   'muon > merit > l2 > keep l2; adam 0.33',
   {'init_scale': 2.0},
+  'muon-kept',
 )
 """The best of ``compositions``: MERIT's ratios on Muon's direction, and the l2
 norm of each matrix kept, at twice the size in proportion to the width."""

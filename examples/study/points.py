@@ -98,7 +98,7 @@ def find_rate(
 
   return select(
     run,
-    start or contender.start,
+    start or contender.first_rate(scale, batch_size),
     seeds or scale.tuning_seeds,
     stride or scale.stride,
   )
@@ -203,8 +203,8 @@ def measure_seeds(
 def find_rates(scale: Scale, contender: Contender) -> Plan[dict[int, Tuned]]:
   """Plans to choose a learning rate for every batch size of the scale.
 
-  It begins at the one of experiments that do not vary it; from there, the rate
-  of a batch is the first guess for the next.
+  It begins at the one of experiments that do not vary it. From there, the rate
+  of a batch is the first guess for the next, unless there is a rule to test.
   """
   middle = scale.batch_sizes.index(scale.batch_size)
   first = yield from find_rate(scale, contender, scale.batch_size)
@@ -228,13 +228,10 @@ def _find_next_rates(
   found: dict[int, Tuned] = {}
   previous, tuned = scale.batch_size, first
   for size in sizes:
-    tuned = yield from find_rate(
-      scale,
-      contender,
-      size,
-      start=scale_rate(tuned.learning_rate, size / previous),
-      stride=1,
-    )
+    start = scale_rate(tuned.learning_rate, size / previous)
+    if contender.rule and not scale.finds_rules:
+      start = contender.first_rate(scale, size)
+    tuned = yield from find_rate(scale, contender, size, start=start, stride=1)
     found[size], previous = tuned, size
   return found
 

@@ -27,7 +27,7 @@ from examples.study.experiments import (
   width_depth,
 )
 from examples.study.plans import Result, Run, count_runs, execute
-from examples.study.scales import Scale
+from examples.study.scales import SCALES, Scale
 from examples.study.store import Store
 
 EXPERIMENTS: dict[str, Any] = {
@@ -49,6 +49,8 @@ EXPERIMENTS: dict[str, Any] = {
   'width-depth': width_depth,
 }
 """Modules with ``plan``, ``section``, ``figure`` and ``TITLE``, by name."""
+_LARGER = {'nano': 'mini'}
+"""The scale that the first page also shows, by that of the report."""
 
 
 def write(folder: Path, name: str, scale: Scale, store: Store) -> list[Path]:
@@ -67,7 +69,8 @@ def write(folder: Path, name: str, scale: Scale, store: Store) -> list[Path]:
   figures = folder / 'figures'
   figures.mkdir(parents=True, exist_ok=True)
   path = folder / 'RESULTS.md'
-  path.write_text(text(name, scale, outcomes, records))
+  larger = read_larger(name, store.path.parent)
+  path.write_text(text(name, scale, outcomes, records, larger))
   return [path] + [
     _draw(figures / f'{experiment}.png', EXPERIMENTS[experiment], x, scale)
     for experiment, x in outcomes.items()
@@ -96,11 +99,30 @@ def read_outcomes(
   return outcomes, list(used.values())
 
 
+def read_larger(name: str, results: Path) -> summary.Larger | None:
+  """Returns what came out at the next scale, if all its runs are there.
+
+  Args:
+    name: Name of the scale of the report.
+    results: Folder of the results.
+  """
+  larger = _LARGER.get(name, '')
+  path = results / f'{larger}.jsonl'
+  if not path.exists():
+    return None
+  scale, store = SCALES[larger], Store(path)
+  if count_runs(batch_scaling.plan(scale), store.result):
+    return None
+  outcome = execute(batch_scaling.plan(scale), store.results)
+  return summary.Larger(larger, scale, outcome)
+
+
 def text(
   name: str,
   scale: Scale,
   outcomes: dict[str, Any],
   records: list[dict[str, Any]],
+  larger: summary.Larger | None = None,
 ) -> str:
   """Returns the text of RESULTS.md.
 
@@ -109,6 +131,7 @@ def text(
     scale: Size of the study.
     outcomes: What experiments found out, of those that are complete.
     records: Records of their runs.
+    larger: What came out at a larger scale.
   """
   parts = [
     f'# Results at scale {name}',
@@ -117,7 +140,7 @@ def text(
     'Intervals are those of 95 % for a difference of means.',
   ]
   if records:
-    parts += [summary.page(outcomes, scale), _provenance(records)]
+    parts += [summary.page(outcomes, scale, larger), _provenance(records)]
     if table := claims.table(outcomes, scale):
       parts += ['## The claims of the paper', table]
   for experiment, outcome in outcomes.items():

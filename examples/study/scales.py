@@ -27,6 +27,8 @@ class Scale:
     num_seeds: Runs that judge a learning rate; 0 for the loss of the tuning.
     stride: Factor between the first rates of a tuning, as a power of √2.
     on_one_core: Whether a run takes a CPU core, so that several run at once.
+    finds_rules: Whether it found the rules for starting learning rates, so that
+      its own first guesses are older.
     steps: Steps of every run, whatever its tokens; None for all.
   """
 
@@ -39,12 +41,17 @@ class Scale:
   num_seeds: int = 3
   stride: int = 2
   on_one_core: bool = False
+  finds_rules: bool = False
   steps: int | None = None
 
   @property
   def init_std(self) -> float:
     """Standard deviation of the first weights, in proportion to the width."""
     return self.run('adamw', self.batch_size, 1.0).config.init_std
+
+  def num_steps(self, batch_size: int, share: float = 1.0) -> int:
+    """Returns the steps of a run on a share of the tokens of the scale."""
+    return round(share * self.run('adamw', batch_size, 1.0).config.steps)
 
   def run(
     self,
@@ -128,6 +135,7 @@ SCALES = {
     batch_size=128,
     widths=(32, 64, 128),
     on_one_core=True,
+    finds_rules=True,
   ),
   # Thirteen times the parameters of nano, to see what carries over.
   'mini': Scale(

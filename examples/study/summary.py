@@ -2,34 +2,51 @@
 
 from collections.abc import Mapping
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS
 from examples.study.differences import leaders
 from examples.study.experiments import batch_scaling, hyperparameters
+from examples.study.points import Point
 from examples.study.scales import Scale
 
 
-def page(outcomes: Mapping[str, Any], scale: Scale) -> str:
+class Larger(NamedTuple):
+  """What came out at a larger scale.
+
+  Attributes:
+    name: Name of the scale.
+    scale: The scale.
+    outcome: Its losses by batch size.
+  """
+
+  name: str
+  scale: Scale
+  outcome: batch_scaling.Outcome
+
+
+def page(
+  outcomes: Mapping[str, Any], scale: Scale, larger: Larger | None = None
+) -> str:
   """Returns the page, of the experiments that are complete."""
   parts = []
   if 'steps-to-loss' in outcomes:
     parts.append('![Steps to a loss](figures/steps-to-loss.png)')
   if 'batch-scaling' in outcomes:
     parts += _losses(outcomes['batch-scaling'], scale)
+  if larger:
+    parts += _larger_losses(larger)
   if 'hyperparameters' in outcomes:
     parts += _rates(outcomes['hyperparameters'], scale)
   return '\n\n'.join(['## In short', *parts] if parts else [])
 
 
 def _losses(outcome: batch_scaling.Outcome, scale: Scale) -> list[str]:
-  config = scale.run('adamw', scale.batch_size, 1.0).config
   rows = batch_scaling.loss_rows(outcome, scale)
   return [
-    f'Validation loss, nats a token: {config.num_layers} layers of width '
-    f'{config.width}, context {config.context_length}, {scale.tokens:,} tokens '
-    'in every run; learning rates chosen for each optimizer and batch'
+    f'Validation loss, nats a token: {_describe(scale)}; learning rates chosen '
+    'for each optimizer and batch'
     + (
       ', then mean and standard deviation over fresh seeds.'
       if scale.num_seeds > 1
@@ -37,11 +54,48 @@ def _losses(outcome: batch_scaling.Outcome, scale: Scale) -> list[str]:
     ),
     render.markdown(rows),
     '\n'.join(
-      f'- Batch {size} ({hyperparameters.num_steps(scale, size):,} steps): '
+      f'- Batch {size} ({scale.num_steps(size):,} steps): '
       + _best(outcome, size)
       for size in scale.batch_sizes
     ),
   ]
+
+
+def _describe(scale: Scale) -> str:
+  config = scale.run('adamw', scale.batch_size, 1.0).config
+  return (
+    f'{config.num_layers} layers of width {config.width}, context '
+    f'{config.context_length}, {scale.tokens:,} tokens in every run'
+  )
+
+
+def _larger_losses(larger: Larger) -> list[str]:
+  """Returns whether order and starting learning rates hold there."""
+  name, scale, outcome = larger
+  rows = [
+    {'optimizer': contender.name}
+    | {
+      f'batch {size} ({scale.num_steps(size):,} steps)': _with_rule(
+        outcome[contender.name, size], contender.first_rate(scale, size)
+      )
+      for size in scale.batch_sizes
+    }
+    for contender in CONTENDERS
+  ]
+  return [
+    f'At scale {name}, {_describe(scale)}, one seed. In brackets the best '
+    'learning rate of a grid by √2, and how many times that is the one that '
+    'the trainer starts at, by rules that were found at the scale above:',
+    render.markdown(rows),
+  ]
+
+
+def _with_rule(point: Point, first: float) -> str:
+  rate = point.tuned.learning_rate
+  return (
+    f'{render.format_loss(point.mean)} '
+    f'({render.format_learning_rate(point.tuned)}, {rate / first:.2g} ×)'
+  )
 
 
 def _best(outcome: batch_scaling.Outcome, size: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 from examples.study import claims, report
 from examples.study.contenders import CONTENDERS, KEPT
 from examples.study.experiments import (
+  batch_scaling,
   compositions,
   curvature,
   hyperparameters,
@@ -100,7 +101,8 @@ _DIVERGENCES = {
 
 def _text(store):
   scale = SCALES['nano']
-  return report.text('nano', scale, *report.read_outcomes(scale, store))
+  larger = report.read_larger('nano', store.path.parent)
+  return report.text('nano', scale, *report.read_outcomes(scale, store), larger)
 
 
 @pytest.mark.parametrize('name', _DIVERGENCES)
@@ -114,6 +116,22 @@ def test_a_study_with_runs_that_diverged_is_reported(name, tmp_path):
   if verdict := verdicts.get(name):
     row = next(x for x in text.splitlines() if 'MERIT beats AdamW' in x)
     assert row.endswith(f'| {verdict} |')
+
+
+def test_the_first_page_tells_what_holds_at_a_larger_scale(tmp_path):
+  nano = _fill(Store(tmp_path / 'nano.jsonl'), _DIVERGENCES['none'])
+  assert 'At scale mini' not in _text(nano)
+  mini = Store(tmp_path / 'mini.jsonl')
+
+  def run_all(runs):
+    for run in runs:
+      mini.add(_make_up(run))
+    return mini.results(runs)
+
+  execute(batch_scaling.plan(SCALES['mini']), run_all)
+  # 0.4 / √366 is 0.021; fewer steps than 150 start at 0.033.
+  row = r'\| MERIT \| \d\.\d+ \(0\.0297, 1\.4 ×\) \| \d\.\d+ \(0\.066, 2 ×\) \|'
+  assert re.search(row, _text(nano))
 
 
 def test_losses_and_logits_that_explode_are_reported(tmp_path):

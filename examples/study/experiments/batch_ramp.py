@@ -14,7 +14,6 @@ from examples.study.differences import (
   sentence,
 )
 from examples.study.experiments import batch_scaling
-from examples.study.experiments.hyperparameters import num_steps
 from examples.study.plans import Plan, Run, gather
 from examples.study.points import Point, repeat
 from examples.study.scales import Scale
@@ -120,7 +119,7 @@ def _run(
     size,
     learning_rate,
     seed=seed,
-    steps=num_steps(scale, size, 0.5),
+    steps=scale.num_steps(size, 0.5),
     first=first,
     **changes,
   )
@@ -183,10 +182,10 @@ def _rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
 def _num_steps(scale: Scale, point: Point, has_two_phases: bool) -> int:
   """Returns the steps of a row of the table, those of both phases."""
   if not has_two_phases:
-    return num_steps(scale, point.batch_size)
+    return scale.num_steps(point.batch_size)
   small, _ = _ends(scale)
-  first = num_steps(scale, small) // 2
-  return first + num_steps(scale, point.batch_size, 0.5)
+  first = scale.num_steps(small) // 2
+  return first + scale.num_steps(point.batch_size, 0.5)
 
 
 def _compare(outcome: Outcome, name: str, large: int, stay: Point) -> str:
@@ -214,7 +213,7 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
     )
   best, stay = found[0], outcome.constant[ADAMW.name, small]
   names = ' or '.join(x.name for x in found)
-  saved = 1 - _num_steps(scale, best, True) / num_steps(scale, small)
+  saved = 1 - _num_steps(scale, best, True) / scale.num_steps(small)
   return (
     f'To change from batch {small} to {large} at half of the tokens, which '
     f'saves {saved:.0%} of the steps, go on with {names}, '

@@ -72,7 +72,8 @@ def _resized(*contenders: Contender) -> list[Contender]:
   ]
   # The best of them under the name that it has elsewhere.
   return [
-    KEPT if dataclasses.replace(x, name=KEPT.name) == KEPT else x for x in found
+    KEPT if (x.arm, x.settings) == (KEPT.arm, KEPT.settings) else x
+    for x in found
   ]
 
 

@@ -33,7 +33,7 @@ def _plan_axes(
 ) -> Plan[dict[str, dict[float, Tuned]]]:
   batches = yield from find_rates(scale, contender)
   middle = middle_batch(scale)
-  tuned, full = batches[middle], num_steps(scale, middle)
+  tuned, full = batches[middle], scale.num_steps(middle)
   width = scale.run('adamw', middle, 1.0).config.width
   widths = scale.widths if contender in _WIDENED else ()
   axes = {
@@ -67,17 +67,12 @@ def middle_batch(scale: Scale) -> int:
   return scale.batch_sizes[len(scale.batch_sizes) // 2]
 
 
-def num_steps(scale: Scale, batch_size: int, share: float = 1.0) -> int:
-  """Returns the steps of a run on a share of the tokens of the scale."""
-  return round(share * scale.run('adamw', batch_size, 1.0).config.steps)
-
-
 def by_steps(
   axes: Mapping[str, Mapping[float, Tuned]], scale: Scale
 ) -> list[tuple[int, float]]:
   """Returns the rates of batch sizes and lengths by their steps."""
   batches = [
-    (num_steps(scale, int(size)), tuned.learning_rate)
+    (scale.num_steps(int(size)), tuned.learning_rate)
     for size, tuned in axes[BATCH].items()
   ]
   return sorted([*batches, *_by_length(axes, scale)])
@@ -87,7 +82,7 @@ def _by_length(
   axes: Mapping[str, Mapping[float, Tuned]], scale: Scale
 ) -> list[tuple[int, float]]:
   return [
-    (num_steps(scale, middle_batch(scale), share), tuned.learning_rate)
+    (scale.num_steps(middle_batch(scale), share), tuned.learning_rate)
     for share, tuned in axes[LENGTH].items()
   ]
 

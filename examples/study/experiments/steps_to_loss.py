@@ -11,7 +11,6 @@ import numpy as np
 from examples.study import render
 from examples.study.contenders import CONTENDERS, PAPER, Contender
 from examples.study.experiments import batch_scaling, hyperparameters
-from examples.study.experiments.hyperparameters import num_steps
 from examples.study.plans import Plan, gather
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -100,7 +99,7 @@ def _find_steps(
 ) -> Plan[Steps]:
   """Plans to find the length of training that ends at the target."""
   size, seeds = point.batch_size, _SEEDS[: len(point.losses)]
-  full = num_steps(scale, size)
+  full = scale.num_steps(size)
   losses = {full: list(point.losses[: len(seeds)])}
   while (steps := _next_steps(losses, target, full)) is not None:
     rate = point.tuned.learning_rate * (steps / full) ** power
