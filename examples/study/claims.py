@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping
 import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from examples.study import render
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
-from examples.study.differences import difference
+from examples.study.differences import (
+  Difference,
+  difference,
+  paired_difference,
+)
 from examples.study.experiments import (
   ablation,
   attention_logits,
@@ -56,7 +60,12 @@ def table(outcomes: Mapping[str, Any], scale: Scale) -> str:
   )
 
 
-def compare(first: Point, second: Point) -> str:
+Comparison: TypeAlias = Callable[[Point, Point], Difference]
+
+
+def compare(
+  first: Point, second: Point, comparison: Comparison = difference
+) -> str:
   """Returns the verdict on the claim that the first loss is the lower one."""
   diverged = [
     [math.isinf(x) for x in point.losses] for point in (first, second)
@@ -65,7 +74,7 @@ def compare(first: Point, second: Point) -> str:
     if len(first.losses) > 1 and all(diverged[0]) != all(diverged[1]):
       return _CONTRADICTED if all(diverged[0]) else _REPRODUCED
     return 'no verdict: seeds diverged'
-  found = difference(first, second)
+  found = comparison(first, second)
   if math.isnan(found.high):
     return _ONE_SEED
   if found.low <= 0 <= found.high:
@@ -100,12 +109,14 @@ def _judge_batches(
   return [*compared, _judge_largest_batch(outcome, scale)]
 
 
-def _compare(claim: str, first: Point, second: Point) -> Finding:
-  found = difference(first, second)
+def _compare(
+  claim: str, first: Point, second: Point, comparison: Comparison = difference
+) -> Finding:
+  found = comparison(first, second)
   return Finding(
     claim,
     f'{first.name} {_format(first)}, {second.name} {_format(second)}: {found}',
-    compare(first, second),
+    compare(first, second, comparison),
   )
 
 
@@ -271,7 +282,10 @@ def _judge_parts(outcome: ablation.Outcome, scale: Scale) -> list[Finding]:
       'no weight-wise floor'
     ),
   }
-  return [_compare(claim, full, arms[arm]) for claim, arm in claims.items()]
+  return [
+    _compare(claim, full, arms[arm], paired_difference)
+    for claim, arm in claims.items()
+  ]
 
 
 def _judge_clip(outcome: clip_threshold.Outcome, scale: Scale) -> list[Finding]:

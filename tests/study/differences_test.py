@@ -4,7 +4,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from examples.study.differences import difference, sentence
+from examples.study.differences import (
+  difference,
+  paired_difference,
+  sentence,
+)
 from examples.study.points import Point
 from examples.study.tuning import Tuned
 
@@ -19,6 +23,15 @@ def test_the_interval_is_that_of_scipy():
   expected = stats.ttest_ind(first, second, equal_var=False)
   interval = expected.confidence_interval(0.95)
   assert found.mean == pytest.approx(np.mean(first) - np.mean(second))
+  assert found[1:3] == pytest.approx((interval.low, interval.high))
+
+
+def test_pairs_are_compared_as_scipy_does():
+  first, second = (1.50, 1.52, 1.47, 1.51), (1.60, 1.66, 1.58)
+  found = paired_difference(_point(*first), _point(*second))
+  expected = stats.ttest_rel(first[:3], second)
+  interval = expected.confidence_interval(0.95)
+  assert found.mean == pytest.approx(np.mean(first[:3]) - np.mean(second))
   assert found[1:3] == pytest.approx((interval.low, interval.high))
 
 
