@@ -14,9 +14,10 @@ jax.config.update('jax_num_cpu_devices', 8)
 
 # The first example of a shape compiles, which no deadline should count. The
 # same examples in every run: a red test then has its cause in the last commit.
-hypothesis.settings.register_profile(
-  'tests', deadline=None, derandomize=True, max_examples=25
-)
+for profile, examples in {'tests': 25, 'few': 5}.items():
+  hypothesis.settings.register_profile(
+    profile, deadline=None, derandomize=True, max_examples=examples
+  )
 hypothesis.settings.load_profile('tests')
 
 
