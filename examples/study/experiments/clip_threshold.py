@@ -62,7 +62,29 @@ def section(outcome: Outcome, scale: Scale) -> str:
     f'{len(_SEEDS)} seeds; the largest share of a layer’s elements whose '
     'update was clipped, over seeds and diagnostics steps.\n\n'
     + render.markdown(rows)
+    + f'\n\n{_verdict(outcome)}'
   )
+
+
+def _verdict(outcome: Outcome) -> str:
+  """Returns at which rates the clip of the paper lowers the loss."""
+  told = []
+  for factor in FACTORS:
+    clipped, free = (
+      [x.loss for x in outcome[factor, threshold]]
+      for threshold in (1.0, math.inf)
+    )
+    if max(clipped) >= min(free):
+      words = 'they do not all end below those without a clip'
+    elif math.isinf(max(free)):
+      words = 'all seeds end below those without a clip, which diverge'
+    else:
+      gain = statistics.mean(free) - statistics.mean(clipped)
+      words = (
+        f'all seeds end below all without a clip, by {gain:.3f} in the mean'
+      )
+    told.append(f'at {factor} × the rate {words}')
+  return f'With the threshold of 1, {"; ".join(told)}.'
 
 
 def _name(threshold: float) -> str:
