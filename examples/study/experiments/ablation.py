@@ -23,6 +23,8 @@ ARMS: dict[str, dict[str, Any]] = {
   'trust ratio on matrices only': {'trust_ratio': 'matrices'},
   'min_norm 0.01': {'min_norm': 0.01},
   'decay outside the ratio': {'arm': 'adam > merit > clip > decay'},
+  'no weight decay': {'weight_decay': 0.0},
+  'weight decay 0.1': {'weight_decay': 0.1},
   'Q, K, V split': {'qkv': 'split'},
   'Q, K, V per head': {'qkv': 'heads'},
 }
