@@ -70,7 +70,10 @@ def main(names: list[str]) -> None:
   """Runs some notebooks, or all."""
   known = [path.stem for path in sorted(FOLDER.glob('*.ipynb'))]
   if unknown := set(names) - set(known):
-    raise SystemExit(f'No notebook {unknown}: there are {", ".join(known)}.')
+    raise SystemExit(
+      f'No notebook named {", ".join(sorted(unknown))}: there are '
+      f'{", ".join(known)}.'
+    )
   os.environ.pop('MERIT_NOTEBOOK_FAST', None)  # Outputs are of a whole run.
   for name in names or known:
     path = FOLDER / f'{name}.ipynb'

@@ -115,7 +115,10 @@ def _hash(model_folder: Path | None) -> str | None:
     return None
   path = model_folder / 'weights.safetensors'
   if not path.is_file():
-    raise UsageError(f'--init-from {model_folder} has no {path.name}.')
+    raise UsageError(
+      '--init-from must be the folder of a run or of a converted model, with '
+      f'a {path.name}: {model_folder} is not.'
+    )
   with path.open('rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 

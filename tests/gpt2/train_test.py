@@ -197,6 +197,7 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
   [
     ({'width': 32, 'mlp_width': 128}, r'another model.*width: 16 -> 32'),
     ({'data': 'other'}, 'another tokenizer.*--tokenizer'),
+    ({'init_from': Path('weights.safetensors')}, 'must be the folder of a run'),
   ],
 )
 def test_a_model_that_does_not_fit_is_refused(
@@ -208,4 +209,4 @@ def test_a_model_that_does_not_fit_is_refused(
     change = {'data': str(tmp_path / 'other.txt')}
   settings = {'out_dir': tmp_path / 'run', 'init_from': finished.out_dir}
   with pytest.raises(UsageError, match=words):
-    train(dataclasses.replace(finished, **settings, **change))
+    train(dataclasses.replace(finished, **settings | change))
