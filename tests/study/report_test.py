@@ -249,7 +249,6 @@ def test_pages_say_what_the_results_say(page):
   quoted = re.findall(r'\d\.\d{3} ± \d\.\d{3}', text)
   assert len(quoted) > 5
   results = (_STUDY / 'RESULTS.md').read_text()
-  results += (_STUDY.parents[1] / 'docs/results_0.1.md').read_text()
   assert [x for x in quoted if x not in results] == []
 
 

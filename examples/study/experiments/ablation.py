@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import MERIT
-from examples.study.differences import Difference, paired_difference, sentence
+from examples.study.differences import Difference, paired_difference
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point
 from examples.study.scales import Scale
@@ -66,7 +66,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
     {
       'arm': point.name,
       'loss': render.format_point(point),
-      'over MERIT': '' if point is full else str(found[point.name]),
+      'over MERIT': str(found.get(point.name, '')),
+      'could be seen': _detectable(found.get(point.name)),
       'learning rate': render.format_learning_rate(point.tuned),
     }
     for point in (full, *arms.values())
@@ -74,11 +75,17 @@ def section(outcome: Outcome, scale: Scale) -> str:
   return '\n\n'.join(
     [
       f'Batch {scale.batch_size}; each arm tuned around MERIT’s learning rate, '
-      f'then {len(full.losses)} seeds. Differences are taken seed by seed.',
+      f'then {len(full.losses)} seeds. Differences are taken seed by seed; '
+      'beside each is the smallest that four of five such experiments would show.',
       render.markdown(rows),
-      *(sentence(f'MERIT with “{x}”', 'MERIT', y) for x, y in found.items()),
     ]
   )
+
+
+def _detectable(found: Difference | None) -> str:
+  if found is None or math.isnan(found.detectable):
+    return ''
+  return f'{found.detectable:.3f}'
 
 
 def _differences(outcome: Outcome) -> dict[str, Difference]:
