@@ -76,7 +76,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       f'Batch {scale.batch_size}; each arm tuned around MERIT’s learning rate, '
       f'then {len(full.losses)} seeds. Differences are taken seed by seed; '
-      'beside each is the smallest that four of five such experiments would show.',
+      'beside each is the smallest that four of five such experiments would '
+      'show.',
       render.markdown(rows),
     ]
   )
