@@ -28,6 +28,8 @@ _FACTOR = 1.1
 _REPRODUCED, _PARTLY, _CONTRADICTED = 'reproduced', 'partly', 'contradicted'
 _ONE_SEED = 'no verdict of one seed'
 
+Comparison: TypeAlias = Callable[[Point, Point], Difference]
+
 
 class Finding(NamedTuple):
   """A claim of the paper and what became of it.
@@ -58,9 +60,6 @@ def table(outcomes: Mapping[str, Any], scale: Scale) -> str:
       for x in findings
     ]
   )
-
-
-Comparison: TypeAlias = Callable[[Point, Point], Difference]
 
 
 def compare(

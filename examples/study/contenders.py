@@ -31,10 +31,10 @@ class Contender:
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
   rule: str = ''
 
-  def first_rate(self, scale: Scale, batch_size: int) -> float:
-    """Returns the first guess of the learning rate at a batch size."""
+  def rule_rate(self, scale: Scale, batch_size: int) -> float | None:
+    """Returns the learning rate by the rule, None if the scale has none yet."""
     if scale.finds_rules or not self.rule:
-      return self.start
+      return None
     config = Config(
       **scale.settings,
       optimizer=self.rule,

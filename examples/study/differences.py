@@ -32,8 +32,8 @@ class Difference(NamedTuple):
     if not math.isfinite(self.mean):
       return 'runs diverged'
     if math.isnan(self.high):
-      return f'{self.mean:+.3f}, no interval'
-    return f'{self.mean:+.3f} [{self.low:+.3f}, {self.high:+.3f}]'
+      return f'{self.mean:+z.3f}, no interval'
+    return f'{self.mean:+z.3f} [{self.low:+z.3f}, {self.high:+z.3f}]'
 
 
 def difference(first: Point, second: Point) -> Difference:

@@ -57,7 +57,8 @@ def find_point(
     contender: The optimizer.
     batch_size: Global batch, sequences.
     num_seeds: Runs that judge; those of the scale by default.
-    start: First guess of the learning rate; the contender's by default.
+    start: First guess of the learning rate; by the contender's rule, or its
+      own, by default.
     stride: Of :func:`examples.study.tuning.select`; that of the scale by
       default.
     **changes: Further settings, as for :meth:`Scale.run`.
@@ -86,7 +87,8 @@ def find_rate(
     scale: Size of the study.
     contender: The optimizer.
     batch_size: Global batch, sequences.
-    start: First guess of the learning rate; the contender's by default.
+    start: First guess of the learning rate; by the contender's rule, or its
+      own, by default.
     stride: Of :func:`examples.study.tuning.select`; that of the scale by
       default.
     seeds: Seeds that choose; those of the scale by default.
@@ -98,7 +100,7 @@ def find_rate(
 
   return select(
     run,
-    start or contender.first_rate(scale, batch_size),
+    start or contender.rule_rate(scale, batch_size) or contender.start,
     seeds or scale.tuning_seeds,
     stride or scale.stride,
   )
@@ -228,9 +230,9 @@ def _find_next_rates(
   found: dict[int, Tuned] = {}
   previous, tuned = scale.batch_size, first
   for size in sizes:
-    start = scale_rate(tuned.learning_rate, size / previous)
-    if contender.rule and not scale.finds_rules:
-      start = contender.first_rate(scale, size)
+    start = contender.rule_rate(scale, size) or scale_rate(
+      tuned.learning_rate, size / previous
+    )
     tuned = yield from find_rate(scale, contender, size, start=start, stride=1)
     found[size], previous = tuned, size
   return found

@@ -106,11 +106,10 @@ def read_larger(name: str, results: Path) -> summary.Larger | None:
     name: Name of the scale of the report.
     results: Folder of the results.
   """
-  larger = _LARGER.get(name, '')
-  path = results / f'{larger}.jsonl'
-  if not path.exists():
+  if name not in _LARGER:
     return None
-  scale, store = SCALES[larger], Store(path)
+  larger = _LARGER[name]
+  scale, store = SCALES[larger], Store(results / f'{larger}.jsonl')
   if count_runs(batch_scaling.plan(scale), store.result):
     return None
   outcome = execute(batch_scaling.plan(scale), store.results)

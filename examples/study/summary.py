@@ -76,7 +76,7 @@ def _larger_losses(larger: Larger) -> list[str]:
     {'optimizer': contender.name}
     | {
       f'batch {size} ({scale.num_steps(size):,} steps)': _with_rule(
-        outcome[contender.name, size], contender.first_rate(scale, size)
+        outcome[contender.name, size], contender.rule_rate(scale, size)
       )
       for size in scale.batch_sizes
     }
@@ -90,11 +90,11 @@ def _larger_losses(larger: Larger) -> list[str]:
   ]
 
 
-def _with_rule(point: Point, first: float) -> str:
-  rate = point.tuned.learning_rate
+def _with_rule(point: Point, rule_rate: float) -> str:
+  factor = point.tuned.learning_rate / rule_rate
   return (
     f'{render.format_loss(point.mean)} '
-    f'({render.format_learning_rate(point.tuned)}, {rate / first:.2g} ×)'
+    f'({render.format_learning_rate(point.tuned)}, {factor:.2g} ×)'
   )
 
 
