@@ -147,7 +147,9 @@ def test_losses_and_logits_that_explode_are_reported(tmp_path):
   assert max(map(len, re.findall(r'\d+', text))) < 20
 
 
-@pytest.mark.parametrize('name', ['all', 'some seeds'])
+@pytest.mark.parametrize(
+  'name', ['all', 'some seeds', pytest.param('none', marks=pytest.mark.slow)]
+)
 def test_figures_are_drawn(name, tmp_path):
   store = _fill(Store(tmp_path / 'nano.jsonl'), _DIVERGENCES[name])
   files = report.write(tmp_path, 'nano', SCALES['nano'], store)
@@ -243,13 +245,26 @@ def test_the_committed_results_are_up_to_date():
   assert (_STUDY / 'RESULTS.md').read_text() == expected
 
 
+def _intervals(text: str) -> set[tuple[float, ...]]:
+  """Returns differences with their intervals, whichever way they are taken."""
+  number = r'([+-]?\d\.\d{3})'
+  found = set()
+  for match in re.findall(rf'{number}\s\[{number},\s{number}\]', text):
+    mean, low, high = map(float, match)
+    found |= {(mean, low, high), (-mean, -high, -low)}
+  return found
+
+
 @pytest.mark.parametrize('page', ['README.md', 'docs/hyperparameters.md'])
 def test_pages_say_what_the_results_say(page):
   text = (_STUDY.parents[1] / page).read_text()
-  quoted = re.findall(r'\d\.\d{3} ± \d\.\d{3}', text)
+  # Losses, with their deviation or the largest attention logit.
+  quoted = re.findall(r'\d\.\d{3} (?:± \d\.\d{3}|\([\d,]+\))', text)
   assert len(quoted) > 5
   results = (_STUDY / 'RESULTS.md').read_text()
   assert [x for x in quoted if x not in results] == []
+  assert len(_intervals(text)) > 5
+  assert _intervals(text) - _intervals(results) == set()
 
 
 def _point(*losses, at_edge=False):

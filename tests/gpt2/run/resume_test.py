@@ -134,9 +134,7 @@ def _kill_at(monkeypatch, step: int):
   _during(monkeypatch, step, kill)
 
 
-@pytest.mark.parametrize(
-  'step', [2, 6, pytest.param(7, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('step', [2, 6, 7])
 def test_a_run_goes_on_from_its_checkpoint(
   config: Config, uninterrupted: Path, step: int, monkeypatch, capsys
 ):
@@ -153,11 +151,7 @@ def test_a_run_goes_on_from_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-  'number, status',
-  [
-    (signal.SIGTERM, 143),
-    pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow),
-  ],
+  'number, status', [(signal.SIGTERM, 143), (signal.SIGINT, 130)]
 )
 def test_a_signal_saves_a_checkpoint(
   config: Config, uninterrupted, number: int, status: int, monkeypatch, capsys
