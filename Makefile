@@ -52,7 +52,7 @@ test: $(VENV)/.test ## Run the quick tests, in about three minutes.
 test-all: test test-rest test-slow ## Run all tests.
 
 test-rest: $(VENV)/.dev ## Run those that `make test` leaves out and are not slow.
-	$(PYTEST) $(TESTS:%=--ignore=%)
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(PYTEST) -m slow $(ALONE:%=--ignore=%)

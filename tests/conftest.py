@@ -32,16 +32,17 @@ def pytest_runtest_call() -> Generator[None]:
     raise
 
 
-@pytest.fixture(scope='module')
-def quick_compilation() -> Iterator[None]:
-  """Leaves out XLA's optimizations, which cost more than they gain here.
+@pytest.fixture
+def full_compilation() -> Iterator[None]:
+  """Compiles as for users, for tests that look at what the compiler made.
 
-  For modules with large programs of which it matters what they compute, and not
-  how.
+  The others only ask what is computed, so `make test-rest` leaves out most of
+  XLA's optimizations, which take longer than they save there.
   """
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
+  before = jax.config.read('jax_disable_most_optimizations')
   jax.config.update('jax_disable_most_optimizations', False)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)
 
 
 @pytest.fixture(scope='session', autouse=True)

@@ -59,6 +59,7 @@ def test_where_memory_is_short_steps_are_compiled_only(
     assert row['temporary_bytes_per_parameter'] >= 0
 
 
+@pytest.mark.usefixtures('full_compilation')
 def test_merit_keeps_one_tensor_at_a_time_on_cpu():
   case = optimizer_step.make_case('demo', 'stacked', None)
   merit = optimizer_step.compile_step(

@@ -16,7 +16,6 @@ from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.step import Trainer, TrainState
 import merit_optax
 
-pytestmark = pytest.mark.usefixtures('quick_compilation')
 _SHARES = (
   'decided_by_weight', 'decided_by_row', 'decided_by_column', 'clipped',
   'fallback',

@@ -21,7 +21,6 @@ from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.step import Trainer
 import merit_optax
 
-pytestmark = pytest.mark.usefixtures('quick_compilation')
 _LAYERS = 3
 _ALL = pytest.mark.parametrize('optimizer', OPTIMIZERS)
 

@@ -25,7 +25,6 @@ from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import main, train
 
-pytestmark = pytest.mark.usefixtures('quick_compilation')
 _ROOT = Path(__file__).parents[3]
 
 

@@ -317,6 +317,7 @@ def test_the_vocabulary_is_rounded_up(given: int, size: int):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('full_compilation')
 def test_xla_moves_nothing_by_gathering_it_first(capfd):
   mesh = make_mesh('data=2,fsdp=2,tensor=2')
   trainer = Trainer(_config(width=128, context_length=128), 1024, mesh)
@@ -332,6 +333,7 @@ def test_xla_moves_nothing_by_gathering_it_first(capfd):
   assert 'full rematerialization' not in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures('full_compilation')
 @pytest.mark.parametrize('remat', ['none', 'dots', 'full'])
 def test_gathered_parameters_are_kept_of_no_layer(remat: str):
   mesh = make_mesh('fsdp=8')
