@@ -9,8 +9,8 @@ NEWEST_PYTHON ?= python3.12
 RUN := $(VENV)/bin/python -m
 # Further flags, for example: make train ARGS='--steps 20 --optimizer adamw'
 ARGS ?=
-# The library, the tests that optax shares, and of the rest what takes seconds;
-# the longest files first, since a worker runs whole files. (The sdist has some.)
+# The library, the tests that optax shares, and of the rest what takes seconds.
+# (The sdist has some.)
 TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
   tests/conformance merit_optax tests/merit_optax tests/release \
   tests/docs/references_test.py tests/notebooks_test.py \
@@ -21,8 +21,9 @@ LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
 TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
 # Other versions break calls rather than numbers.
 FEW_EXAMPLES := --hypothesis-profile=few
-# Tests of a file share what they compile, and the runs that they look at.
-PYTEST := $(RUN) pytest -n 2 --dist loadfile
+# Tests of a file share what they compile, and the runs that they look at. Left to
+# itself, xdist would begin with files of many tests, which are quick ones.
+PYTEST := $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Slow tests that start several processes and want all cores for themselves:
 # devices that wait for each other give up when they are starved.
 ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \

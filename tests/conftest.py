@@ -20,6 +20,30 @@ for profile, examples in {'tests': 25, 'few': 5}.items():
   )
 hypothesis.settings.load_profile('tests')
 
+_LONGEST = (
+  'resume_test.py',
+  'runs_test.py',
+  'step_test.py',
+  'train_test.py',
+  'pretrain_test.py',
+  'mesh_test.py',
+  'blocks_test.py',
+  'optax_suite_test.py',
+  'together_test.py',
+  'measures_test.py',
+  'command_test.py',
+  'report_test.py',
+  'benchmarks_test.py',
+  'log_test.py',
+  'arms_test.py',
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  """Begins with the longest files, lest one is left to a single worker."""
+  ranks = {name: rank for rank, name in enumerate(_LONGEST)}
+  items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:

@@ -109,19 +109,11 @@ def fit_rate(rates: list[tuple[int, float]]) -> tuple[float, float]:
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns the rates by steps, and what a wrong one costs."""
+  """Returns the rates by steps, widths and lengths."""
   parts = [
     'Rates by the number of steps, whether batch or length sets it, and the '
     'line through their logarithms:',
     render.markdown([_row(outcome, x.name, scale) for x in CONTENDERS]),
-    f'Loss over that at the rate chosen, at batch {scale.batch_size}, where '
-    'the rate is wrong by a factor (of the same seeds, one or two):',
-    render.markdown(
-      [
-        _cost_row(x.name, outcome[x.name][BATCH][scale.batch_size])
-        for x in CONTENDERS
-      ]
-    ),
     f'Widths and lengths at batch {middle_batch(scale)}; weights start in '
     'proportion to each width.',
   ]
@@ -150,24 +142,6 @@ def _row(outcome: Outcome, name: str, scale: Scale) -> dict[str, str]:
     'steps: rate': ', '.join(f'{steps}: {rate:g}' for steps, rate in rates),
     'line': f'{at_1000:.2g} × (steps / 1000)^{power:.2f}',
   }
-
-
-_WRONG_BY = (0.25, 0.5, 2.0, 4.0)
-
-
-def _cost_row(name: str, tuned: Tuned) -> dict[str, str]:
-  return {'optimizer': name} | {
-    f'{factor:g} ×': _cost(tuned, factor) for factor in _WRONG_BY
-  }
-
-
-def _cost(tuned: Tuned, factor: float) -> str:
-  """Returns the excess loss at the rate nearest to a multiple, or ''."""
-  wanted = factor * tuned.learning_rate
-  rate = min(tuned.by_seed, key=lambda x: abs(np.log(x / wanted)))
-  if abs(np.log(rate / wanted)) > 0.1:
-    return ''
-  return render.format_loss(tuned.excess(rate))
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
