@@ -19,7 +19,8 @@ TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
 # What depends on the versions of jax, optax, flax and orbax.
 LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
 TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
-# Other versions break calls rather than numbers.
+# Other versions break calls rather than numbers, so these also go without most
+# of XLA's optimizations.
 FEW_EXAMPLES := --hypothesis-profile=few
 # Tests of a file share what they compile, and the runs that they look at. Left to
 # itself, xdist would begin with files of many tests, which are quick ones.
@@ -63,14 +64,16 @@ test-oldest: ## Run tests with the oldest jax, optax and flax supported.
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MAKE) test-library \
 	  VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
 	  ARGS='$(FEW_EXAMPLES) $(ARGS)'
-	$(MAKE) test VENV=$(VENV)-oldest-examples \
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MAKE) test \
+	  VENV=$(VENV)-oldest-examples \
 	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
 
 test-library: $(VENV)/.test-library
 	$(PYTEST) $(LIBRARY_TESTS) $(ARGS)
 
 test-newest: ## Run tests with the newest that Python 3.12 gets.
-	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MAKE) test \
+	  VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
 	  PYTHON=$(NEWEST_PYTHON) \
 	  TESTS='$(TRAINER_TESTS) $(LIBRARY_TESTS)' \
 	  ARGS='$(FEW_EXAMPLES) $(ARGS)'

@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 from examples.study import render
 from examples.study.contenders import CONTENDERS
 from examples.study.differences import leaders
-from examples.study.experiments import batch_scaling, hyperparameters
+from examples.study.experiments import (
+  batch_scaling,
+  hyperparameters,
+  sensitivity,
+)
 from examples.study.points import Point
 from examples.study.scales import Scale
 
@@ -33,8 +37,11 @@ def page(
   parts = []
   if 'steps-to-loss' in outcomes:
     parts.append('![Steps to a loss](figures/steps-to-loss.png)')
-  if 'batch-scaling' in outcomes:
-    parts += _losses(outcomes['batch-scaling'], scale)
+  if 'sensitivity' in outcomes:
+    points = sensitivity.judged(outcomes['sensitivity'])
+    parts += _losses(points, scale, 'learning rates, warm-up and b1')
+  elif 'batch-scaling' in outcomes:
+    parts += _losses(outcomes['batch-scaling'], scale, 'learning rates')
   if larger:
     parts += _larger_losses(larger)
   if 'hyperparameters' in outcomes:
@@ -42,11 +49,13 @@ def page(
   return '\n\n'.join(['## In short', *parts] if parts else [])
 
 
-def _losses(outcome: batch_scaling.Outcome, scale: Scale) -> list[str]:
+def _losses(
+  outcome: batch_scaling.Outcome, scale: Scale, chosen: str
+) -> list[str]:
   rows = batch_scaling.loss_rows(outcome, scale)
   return [
-    f'Validation loss, nats a token: {_describe(scale)}; learning rates chosen '
-    'for each optimizer and batch'
+    f'Validation loss, nats a token: {_describe(scale)}; {chosen} chosen for '
+    'each optimizer and batch'
     + (
       ', then mean and standard deviation over fresh seeds.'
       if scale.num_seeds > 1

@@ -18,6 +18,8 @@ _PAGES = [
   for pattern in ('docs/*.md', 'docs/notebooks/*.ipynb')
   for path in sorted(_ROOT.glob(pattern))
 ]
+# Of a desk and of a phone, in CSS pixels.
+_WIDTHS = (1280, 390)
 _CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
 _FLAGS = (
   '--no-sandbox',
@@ -74,13 +76,9 @@ def browser() -> Iterator[sync_api.Browser]:
     browser.close()
 
 
-@pytest.fixture(params=[1280, 390], ids=['desk', 'phone'])
-def page(
-  browser: sync_api.Browser, request: pytest.FixtureRequest
-) -> Iterator[sync_api.Page]:
-  with browser.new_context(
-    viewport={'width': request.param, 'height': 844}
-  ) as context:
+@pytest.fixture
+def page(browser: sync_api.Browser) -> Iterator[sync_api.Page]:
+  with browser.new_context() as context:
     yield context.new_page()
 
 
@@ -99,9 +97,6 @@ def test_page(name, page, site):
   # Not even fonts or scripts from elsewhere: the site works offline.
   assert all(url.startswith((site, 'data:')) for url in requests), requests
   assert not page.evaluate(
-    'document.scrollingElement.scrollWidth > window.innerWidth'
-  )
-  assert not page.evaluate(
     '[...document.images].filter(x => !x.naturalWidth).map(x => x.src)'
   )
   # Each equation has a size, and no TeX is left on the page.
@@ -111,6 +106,11 @@ def test_page(name, page, site):
     '.map(x => x.textContent)'
   )
   assert '\\frac' not in page.inner_text('article')
+  for width in _WIDTHS:
+    page.set_viewport_size({'width': width, 'height': 844})
+    assert not page.evaluate(
+      'document.scrollingElement.scrollWidth > window.innerWidth'
+    ), width
 
 
 def test_equations_are_there(page, site):

@@ -63,23 +63,21 @@ def _plan(tmp_path: Path, *args: str) -> dict:
   ],
 )
 def test_a_plan_of_two_hosts(kind: str, tmp_path: Path):
+  slow_network = 0.001
   plan = _plan(
-    tmp_path, '--topology', f'{kind}:2x2', '--mesh', 'data=2,fsdp=2'
+    tmp_path, '--topology', f'{kind}:2x2', '--mesh', 'data=2,fsdp=2',
+    '--network', str(slow_network),
   )  # fmt: skip
   assert kind.upper() in plan['device_kind']
   assert plan['jax-cuda12-plugin']
   assert plan['fits']
   assert {'all-gather', 'all-reduce'} <= set(plan['collectives'])
-  assert plan['network_seconds'] > 0
+  # At least the gradients pass between the hosts, half of them on each GPU.
+  gradients = plan['memory']['parameters']
+  assert plan['network_seconds'] > gradients / 2 / (slow_network * 1e9)
   # Norms, and nothing of the size of a matrix.
   assert set(plan['update']['collectives']) == {'all-reduce'}
   assert plan['update']['sent_bytes'] < 0.1 * plan['memory']['parameters']
-  slower = _plan(
-    tmp_path, '--topology', f'{kind}:2x2', '--mesh', 'data=2,fsdp=2',
-    '--network', '0.001',
-  )  # fmt: skip
-  assert slower['network_seconds'] > 10 * plan['network_seconds']
-  assert slower['compute_seconds'] == plan['compute_seconds']
 
 
 _COMPILE = """

@@ -1,6 +1,7 @@
 """Final loss against global batch, at equal tokens."""
 
 import math
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -124,30 +125,34 @@ def _tuning_row(point: Point) -> dict[str, str]:
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws loss over batch, and over learning rate at one batch."""
   result, ((left, right),) = render.panels(1, 2)
+  draw_losses(left, outcome, scale)
+  left.set_title('tuned, equal tokens')
+  tunings = {
+    x.name: outcome[x.name, scale.batch_size].tuned for x in CONTENDERS
+  }
+  for name, tuned in tunings.items():
+    render.draw_tuning(right, tuned, name, color=render.COLORS[name])
+  render.limit_losses(right, tunings.values())
+  right.set_title(f'tuning at batch {scale.batch_size}')
+  return result
+
+
+def draw_losses(axes: Any, outcome: Outcome, scale: Scale) -> None:
+  """Draws the loss over the batch size, with the deviation of seeds."""
   for contender in CONTENDERS:
-    name, color = contender.name, render.COLORS[contender.name]
-    points = [p for p in outcome.values() if p.name == name]
+    points = [p for p in outcome.values() if p.name == contender.name]
     drawn = [p for p in points if math.isfinite(p.mean)]
-    left.errorbar(
+    axes.errorbar(
       [p.batch_size for p in drawn],
       [p.mean for p in drawn],
       [p.std for p in drawn],
       fmt='o-',
       capsize=3,
-      color=color,
-      label=name,
+      color=render.COLORS[contender.name],
+      label=contender.name,
     )
-    render.draw_tuning(
-      right, outcome[name, scale.batch_size].tuned, name, color=color
-    )
-  left.set_xscale('log', base=2)
-  left.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
-  left.set_xlabel('global batch, sequences')
-  left.set_ylabel('validation loss')
-  left.set_title('tuned, equal tokens')
-  left.legend(fontsize=8)
-  render.limit_losses(
-    right, [outcome[x.name, scale.batch_size].tuned for x in CONTENDERS]
-  )
-  right.set_title(f'tuning at batch {scale.batch_size}')
-  return result
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
+  axes.set_xlabel('global batch, sequences')
+  axes.set_ylabel('validation loss')
+  axes.legend(fontsize=8)

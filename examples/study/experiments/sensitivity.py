@@ -1,10 +1,11 @@
-"""Whether the order holds with another warm-up, b1, or rate of the rest."""
+"""Loss against batch size, with warm-up and b1 tuned for each optimizer too."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from matplotlib.figure import Figure
 
+from examples.gpt2.presets import OPTIMIZERS
 from examples.study import render
 from examples.study.contenders import (
   ADAMW,
@@ -22,23 +23,34 @@ from examples.study.points import Point, find_rate, find_rates, judge
 from examples.study.scales import Scale
 from examples.study.tuning import Tuned
 
-TITLE = 'Warm-up, momentum, and the rate of the rest'
+TITLE = 'Warm-up and b1 tuned too'
 AS_IT_IS = 'as it is'
 _LONG_WARMUP = 0.3
 _WARMUP = f'warm-up {_LONG_WARMUP:.0%}'
-_B1 = (0.8, 0.9, 0.95)
+_B1 = (0.4, 0.6, 0.8, 0.9, 0.95)
+_FIRST_B1 = (0.8, 0.9, 0.95)
+"""Those that are tried anyway."""
+_MARGIN = 0.005
+"""Nats by which a variant may be worse at the usual learning rate, and gets its
+own nevertheless. (At the two largest batches all do.)"""
 _COMPARED = ((MERIT, ADAMW), (MERIT, LAMB), (MUON, ADAMW), (KEPT, MUON))
+
+
+Tunings: TypeAlias = dict[str, Tuned]
+"""Tunings of one seed, by what is varied."""
 
 
 class Varied(NamedTuple):
   """What was tried of a contender at a batch size.
 
   Attributes:
-    tunings: Tunings of one seed, by what is varied.
-    point: The best of them, judged by fresh seeds.
+    tunings: What was tried.
+    best: The contender with the best of them.
+    point: That one, judged by fresh seeds.
   """
 
-  tunings: dict[str, Tuned]
+  tunings: Tunings
+  best: Contender
   point: Point
 
 
@@ -47,12 +59,12 @@ Outcome = dict[tuple[str, int], Varied]
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
-  """Plans to tune the variants at the two largest batches."""
+  """Plans to tune the variants at every batch."""
   return gather(
     {
       (x.name, size): _plan_variants(scale, x, size)
       for x in CONTENDERS
-      for size in scale.batch_sizes[-2:]
+      for size in scale.batch_sizes
     }
   )
 
@@ -61,28 +73,43 @@ def _plan_variants(
   scale: Scale, contender: Contender, size: int
 ) -> Plan[Varied]:
   rates = yield from find_rates(scale, contender)
-  usual, seed = rates[size], scale.tuning_seeds[0]
-  of_the_seed = {
-    rate: {seed: losses[seed]} for rate, losses in usual.by_seed.items()
-  }
-  tunings = {AS_IT_IS: Tuned(of_the_seed, usual.learning_rate)}
-  tried = variants(contender)
-  tunings |= yield from _tune(scale, tried, size, usual.learning_rate)
-  both = combine(contender, tunings)
-  start = tunings[_best(tunings)].learning_rate
-  tunings |= yield from _tune(scale, both, size, start)
-  tried |= both | {AS_IT_IS: contender}
-  best = _best(tunings)
+  tried = {AS_IT_IS: contender}
+  tunings = {AS_IT_IS: _of_one_seed(scale, rates[size])}
+  first = other_rates if _is_large(scale, size) else variants
+  for propose in (first, smaller_b1, smaller_b1, combine):
+    proposed = propose(contender, tunings)
+    tunings |= yield from _try(scale, proposed, size, tunings[best(tunings)])
+    tried |= proposed
+  name = best(tunings)
   seeds = batch_scaling.num_seeds(scale, size)
-  point = yield from judge(scale, tried[best], size, tunings[best], seeds)
-  return Varied(tunings, point)
+  point = yield from judge(scale, tried[name], size, tunings[name], seeds)
+  return Varied(tunings, tried[name], point)
 
 
-def variants(contender: Contender) -> dict[str, Contender]:
-  """Returns what is tried of a contender, by name."""
-  usual = 0.95 if contender.optimizer == 'muon' else 0.9
+def _is_large(scale: Scale, size: int) -> bool:
+  return size in scale.batch_sizes[-2:]
+
+
+def _of_one_seed(scale: Scale, tuned: Tuned) -> Tuned:
+  seed = scale.tuning_seeds[0]
+  losses = {rate: {seed: x[seed]} for rate, x in tuned.by_seed.items()}
+  return Tuned(losses, tuned.learning_rate)
+
+
+def variants(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
+  """Returns what is tried of a contender at every batch, by name."""
+  del tunings  # Of no variant yet.
   found = {_WARMUP: _with(contender, warmup_share=_LONG_WARMUP)}
-  found |= {f'b1 {x:g}': _with(contender, b1=x) for x in _B1 if x != usual}
+  return found | {
+    name: _with(contender, b1=b1)
+    for name, b1 in _names_of_b1(contender).items()
+    if b1 in _FIRST_B1 and name != AS_IT_IS
+  }
+
+
+def other_rates(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
+  """Returns the same, and other rates of what Adam updates beside Muon."""
+  found = variants(contender, tunings)
   for factor in (0.25, 4.0):
     name = f'rest at {factor:g} ×'
     if contender is MUON:
@@ -95,69 +122,115 @@ def variants(contender: Contender) -> dict[str, Contender]:
   return found
 
 
-def combine(
-  contender: Contender, tunings: dict[str, Tuned]
-) -> dict[str, Contender]:
-  """Returns a long warm-up with the best b1, if each lowers the loss alone."""
-  usual = tunings[AS_IT_IS].loss
-  better = [
-    min(names, key=lambda name: tunings[name].loss)
-    for names in ([_WARMUP], [x for x in tunings if x.startswith('b1')])
-  ]
-  if any(tunings[name].loss >= usual for name in better):
+def smaller_b1(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
+  """Returns the next smaller b1, if the smallest tried is the best."""
+  names = _names_of_b1(contender)
+  lowest = best({x: tunings[x] for x in names if x in tunings})
+  smaller = [x for x in names if names[x] < names[lowest]]
+  if not smaller or smaller[-1] in tunings:
     return {}
-  tried = variants(contender)
-  settings = [tried[name].settings for name in better]
-  return {' and '.join(better): _with(contender, **settings[0] | settings[1])}
+  return {smaller[-1]: _with(contender, b1=names[smaller[-1]])}
+
+
+def combine(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
+  """Returns a long warm-up with the best b1, if each lowers the loss alone."""
+  names = _names_of_b1(contender)
+  lowest = min(
+    (x for x in names if x in tunings), key=lambda x: tunings[x].loss
+  )
+  usual = tunings[AS_IT_IS].loss
+  if lowest == AS_IT_IS or tunings[_WARMUP].loss >= usual:
+    return {}
+  both = _with(contender, warmup_share=_LONG_WARMUP, b1=names[lowest])
+  return {f'{_WARMUP} and {lowest}': both}
+
+
+def _names_of_b1(contender: Contender) -> dict[str, float]:
+  """Returns the values of b1 by name, the smallest first."""
+  usual = OPTIMIZERS[contender.optimizer]['b1']
+  return {AS_IT_IS if x == usual else f'b1 {x:g}': x for x in _B1}
 
 
 def _with(contender: Contender, **settings: Any) -> Contender:
   return dataclasses.replace(contender, settings=contender.settings | settings)
 
 
-def _tune(
-  scale: Scale, tried: dict[str, Contender], size: int, start: float
-) -> Plan[dict[str, Tuned]]:
-  return gather(
+def _try(
+  scale: Scale, proposed: dict[str, Contender], size: int, lowest: Tuned
+) -> Plan[Tunings]:
+  """Plans to tune proposals; at smaller batches only those that promise."""
+  start, seeds = lowest.learning_rate, scale.tuning_seeds[:1]
+  screened: Tunings = {}
+  if not _is_large(scale, size):
+    screened = yield from _screen(scale, proposed, size, start)
+  limit = lowest.loss + _MARGIN
+  tuned = yield from gather(
     {
-      name: find_rate(
-        scale, x, size, start=start, stride=1, seeds=scale.tuning_seeds[:1]
-      )
-      for name, x in tried.items()
+      name: find_rate(scale, x, size, start=start, stride=1, seeds=seeds)
+      for name, x in proposed.items()
+      if name not in screened or screened[name].loss <= limit
     }
   )
+  return screened | tuned
 
 
-def _best(tunings: dict[str, Tuned]) -> str:
+def _screen(
+  scale: Scale, proposed: dict[str, Contender], size: int, learning_rate: float
+) -> Plan[Tunings]:
+  """Plans a run of each at one learning rate."""
+  seed = scale.tuning_seeds[0]
+  results = yield [
+    x.run(scale, size, learning_rate, seed=seed) for x in proposed.values()
+  ]
+  return {
+    name: Tuned({learning_rate: {seed: result.loss}}, learning_rate)
+    for name, result in zip(proposed, results, strict=True)
+  }
+
+
+def best(tunings: Tunings) -> str:
+  """Returns the name of the variant with the lowest loss."""
   return min(tunings, key=lambda name: tunings[name].loss)
 
 
+def judged(outcome: Outcome) -> batch_scaling.Outcome:
+  """Returns the points that fresh seeds judged."""
+  return {key: varied.point for key, varied in outcome.items()}
+
+
 def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns the losses of the variants, and how the best of each compare."""
-  parts = [
-    'As it is: a warm-up of 10 %; b1 of 0.9, with Muon 0.95; the rest at the '
-    'rate of the table of compositions, with Muon at the rate of the hidden '
-    'matrices. Losses of one seed, with the learning rate, chosen for each, in '
-    'brackets. Fresh seeds judge the best of each optimizer.'
-  ]
-  for size in scale.batch_sizes[-2:]:
-    own = {x.name: outcome[x.name, size] for x in CONTENDERS}
-    parts += [
-      f'Batch {size}:',
-      render.markdown([_row(name, x) for name, x in own.items()]),
+  """Returns the losses of each at its best, and of the variants."""
+  return '\n\n'.join(
+    [
+      'Each optimizer with the warm-up and the b1 that suit it best at a '
+      'batch, and with the learning rate for these; mean and standard '
+      'deviation over fresh seeds:',
+      render.markdown(batch_scaling.loss_rows(judged(outcome), scale)),
       *(
-        'Each at its best: '
+        f'Batch {size}: '
         + sentence(
-          x.name, y.name, difference(own[x.name].point, own[y.name].point)
+          x.name,
+          y.name,
+          difference(outcome[x.name, size].point, outcome[y.name, size].point),
         )
+        for size in scale.batch_sizes
         for x, y in _COMPARED
       ),
+      'What was tried. As it is: a warm-up of 10 %; b1 of 0.9, with Muon '
+      '0.95; the rest at the rate of the table of compositions, with Muon at '
+      'the rate of the hidden matrices. Losses of one seed, with the learning '
+      'rate, chosen for each, in brackets.',
+      *(_tried(outcome, size) for size in scale.batch_sizes),
     ]
-  return '\n\n'.join(parts)
+  )
 
 
-def _row(name: str, varied: Varied) -> dict[str, str]:
-  tunings = varied.tunings
+def _tried(outcome: Outcome, size: int) -> str:
+  rows = [_row(x.name, outcome[x.name, size].tunings) for x in CONTENDERS]
+  return f'Batch {size}:\n\n{render.markdown(rows)}'
+
+
+def _row(name: str, tunings: Tunings) -> dict[str, str]:
   return {
     'optimizer': name,
     AS_IT_IS: _format(tunings[AS_IT_IS]),
@@ -166,8 +239,7 @@ def _row(name: str, varied: Varied) -> dict[str, str]:
       for variant, tuned in tunings.items()
       if variant != AS_IT_IS
     ),
-    'best': _best(tunings),
-    'fresh seeds': render.format_point(varied.point),
+    'best': best(tunings),
   }
 
 
@@ -178,23 +250,28 @@ def _format(tuned: Tuned) -> str:
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws what each variant gains or loses, a panel for each batch."""
-  sizes = scale.batch_sizes[-2:]
-  result, (row,) = render.panels(1, len(sizes), sharey=True)
-  result.set_size_inches(9, 4.5)
-  for size, axes in zip(sizes, row, strict=True):
-    for x in CONTENDERS:
-      tunings = outcome[x.name, size].tunings
-      usual = tunings[AS_IT_IS].loss
-      others = {k: v for k, v in tunings.items() if k != AS_IT_IS}
-      axes.plot(
-        [tuned.loss - usual for tuned in others.values()],
-        [f'{x.name}: {name}' for name in others],
-        'o',
-        color=render.COLORS[x.name],
-      )
-    axes.axvline(0, color='0.5', lw=1)
-    axes.set_xlabel('validation loss over that as it is')
-    axes.set_title(f'batch {size}')
-  row[0].invert_yaxis()
+  """Draws loss over batch, and what each variant gains at the largest one."""
+  result, ((left, right),) = render.panels(1, 2)
+  result.set_size_inches(10, 4.5)
+  batch_scaling.draw_losses(left, judged(outcome), scale)
+  left.set_title('rate, warm-up and b1 tuned, equal tokens')
+  size = scale.batch_sizes[-1]
+  for x in CONTENDERS:
+    _draw_gains(right, x.name, outcome[x.name, size].tunings)
+  right.axvline(0, color='0.5', lw=1)
+  right.set_xlabel('validation loss over that as it is')
+  right.set_title(f'batch {size}')
+  right.invert_yaxis()
   return result
+
+
+def _draw_gains(axes: Any, name: str, tunings: Tunings) -> None:
+  """Draws by how much the loss of each variant differs."""
+  usual = tunings[AS_IT_IS].loss
+  others = {k: x.loss - usual for k, x in tunings.items() if k != AS_IT_IS}
+  axes.plot(
+    list(others.values()),
+    [f'{name}: {variant}' for variant in others],
+    'o',
+    color=render.COLORS[name],
+  )

@@ -10,7 +10,7 @@ import numpy as np
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS, PAPER, Contender
-from examples.study.experiments import batch_scaling, hyperparameters
+from examples.study.experiments import hyperparameters, sensitivity
 from examples.study.plans import Plan, gather
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -51,25 +51,26 @@ class Outcome(NamedTuple):
 
   Attributes:
     target: The loss, nats a token.
-    points: Those of the experiment ``batch-scaling``.
+    points: Those of the experiment ``sensitivity``.
     steps: Steps by contender and batch size.
   """
 
   target: float
-  points: batch_scaling.Outcome
+  points: dict[tuple[str, int], Point]
   steps: dict[tuple[str, int], Steps]
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans runs whose length is chosen until they end at the target."""
-  points = yield from batch_scaling.plan(scale)
+  varied = yield from sensitivity.plan(scale)
+  points = sensitivity.judged(varied)
   rates = yield from hyperparameters.plan(scale)
   target = choose_target(points, scale)
   steps = yield from gather(
     {
       (x.name, size): _find_steps(
         scale,
-        x,
+        varied[x.name, size].best,
         points[x.name, size],
         target,
         hyperparameters.power_of_length(rates[x.name], scale),
@@ -81,7 +82,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
   return Outcome(target, points, steps)
 
 
-def choose_target(points: batch_scaling.Outcome, scale: Scale) -> float:
+def choose_target(points: dict[tuple[str, int], Point], scale: Scale) -> float:
   """Returns the worst loss of the paper's optimizers at one batch, rounded."""
   losses = [points[x.name, scale.batch_size].mean for x in PAPER]
   worst = max(filter(math.isfinite, losses), default=math.inf)
@@ -180,9 +181,10 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       'Steps of a complete run (warm-up and cosine) that ends at a loss of '
       f'{outcome.target:g}, by interpolation between runs of up to '
-      f'{_MOST_TRIES + 1} lengths: the mean of seeds, and each of them. The '
-      'learning rate of a length follows the power of the steps that fits the '
-      'rates chosen for other lengths.',
+      f'{_MOST_TRIES + 1} lengths: the mean of seeds, and each of them. '
+      'Warm-up and b1 are those that suit an optimizer best at the batch and '
+      'at equal tokens. The learning rate of a length follows the power of '
+      'the steps that fits the rates chosen for other lengths.',
       render.markdown(rows),
       f'A batch {sizes[-1] // sizes[0]} times as large can save a factor of '
       f'{sizes[-1] // sizes[0]} at best.',

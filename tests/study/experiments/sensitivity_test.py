@@ -83,3 +83,21 @@ def test_the_rest_is_left_as_it_is_in_a_combination():
   assert contender.arm == KEPT.arm
   assert contender.settings['init_scale'] == 2.0
   assert sensitivity.combine(ADAMW, tunings)
+
+
+def test_at_smaller_batches_what_does_not_promise_keeps_the_rate():
+  outcome, _ = _outcome(-0.1, 0.2)
+  for contender in CONTENDERS:
+    tunings = outcome[contender.name, _SCALE.batch_sizes[0]].tunings
+    assert len(tunings['warm-up 30%'].by_seed) == 1
+    assert len(tunings['b1 0.8'].by_seed) > 1
+    tunings = outcome[contender.name, _SIZES[0]].tunings
+    assert len(tunings['warm-up 30%'].by_seed) > 1
+
+
+def test_a_smaller_b1_is_tried_where_the_smallest_is_the_best():
+  tunings = _outcome(0.1, 0.2)[0][ADAMW.name, _SIZES[0]].tunings
+  assert 'b1 0.6' in tunings
+  assert 'b1 0.4' not in tunings
+  tunings = _outcome(-0.1, -0.2)[0][ADAMW.name, _SIZES[0]].tunings
+  assert 'b1 0.6' not in tunings
