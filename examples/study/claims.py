@@ -19,6 +19,7 @@ from examples.study.experiments import (
   clip_threshold,
   curvature,
   llama,
+  sensitivity,
 )
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -27,6 +28,14 @@ from examples.study.scales import Scale
 _FACTOR = 1.1
 _REPRODUCED, _PARTLY, _CONTRADICTED = 'reproduced', 'partly', 'contradicted'
 _ONE_SEED = 'no verdict of one seed'
+
+_PAIRS = {
+  'Large batch: MERIT beats LAMB (GPT-2 small, 1K: 3.280 to 3.355)': (
+    MERIT, LAMB,
+  ),
+  'Large batch: MERIT beats AdamW (3.280 to 3.470)': (MERIT, ADAMW),
+  'Large batch: LAMB beats AdamW (3.355 to 3.470)': (LAMB, ADAMW),
+}  # fmt: skip
 
 Comparison: TypeAlias = Callable[[Point, Point], Difference]
 
@@ -90,22 +99,31 @@ def _judge_batches(
 ) -> list[Finding]:
   """Returns the claims on losses at large batch."""
   size = scale.batch_size
-  pairs = {
-    'Large batch: MERIT beats LAMB (GPT-2 small, 1K: 3.280 to 3.355)': (
-      MERIT, LAMB,
-    ),
-    'Large batch: MERIT beats AdamW (3.280 to 3.470)': (MERIT, ADAMW),
-    'Large batch: LAMB beats AdamW (3.355 to 3.470)': (LAMB, ADAMW),
-  }  # fmt: skip
-  compared = [
-    _compare(
-      f'{claim}; here batch {size}',
-      outcome[first.name, size],
-      outcome[second.name, size],
-    )
-    for claim, (first, second) in pairs.items()
-  ]
+  compared = _judge_pairs(outcome, size, f'here batch {size}')
   return [*compared, _judge_largest_batch(outcome, scale)]
+
+
+def _judge_tuned(outcome: sensitivity.Outcome, scale: Scale) -> list[Finding]:
+  """Returns the same of optimizers whose warm-up and b1 are tuned too."""
+  points = sensitivity.judged(outcome)
+  return [
+    finding
+    for size in scale.batch_sizes[-2:]
+    for finding in _judge_pairs(
+      points, size, f'here batch {size}, with warm-up and b1 tuned too'
+    )
+  ]
+
+
+def _judge_pairs(
+  points: batch_scaling.Outcome, size: int, where: str
+) -> list[Finding]:
+  return [
+    _compare(
+      f'{claim}; {where}', points[first.name, size], points[second.name, size]
+    )
+    for claim, (first, second) in _PAIRS.items()
+  ]
 
 
 def _compare(
@@ -346,6 +364,7 @@ def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:
 
 _JUDGES = {
   'batch-scaling': _judge_batches,
+  'sensitivity': _judge_tuned,
   'attention-logits': _judge_logits,
   'ablation': _judge_parts,
   'clip-threshold': _judge_clip,

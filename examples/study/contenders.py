@@ -20,6 +20,8 @@ class Contender:
       there was a rule.
     arm: Chain in its place (see :mod:`examples.study.arms`).
     settings: Further arguments of :meth:`Scale.run`.
+    few_steps: Those of scales of some hundred steps: the warm-up and the b1
+      that suited it best in the experiment ``sensitivity``.
     rule: The trainer's optimizer whose starting learning rate it takes, if
       there is one.
   """
@@ -29,6 +31,7 @@ class Contender:
   start: float
   arm: str = ''
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+  few_steps: dict[str, Any] = dataclasses.field(default_factory=dict)
   rule: str = ''
 
   def rule_rate(self, scale: Scale, batch_size: int) -> float | None:
@@ -47,27 +50,34 @@ class Contender:
     self, scale: Scale, batch_size: int, learning_rate: float, **changes: Any
   ) -> Run:
     """Returns a run, with changes as for :meth:`Scale.run`."""
+    settings = {'arm': self.arm} | self.settings
+    if scale.has_few_steps:
+      settings |= self.few_steps
     return scale.run(
-      self.optimizer,
-      batch_size,
-      learning_rate,
-      **{'arm': self.arm} | self.settings | changes,
+      self.optimizer, batch_size, learning_rate, **settings | changes
     )
 
 
-ADAMW = Contender('AdamW', 'adamw', 0.011, rule='adamw')
+_LONG = dict(warmup_share=0.3, b1=0.8)
+ADAMW = Contender('AdamW', 'adamw', 0.011, few_steps=_LONG, rule='adamw')
 LAMB = Contender(
-  'LAMB', 'lamb', 0.028, 'adam corrected > decay > l2', rule='lamb'
+  'LAMB',
+  'lamb',
+  0.028,
+  'adam corrected > decay > l2',
+  few_steps=_LONG,
+  rule='lamb',
 )
-MERIT = Contender('MERIT', 'merit', 0.028, rule='merit')
-MUON = Contender('Muon', 'muon', 0.028, rule='muon')
+MERIT = Contender('MERIT', 'merit', 0.028, few_steps=_LONG, rule='merit')
+MUON = Contender('Muon', 'muon', 0.028, few_steps=_LONG, rule='muon')
 KEPT = Contender(
   'Muon, MERIT’s ratios, norms kept',
   'muon',
   0.06,
   'muon > merit > l2 > keep l2; adam 0.33',
   {'init_scale': 2.0},
-  'muon-kept',
+  few_steps={'b1': 0.8},
+  rule='muon-kept',
 )
 """The best of ``compositions``: MERIT's ratios on Muon's direction, and the l2
 norm of each matrix kept, at twice the size in proportion to the width."""

@@ -29,6 +29,8 @@ class Scale:
     on_one_core: Whether a run takes a CPU core, so that several run at once.
     finds_rules: Whether it found the rules for starting learning rates, so that
       its own first guesses are older.
+    has_few_steps: Whether runs have some hundred steps, and optimizers thus
+      another warm-up and b1.
     steps: Steps of every run, whatever its tokens; None for all.
   """
 
@@ -42,6 +44,7 @@ class Scale:
   stride: int = 2
   on_one_core: bool = False
   finds_rules: bool = False
+  has_few_steps: bool = False
   steps: int | None = None
 
   @property
@@ -151,6 +154,7 @@ SCALES = {
     num_seeds=0,
     stride=1,
     on_one_core=True,
+    has_few_steps=True,
   ),
   # For one GPU.
   'micro': Scale(

@@ -92,9 +92,16 @@ def _larger_losses(larger: Larger) -> list[str]:
     for contender in CONTENDERS
   ]
   return [
-    f'At scale {name}, {_describe(scale)}, one seed. In brackets the best '
-    'learning rate of a grid by √2, and how many times that is the one that '
-    'the trainer starts at, by rules that were found at the scale above:',
+    f'At scale {name}, {_describe(scale)}, one seed'
+    + (
+      ', with the warm-up and the b1 that suited each best at a similar number '
+      'of steps above'
+      if scale.has_few_steps
+      else ''
+    )
+    + '. In brackets the best learning rate of a grid by √2, and how many '
+    'times that is the one that the trainer starts at, by rules that were '
+    'found above:',
     render.markdown(rows),
   ]
 
