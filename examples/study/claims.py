@@ -3,15 +3,11 @@
 from collections.abc import Callable, Mapping
 import math
 import statistics
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from examples.study import render
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
-from examples.study.differences import (
-  Difference,
-  difference,
-  paired_difference,
-)
+from examples.study.differences import difference, paired_difference
 from examples.study.experiments import (
   ablation,
   attention_logits,
@@ -23,11 +19,17 @@ from examples.study.experiments import (
 )
 from examples.study.points import Point
 from examples.study.scales import Scale
+from examples.study.verdicts import (
+  CONTRADICTED,
+  ONE_SEED,
+  Comparison,
+  compare,
+  judge_all,
+  judge_smallest,
+)
 
 # Logits differ if they do by this factor, of few seeds.
 _FACTOR = 1.1
-_REPRODUCED, _PARTLY, _CONTRADICTED = 'reproduced', 'partly', 'contradicted'
-_ONE_SEED = 'no verdict of one seed'
 
 _PAIRS = {
   'Large batch: MERIT beats LAMB (GPT-2 small, 1K: 3.280 to 3.355)': (
@@ -36,8 +38,6 @@ _PAIRS = {
   'Large batch: MERIT beats AdamW (3.280 to 3.470)': (MERIT, ADAMW),
   'Large batch: LAMB beats AdamW (3.355 to 3.470)': (LAMB, ADAMW),
 }  # fmt: skip
-
-Comparison: TypeAlias = Callable[[Point, Point], Difference]
 
 
 class Finding(NamedTuple):
@@ -69,29 +69,6 @@ def table(outcomes: Mapping[str, Any], scale: Scale) -> str:
       for x in findings
     ]
   )
-
-
-def compare(
-  first: Point, second: Point, comparison: Comparison = difference
-) -> str:
-  """Returns the verdict on the claim that the first loss is the lower one."""
-  diverged = [
-    [math.isinf(x) for x in point.losses] for point in (first, second)
-  ]
-  if any(map(any, diverged)):
-    if len(first.losses) > 1 and all(diverged[0]) != all(diverged[1]):
-      return _CONTRADICTED if all(diverged[0]) else _REPRODUCED
-    return 'no verdict: seeds diverged'
-  found = comparison(first, second)
-  if math.isnan(found.high):
-    return _ONE_SEED
-  if found.low <= 0 <= found.high:
-    return f'no difference seen ({found.detectable:.3f} would have been)'
-  # A loser whose learning rate is at the edge might do better.
-  is_loser_at_edge = (first if found.mean > 0 else second).tuned.is_at_edge
-  if is_loser_at_edge:
-    return _PARTLY
-  return _CONTRADICTED if found.mean > 0 else _REPRODUCED
 
 
 def _judge_batches(
@@ -167,7 +144,7 @@ def _judge_largest_batch(
     + ', '.join(f'{size} ({name})' for name, size in largest.items())
     + f'; from batch {ends[0]} to {ends[1]} the loss rises by '
     + _list(grown, render.format_loss),
-    _judge_all(
+    judge_all(
       [largest[MERIT.name] > size for size in others],
       [largest[MERIT.name] < size for size in others],
     ),
@@ -175,15 +152,6 @@ def _judge_largest_batch(
 
 
 _NAMES = [x.name for x in PAPER]
-
-
-def _judge_all(held: list[bool], failed: list[bool]) -> str:
-  """Returns the verdict on a claim of several parts."""
-  if all(held) and not any(failed):
-    return _REPRODUCED
-  if any(held) and not all(failed):
-    return _PARTLY
-  return _CONTRADICTED if any(failed) else 'no difference seen'
 
 
 def _judge_logits(
@@ -220,7 +188,7 @@ def _judge_logits(
       'layer 12: AdamW 560, LAMB 450, MERIT 122)',
       'last layer, tuned learning rates: '
       + _list({x: max(y) for x, y in last.items()}, render.format_logit),
-      _judge_smallest(last, _is_larger_logit),
+      judge_smallest(last, _is_larger_logit),
     ),
     Finding(
       'MERIT keeps attention logits bounded, where others let them explode',
@@ -234,7 +202,7 @@ def _judge_logits(
       + _list(
         {x: statistics.mean(y) for x, y in lost.items()}, render.format_loss
       ),
-      _judge_smallest(lost, lambda x, y: x > y),
+      judge_smallest(lost, lambda x, y: x > y),
     ),
     Finding(
       'QK-norm hurts AdamW at large batch',
@@ -243,7 +211,7 @@ def _judge_logits(
         f'{render.format_loss(x)} (bound: {bound})'
         for bound, x in best_adamw.items()
       ),
-      _ONE_SEED,
+      ONE_SEED,
     ),
   ]
 
@@ -254,31 +222,13 @@ def _judge_bounded(peaks: dict[str, float]) -> str:
     name: peak > attention_logits.EXPLODED for name, peak in peaks.items()
   }
   if exploded[MERIT.name]:
-    return _CONTRADICTED
+    return CONTRADICTED
   others = [exploded[x.name] for x in (ADAMW, LAMB)]
-  return _judge_all(others, [not x for x in others])
+  return judge_all(others, [not x for x in others])
 
 
 def _is_larger_logit(x: float, y: float) -> bool:
   return x > y * _FACTOR
-
-
-def _judge_smallest(
-  values: Mapping[str, list[float]], is_larger: Callable[[float, float], bool]
-) -> str:
-  """Returns the verdict on the claim that MERIT has the smallest values.
-
-  A difference counts if all values of the one are larger than all of the other.
-  """
-  own = values[MERIT.name]
-  others = [x for name, x in values.items() if name != MERIT.name]
-
-  def are_larger(x: list[float], y: list[float]) -> bool:
-    return all(is_larger(i, j) for i in x for j in y)
-
-  return _judge_all(
-    [are_larger(x, own) for x in others], [are_larger(own, x) for x in others]
-  )
 
 
 def _list(values: dict[str, float], form: Callable[[float], str]) -> str:
@@ -314,7 +264,7 @@ def _judge_clip(outcome: clip_threshold.Outcome, scale: Scale) -> list[Finding]:
       'The clip binds rarely: its share peaks at 12 % (layer 6)',
       'largest share of a layer at diagnostics steps: '
       + clip_threshold.format_share(most),
-      _judge_all([most <= 0.12], [most > 0.12]),
+      judge_all([most <= 0.12], [most > 0.12]),
     ),
   ]
 
@@ -337,7 +287,7 @@ def _judge_flatness(outcome: curvature.Outcome, scale: Scale) -> list[Finding]:
       + ', '.join(
         f'{title} {curvature.format_factor(x)}' for title, x in found.items()
       ),
-      _judge_all(
+      judge_all(
         [x.low > 0 for x in found.values()],
         [x.high < 0 for x in found.values()],
       )

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from examples.study import claims, report
+from examples.study import claims, report, verdicts
 from examples.study.contenders import CONTENDERS, KEPT
 from examples.study.experiments import (
   batch_scaling,
@@ -288,20 +288,20 @@ def _point(*losses, at_edge=False):
   ],
 )
 def test_verdicts_are_those_of_intervals(first, second, verdict):
-  found = claims.compare(_point(*first), _point(*second))
+  found = verdicts.compare(_point(*first), _point(*second))
   assert found.startswith(verdict)
 
 
 def test_a_loser_that_is_not_tuned_to_the_end_loses_in_part():
   better, worse = (1.0, 1.01, 0.99), (1.1, 1.11, 1.09)
   assert (
-    claims.compare(_point(*better), _point(*worse, at_edge=True)) == 'partly'
+    verdicts.compare(_point(*better), _point(*worse, at_edge=True)) == 'partly'
   )
-  assert claims.compare(_point(*better, at_edge=True), _point(*worse)) == (
+  assert verdicts.compare(_point(*better, at_edge=True), _point(*worse)) == (
     'reproduced'
   )
   # Nor is the paper contradicted by such a loser, or supported.
-  assert claims.compare(_point(*worse, at_edge=True), _point(*better)) == (
+  assert verdicts.compare(_point(*worse, at_edge=True), _point(*better)) == (
     'partly'
   )
 
