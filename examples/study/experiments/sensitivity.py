@@ -252,15 +252,16 @@ def _format(tuned: Tuned) -> str:
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws loss over batch, and what each variant gains at the largest one."""
   result, ((left, right),) = render.panels(1, 2)
-  result.set_size_inches(10, 4.5)
+  result.set_size_inches(10, 4)
   batch_scaling.draw_losses(left, judged(outcome), scale)
-  left.set_title('rate, warm-up and b1 tuned, equal tokens')
+  left.set_title('learning rate, warm-up and b1 tuned, equal tokens')
   size = scale.batch_sizes[-1]
   for x in CONTENDERS:
     _draw_gains(right, x.name, outcome[x.name, size].tunings)
   right.axvline(0, color='0.5', lw=1)
   right.set_xlabel('validation loss over that as it is')
-  right.set_title(f'batch {size}')
+  right.set_title(f'batch {size}, one seed')
+  right.grid(axis='y', lw=0.5)
   right.invert_yaxis()
   return result
 
@@ -269,9 +270,4 @@ def _draw_gains(axes: Any, name: str, tunings: Tunings) -> None:
   """Draws by how much the loss of each variant differs."""
   usual = tunings[AS_IT_IS].loss
   others = {k: x.loss - usual for k, x in tunings.items() if k != AS_IT_IS}
-  axes.plot(
-    list(others.values()),
-    [f'{name}: {variant}' for variant in others],
-    'o',
-    color=render.COLORS[name],
-  )
+  axes.plot(others.values(), others.keys(), 'o', color=render.COLORS[name])
