@@ -1,41 +1,95 @@
 """Checks of arguments, made when a transform is built and not inside jit."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 import math
 import numbers
-from typing import Any
+import re
+from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+Number: TypeAlias = float | jax.Array
 
-def check_number(
-  name: str, value: Any, accepted: str, holds: Callable[[float], bool]
-) -> None:
-  """Checks one numeric argument.
+
+def number(
+  name: str,
+  value: Any,
+  accepted: str = 'a finite number',
+  holds: Callable[[float], bool] = lambda x: True,
+) -> Number:
+  """Returns a numeric argument as a float, or a JAX array as it is.
 
   Args:
     name: Name of the argument, for the message.
-    value: What the caller gave. JAX arrays pass unread: under
-      ``optax.inject_hyperparams`` they are tracers, which have no value yet.
+    value: What the caller gave. The values of tracers pass unread, such as
+      those of ``optax.inject_hyperparams`` under ``jax.jit``.
     accepted: Description of the accepted values, for the message.
     holds: Whether a finite number is accepted.
 
   Raises:
     ValueError: If ``value`` is not a number, or not an accepted one.
   """
-  if isinstance(value, jax.Array):
-    return
-  number = value
-  if isinstance(value, (np.ndarray, np.generic)) and value.ndim == 0:
-    number = value.item()  # Of bfloat16 too, which is no numbers.Real.
-  is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+  is_number = _is_number(value)
+  if is_number and isinstance(value, jax.core.Tracer):
+    return value
   try:
-    is_accepted = is_number and math.isfinite(number) and holds(number)
+    as_float = float(jax.device_get(value)) if is_number else math.nan
   except OverflowError:  # An integer beyond the largest float.
-    is_accepted = False
-  if not is_accepted:
-    raise ValueError(f'{name} must be {accepted}, got {value!r}.')
+    as_float = math.inf
+  if not (math.isfinite(as_float) and holds(as_float)):
+    raise ValueError(f'{name} must be {accepted}, got {value!r}.{_hint(value)}')
+  return value if isinstance(value, jax.Array) else as_float
+
+
+def _hint(value: Any) -> str:
+  """Returns what may have rounded a number in half precision."""
+  is_half = isinstance(value, jax.Array) and value.dtype.itemsize < 4
+  return (
+    ' (optax.inject_hyperparams rounds numbers to the dtype of the parameters, '
+    'unless it is given hyperparam_dtype.)'
+    if is_half
+    else ''
+  )
+
+
+def _is_number(value: Any) -> bool:
+  if isinstance(value, (jax.Array, np.ndarray, np.generic)):
+    is_real = any(
+      jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
+    )
+    return is_real and value.shape == ()
+  return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def at_least_zero(name: str, value: Any) -> Number:
+  """Returns a number in [0, inf), or raises ``ValueError``."""
+  return number(name, value, 'a finite number >= 0', lambda x: x >= 0)
+
+
+def above_zero(name: str, value: Any) -> Number:
+  """Returns a number in (0, inf), or raises ``ValueError``."""
+  return number(name, value, 'a finite number > 0', lambda x: x > 0)
+
+
+def decay_rate(name: str, value: Any) -> Number:
+  """Returns a number in [0, 1), or raises ``ValueError``."""
+  return number(name, value, 'a number in [0, 1)', lambda x: 0 <= x < 1)
+
+
+def learning_rate(name: str, value: Any) -> Any:
+  """Returns a function or a finite number, or raises ``ValueError``."""
+  accepted = 'a finite number or a schedule (steps -> number)'
+  return value if callable(value) else number(name, value, accepted)
+
+
+def weight_decay(name: str, value: Any) -> Any:
+  """Returns a function or a number in [0, inf), or raises ``ValueError``."""
+  accepted = 'a finite number >= 0 or a schedule (steps -> number)'
+  if callable(value):
+    return value
+  return number(name, value, accepted, lambda x: x >= 0)
 
 
 def is_integer(value: Any) -> bool:
@@ -43,30 +97,17 @@ def is_integer(value: Any) -> bool:
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def check_at_least_zero(name: str, value: Any) -> None:
-  """Raises ``ValueError`` unless ``value`` is a number in [0, inf)."""
-  check_number(name, value, 'a finite number >= 0', lambda x: x >= 0)
-
-
-def check_above_zero(name: str, value: Any) -> None:
-  """Raises ``ValueError`` unless ``value`` is a number in (0, inf)."""
-  check_number(name, value, 'a finite number > 0', lambda x: x > 0)
-
-
-def check_decay_rate(name: str, value: Any) -> None:
-  """Raises ``ValueError`` unless ``value`` is a number in [0, 1)."""
-  check_number(name, value, 'a number in [0, 1)', lambda x: 0 <= x < 1)
-
-
-def check_learning_rate(name: str, value: Any) -> None:
-  """Raises ``ValueError`` unless ``value`` is callable or a finite number."""
-  accepted = 'a finite number or a schedule (steps -> number)'
-  if not callable(value):
-    check_number(name, value, accepted, lambda x: True)
-
-
-def check_weight_decay(name: str, value: Any) -> None:
-  """Raises ``ValueError`` unless ``value`` is callable or in [0, inf)."""
-  accepted = 'a finite number >= 0 or a schedule (steps -> number)'
-  if not callable(value):
-    check_number(name, value, accepted, lambda x: x >= 0)
+def check_patterns(name: str, patterns: Any) -> None:
+  """Raises ``ValueError`` unless the keys of a mapping are expressions."""
+  if not isinstance(patterns, Mapping):
+    raise ValueError(
+      f'{name} must map regular expressions to values, got {patterns!r}.'
+    )
+  for pattern in patterns:
+    try:
+      re.compile(pattern)
+    except (TypeError, re.error) as error:
+      raise ValueError(
+        f'{name} must map regular expressions to values, got {pattern!r} as '
+        f'an expression: {error}.'
+      ) from None

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from merit_optax import _arguments
+
 _QUERIES_AT_ONCE = 128
 
 
@@ -30,7 +32,7 @@ def attention_statistics(
   *,
   layout: str = 'BTNH',
   is_causal: bool = True,
-  scale: float | None = None,
+  scale: jax.typing.ArrayLike | None = None,
 ) -> AttentionStatistics:
   """Measures the logits and the entropy of dot-product attention.
 
@@ -55,7 +57,8 @@ def attention_statistics(
     The :class:`AttentionStatistics` of each head of the queries.
 
   Raises:
-    ValueError: If ``layout`` or the shapes are wrong.
+    ValueError: If ``layout``, ``scale`` or the shapes are wrong, or queries or
+      keys are complex.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -64,6 +67,8 @@ def attention_statistics(
     >>> print(merit_optax.attention_statistics(query, key).max_logit)
     [4. 4.]
   """
+  if scale is not None:
+    scale = _arguments.number('scale', scale, 'None or a finite number')
   query = _to_btnh('query', query, layout)
   key = _to_btnh('key', key, layout)
   _check_shapes(query, key)
@@ -115,11 +120,14 @@ def _measure(logits: jax.Array, visible: jax.Array) -> AttentionStatistics:
 
 def _to_btnh(name: str, x: jax.Array, layout: str) -> jax.Array:
   """Returns an array with its axes in the order B, T, N, H."""
-  if sorted(layout.replace('B', '', 1)) != sorted('TNH'):
+  is_text = isinstance(layout, str)
+  if not is_text or sorted(layout.replace('B', '', 1)) != sorted('TNH'):
     raise ValueError(
       'layout must hold T, N and H once each and B at most once, such as '
       f"'BTNH', got {layout!r}."
     )
+  if jnp.iscomplexobj(x):
+    raise ValueError(f'{name} must be real, got dtype {x.dtype}.')
   if x.ndim != len(layout):
     raise ValueError(
       f'{name} must have an axis for each letter of {layout!r}, got shape '

@@ -46,34 +46,36 @@ def check_heads(name: str, patterns: Any) -> None:
     raise ValueError(
       f'{name} must map at least one pattern to an AttentionHeads(axis, '
       'layers, part) of integers, the last a pair of an axis and an index or '
-      f'a slice, got {patterns!r}.'
+      f'a slice with a positive step, got {patterns!r}.'
     )
+  _arguments.check_patterns(name, patterns)
 
 
 def _is_heads(x: Any) -> bool:
   if not isinstance(x, AttentionHeads):
     return False
   axes = [x.axis] if x.layers is None else [x.axis, x.layers]
-  where: int | slice = 0
   if x.part is not None:
     if not isinstance(x.part, tuple) or len(x.part) != 2:
       return False
     axes.append(x.part[0])
-    where = x.part[1]
-  is_where = isinstance(where, slice) or _arguments.is_integer(where)
+  is_where = x.part is None or _is_index_or_slice(x.part[1])
   return is_where and all(map(_arguments.is_integer, axes))
 
 
-def parameter_name(path: Any) -> str:
-  """Returns the path of a parameter as text, as patterns see it."""
-  return path_name(path).removesuffix('/value')  # Of an NNX variable.
+def _is_index_or_slice(x: Any) -> bool:
+  if not isinstance(x, slice):
+    return _arguments.is_integer(x)
+  given = [n for n in (x.start, x.stop) if n is not None]
+  is_step = x.step is None or (_arguments.is_integer(x.step) and x.step > 0)
+  return is_step and all(map(_arguments.is_integer, given))
 
 
 def matching(
   patterns: Mapping[str, AttentionHeads], path: Any
 ) -> AttentionHeads | None:
   """Returns what is said of a parameter first, if anything is."""
-  name = parameter_name(path)
+  name = path_name(path)
   return next((x for p, x in patterns.items() if re.search(p, name)), None)
 
 
@@ -84,7 +86,7 @@ def check_params(
 ) -> None:
   """Raises ``ValueError`` for what does not fit, and for QK-norm."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  names = [parameter_name(path) for path, _ in leaves]
+  names = [path_name(path) for path, _ in leaves]
   if names in ([], ['']):  # A placeholder of optax.tree.map_params.
     return
   patterns = {*query, *key}
@@ -104,7 +106,7 @@ def check_params(
     )
   for path, leaf in leaves:
     _check_fit(
-      parameter_name(path),
+      path_name(path),
       leaf.shape,
       matching(query, path),
       matching(key, path),

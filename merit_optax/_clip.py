@@ -44,7 +44,7 @@ def elementwise_clip(
     Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
     Algorithm 1.
   """
-  _arguments.check_above_zero('max_delta', max_delta)
+  max_delta = _arguments.above_zero('max_delta', max_delta)
 
   def clip(update: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(update):

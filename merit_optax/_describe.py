@@ -8,11 +8,15 @@ from typing import Any
 import jax
 import optax
 
-from merit_optax._arguments import check_weight_decay
-from merit_optax._dimension_numbers import MatrixAxes, path_names
-from merit_optax._masks import broadcast_mask, scaled_axes
+from merit_optax import _arguments
+from merit_optax._dimension_numbers import (
+  MatrixAxes,
+  WeightDimensionNumbers,
+  path_names,
+)
+from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
-from merit_optax._trust_ratio import WeightDimensionNumbers, check_ratios
+from merit_optax._trust_ratio import check_ratios
 
 _HEADER = ('shape', 'matrices', 'ratios', 'decayed')
 
@@ -87,7 +91,8 @@ def describe_partition(
     without parameters are listed below it.
 
   Raises:
-    ValueError: If ``parts`` holds settings other than those of ``describe``, or
+    ValueError: If ``parts`` holds settings other than those of ``describe``, if
+      ``param_labels`` does not fit the parameters, or
       if a label is not among the parts (the message names its parameters), and
       as in ``describe``.
 
@@ -106,15 +111,13 @@ def describe_partition(
   if callable(param_labels):
     param_labels = param_labels(params)
   # None is a label too, of parameters that nothing matched.
-  labels = jax.tree.map(
-    lambda label, part: jax.tree.map(lambda _: (label,), part),
-    param_labels,
-    params,
-    is_leaf=lambda x: x is None,
+  labels = broadcast_prefix(
+    'param_labels', param_labels, params, is_leaf=lambda x: x is None
   )
   treedef: Any = jax.tree.structure(params)
-  flat_labels = [label for (label,) in treedef.flatten_up_to(labels)]
-  label_of = dict(zip(path_names(params), flat_labels, strict=True))
+  label_of = dict(
+    zip(path_names(params), treedef.flatten_up_to(labels), strict=True)
+  )
   unknown = {k: v for k, v in label_of.items() if v not in parts}
   if unknown:
     raise ValueError(
@@ -123,7 +126,7 @@ def describe_partition(
   rows: dict[str, tuple[str, ...]] = {}
   for part, settings in parts.items():
     masked = jax.tree.map(
-      lambda x, label, part=part: x if label == (part,) else optax.MaskedNode(),
+      lambda x, label, part=part: x if label == part else optax.MaskedNode(),
       params,
       labels,
     )
@@ -172,7 +175,7 @@ def _rows(
   """Returns the row of each parameter, without its name, by its name."""
   ratios = check_ratios(ratios)
   if weight_decay is not None:
-    check_weight_decay('weight_decay', weight_decay)
+    weight_decay = _arguments.weight_decay('weight_decay', weight_decay)
   treedef: Any = jax.tree.structure(params)
   axes = scaled_axes(weight_dimension_numbers, trust_ratio_mask, params)
   has_decay = callable(weight_decay) or weight_decay != 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 import inspect
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 import warnings
 
 import jax
@@ -10,7 +10,10 @@ import optax
 
 from merit_optax._arguments import is_integer
 
-DimensionNumbers = optax.contrib.MuonDimensionNumbers
+DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
+WeightDimensionNumbers: TypeAlias = (
+  DimensionNumbers | optax.Params | Callable[[optax.Params], Any] | None
+)
 _NOT_GIVEN = object()
 _LIBRARIES = ('merit_optax', 'optax', 'jax', 'flax')
 
@@ -42,7 +45,13 @@ def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
   Raises:
     ValueError: If a parameter has no spec, or one that does not fit it.
   """
-  find_spec = _spec_finder(dimension_numbers, params)
+  return _axes_of_each(_spec_finder(dimension_numbers, params), params)
+
+
+def _axes_of_each(
+  find_spec: Callable[[tuple[Any, ...]], Any], params: Any
+) -> Any:
+  """Returns the axes of each parameter, whose spec a function finds."""
 
   def axes(path: tuple[Any, ...], param: jax.Array) -> MatrixAxes:
     try:
@@ -74,8 +83,8 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     return
-  matrix_axes(dimension_numbers, params)
   find_spec = _spec_finder(dimension_numbers, params)
+  _axes_of_each(find_spec, params)
   guessed = [
     f'{path_name(path)} {leaf.shape}'
     for path, leaf in leaves
@@ -94,6 +103,9 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
 
 def path_name(path: tuple[Any, ...]) -> str:
   """Returns the path of a parameter as text, such as 'blocks/0/kernel'."""
+  # In an nnx.State, the path leads through a variable to its value.
+  if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey('value'):
+    path = path[:-1]
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
@@ -169,7 +181,10 @@ def _spec_finder(
     try:
       return nearest(path)
     except KeyError:
-      message = 'are missing: the tree of specs has no such entry'
+      message = (
+        'are missing: the tree of specs has no entry for it that is an '
+        'optax.contrib.MuonDimensionNumbers or None'
+      )
       raise _SpecError(message) from None
 
   return find
@@ -195,18 +210,20 @@ def _axes(ndim: int, spec: Any) -> MatrixAxes:
     raise _SpecError(
       f'must be an optax.contrib.MuonDimensionNumbers or None, got {spec!r}'
     )
-  if ndim < 2 and spec != ((), ()):
+  if ndim < 2 and any(map(_as_tuple, spec)):
     return MatrixAxes(rows=(), columns=tuple(range(ndim)))
-  rows = _normalize(spec.reduction_axis, ndim)
-  columns = _normalize(spec.output_axis, ndim)
+  rows, columns = (_normalize(axes, ndim) for axes in map(_as_tuple, spec))
   if len({*rows, *columns}) < len(rows + columns):
     raise _SpecError(f'must name axes, each once, got {spec}')
   return MatrixAxes(rows, columns) if columns else MatrixAxes((), rows)
 
 
-def _normalize(axes: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-  """Returns axes as a tuple of numbers in [0, ndim)."""
-  axes = tuple(axes) if isinstance(axes, Sequence) else (axes,)
+def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:
+  return tuple(axes) if isinstance(axes, Sequence) else (axes,)
+
+
+def _normalize(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+  """Returns axes as numbers in [0, ndim)."""
   for axis in axes:
     if not is_integer(axis) or not -ndim <= axis < ndim:
       raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axis!r}')

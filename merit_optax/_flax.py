@@ -5,7 +5,9 @@ import re
 from typing import Any
 
 import jax
+import optax
 
+from merit_optax._arguments import check_patterns, is_integer
 from merit_optax._dimension_numbers import DimensionNumbers, path_name
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
@@ -37,6 +39,10 @@ def flax_dimension_numbers(
   - ``bias`` and ``scale``: the weight-wise ratio over all axes that are not
     stacked.
 
+  A stack of layers or experts that ``stacked`` does not name can look like an
+  attention or convolution kernel; :func:`merit_optax.describe` shows how each
+  parameter is treated.
+
   Args:
     params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
       ``nnx.state(model, nnx.Param)``, optionally after ``nnx.as_pure``.
@@ -53,7 +59,9 @@ def flax_dimension_numbers(
   Returns:
     Tree of :class:`optax.contrib.MuonDimensionNumbers` with the structure of
     ``params``, to be passed as ``weight_dimension_numbers``. Every parameter
-    has an explicit spec. You may also pass the function itself.
+    has an explicit spec. You may also pass the function itself, or a
+    :func:`functools.partial` of it. If parameters are masked out, as in
+    :func:`optax.partition`, patterns may match nothing.
 
   Raises:
     ValueError: If parameters are not recognized or patterns match nothing (the
@@ -67,13 +75,13 @@ def flax_dimension_numbers(
     >>> print(specs['attention']['query']['kernel'])
     MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
   """
-  stacked, overrides = dict(stacked or {}), dict(overrides or {})
+  stacked, overrides = stacked or {}, overrides or {}
+  _check_rules(stacked, overrides)
   unknown: list[str] = []
   unused = {*stacked, *overrides}
 
   def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
-    # In an nnx.State, the path leads through the variable to its value.
-    name = path_name(path).removesuffix('/value')
+    name = path_name(path)
     found = {p for p in (*stacked, *overrides) if re.search(p, name)}
     unused.difference_update(found)
     for pattern, override in overrides.items():
@@ -93,7 +101,7 @@ def flax_dimension_numbers(
     return numbers
 
   specs = jax.tree_util.tree_map_with_path(spec, params)
-  if unused:
+  if unused and not _has_masked(params):
     raise ValueError(
       'stacked and overrides must match a path each, got patterns that match '
       f'none: {sorted(unused)}.'
@@ -109,11 +117,39 @@ def flax_dimension_numbers(
   return specs
 
 
+def _check_rules(stacked: Any, overrides: Any) -> None:
+  """Raises ``ValueError`` for what cannot be patterns, axes or specs."""
+  check_patterns('stacked', stacked)
+  check_patterns('overrides', overrides)
+  for pattern, axes in stacked.items():
+    each = axes if isinstance(axes, Sequence) else (axes,)
+    if isinstance(axes, str) or not all(map(is_integer, each)):
+      raise ValueError(
+        f'stacked[{pattern!r}] must be a number of leading axes, or a sequence '
+        f'of axes, got {axes!r}.'
+      )
+  for pattern, spec in overrides.items():
+    if spec is not None and not isinstance(spec, DimensionNumbers):
+      raise ValueError(
+        f'overrides[{pattern!r}] must be an optax.contrib.MuonDimensionNumbers '
+        f'or None, got {spec!r}.'
+      )
+
+
+def _has_masked(params: Any) -> bool:
+  """Returns whether parameters were masked out of a tree."""
+
+  def is_masked(x: Any) -> bool:
+    return x is None or isinstance(x, optax.MaskedNode)
+
+  return any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked)))
+
+
 def _stacked_axes(
   pattern: str, stacked: int | Sequence[int], name: str, ndim: int
 ) -> tuple[int, ...]:
   """Returns the axes of a parameter that count layers and so on."""
-  axes = stacked if isinstance(stacked, Sequence) else range(int(stacked))
+  axes = stacked if isinstance(stacked, Sequence) else range(stacked)
   is_negative = not isinstance(stacked, Sequence) and stacked < 0
   if is_negative or not all(-ndim <= axis < ndim for axis in axes):
     raise ValueError(

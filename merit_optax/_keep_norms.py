@@ -4,11 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from merit_optax._dimension_numbers import (
-  MatrixAxes,
-  check_params,
-  matrix_axes,
-)
+from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
 from merit_optax._norms import (
   NORMS,
   largest_ratio,
@@ -16,10 +12,7 @@ from merit_optax._norms import (
   ratio,
   widen,
 )
-from merit_optax._trust_ratio import (
-  NO_PARAMS_MESSAGE,
-  WeightDimensionNumbers,
-)
+from merit_optax._per_parameter import per_parameter
 
 
 def keep_matrix_norms(
@@ -104,23 +97,9 @@ def keep_matrix_norms(
     norms = [matrix_norms(x, axes, NORMS[norm]) for x in (w, moved)]
     # An infinite norm would make a matrix of zeros, which nobody would notice.
     kept = jnp.where(
-      jnp.isinf(norms[1]), jnp.nan, largest_ratio([ratio(*norms)])
+      jnp.isinf(jnp.maximum(*norms)), jnp.nan, largest_ratio([ratio(*norms)])
     )
     dtype = jnp.promote_types(update.dtype, param.dtype)
     return (kept * moved - w).astype(dtype)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
-    check_params(weight_dimension_numbers, params)
-    return optax.EmptyState()
-
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    if params is None:
-      raise ValueError(NO_PARAMS_MESSAGE)
-    axes = matrix_axes(weight_dimension_numbers, params)
-    return jax.tree.map(keep, updates, params, axes), state
-
-  return optax.GradientTransformation(init_fn, update_fn)
+  return per_parameter(keep, weight_dimension_numbers)

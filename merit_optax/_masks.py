@@ -42,9 +42,37 @@ def checked(name: str, mask: Any) -> Callable[[Any], Any]:
 def broadcast_mask(name: str, mask: Any, params: Any) -> Any:
   """Returns a mask as a tree of the structure of the parameters."""
   resolved = True if mask is None else checked(name, mask)(params)
-  return jax.tree.map(
-    lambda keep, part: jax.tree.map(lambda _: keep, part), resolved, params
-  )
+  return broadcast_prefix(name, resolved, params)
+
+
+def broadcast_prefix(
+  name: str,
+  prefix: Any,
+  params: Any,
+  is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+  """Returns a prefix tree in the structure of the parameters.
+
+  Args:
+    name: Name of the argument, for the message.
+    prefix: Tree whose leaves stand for all parameters below them.
+    params: Tree of parameters.
+    is_leaf: What is a leaf of the prefix, though it looks like a tree.
+
+  Raises:
+    ValueError: If it is no prefix of the parameters.
+  """
+  try:
+    return jax.tree.map(
+      lambda entry, part: jax.tree.map(lambda _: entry, part),
+      prefix,
+      params,
+      is_leaf=is_leaf,
+    )
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+      f'{name} must be a tree like params or a prefix of it: {error}'
+    ) from None
 
 
 def scaled_axes(

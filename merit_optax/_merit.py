@@ -9,10 +9,8 @@ import optax
 from merit_optax import _arguments, _masks
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
-from merit_optax._trust_ratio import (
-  WeightDimensionNumbers,
-  scale_by_max_norm_trust_ratio,
-)
+from merit_optax._dimension_numbers import WeightDimensionNumbers
+from merit_optax._trust_ratio import scale_by_max_norm_trust_ratio
 
 
 def merit(
@@ -115,25 +113,29 @@ def merit(
     >>> import optax
     >>> def loss(params):
     ...   return jnp.sum((params['w'] @ jnp.ones(3) - 1.0) ** 2)
-    >>> optimizer = merit_optax.merit(learning_rate=0.05)
-    >>> params = {'w': jnp.full((2, 3), 0.5)}
-    >>> state = optimizer.init(params)
-    >>> print(f'loss: {loss(params):.3f}')
-    loss: 0.500
-    >>> for _ in range(8):
+    >>> schedule = optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 20)
+    >>> optimizer = merit_optax.merit(schedule)
+    >>> @jax.jit
+    ... def step(params, state):
     ...   gradients = jax.grad(loss)(params)
     ...   updates, state = optimizer.update(gradients, state, params)
-    ...   params = optax.apply_updates(params, updates)
-    >>> print(f'loss: {loss(params):.3f}')
-    loss: 0.000
+    ...   return optax.apply_updates(params, updates), state
+    >>> params = {'w': jnp.full((2, 3), 0.5)}
+    >>> state = optimizer.init(params)
+    >>> print(f'loss: {loss(params):.1f}')
+    loss: 0.5
+    >>> for _ in range(20):
+    ...   params, state = step(params, state)
+    >>> print(f'loss: {loss(params):.1f}')
+    loss: 0.0
 
   References:
     Luo et al., `MERIT: Maximum-normalized Element-wise Ratio for Language
     Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
     Algorithm 1.
   """
-  _arguments.check_learning_rate('learning_rate', learning_rate)
-  _arguments.check_weight_decay('weight_decay', weight_decay)
+  learning_rate = _arguments.learning_rate('learning_rate', learning_rate)
+  weight_decay = _arguments.weight_decay('weight_decay', weight_decay)
   if callable(weight_decay) and optax.__version__ == '0.2.6':
     raise ValueError(
       'weight_decay must be a number with optax 0.2.6, which would evaluate a '
@@ -142,8 +144,9 @@ def merit(
   if clip_threshold is None:
     clip = optax.identity()
   else:
-    _arguments.check_above_zero('clip_threshold', clip_threshold)
-    clip = elementwise_clip(clip_threshold)
+    clip = elementwise_clip(
+      _arguments.above_zero('clip_threshold', clip_threshold)
+    )
   trust_ratio = scale_by_max_norm_trust_ratio(
     min_norm=min_norm,
     ratios=ratios,

@@ -15,12 +15,11 @@ from merit_optax._attention_heads import (
   check_heads,
   check_params,
   matching,
-  parameter_name,
   spread,
 )
-from merit_optax._dimension_numbers import find_nearest
+from merit_optax._dimension_numbers import find_nearest, path_name
 from merit_optax._norms import widen
-from merit_optax._trust_ratio import NO_PARAMS_MESSAGE
+from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
 
 def qk_clip(
@@ -84,31 +83,43 @@ def qk_clip(
       ``params``.
 
   Examples:
+    >>> import jax
     >>> import jax.numpy as jnp
     >>> import merit_optax
     >>> import optax
     >>> optimizer = optax.chain(
-    ...     optax.sgd(0.0),
+    ...     merit_optax.merit(
+    ...         1e-3,
+    ...         weight_dimension_numbers=merit_optax.flax_dimension_numbers),
     ...     merit_optax.qk_clip(
     ...         100.0,
     ...         query={'query/': merit_optax.AttentionHeads(-2)},
     ...         key={'key/': merit_optax.AttentionHeads(-2)},
     ...     ),
     ... )
-    >>> params = {name: {'kernel': jnp.ones((1, 2, 1))}
+    >>> params = {name: {'kernel': jnp.full((16, 2, 4), 2.0)}
     ...           for name in ('query', 'key')}
+    >>> def attend(params, x):  # The statistics of a layer with two heads.
+    ...   query, key = (
+    ...       jnp.einsum('btm,mnh->btnh', x, params[name]['kernel'])
+    ...       for name in ('query', 'key'))
+    ...   return merit_optax.attention_statistics(query, key)
+    >>> x = jnp.ones((1, 3, 16))
+    >>> print(attend(params, x).max_logit)
+    [2048. 2048.]
+    >>> gradients = jax.tree.map(jnp.zeros_like, params)  # Yours, of the loss.
     >>> updates, _ = optimizer.update(
-    ...     params, optimizer.init(params), params,
-    ...     max_logits=jnp.array([50.0, 400.0]))
+    ...     gradients, optimizer.init(params), params,
+    ...     max_logits=attend(params, x).max_logit)
     >>> params = optax.apply_updates(params, updates)
-    >>> print(params['query']['kernel'].ravel())
-    [1.  0.5]
+    >>> print(attend(params, x).max_logit)
+    [100. 100.]
 
   References:
     Kimi Team, `Kimi K2: Open Agentic Intelligence
     <https://arxiv.org/abs/2507.20534>`_, 2025, section on QK-Clip.
   """
-  _arguments.check_above_zero('threshold', threshold)
+  threshold = _arguments.above_zero('threshold', threshold)
   check_heads('query', query)
   check_heads('key', key)
   if num_key_heads is not None and not _is_count(num_key_heads):
@@ -149,7 +160,7 @@ def qk_clip(
             factor = factor * spread(scales, heads, param.shape)
       except MisfitError as error:
         raise ValueError(
-          f'max_logits must fit the parameter {parameter_name(path)!r} of '
+          f'max_logits must fit the parameter {path_name(path)!r} of '
           f'shape {param.shape}: {error}.'
         ) from None
       return _scaled_update(param, update, factor)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from merit_optax._dimension_numbers import path_keys
@@ -49,7 +50,7 @@ def settings_of_step(given: dict[str, Any], found: Found) -> dict[str, Any]:
     'learning_rate': _at(given['learning_rate'], rates, found.adam.count),
     'weight_decay': _at(
       given['weight_decay'],
-      [x for x in others if not _is_adam(x)],
+      [x for x in others if not _is_adam(x) and _is_count(x)],
       found.adam.count,
     ),
   }
@@ -83,6 +84,12 @@ def _at(value: Any, states: Any, default: Any) -> Any:
   if not callable(value):
     return value
   return value((jax.tree.leaves(states) or jax.tree.leaves(default))[0])
+
+
+def _is_count(state: Any) -> bool:
+  """Returns whether a state is a count of steps and nothing else."""
+  leaves = jax.tree.leaves(state)
+  return len(leaves) == 1 and leaves[0].dtype == jnp.int32
 
 
 def _chains(state: Any, injected: Any = None) -> Iterator[Found]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection
 import functools
-import inspect
 from typing import Any
 
 import jax
@@ -12,7 +11,7 @@ import optax
 
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
-from merit_optax._dimension_numbers import MatrixAxes
+from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
 from merit_optax._masks import scaled_axes
 from merit_optax._merit import merit
 from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
@@ -21,8 +20,13 @@ from merit_optax._state import (
   leaves_with_moments,
   settings_of_step,
 )
-from merit_optax._trust_ratio import WeightDimensionNumbers, check_ratios
+from merit_optax._trust_ratio import check_ratios
 from merit_optax._update_statistics import align, by_name, update_to_weight
+
+_OF_ADAM = (
+  *('b1', 'b2', 'eps', 'eps_root', 'mu_dtype', 'nu_dtype'),
+  'bias_correction',
+)
 
 
 def merit_statistics(
@@ -191,8 +195,7 @@ def _decayed_direction(
   params: Any,
 ) -> Any:
   """Returns Adam's update plus the weight decay."""
-  names = inspect.signature(scale_by_adam).parameters.keys() & settings.keys()
-  transform = scale_by_adam(**{name: settings[name] for name in names})
+  transform = scale_by_adam(**{name: settings[name] for name in _OF_ADAM})
   u, _ = transform.update(gradients, adam)
   decay = optax.add_decayed_weights(settings['weight_decay'], settings['mask'])
   return decay.update(u, decay.init(params), params)[0]

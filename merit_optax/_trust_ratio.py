@@ -1,19 +1,13 @@
 """Trust ratios, weight-wise, row-wise and column-wise, for any direction."""
 
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, TypeAlias
+from collections.abc import Collection, Iterable
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
-from merit_optax._dimension_numbers import (
-  DimensionNumbers,
-  MatrixAxes,
-  check_params,
-  matrix_axes,
-)
+from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
 from merit_optax._norms import (
   RATIOS,
   Norm,
@@ -22,14 +16,7 @@ from merit_optax._norms import (
   max_norm,
   trust_ratios,
 )
-
-WeightDimensionNumbers: TypeAlias = (
-  DimensionNumbers | optax.Params | Callable[[optax.Params], Any] | None
-)
-NO_PARAMS_MESSAGE = (
-  'You are using a transformation that requires the current value of '
-  'parameters, but you are not passing `params` when calling `update`.'
-)
+from merit_optax._per_parameter import per_parameter
 
 
 def scale_by_max_norm_trust_ratio(
@@ -55,8 +42,12 @@ def scale_by_max_norm_trust_ratio(
   the column-wise ratio. The ratio is 1 wherever a norm that it needs is zero:
   a zero row makes it 1 for every element of the row, and so on. A norm below
   the smallest normal float32 counts as zero, because most hardware flushes such
-  numbers. No element is scaled beyond :math:`\max |w|` unless its ratio fell
-  back to 1.
+  numbers. With the default arguments no element is scaled beyond
+  :math:`\max |w|` unless its ratio fell back to 1.
+
+  With ``min_norm`` :math:`\mu`, ``trust_coefficient`` :math:`\kappa` and
+  ``eps`` :math:`\varepsilon`, each ratio of two norms is
+  :math:`\kappa \max(\|w\|, \mu) / (\max(\|z\|, \mu) + \varepsilon)`.
 
   ``weight_dimension_numbers`` specifies which axes are rows and columns, with
   the specs of :func:`optax.contrib.muon`. Axes that a spec does not name are
@@ -149,8 +140,8 @@ def scale_by_l2_norm_trust_ratio(
   :func:`optax.scale_by_trust_ratio`, which takes one norm over a whole stack of
   layers, experts or heads, this transform gives each matrix of a parameter the
   update that it would get on its own. ``ratios`` can add the ratios of rows and
-  columns to the maximum. Everything else is as in
-  :func:`merit_optax.scale_by_max_norm_trust_ratio`, with l2 norms.
+  columns to the maximum. Arguments, fallback and batch axes are those of
+  :func:`merit_optax.scale_by_max_norm_trust_ratio`.
 
   Unlike a maximum, a sum depends on the order of its terms, so the last bits of
   an update differ between meshes. Elements below about 1e-19 count as zero in a
@@ -205,9 +196,11 @@ def _scale_by_trust_ratio(
   weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
   """Scales by the largest trust ratio in some norm."""
-  _arguments.check_at_least_zero('min_norm', min_norm)
-  _arguments.check_above_zero('trust_coefficient', trust_coefficient)
-  _arguments.check_at_least_zero('eps', eps)
+  min_norm = _arguments.at_least_zero('min_norm', min_norm)
+  trust_coefficient = _arguments.above_zero(
+    'trust_coefficient', trust_coefficient
+  )
+  eps = _arguments.at_least_zero('eps', eps)
   ratios = check_ratios(ratios)
 
   def scale(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
@@ -217,21 +210,7 @@ def _scale_by_trust_ratio(
     dtype = jnp.promote_types(update.dtype, param.dtype)
     return (largest_ratio(parts.values()) * update).astype(dtype)
 
-  def init_fn(params: optax.Params) -> optax.EmptyState:
-    check_params(weight_dimension_numbers, params)
-    return optax.EmptyState()
-
-  def update_fn(
-    updates: optax.Updates,
-    state: optax.EmptyState,
-    params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, optax.EmptyState]:
-    if params is None:
-      raise ValueError(NO_PARAMS_MESSAGE)
-    axes = matrix_axes(weight_dimension_numbers, params)
-    return jax.tree.map(scale, updates, params, axes), state
-
-  return optax.GradientTransformation(init_fn, update_fn)
+  return per_parameter(scale, weight_dimension_numbers)
 
 
 def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:

@@ -8,12 +8,12 @@ import optax
 
 from merit_optax._dimension_numbers import (
   MatrixAxes,
+  WeightDimensionNumbers,
   matrix_axes,
   path_name,
   path_names,
 )
 from merit_optax._norms import NORMS, matrix_norms
-from merit_optax._trust_ratio import WeightDimensionNumbers
 
 
 def update_statistics(
@@ -31,8 +31,8 @@ def update_statistics(
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
 
   Returns:
-    A flat dictionary of float32 scalars. Keys are the path of a parameter
-    (unless it is empty), a slash, and
+    A flat dictionary of float32 scalars. Keys are the path of a parameter, a
+    slash, and one of the following (parameters without elements have none):
 
     - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite if a
       parameter that is zero moves;
@@ -45,8 +45,9 @@ def update_statistics(
     - ``not_finite``: share of elements of the update that are NaN or infinite.
 
   Raises:
-    ValueError: If the trees do not match, if two paths are the same when
-      written with slashes, or if a spec does not fit its parameter.
+    ValueError: If the trees differ in the number or the shapes of their arrays,
+      if two paths are the same when written with slashes, or if a spec does not
+      fit its parameter.
 
   Examples:
     >>> import jax.numpy as jnp

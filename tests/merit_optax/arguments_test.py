@@ -16,9 +16,11 @@ _NAN, _INF = float('nan'), float('inf')
 _NO_NUMBERS = (
   *('0.5', True, False, [0.5], 1j, object, _NAN, _INF, -_INF),
   *(np.array([0.5]), np.array(_NAN), np.float32(_INF), np.bool_(True)),
+  *(jnp.array([0.5, 0.5]), jnp.array(_NAN), jnp.array(True), jnp.array(1j)),
+  *(fractions.Fraction(1, 2), 10**400),
 )
-_NEGATIVE = (*_NO_NUMBERS, None, -1e-9, -1)
-_NOT_POSITIVE = (*_NEGATIVE, 0, 0.0)
+_NEGATIVE = (*_NO_NUMBERS, None, -1e-9, -1, jnp.array(-1.0))
+_NOT_POSITIVE = (*_NEGATIVE, 0, 0.0, np.uint8(0))
 _NO_RATES = (*_NEGATIVE, 1, 1.0, 1.5)
 _NO_DECAYS = tuple(v for v in _NEGATIVE if v is not object)
 _NO_SCHEDULES = tuple(v for v in _NO_NUMBERS if v is not object)
@@ -26,6 +28,7 @@ _NO_DTYPES = (
   *('nonsense', '', 3, True, [], jnp.int32, 'int8', bool, object),
   *('complex64', jnp.float8_e4m3fn),
 )
+_NO_PATTERNS = (3, ['a'], {'(': 1}, {3: 1})
 _NO_RATIOS = ('row', (), [], None, 3, ('rows',), ('row', 1), {'row', 'l2'})
 
 
@@ -36,35 +39,78 @@ def _merit(**kwargs):
 _adam = merit_optax.scale_by_adam
 _ratio = merit_optax.scale_by_max_norm_trust_ratio
 _clip = merit_optax.elementwise_clip
+_l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
+_keep = merit_optax.keep_matrix_norms
+_HEADS = {'q': merit_optax.AttentionHeads(-2)}
+
+
+def _qk_clip(**kwargs):
+  return merit_optax.qk_clip(
+    **{'threshold': 1.0, 'query': _HEADS, 'key': _HEADS, **kwargs}
+  )
+
+
+def _statistics(**kwargs):
+  return merit_optax.merit_statistics(**{'learning_rate': 0.1, **kwargs})
+
+
+def _attention(**kwargs):
+  x = jnp.ones((1, 2, 3, 4))
+  return merit_optax.attention_statistics(**{'query': x, 'key': x, **kwargs})
+
+
+def _flax(**kwargs):
+  params = {'kernel': jnp.ones((2, 2))}
+  return merit_optax.flax_dimension_numbers(**{'params': params, **kwargs})
+
+
 _FUNCTIONS = {
   'merit': _merit,
+  'merit_statistics': _statistics,
   'scale_by_adam': _adam,
   'scale_by_max_norm_trust_ratio': _ratio,
+  'scale_by_l2_norm_trust_ratio': _l2_ratio,
   'elementwise_clip': _clip,
+  'keep_matrix_norms': _keep,
+  'qk_clip': _qk_clip,
+  'attention_statistics': _attention,
+  'flax_dimension_numbers': _flax,
 }
 
+_WITH_ADAM = (_merit, _statistics, _adam)
+_BAD_OF_MERIT = {
+  'learning_rate': _NO_SCHEDULES,
+  'weight_decay': _NO_DECAYS,
+  'clip_threshold': [v for v in _NOT_POSITIVE if v is not None],
+  'min_norm': _NEGATIVE,
+  'ratios': _NO_RATIOS,
+}
+_BAD_OF_RATIOS = {
+  'min_norm': _NEGATIVE,
+  'trust_coefficient': _NOT_POSITIVE,
+  'eps': _NEGATIVE,
+  'ratios': _NO_RATIOS,
+}
 _BAD = [
-  (_merit, 'learning_rate', _NO_SCHEDULES),
-  (_merit, 'weight_decay', _NO_DECAYS),
-  (_merit, 'clip_threshold', [v for v in _NOT_POSITIVE if v is not None]),
-  (_merit, 'min_norm', _NEGATIVE),
-  (_merit, 'ratios', _NO_RATIOS),
-  *((f, name, _NO_RATES) for f in (_merit, _adam) for name in ('b1', 'b2')),
-  *(
-    (f, name, _NEGATIVE)
-    for f in (_merit, _adam)
-    for name in ('eps', 'eps_root')
-  ),
+  *((f, *x) for f in (_merit, _statistics) for x in _BAD_OF_MERIT.items()),
+  *((f, name, _NO_RATES) for f in _WITH_ADAM for name in ('b1', 'b2')),
+  *((f, name, _NEGATIVE) for f in _WITH_ADAM for name in ('eps', 'eps_root')),
   *(
     (f, name, _NO_DTYPES)
-    for f in (_merit, _adam)
+    for f in _WITH_ADAM
     for name in ('mu_dtype', 'nu_dtype')
   ),
-  (_ratio, 'min_norm', _NEGATIVE),
-  (_ratio, 'trust_coefficient', _NOT_POSITIVE),
-  (_ratio, 'eps', _NEGATIVE),
-  (_ratio, 'ratios', _NO_RATIOS),
+  *((f, *x) for f in (_ratio, _l2_ratio) for x in _BAD_OF_RATIOS.items()),
   (_clip, 'max_delta', _NOT_POSITIVE),
+  (_keep, 'norm', ('l1', 2, None, ['l2'])),
+  (_qk_clip, 'threshold', _NOT_POSITIVE),
+  (_qk_clip, 'query', (*_NO_PATTERNS, {}, None)),
+  (_qk_clip, 'key', (*_NO_PATTERNS, {}, None)),
+  (_qk_clip, 'num_key_heads', (0, -1, 2.0, '2', True)),
+  (_attention, 'layout', ('BTN', 3, None, tuple('BTNH'))),
+  (_attention, 'scale', tuple(v for v in _NO_NUMBERS if v is not object)),
+  (_flax, 'stacked', _NO_PATTERNS),
+  (_flax, 'overrides', _NO_PATTERNS),
 ]
 _RATES = (0, 0.0, 0.9, 1 - 1e-9, np.float32(0.5), np.float64(0.5), np.int64(0))
 _NUMBERS = (
@@ -126,7 +172,10 @@ def test_bad_values_are_named(build, name, values):
       build(**{name: value})
     # The name first: "eps" is a part of "eps_root".
     assert str(error.value).startswith(f'{name} must ')
-    assert f'got {value!r}' in str(error.value)
+    given = value
+    if values is _NO_PATTERNS and isinstance(value, dict):
+      (given,) = value
+    assert f'got {given!r}' in str(error.value)
 
 
 @pytest.mark.parametrize('build, name, values', _GOOD, ids=_ids(_GOOD))
@@ -154,23 +203,24 @@ def test_arrays_and_tracers_pass_unread(build, name):
 
 
 def test_every_argument_of_every_function_is_checked():
-  # bias_correction and nesterov are any truth value. Masks and dimension
-  # numbers are held against the parameters, which are not there yet.
-  checked = {
-    'merit-mask',
-    'merit-bias_correction',
-    'merit-trust_ratio_mask',
-    'merit-weight_dimension_numbers',
-    'scale_by_adam-bias_correction',
-    'scale_by_adam-nesterov',
-    'scale_by_max_norm_trust_ratio-weight_dimension_numbers',
-    *_ids(_BAD),
+  # Switches are any truth value. Masks and dimension numbers are held against
+  # the parameters, which are not there yet. Arrays have tests of their own, and
+  # so has what these take.
+  switches = {'bias_correction', 'nesterov', 'is_causal'}
+  fitted = {'mask', 'trust_ratio_mask', 'weight_dimension_numbers'}
+  arrays = {'params', 'updates'}
+  elsewhere = {
+    *('describe', 'describe_partition', 'update_statistics'),
+    *('AttentionHeads', 'AttentionStatistics'),
+    *('attention_statistics-query', 'attention_statistics-key'),
   }
-  assert checked == {
+  unchecked = {
     f'{function}-{name}'
-    for function in _FUNCTIONS
+    for function in set(merit_optax.__all__) - elsewhere
     for name in inspect.signature(getattr(merit_optax, function)).parameters
-  }
+    if name not in switches | fitted | arrays
+  } - {*_ids(_BAD), *elsewhere}
+  assert not unchecked
 
 
 def test_messages_say_what_is_accepted():
@@ -193,9 +243,28 @@ def test_ratios_that_cannot_be_hashed_or_compared_are_named(ratios):
 
 
 def test_numbers_of_other_kinds_are_read():
-  merit_optax.merit(fractions.Fraction(1, 2), ratios=np.array(['row']))
-  with pytest.raises(ValueError, match='learning_rate must be a finite number'):
-    merit_optax.merit(10**400)
+  merit_optax.merit(np.float16(0.5), ratios=np.array(['row']))
+  clip = merit_optax.elementwise_clip(np.uint8(1))
+  clipped, _ = clip.update(jnp.array([-3.0, 0.5, 3.0]), clip.init(None))
+  np.testing.assert_array_equal(clipped, [-1.0, 0.5, 1.0])
+  clip = merit_optax.elementwise_clip(10**10)  # Beyond int32.
+  clipped, _ = clip.update(jnp.array([-3.0]), clip.init(None))
+  np.testing.assert_array_equal(clipped, [-3.0])
+
+
+def test_types_that_are_taken_for_schedules_are_told():
+  build = optax.inject_hyperparams(merit_optax.merit)
+  with pytest.raises(ValueError, match="name 'mu_dtype' in static_args"):
+    build(0.1, mu_dtype=jnp.bfloat16).init({'w': jnp.ones((2, 3))})
+
+
+def test_what_patterns_stand_for_is_checked():
+  for axes in (1.7, True, (0.5,), '1', None):
+    with pytest.raises(ValueError, match=r"^stacked\['kernel'\] must be"):
+      _flax(stacked={'kernel': axes})
+  for spec in (((0,), (1,)), 1, 'row'):
+    with pytest.raises(ValueError, match=r"^overrides\['kernel'\] must be"):
+      _flax(overrides={'kernel': spec})
 
 
 def test_a_negative_rate_climbs():

@@ -263,6 +263,12 @@ def test_shapes_that_do_not_fit(query, key, message):
     merit_optax.attention_statistics(jnp.ones(query), jnp.ones(key))
 
 
+def test_complex_inputs_are_refused():
+  query, key = _pair()
+  with pytest.raises(ValueError, match='^key must be real'):
+    merit_optax.attention_statistics(query, key * 1j)
+
+
 @pytest.mark.parametrize('is_causal', [False, True])
 def test_nan_is_told(is_causal):
   query, key = _pair()

@@ -204,6 +204,15 @@ def test_bad_arguments():
     merit_optax.describe(_shapes(w=(2, 3)), weight_decay=-1)
 
 
+def test_trees_that_do_not_fit_are_named():
+  params = _shapes(w=(2, 3), b=(3,))
+  for name in ('mask', 'trust_ratio_mask'):
+    with pytest.raises(ValueError, match=f'^{name} must be a tree like params'):
+      merit_optax.describe(params, **{name: {'w': True}})
+  with pytest.raises(ValueError, match='^param_labels must be a tree like'):
+    merit_optax.describe_partition(params, {'w': 'a'}, {'a': None})
+
+
 def test_paths_that_are_written_the_same_are_refused():
   params = {'a/b': jnp.ones((3, 2)), 'a': {'b': jnp.ones(5)}}
   with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):

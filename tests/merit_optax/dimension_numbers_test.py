@@ -200,13 +200,14 @@ def test_a_rank_below_two_is_always_weight_wise(shape, spec):
 
 
 @pytest.mark.parametrize('shape', [(3,), (2, 3)])
-def test_scalars_of_stacked_layers_are_apart(shape):
+@pytest.mark.parametrize('spec', [_Spec((), ()), _Spec([], [])])
+def test_scalars_of_stacked_layers_are_apart(shape, spec):
   update, param = _normal(0, shape), _normal(1, shape)
   expected = np.abs(param) * np.sign(update)
-  scaled = _scale(update, param, {'scale': _Spec((), ())}['scale'])
+  scaled = _scale(update, param, spec)
   np.testing.assert_allclose(scaled, expected, rtol=1e-6)
   (row,) = merit_optax.describe(
-    {'s': param}, weight_dimension_numbers=_Spec((), ())
+    {'s': param}, weight_dimension_numbers=spec
   ).splitlines()[1:]
   assert f'{math.prod(shape)} x 1 ' in row
 

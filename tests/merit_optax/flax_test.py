@@ -1,5 +1,6 @@
 """Dimension numbers of real Flax modules, Linen and NNX."""
 
+import functools
 import warnings
 
 from flax import linen, nnx
@@ -463,10 +464,62 @@ def test_an_nnx_state_gives_the_specs_of_its_pure_tree():
     path.removesuffix('/value'): spec for path, spec in _specs(state).items()
   }
   assert values == _specs(nnx.to_pure_dict(state))
+  assert 'kernel/value' not in merit_optax.describe(
+    state, weight_dimension_numbers=merit_optax.flax_dimension_numbers
+  )
+
+
+def test_a_leaf_named_value_keeps_its_name():
+  projections = {
+    name: jnp.zeros((8, 2, 4)) for name in ('query', 'key', 'value')
+  }
+  specs = {'attn/(query|key)$': _Spec(0, (1, 2)), 'attn/value$': None}
+  assert _specs({'attn': projections}, overrides=specs) == {
+    'attn/query': (0, (1, 2)),
+    'attn/key': (0, (1, 2)),
+    'attn/value': None,
+  }
+
+
+def test_the_function_sees_a_part_of_the_parameters():
+  params = {
+    'blocks': {'up': {'kernel': jnp.ones((2, 3, 4))}},
+    'experts': {'up': {'kernel': jnp.ones((2, 3, 4))}},
+    'position': jnp.ones((1, 3, 4)),
+  }
+  numbers = functools.partial(
+    merit_optax.flax_dimension_numbers,
+    stacked={'blocks/': 1, 'experts/': 1},
+    overrides={'^position$': None},
+  )
+  mask = {'blocks': True, 'experts': True, 'position': False}
+  merit = merit_optax.merit(
+    0.1, weight_dimension_numbers=numbers, trust_ratio_mask=mask
+  )
+  masked, whole = (
+    optimizer.update(params, optimizer.init(params), params)[0]
+    for optimizer in (
+      merit,
+      merit_optax.merit(0.1, weight_dimension_numbers=numbers),
+    )
+  )
+  for name in ('blocks', 'experts'):
+    assert jnp.array_equal(
+      masked[name]['up']['kernel'], whole[name]['up']['kernel']
+    )
+  optimizer = optax.partition(
+    {
+      'merit': merit_optax.merit(0.1, weight_dimension_numbers=numbers),
+      'adam': optax.adam(0.1),
+    },
+    {'blocks': 'merit', 'experts': 'adam', 'position': 'adam'},
+  )
+  optimizer.update(params, optimizer.init(params), params)
 
 
 @pytest.mark.parametrize('argument', ['stacked', 'overrides'])
 def test_patterns_that_match_nothing_are_named(argument):
   params = {'blocks': {'kernel': jnp.zeros((2, 2))}}
   with pytest.raises(ValueError, match="none: \\['blokcs/'\\]"):
-    merit_optax.flax_dimension_numbers(params, **{argument: {'blokcs/': 1}})
+    entry = 1 if argument == 'stacked' else None
+    merit_optax.flax_dimension_numbers(params, **{argument: {'blokcs/': entry}})

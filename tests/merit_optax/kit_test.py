@@ -540,3 +540,8 @@ def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
   kept, _ = transform.update(updates, transform.init(params), params)
   assert jnp.all(kept[0] == 0)
   assert jnp.isnan(kept[1]).all()
+  # Nor does a norm that has overflowed before the step, and not after it.
+  params = params.at[1].set(2e19)
+  updates = updates.at[1].set(-1.95e19)
+  kept, _ = transform.update(updates, transform.init(params), params)
+  assert jnp.isnan(kept[1]).all()

@@ -407,6 +407,10 @@ def test_queries_and_keys_must_lie_apart(parts):
     {'query/': _Heads(-2, part=(-3,))},
     {'query/': _Heads(-2, part=(-3, True))},
     {'query/': _Heads(-2, part=(-3, [0]))},
+    {'query/': _Heads(-2, part=(-3, slice(None, None, -1)))},
+    {'query/': _Heads(-2, part=(-3, slice(None, None, 0)))},
+    {'query/': _Heads(-2, part=(-3, slice(0, 2.5)))},
+    {'query/': _Heads(-2, part=(-3, slice('a')))},
   ],
 )
 def test_heads_that_are_none(heads):

@@ -432,6 +432,27 @@ def test_schedules_are_read_at_their_own_counts():
   np.testing.assert_allclose(watched[name], expected[name], rtol=1e-6)
 
 
+def test_a_schedule_of_the_decay_beside_another_state():
+  decay = optax.linear_schedule(0.0, 50.0, 100)
+  parts = (
+    merit_optax.scale_by_adam(),
+    optax.add_decayed_weights(decay),
+    merit_optax.scale_by_max_norm_trust_ratio(),
+    merit_optax.elementwise_clip(),
+    optax.scale_by_learning_rate(0.1),
+  )
+  optimizer = optax.chain(optax.trace(0.0), *parts)
+  params, gradients = _tree(0), _tree(10)
+  state = optimizer.init(params)
+  for _ in range(3):
+    _, state = optimizer.update(gradients, state, params)
+  measure = merit_optax.merit_statistics(0.1, weight_decay=decay)
+  actual = measure(gradients, state, params)
+  # The same state, without that of the momentum before it.
+  expected = measure(gradients, state[1:], params)
+  assert actual == expected
+
+
 @pytest.mark.parametrize('num_merits', [1, 2])
 def test_a_partition(num_merits):
   params, gradients = _tree(0), _tree(10)
@@ -504,7 +525,7 @@ def test_an_nnx_optimizer():
     ):
       np.testing.assert_allclose(
         # The size is that of a difference of rounded weights.
-        watched[f'{path}/value/update_to_weight'],
+        watched[f'{path}/update_to_weight'],
         size,
         atol=1e-6,
       )

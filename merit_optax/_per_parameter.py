@@ -1,0 +1,47 @@
+"""Stateless transforms that see the matrices of each parameter."""
+
+from collections.abc import Callable
+
+import jax
+import optax
+
+from merit_optax._dimension_numbers import (
+  MatrixAxes,
+  WeightDimensionNumbers,
+  check_params,
+  matrix_axes,
+)
+
+NO_PARAMS_MESSAGE = (
+  'You are using a transformation that requires the current value of '
+  'parameters, but you are not passing `params` when calling `update`.'
+)
+
+
+def per_parameter(
+  change: Callable[[jax.Array, jax.Array, MatrixAxes], jax.Array],
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+  """Returns the transform that changes the update of each parameter.
+
+  Args:
+    change: Function from update, parameter and axes of its matrices to an
+      update.
+    weight_dimension_numbers: As the user gave them.
+  """
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    check_params(weight_dimension_numbers, params)
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    if params is None:
+      raise ValueError(NO_PARAMS_MESSAGE)
+    axes = matrix_axes(weight_dimension_numbers, params)
+    return jax.tree.map(change, updates, params, axes), state
+
+  return optax.GradientTransformation(init_fn, update_fn)
