@@ -10,9 +10,12 @@ import optax
 
 from merit_optax._arguments import is_integer
 
-DimensionNumbers: TypeAlias = optax.contrib.MuonDimensionNumbers
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
 WeightDimensionNumbers: TypeAlias = (
-  DimensionNumbers | optax.Params | Callable[[optax.Params], Any] | None
+  optax.contrib.MuonDimensionNumbers
+  | optax.Params
+  | Callable[[optax.Params], Any]
+  | None
 )
 _NOT_GIVEN = object()
 _LIBRARIES = ('merit_optax', 'optax', 'jax', 'flax')
