@@ -7,7 +7,11 @@ from typing import Any, NamedTuple
 
 from examples.study import render
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
-from examples.study.differences import difference, paired_difference
+from examples.study.differences import (
+  Difference,
+  difference,
+  paired_difference,
+)
 from examples.study.experiments import (
   ablation,
   attention_logits,
@@ -274,27 +278,36 @@ def _judge_flatness(outcome: curvature.Outcome, scale: Scale) -> list[Finding]:
   size = scale.batch_sizes[-1]
   found = {
     title: curvature.factor(
-      *(curvature.values(outcome[x.name, size], name) for x in (ADAMW, MERIT))
+      *(outcome[x.name, size].values(name) for x in (ADAMW, MERIT))
     )
     for name, title in curvature.QUANTITIES.items()
   }
+  # The paper has no measure that is free of the scale of the weights.
+  free = {x: found.pop(x) for x in (curvature.SCALE_FREE,)}
+  claims = {
+    'MERIT ends in flatter minima than AdamW (top eigenvalue of the Hessian '
+    f'37.2 to 12.3, trace 12,995 to 3,445); here batch {size}': found,
+    'The same by an eigenvalue that does not depend on the scale of the '
+    'weights (not in the paper)': free,
+  }
+  return [_judge_factors(claim, x) for claim, x in claims.items()]
+
+
+def _judge_factors(claim: str, found: dict[str, Difference]) -> Finding:
+  """Returns whether AdamW's values are larger than MERIT's, by all of them."""
   is_known = all(not math.isnan(x.high) for x in found.values())
-  return [
-    Finding(
-      'MERIT ends in flatter minima than AdamW (top eigenvalue of the Hessian '
-      f'37.2 to 12.3, trace 12,995 to 3,445); here batch {size}',
-      'AdamW over MERIT: '
-      + ', '.join(
-        f'{title} {curvature.format_factor(x)}' for title, x in found.items()
-      ),
-      judge_all(
-        [x.low > 0 for x in found.values()],
-        [x.high < 0 for x in found.values()],
-      )
-      if is_known
-      else 'no verdict: one seed, or seeds diverged',
+  return Finding(
+    claim,
+    'AdamW over MERIT: '
+    + ', '.join(
+      f'{title} {curvature.format_factor(x)}' for title, x in found.items()
+    ),
+    judge_all(
+      [x.low > 0 for x in found.values()], [x.high < 0 for x in found.values()]
     )
-  ]
+    if is_known
+    else 'no verdict: one seed, or seeds diverged',
+  )
 
 
 def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:

@@ -28,7 +28,7 @@ SEQUENCES = 128
 """Size of the sample."""
 _SAMPLE_SEED = 2**31
 """Of the sample, and of the vectors that begin; no run has it."""
-LANCZOS_STEPS = 24
+LANCZOS_STEPS = 48
 """Products with a vector that the top eigenvalue takes."""
 TRACE_SAMPLES = 24
 """Random vectors that the trace is estimated with."""
@@ -45,10 +45,11 @@ def measure(
     - ``top_eigenvalue`` of H, and ``residual``, the distance in which H has an
       eigenvalue for certain, as a part of it;
     - ``trace`` of H, and ``trace_error``, its standard error;
-    - ``relative_eigenvalue``: the top one of D H D with D = diag(|w|), which is
-      that for steps in parts of each weight. It is the sharpness of Kwon et
-      al., `ASAM <https://arxiv.org/abs/2102.11600>`_, 2021, to second order:
-      what scales weights and leaves the function as it is does not change it.
+    - ``relative_eigenvalue`` and ``relative_residual``: the top one of D H D
+      with D = diag(|w|), which is that for steps in parts of each weight. It is
+      the sharpness of Kwon et al., `ASAM
+      <https://arxiv.org/abs/2102.11600>`_, 2021, to second order: what scales
+      weights and leaves the function as it is does not change it.
   """
 
   def measure_all(params: Any, tokens_ABT: jax.Array) -> dict[str, jax.Array]:
@@ -56,13 +57,16 @@ def measure(
     eigenvalue, residual = top_eigenvalue(product, params)
     trace, error = estimate_trace(product, params)
     size = jax.tree.map(jnp.abs, params)
-    relative, _ = top_eigenvalue(between(product, times(size)), params)
+    relative, relative_residual = top_eigenvalue(
+      between(product, times(size)), params
+    )
     return {
       'top_eigenvalue': eigenvalue,
       'residual': residual,
       'trace': trace,
       'trace_error': error,
       'relative_eigenvalue': relative,
+      'relative_residual': relative_residual,
     }
 
   batch = sample(trainer, config, tokens)

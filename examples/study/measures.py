@@ -18,7 +18,8 @@ _MODULES = {
   'preconditioned curvature': 'examples.study.preconditioned',
 }
 """Modules with a function ``measure``, by the name that a run gives. They are
-imported when they are needed, since some need packages that others do not."""
+imported when they are needed, since some need packages that others do not. A
+run is known by this name: what measures otherwise needs another."""
 
 
 def find(name: str) -> Measure:

@@ -180,6 +180,7 @@ def measure_seeds(
   batch_size: int,
   learning_rate: float,
   measure: str,
+  num_seeds: int,
   **changes: Any,
 ) -> Plan[list[Result]]:
   """Plans to measure the final weights of fresh seeds.
@@ -190,6 +191,7 @@ def measure_seeds(
     batch_size: Global batch, sequences.
     learning_rate: Peak learning rate.
     measure: Of the :class:`Run`.
+    num_seeds: Number of seeds, at least one.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
   return (
@@ -197,7 +199,7 @@ def measure_seeds(
       contender.run(
         scale, batch_size, learning_rate, seed=seed, measure=measure, **changes
       )
-      for seed in range(1, 1 + max(1, scale.num_seeds))
+      for seed in range(1, 1 + max(1, num_seeds))
     ]
   )
 

@@ -43,7 +43,8 @@ def measure(
 
   Returns:
     JSON values: those of :func:`examples.study.curvature.measure`, and
-    ``preconditioned_eigenvalue``, in inverse learning rates.
+    ``preconditioned_eigenvalue``, in inverse learning rates, with its
+    ``preconditioned_residual``.
   """
 
   def measure_eigenvalue(
@@ -51,10 +52,13 @@ def measure(
   ) -> dict[str, jax.Array]:
     product = curvature.hessian_product(trainer, state.params, tokens_ABT)
     root = make_root(state.opt_state)
-    value, _ = curvature.top_eigenvalue(
+    value, residual = curvature.top_eigenvalue(
       curvature.between(product, root), state.params
     )
-    return {'preconditioned_eigenvalue': value}
+    return {
+      'preconditioned_eigenvalue': value,
+      'preconditioned_residual': residual,
+    }
 
   batch = curvature.sample(trainer, config, tokens)
   return curvature.measure(trainer, config, tokens, state) | curvature.as_json(

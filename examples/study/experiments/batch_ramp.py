@@ -11,9 +11,10 @@ from examples.study.differences import (
   Difference,
   difference,
   leaders,
+  paired_difference,
   sentence,
 )
-from examples.study.experiments import batch_scaling
+from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, Run, gather
 from examples.study.points import Point, repeat
 from examples.study.scales import Scale
@@ -33,7 +34,7 @@ class Outcome(NamedTuple):
     constant: Points of one batch throughout, by contender and batch size.
     again: AdamW at the small batch in the second phase too, a control.
     taken: Second phases at the large batch, with moments, by contender.
-    fresh: The same without, at the same learning rates.
+    fresh: The same without, each at its own learning rate.
   """
 
   constant: batch_scaling.Outcome
@@ -43,18 +44,29 @@ class Outcome(NamedTuple):
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
-  """Plans the second phases, after the rates of constant batches are known."""
-  constant = yield from batch_scaling.plan(scale)
+  """Plans the second phases, after what suits constant batches is known."""
   small, large = _ends(scale)
-  phases = {'again': _plan_phase(scale, constant, ADAMW, small)} | {
-    x.name: _plan_phase(scale, constant, x, large) for x in CONTENDERS
-  }
-  taken = yield from gather(phases)
-  again = taken.pop('again')
-  fresh = yield from gather(
-    {x.name: _plan_fresh(scale, constant, x, taken[x.name]) for x in CONTENDERS}
+  constant = yield from gather(
+    {
+      (x.name, size): sensitivity.plan_best(scale, x, size)
+      for x in CONTENDERS
+      for size in (small, large)
+    }
   )
-  return Outcome(constant, again, taken, fresh)
+  phases = {
+    'again': _plan_phase(scale, constant, ADAMW, small),
+    'taken': gather(
+      {x.name: _plan_phase(scale, constant, x, large) for x in CONTENDERS}
+    ),
+    'fresh': gather(
+      {
+        x.name: _plan_phase(scale, constant, x, large, fresh_moments=True)
+        for x in CONTENDERS
+      }
+    ),
+  }
+  found = yield from gather(phases)
+  return Outcome(sensitivity.judged(constant), **found)
 
 
 def _ends(scale: Scale) -> tuple[int, int]:
@@ -63,47 +75,28 @@ def _ends(scale: Scale) -> tuple[int, int]:
 
 
 def _plan_phase(
-  scale: Scale, constant: batch_scaling.Outcome, contender: Contender, size: int
+  scale: Scale,
+  constant: sensitivity.Outcome,
+  contender: Contender,
+  size: int,
+  **changes: bool,
 ) -> Plan[Point]:
   """Plans to choose the peak rate of a second phase, and to judge it."""
+  own = constant[contender.name, size]
 
   def run(learning_rate: float, seed: int) -> Run:
-    return _run(scale, constant, contender, size, learning_rate, seed)
+    return _run(scale, constant, own.best, size, learning_rate, seed, **changes)
 
-  start = constant[contender.name, size].tuned.learning_rate
+  start = own.point.tuned.learning_rate
   tuned = yield from select(run, start, scale.tuning_seeds, 1)
-  losses = yield from repeat(run, tuned, _seeds(scale, 2))
+  seeds = range(1, 1 + batch_scaling.num_seeds(scale, scale.batch_sizes[-1]))
+  losses = yield from repeat(run, tuned, seeds)
   return Point(contender.name, size, tuned, losses)
-
-
-def _plan_fresh(
-  scale: Scale,
-  constant: batch_scaling.Outcome,
-  contender: Contender,
-  taken: Point,
-) -> Plan[Point]:
-  """Plans a second phase at the same rate, whose moments start at zero."""
-
-  def run(learning_rate: float, seed: int) -> Run:
-    size = taken.batch_size
-    return _run(
-      scale, constant, contender, size, learning_rate, seed, fresh_moments=True
-    )
-
-  seeds = _seeds(scale, 0) or scale.tuning_seeds
-  losses = yield from repeat(run, taken.tuned, seeds)
-  return Point(contender.name, taken.batch_size, taken.tuned, losses)
-
-
-def _seeds(scale: Scale, more: int) -> range:
-  """Returns the seeds that judge, some more where there are several."""
-  count = scale.num_seeds + more * (scale.num_seeds > 1)
-  return range(1, count + 1)
 
 
 def _run(
   scale: Scale,
-  constant: batch_scaling.Outcome,
+  constant: sensitivity.Outcome,
   contender: Contender,
   size: int,
   learning_rate: float,
@@ -112,8 +105,9 @@ def _run(
 ) -> Run:
   """Returns a second phase of half of the tokens."""
   small, _ = _ends(scale)
-  first_rate = constant[ADAMW.name, small].tuned.learning_rate
-  first = ADAMW.run(scale, small, first_rate, seed=seed + _SEEDS_APART)
+  adamw = constant[ADAMW.name, small]
+  first_rate = adamw.point.tuned.learning_rate
+  first = adamw.best.run(scale, small, first_rate, seed=seed + _SEEDS_APART)
   return contender.run(
     scale,
     size,
@@ -136,8 +130,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'warm-up and a cosine to zero of its own, whose peak is tuned. Weights '
       'are taken over (norms that are kept are those at the switch), and so '
       'are moments: the first one as Muon’s momentum, which has no second one; '
-      'what Adam updates takes both. The second phase draws text anew. Mean '
-      'and standard deviation over seeds:',
+      'what Adam updates takes both. The second phase draws text anew. Warm-up '
+      'and b1 are those that suit an optimizer best at the batch throughout. '
+      'Mean and standard deviation over seeds:',
       render.markdown(_rows(outcome, scale)),
       sentence(
         f'Another warm-up and cosine alone (AdamW, batch {small})',
@@ -157,9 +152,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
 def _rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
   small, large = _ends(scale)
   stay = outcome.constant[ADAMW.name, small]
-  points = {f'AdamW, batch {small}': stay}
-  points |= {
-    f'{x.name}, batch {large}': outcome.constant[x.name, large]
+  points = {
+    f'{x.name}, batch {size}': outcome.constant[x.name, size]
+    for size in (small, large)
     for x in CONTENDERS
   }
   then = f'AdamW, batch {small}, then'
@@ -194,12 +189,12 @@ def _compare(outcome: Outcome, name: str, large: int, stay: Point) -> str:
   others = {
     f'AdamW at batch {stay.batch_size} throughout': stay,
     f'{name} at batch {large} throughout': outcome.constant[name, large],
-    'the same with fresh moments': outcome.fresh[name],
   }
-  return ' '.join(
-    sentence('It', other, difference(own, point))
-    for other, point in others.items()
-  )
+  found = {x: difference(own, point) for x, point in others.items()}
+  # They share the weights and the text of a seed.
+  moments = paired_difference(own, outcome.fresh[name])
+  found['the same with fresh moments'] = moments
+  return ' '.join(sentence('It', other, x) for other, x in found.items())
 
 
 def _advice(outcome: Outcome, scale: Scale) -> str:
@@ -214,11 +209,16 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
   best, stay = found[0], outcome.constant[ADAMW.name, small]
   names = ' or '.join(x.name for x in found)
   saved = 1 - _num_steps(scale, best, True) / scale.num_steps(small)
+  lowest = min(
+    (outcome.constant[x.name, small] for x in CONTENDERS),
+    key=lambda point: point.mean,
+  )
   return (
     f'To change from batch {small} to {large} at half of the tokens, which '
     f'saves {saved:.0%} of the steps, go on with {names}, '
-    f'{_moments(difference(best, outcome.fresh[best.name]))}: '
-    f'{best.name} {_cost(difference(best, stay))}.'
+    f'{_moments(paired_difference(best, outcome.fresh[best.name]))}: '
+    f'{best.name} {_cost(difference(best, stay))}. All steps at batch {small} '
+    f'with {lowest.name} end at {render.format_loss(lowest.mean)}.'
   )
 
 

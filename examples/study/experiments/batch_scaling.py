@@ -1,5 +1,7 @@
 """Final loss against global batch, at equal tokens."""
 
+from collections.abc import Sequence
+import itertools
 import math
 from typing import Any
 
@@ -106,12 +108,16 @@ def loss_rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
 
 
 def _order(outcome: Outcome, size: int) -> str:
-  """Returns whether each contender differs from the next best one."""
   points = [outcome[x.name, size] for x in CONTENDERS]
-  points.sort(key=lambda point: point.mean)
-  return f'Batch {size}: ' + ' '.join(
+  return f'Batch {size}: {in_order(points)}'
+
+
+def in_order(points: Sequence[Point]) -> str:
+  """Returns whether each point differs from the next best one."""
+  ranked = sorted(points, key=lambda point: point.mean)
+  return ' '.join(
     sentence(better.name, worse.name, difference(better, worse))
-    for better, worse in zip(points, points[1:], strict=False)
+    for better, worse in itertools.pairwise(ranked)
   )
 
 

@@ -9,7 +9,8 @@ from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS, Contender
-from examples.study.differences import difference, leaders, sentence
+from examples.study.differences import leaders
+from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, Result, Run, gather
 from examples.study.points import Point, find_point
 from examples.study.scales import Scale
@@ -33,6 +34,7 @@ _IMAGES = Scale(
   batch_sizes=(_BATCH_SIZE,),
   batch_size=_BATCH_SIZE,
   widths=(32,),
+  has_few_steps=True,
 )
 """The digits, at every scale of the study; a patch is a token."""
 
@@ -109,16 +111,17 @@ def plan(scale: Scale) -> Plan[Outcome]:
 def _plan_text(scale: Scale, contender: Contender) -> Plan[dict[str, Point]]:
   """Plans the masked language model from the rate of the causal one."""
   size = scale.batch_size
-  gpt = yield from find_point(scale, contender, size)
+  gpt = yield from sensitivity.plan_best(scale, contender, size)
   masked = yield from find_point(
     scale,
-    contender,
+    gpt.best,
     size,
-    start=gpt.tuned.learning_rate,
+    num_seeds=batch_scaling.num_seeds(scale, size),
+    start=gpt.point.tuned.learning_rate,
     stride=1,
     task='masked',
   )
-  return {GPT: gpt, MASKED: masked}
+  return {GPT: gpt.point, MASKED: masked}
 
 
 def _plan_images(scale: Scale, contender: Contender, task: str) -> Plan[Judged]:
@@ -155,18 +158,24 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       'The masked language model has the layers, text and tokens of the GPT, '
       f'batch {scale.batch_size}, but attends to both sides, and predicts the '
-      '15 % of the tokens that are masked. Mean and standard deviation over '
-      'seeds, and the learning rate:',
+      '15 % of the tokens that are masked. Warm-up and b1 are those that suit '
+      'an optimizer best with the GPT. Mean and standard deviation over seeds, '
+      'and the learning rate:',
       render.markdown(_text_rows(outcome)),
       f'ViT and MLP-Mixer: {_IMAGES.settings["num_layers"]} layers of width '
       f'{_IMAGES.settings["width"]} from Flax, on the 1,437 training images of '
       f'scikit-learn’s digits, batch {_BATCH_SIZE}, {_STEPS} steps. '
       'Initialization by fan-in; each optimizer chooses its rate, and whether '
       'hidden matrices start at once or twice that size, by the training loss '
-      f'of tuning seeds. {_SEEDS} fresh seeds of weights and order judge, on '
-      'one split: intervals hold for these 360 test images.',
+      'of tuning seeds; warm-up and b1 are those that suited it best in the '
+      f'fewest steps of the GPT. {_SEEDS} fresh seeds of weights and order '
+      'judge, on one random split, whose test images are of writers who '
+      'are in the training set too: intervals hold for these 360 test images.',
       render.markdown(_image_rows(outcome)),
-      *(f'{name}: {_order(points)}' for name, points in criteria.items()),
+      *(
+        f'{name}: {batch_scaling.in_order(points)}'
+        for name, points in criteria.items()
+      ),
       _advice(criteria),
     ]
   )
@@ -208,15 +217,6 @@ def _criteria(outcome: Outcome) -> dict[str, list[Point]]:
     found[f'{model}, training'] = [x.training for x in judged]
     found[f'{model}, test'] = [x.test for x in judged]
   return found
-
-
-def _order(points: list[Point]) -> str:
-  """Returns whether each contender differs from the next best one."""
-  ranked = sorted(points, key=lambda point: point.mean)
-  return ' '.join(
-    sentence(x.name, y.name, difference(x, y))
-    for x, y in zip(ranked, ranked[1:], strict=False)
-  )
 
 
 def _advice(criteria: dict[str, list[Point]]) -> str:

@@ -3,45 +3,63 @@
 from collections.abc import Callable
 import math
 import statistics
-from typing import Any
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
 from examples.study.differences import Difference, contrast_samples
+from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, Result, gather
-from examples.study.points import find_rates, measure_seeds
+from examples.study.points import measure_seeds
 from examples.study.scales import Scale
 
 TITLE = 'Curvature at the end'
 CONTENDERS = (ADAMW, MERIT, MUON, KEPT)
 _MEASURES = {x.name: 'preconditioned curvature' for x in (ADAMW, MUON)}
+SCALE_FREE = 'scale-free'
 QUANTITIES = {
   'top_eigenvalue': 'top eigenvalue',
   'trace': 'trace',
-  'relative_eigenvalue': 'scale-free',
+  'relative_eigenvalue': SCALE_FREE,
 }
 """Names of what is compared, by that in the records."""
 _PRECONDITIONED = 'preconditioned_eigenvalue'
 
-Outcome = dict[tuple[str, int], list[Result]]
-"""Results of fresh seeds by contender and batch size."""
+
+class Ends(NamedTuple):
+  """The ends of runs of fresh seeds.
+
+  Attributes:
+    learning_rate: Peak learning rate.
+    results: What was measured, of each seed.
+  """
+
+  learning_rate: float
+  results: list[Result]
+
+  @property
+  def losses(self) -> list[float]:
+    """Validation loss of each seed, infinite where it diverged."""
+    return [x.loss for x in self.results]
+
+  def values(self, name: str) -> list[float]:
+    """Returns a quantity of each seed, infinite where there is none."""
+    found = [(result.measured or {}).get(name) for result in self.results]
+    return [math.inf if x is None else x for x in found]
+
+
+Outcome = dict[tuple[str, int], Ends]
+"""Ends by contender and batch size."""
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
-  """Plans to measure runs at the rates that are chosen for each batch."""
-  rates = yield from gather({x.name: find_rates(scale, x) for x in CONTENDERS})
+  """Plans to measure runs with all that suits an optimizer at each batch."""
   return (
     yield from gather(
       {
-        (x.name, size): measure_seeds(
-          scale,
-          x,
-          size,
-          rates[x.name][size].learning_rate,
-          _MEASURES.get(x.name, 'curvature'),
-        )
+        (x.name, size): _plan_ends(scale, x, size)
         for x in CONTENDERS
         for size in _sizes(scale)
       }
@@ -49,14 +67,23 @@ def plan(scale: Scale) -> Plan[Outcome]:
   )
 
 
-def _sizes(scale: Scale) -> tuple[int, int]:
-  return scale.batch_sizes[0], scale.batch_sizes[-1]
+def _plan_ends(scale: Scale, contender: Contender, size: int) -> Plan[Ends]:
+  varied = yield from sensitivity.plan_best(scale, contender, size)
+  learning_rate = varied.point.tuned.learning_rate
+  results = yield from measure_seeds(
+    scale,
+    varied.best,
+    size,
+    learning_rate,
+    _MEASURES.get(contender.name, 'curvature'),
+    batch_scaling.num_seeds(scale, scale.batch_sizes[-1]),
+  )
+  return Ends(learning_rate, results)
 
 
-def values(results: list[Result], name: str) -> list[float]:
-  """Returns a quantity of each seed, infinite where there is none."""
-  found = [(result.measured or {}).get(name) for result in results]
-  return [math.inf if x is None else x for x in found]
+def _sizes(scale: Scale) -> list[int]:
+  sizes = {scale.batch_sizes[0], scale.batch_size, scale.batch_sizes[-1]}
+  return sorted(sizes)
 
 
 def factor(first: list[float], second: list[float]) -> Difference:
@@ -77,7 +104,11 @@ def format_factor(found: Difference) -> str:
   if math.isnan(found.high):
     return f'{math.exp(found.mean):.3g} × (one seed)'
   low, high = math.exp(found.low), math.exp(found.high)
-  return f'{math.exp(found.mean):.3g} × [{low:.3g}, {high:.3g}]'
+  text = f'{math.exp(found.mean):.3g} × [{low:.3g}, {high:.3g}]'
+  if found.low > 0 or found.high < 0:
+    return text
+  seen = math.exp(found.detectable)
+  return f'{text} ({seen:.3g} × would have been seen)'
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -89,37 +120,36 @@ def section(outcome: Outcome, scale: Scale) -> str:
   ]
   return '\n\n'.join(
     [
+      'Warm-up, b1 and learning rate that suit an optimizer best at a batch. '
       'The Hessian H of the training loss at the final weights, on a fixed '
-      'sample of 128 training sequences: its top eigenvalue (24 Lanczos '
+      'sample of 128 training sequences: its top eigenvalue (48 Lanczos '
       'iterations) and trace (Hutchinson, 24 vectors). Twice the weights may '
       'make the same function with a quarter of the eigenvalue, so a small '
       'one need not be a flat minimum; the scale-free one is that of D H D, '
       'D = diag(|w|), for steps in parts of each weight. Preconditioned: of '
-      'P^-1/2 H P^-1/2, where P^-1 times the gradient is the step at a '
-      'learning rate of 1, diag(√v) + ε for AdamW and S for each hidden '
-      'matrix of Muon, whose momentum is S times what is orthogonal. Mean '
-      'and standard deviation over seeds:',
+      'P^-1/2 H P^-1/2 times the peak learning rate, where P^-1 times the '
+      'gradient is the step at a learning rate of 1, diag(√v) + ε for AdamW '
+      'and S for each hidden matrix of Muon, whose momentum is S times what is '
+      'orthogonal; gradients of a small batch are noisier and enlarge P, so '
+      'that it compares within a batch only. Mean and standard deviation over '
+      'seeds:',
       render.markdown(rows),
       _errors(outcome),
       *(_compare(outcome, size) for size in _sizes(scale)),
-      _advice(outcome, _sizes(scale)[1]),
+      *(_advice(outcome, size) for size in _sizes(scale)),
     ]
   )
 
 
-def _row(
-  contender: Contender, size: int, results: list[Result]
-) -> dict[str, str]:
+def _row(contender: Contender, size: int, ends: Ends) -> dict[str, str]:
   row = {
     'optimizer': contender.name,
     'batch': str(size),
-    'loss': _format([x.loss for x in results], render.format_loss),
-  } | {
-    title: _format(values(results, name)) for name, title in QUANTITIES.items()
-  }
+    'loss': _format(ends.losses, render.format_loss),
+  } | {title: _format(ends.values(name)) for name, title in QUANTITIES.items()}
   has = contender.name in _MEASURES
-  found = _format(values(results, _PRECONDITIONED)) if has else ''
-  return row | {'preconditioned': found}
+  found = [ends.learning_rate * x for x in ends.values(_PRECONDITIONED)]
+  return row | {'preconditioned': _format(found) if has else ''}
 
 
 def _format(
@@ -137,13 +167,13 @@ def _errors(outcome: Outcome) -> str:
   """Returns how far estimates may be off."""
   found = [
     result.measured
-    for results in outcome.values()
-    for result in results
+    for ends in outcome.values()
+    for result in ends.results
     if result.measured and None not in result.measured.values()
   ]
   if not found:
     return 'No run has an end to measure.'
-  residual = max(x['residual'] for x in found)
+  residual = max(y for x in found for k, y in x.items() if 'residual' in k)
   error = max(x['trace_error'] / abs(x['trace']) for x in found)
   return (
     f'Top eigenvalues are known to {residual:.2g} of their size or better '
@@ -154,10 +184,7 @@ def _errors(outcome: Outcome) -> str:
 def _compare(outcome: Outcome, size: int) -> str:
   """Returns how much sharper AdamW's end is than MERIT's."""
   found = {
-    title: factor(
-      values(outcome[ADAMW.name, size], name),
-      values(outcome[MERIT.name, size], name),
-    )
+    title: factor(*(outcome[x.name, size].values(name) for x in (ADAMW, MERIT)))
     for name, title in QUANTITIES.items()
   }
   return (
@@ -170,34 +197,41 @@ def _compare(outcome: Outcome, size: int) -> str:
 def _advice(outcome: Outcome, size: int) -> str:
   """Returns whether the flattest has the lowest loss, and what follows."""
   losses = {
-    x.name: statistics.mean(y.loss for y in outcome[x.name, size])
-    for x in CONTENDERS
+    x.name: statistics.mean(outcome[x.name, size].losses) for x in CONTENDERS
   }
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
   if len(finite) < 2:
     return f'At batch {size} too few runs have an end to compare.'
   best = min(finite, key=finite.__getitem__)
-  flattest = {
-    title: min(
-      finite, key=lambda x: statistics.mean(values(outcome[x, size], name))
-    )
+  flatter = {
+    title: _flatter(outcome, best, set(finite) - {best}, size, name)
     for name, title in QUANTITIES.items()
   }
-  named = ', '.join(f'{x} ({title})' for title, x in flattest.items())
-  same = [name == best for name in flattest.values()]
-  if all(same):
-    verdict = 'loss and flatness choose the same optimizer here.'
-  elif any(same):
-    verdict = (
-      'choose by the loss, since what flatness chooses depends on how it is '
-      'measured.'
-    )
-  else:
-    verdict = 'choose by the loss, since flatness chooses another.'
-  return (
-    f'At batch {size} {best} has the lowest loss, and on the mean the flattest '
-    f'ends are those of {named}: {verdict}'
+  listed = '; '.join(
+    f'{title}: {", ".join(names) or "none"}' for title, names in flatter.items()
   )
+  verdict = (
+    'choose by the loss, not by flatness'
+    if any(flatter.values())
+    else 'flatness does not speak against it'
+  )
+  return (
+    f'At batch {size} {best} has the lowest loss. Beyond the noise of seeds, '
+    f'the ends of these are flatter by {listed}. So {verdict}.'
+  )
+
+
+def _flatter(
+  outcome: Outcome, best: str, others: set[str], size: int, name: str
+) -> list[str]:
+  """Returns the contenders whose ends are flatter, in the usual order."""
+  own = outcome[best, size].values(name)
+  return [
+    x.name
+    for x in CONTENDERS
+    if x.name in others
+    and factor(own, outcome[x.name, size].values(name)).low > 0
+  ]
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
@@ -222,13 +256,13 @@ def _draw(
   axes: Any,
   outcome: Outcome,
   contender: Contender,
-  sizes: tuple[int, int],
+  sizes: list[int],
   name: str,
 ) -> None:
   points = [
     (size, x)
     for size in sizes
-    for x in values(outcome[contender.name, size], name)
+    for x in outcome[contender.name, size].values(name)
     if 0 < x < math.inf
   ]
   axes.plot(

@@ -7,8 +7,9 @@ from matplotlib.figure import Figure
 from examples.study import render
 from examples.study.contenders import CONTENDERS, Contender
 from examples.study.differences import Difference, difference
+from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, gather
-from examples.study.points import Point, find_point, find_rates, judge
+from examples.study.points import Point, find_point
 from examples.study.scales import Scale
 
 TITLE = 'Llama'
@@ -31,22 +32,17 @@ def plan(scale: Scale) -> Plan[Outcome]:
 
 def _plan_pair(scale: Scale, contender: Contender) -> Plan[dict[str, Point]]:
   size = scale.batch_sizes[-1]
-  rates = yield from find_rates(scale, contender)
-  return (
-    yield from gather(
-      {
-        GPT2: judge(scale, contender, size, rates[size]),
-        LLAMA: find_point(
-          scale,
-          contender,
-          size,
-          start=rates[size].learning_rate,
-          stride=1,
-          architecture='llama',
-        ),
-      }
-    )
+  gpt2 = yield from sensitivity.plan_best(scale, contender, size)
+  point = yield from find_point(
+    scale,
+    gpt2.best,
+    size,
+    num_seeds=batch_scaling.num_seeds(scale, size),
+    start=gpt2.point.tuned.learning_rate,
+    stride=1,
+    architecture='llama',
   )
+  return {GPT2: gpt2.point, LLAMA: point}
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -67,12 +63,24 @@ def section(outcome: Outcome, scale: Scale) -> str:
       f'Batch {config.batch_size}. RMSNorm, rotary positions, SwiGLU with '
       f'{config.mlp_width} hidden features, no biases; layers, width, '
       'vocabulary and tied head as they are, so that a layer has about as '
-      'many parameters. Mean and standard deviation over seeds, and the '
-      'learning rate:',
+      'many parameters. Warm-up and b1 are those that suit an optimizer best '
+      'with GPT-2 at this batch; learning rates are chosen for each '
+      'architecture, the norms that are kept are those that suit GPT-2. Mean '
+      'and standard deviation over seeds, and the learning rate:',
       render.markdown(rows),
+      *(
+        f'{architecture}: {_compare(outcome, architecture)}'
+        for architecture in (GPT2, LLAMA)
+      ),
       _order(outcome),
     ]
   )
+
+
+def _compare(outcome: Outcome, architecture: str) -> str:
+  """Returns whether each optimizer differs from the next best one."""
+  points = [outcome[architecture, x.name] for x in CONTENDERS]
+  return batch_scaling.in_order(points)
 
 
 def _order(outcome: Outcome) -> str:

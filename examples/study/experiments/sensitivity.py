@@ -62,16 +62,15 @@ def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune the variants at every batch."""
   return gather(
     {
-      (x.name, size): _plan_variants(scale, x, size)
+      (x.name, size): plan_best(scale, x, size)
       for x in CONTENDERS
       for size in scale.batch_sizes
     }
   )
 
 
-def _plan_variants(
-  scale: Scale, contender: Contender, size: int
-) -> Plan[Varied]:
+def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
+  """Plans to tune the variants of a contender at a batch size."""
   rates = yield from find_rates(scale, contender)
   tried = {AS_IT_IS: contender}
   tunings = {AS_IT_IS: _of_one_seed(scale, rates[size])}

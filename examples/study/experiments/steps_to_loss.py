@@ -11,7 +11,7 @@ import numpy as np
 from examples.study import render
 from examples.study.contenders import CONTENDERS, PAPER, Contender
 from examples.study.experiments import hyperparameters, sensitivity
-from examples.study.plans import Plan, gather
+from examples.study.plans import Plan, Run, gather
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import round_rate
@@ -29,6 +29,8 @@ _SHORTEST, _LONGEST = 1 / 16, 4.0
 _MOST_CHANGE = 4.0
 """Largest factor from one length to the next."""
 _ROUNDED_TO = 0.05
+_PAYS = 0.7
+"""Share of the saving of perfect scaling with which a batch is said to pay."""
 
 
 class Steps(NamedTuple):
@@ -39,11 +41,21 @@ class Steps(NamedTuple):
     by_seed: Steps; infinite for a seed that does not get there in the longest
       run, 0 for one that is below the target after the shortest.
     tried: Mean final loss by the steps of a run, the fewest first.
+    missed: Nats by which the better of the neighboring learning rates is below
+      the one used, with one seed at the length closest to the target; 0 if none
+      is, and at equal tokens, where the rate is tuned.
   """
 
   batch_size: int
   by_seed: tuple[float, ...]
   tried: dict[int, float]
+  missed: float = 0.0
+
+  @property
+  def mean(self) -> float:
+    """Mean of the steps over seeds, NaN where it is not known."""
+    known = all(0 < x < math.inf for x in self.by_seed)
+    return statistics.mean(self.by_seed) if known else math.nan
 
 
 class Outcome(NamedTuple):
@@ -76,10 +88,15 @@ def plan(scale: Scale) -> Plan[Outcome]:
         hyperparameters.power_of_length(rates[x.name], scale),
       )
       for x in CONTENDERS
-      for size in scale.batch_sizes
+      for size in _sizes(scale)
     }
   )
   return Outcome(target, points, steps)
+
+
+def _sizes(scale: Scale) -> tuple[int, ...]:
+  """Returns every other batch, from the smallest."""
+  return scale.batch_sizes[::2]
 
 
 def choose_target(points: dict[tuple[str, int], Point], scale: Scale) -> float:
@@ -102,19 +119,26 @@ def _find_steps(
   size, seeds = point.batch_size, _SEEDS[: len(point.losses)]
   full = scale.num_steps(size)
   losses = {full: list(point.losses[: len(seeds)])}
+
+  def run(steps: int, seed: int, factor: float = 1.0) -> Run:
+    rate = point.tuned.learning_rate * (steps / full) ** power * factor
+    return contender.run(scale, size, round_rate(rate), seed=seed, steps=steps)
+
   while (steps := _next_steps(losses, target, full)) is not None:
-    rate = point.tuned.learning_rate * (steps / full) ** power
-    results = yield [
-      contender.run(scale, size, round_rate(rate), seed=seed, steps=steps)
-      for seed in seeds
-    ]
+    results = yield [run(steps, seed) for seed in seeds]
     losses[steps] = [result.loss for result in results]
+  last = min(losses, key=lambda x: abs(statistics.mean(losses[x]) - target))
+  missed = 0.0
+  if last != full:
+    results = yield [run(last, seeds[0], x) for x in (0.5**0.5, 2**0.5)]
+    lower = losses[last][0] - min(x.loss for x in results)
+    missed = max(0.0, lower) if math.isfinite(lower) else 0.0
   by_seed = [
     _solve({steps: x[i] for steps, x in losses.items()}, target)
     for i in range(len(seeds))
   ]
   tried = {x: statistics.mean(losses[x]) for x in sorted(losses)}
-  return Steps(size, tuple(by_seed), tried)
+  return Steps(size, tuple(by_seed), tried, missed)
 
 
 def _next_steps(
@@ -166,14 +190,15 @@ def _solve(losses: dict[int, float], target: float) -> float:
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns the steps, and by what factor a larger batch saves them."""
-  sizes = scale.batch_sizes
+  sizes = _sizes(scale)
   rows = [
     {'optimizer': x.name}
     | {f'batch {size}': _format(outcome.steps[x.name, size]) for size in sizes}
     | {
-      f'saved from {sizes[0]} to {sizes[-1]}': _format_saved(
-        outcome, x.name, scale
+      f'saved by {size}, of {size // sizes[0]} ×': _format_saved(
+        outcome, x.name, size, scale
       )
+      for size in sizes[1:]
     }
     for x in CONTENDERS
   ]
@@ -186,10 +211,49 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'at equal tokens. The learning rate of a length follows the power of '
       'the steps that fits the rates chosen for other lengths.',
       render.markdown(rows),
-      f'A batch {sizes[-1] // sizes[0]} times as large can save a factor of '
-      f'{sizes[-1] // sizes[0]} at best.',
+      _check_rates(outcome),
+      _advice(outcome, scale),
     ]
   )
+
+
+def _check_rates(outcome: Outcome) -> str:
+  """Returns how far the learning rates of other lengths may be off."""
+  (name, size), most = max(outcome.steps.items(), key=lambda x: x[1].missed)
+  return (
+    'At the length closest to the target, learning rates by √2 around the one '
+    'used were tried with one seed: the better of them lowered the loss by up '
+    f'to {most.missed:.3f} ({name}, batch {size}).'
+  )
+
+
+def _advice(outcome: Outcome, scale: Scale) -> str:
+  """Returns up to which batch each optimizer saves most of the steps."""
+  sizes = _sizes(scale)
+  largest = {
+    x.name: max(
+      size
+      for size in sizes
+      if size == sizes[0]
+      or _saved(outcome, x.name, size, scale) >= _PAYS * size / sizes[0]
+    )
+    for x in CONTENDERS
+    if math.isfinite(outcome.steps[x.name, sizes[0]].mean)
+  }
+  if not largest:
+    return f'No optimizer reaches {outcome.target:g} at batch {sizes[0]}.'
+  listed = ', '.join(f'{name} {size}' for name, size in largest.items())
+  return (
+    f'Up to these batches (of {", ".join(map(str, sizes))}) an optimizer saves '
+    f'at least {_PAYS:.0%} of the steps that perfect scaling would, and beyond '
+    f'them a larger batch mostly costs tokens: {listed}.'
+  )
+
+
+def _saved(outcome: Outcome, name: str, size: int, scale: Scale) -> float:
+  """Returns the factor by which a batch saves steps, NaN if unknown."""
+  first = outcome.steps[name, _sizes(scale)[0]]
+  return first.mean / outcome.steps[name, size].mean
 
 
 def _format(steps: Steps) -> str:
@@ -201,13 +265,9 @@ def _format(steps: Steps) -> str:
   return f'{statistics.mean(steps.by_seed):,.0f} ({each})'
 
 
-def _format_saved(outcome: Outcome, name: str, scale: Scale) -> str:
-  first, last = (
-    statistics.mean(outcome.steps[name, size].by_seed)
-    for size in (scale.batch_sizes[0], scale.batch_sizes[-1])
-  )
-  is_known = first > 0 and 0 < last < math.inf and math.isfinite(first)
-  return f'{first / last:.1f} ×' if is_known else ''
+def _format_saved(outcome: Outcome, name: str, size: int, scale: Scale) -> str:
+  saved = _saved(outcome, name, size, scale)
+  return f'{saved:.1f} ×' if math.isfinite(saved) else ''
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
@@ -237,7 +297,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
 
 def _draw_steps(axes: Any, outcome: Outcome, name: str, scale: Scale) -> None:
   """Draws an optimizer's steps, and those of perfect scaling."""
-  sizes = np.array(scale.batch_sizes)
+  sizes = np.array(_sizes(scale))
   steps = np.array([outcome.steps[name, size].by_seed for size in sizes])
   steps[~np.isfinite(steps) | (steps == 0)] = np.nan
   color = render.COLORS[name]

@@ -1,17 +1,24 @@
 """Wide against deep at equal parameters: which tolerates a larger batch."""
 
 import math
+import statistics
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
 from examples.gpt2.model.config import padded_vocab_size
 from examples.study import render
-from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
-from examples.study.differences import Difference, contrast
+from examples.study.contenders import ADAMW, KEPT, MERIT, MUON
+from examples.study.differences import (
+  Difference,
+  contrast,
+  paired_difference,
+)
+from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, gather
-from examples.study.points import Point, find_rate, find_rates, judge
+from examples.study.points import Point, find_rate, judge
 from examples.study.scales import Scale
+from examples.study.tuning import Tuned
 
 TITLE = 'Wide and deep'
 CONTENDERS = (ADAMW, MERIT, MUON, KEPT)
@@ -41,8 +48,17 @@ class Shape(NamedTuple):
     return f'{self.num_layers} × {self.width}'
 
 
-Outcome = dict[tuple[Shape, str, int], Point]
-"""Points by shape, contender and batch size."""
+class Outcome(NamedTuple):
+  """What came out.
+
+  Attributes:
+    points: Points by shape, contender and batch size.
+    carried: Points at the large batch with the learning rate of the scale's
+      model, by shape and contender.
+  """
+
+  points: dict[tuple[Shape, str, int], Point]
+  carried: dict[tuple[Shape, str], Point]
 
 
 def shapes(scale: Scale) -> tuple[Shape, Shape, Shape]:
@@ -69,55 +85,64 @@ def _sizes(scale: Scale) -> tuple[int, int]:
 
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans the shapes at a small and a large batch, each with its own rate."""
+  usual = yield from gather(
+    {
+      (x.name, size): sensitivity.plan_best(scale, x, size)
+      for x in CONTENDERS
+      for size in _sizes(scale)
+    }
+  )
+  _, own, _ = shapes(scale)
+  others = [shape for shape in shapes(scale) if shape != own]
   found = yield from gather(
-    {x.name: _plan_shapes(scale, x) for x in CONTENDERS}
+    {
+      (shape, *key): _plan_point(scale, varied, shape)
+      for shape in others
+      for key, varied in usual.items()
+    }
   )
-  return {
-    (shape, name, size): point
-    for name, points in found.items()
-    for (shape, size), point in points.items()
-  }
-
-
-def _plan_shapes(
-  scale: Scale, contender: Contender
-) -> Plan[dict[tuple[Shape, int], Point]]:
-  rates = yield from find_rates(scale, contender)
-  return (
-    yield from gather(
-      {
-        (shape, size): _plan_point(
-          scale, contender, size, shape, rates[size].learning_rate
-        )
-        if shape != shapes(scale)[1]
-        else judge(scale, contender, size, rates[size])
-        for shape in shapes(scale)
-        for size in _sizes(scale)
-      }
-    )
+  large = scale.batch_sizes[-1]
+  carried = yield from gather(
+    {
+      (shape, x.name): _judge(
+        scale, usual[x.name, large], shape, usual[x.name, large].point.tuned
+      )
+      for shape in others
+      for x in CONTENDERS
+    }
   )
+  points = sensitivity.judged(usual)
+  return Outcome({(own, *x): y for x, y in points.items()} | found, carried)
 
 
 def _plan_point(
-  scale: Scale, contender: Contender, size: int, shape: Shape, start: float
+  scale: Scale, usual: sensitivity.Varied, shape: Shape
 ) -> Plan[Point]:
   """Plans a tuning by one seed around the rate of the scale's model."""
-  changes = shape._asdict()
   tuned = yield from find_rate(
     scale,
-    contender,
-    size,
-    start=start,
+    usual.best,
+    usual.point.batch_size,
+    start=usual.point.tuned.learning_rate,
     stride=1,
     seeds=scale.tuning_seeds[:1],
-    **changes,
+    **shape._asdict(),
   )
-  return (yield from judge(scale, contender, size, tuned, **changes))
+  return (yield from _judge(scale, usual, shape, tuned))
+
+
+def _judge(
+  scale: Scale, usual: sensitivity.Varied, shape: Shape, tuned: Tuned
+) -> Plan[Point]:
+  """Plans the fresh seeds of another shape at a rate that was chosen."""
+  size = usual.point.batch_size
+  num_seeds = batch_scaling.num_seeds(scale, size)
+  return judge(scale, usual.best, size, tuned, num_seeds, **shape._asdict())
 
 
 def rise(outcome: Outcome, shape: Shape, name: str, scale: Scale) -> Difference:
   """Returns the loss at the large batch over that at the small one."""
-  small, large = (outcome[shape, name, size] for size in _sizes(scale))
+  small, large = (outcome.points[shape, name, size] for size in _sizes(scale))
   return contrast([large], [small])
 
 
@@ -137,7 +162,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
       f'Layers × width, weights in proportion to the width ({sizes}). A wide '
       'model has the larger embedding, so that losses compare between batches '
       'more fairly than between shapes. The rates of other shapes than '
-      f'{usual} were chosen by one seed, around those of {usual}. Mean and '
+      f'{usual} were chosen by one seed, around those of {usual}, whose '
+      'warm-up and b1 they take, and the size of norms that are kept. Mean and '
       'standard deviation over seeds, and the learning rate:',
       render.markdown(
         [
@@ -161,7 +187,9 @@ def _row(
     'optimizer': name,
     'layers × width': str(shape),
     **{
-      f'batch {size}': render.format_with_rate(outcome[shape, name, size])
+      f'batch {size}': render.format_with_rate(
+        outcome.points[shape, name, size]
+      )
       for size in (small, large)
     },
     'rise': str(rise(outcome, shape, name, scale)),
@@ -172,9 +200,10 @@ def _change(outcome: Outcome, name: str, scale: Scale) -> Difference:
   """Returns the rise of the deep shape over that of the wide one."""
   small, large = _sizes(scale)
   wide, _, deep = shapes(scale)
+  points = outcome.points
   return contrast(
-    [outcome[deep, name, large], outcome[wide, name, small]],
-    [outcome[deep, name, small], outcome[wide, name, large]],
+    [points[deep, name, large], points[wide, name, small]],
+    [points[deep, name, small], points[wide, name, large]],
   )
 
 
@@ -218,31 +247,30 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
 def _carry_over(outcome: Outcome, scale: Scale) -> str:
   """Returns what it costs other shapes to take the usual one's rate."""
   _, usual, _ = shapes(scale)
+  large = scale.batch_sizes[-1]
   costs = {
-    (str(shape), name, size): _cost(point, outcome[usual, name, size])
-    for (shape, name, size), point in outcome.items()
-    if shape != usual
+    f'{name}, {shape}': paired_difference(
+      point, outcome.points[shape, name, large]
+    )
+    for (shape, name), point in outcome.carried.items()
   }
-  (shape, name, size), most = max(costs.items(), key=lambda item: item[1])
+  means = [x.mean for x in costs.values()]
+  where, most = max(costs.items(), key=lambda item: item[1].mean)
+  if not all(map(math.isfinite, means)):
+    return (
+      f'With the rates of {usual} not all runs of other shapes end at batch '
+      f'{large}: choose them anew.'
+    )
   text = (
-    f'The rates of {usual} are the best for other shapes in '
-    f'{sum(x == 0 for x in costs.values())} of {len(costs)} cases'
+    f'At batch {large} the rates of {usual} cost other shapes '
+    f'{statistics.mean(means):.3f} nats on the mean of {len(costs)} cases, by '
+    f'the same fresh seeds, and the most for {where} ({most})'
   )
-  if math.isinf(most):
-    return f'{text}, but not all runs at those end: choose them anew.'
-  text += f', and cost at most {most:.3f} ({name}, {shape}, batch {size})'
-  if most <= _SMALL:
+  if any(x.low > _SMALL for x in costs.values()):
+    return f'{text}: choose the rate anew for another shape.'
+  if all(x.high <= _SMALL for x in costs.values()):
     return f'{text}: they carry over.'
-  return f'{text}: choose the rate anew for another shape.'
-
-
-def _cost(point: Point, usual: Point) -> float:
-  """Returns the loss at the usual shape's rate over that at its own."""
-  rate, tuned = usual.tuned.learning_rate, point.tuned
-  if rate == tuned.learning_rate:
-    return 0.0
-  excess = tuned.excess(rate)
-  return math.inf if math.isnan(excess) else excess
+  return f'{text}: none costs more than {_SMALL:g} for certain.'
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
@@ -251,7 +279,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   names = [str(shape) for shape in shapes(scale)]
   for contender, axes in zip(CONTENDERS, row, strict=True):
     for size, style in zip(_sizes(scale), ('o-', 's--'), strict=True):
-      points = [outcome[x, contender.name, size] for x in shapes(scale)]
+      points = [outcome.points[x, contender.name, size] for x in shapes(scale)]
       axes.errorbar(
         names,
         [p.mean if math.isfinite(p.mean) else math.nan for p in points],

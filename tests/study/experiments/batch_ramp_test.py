@@ -1,3 +1,4 @@
+import collections
 import math
 
 import pytest
@@ -22,7 +23,7 @@ def _advice(muon, *, stay=1.5, fresh=2.0, others=2.0, count=3):
   names = [x.name for x in batch_ramp.CONTENDERS]
   losses = dict.fromkeys(names, others) | {'Muon': muon}
   outcome = batch_ramp.Outcome(
-    {(ADAMW.name, 16): _point(ADAMW.name, stay, 16, count)},
+    {(x, 16): _point(x, stay, 16, count) for x in names},
     _point(ADAMW.name, stay, 16, count),
     {x: _point(x, loss, count=count) for x, loss in losses.items()},
     {x: _point(x, fresh, count=count) for x in names},
@@ -75,10 +76,32 @@ def test_two_phases_see_the_tokens_of_a_run_and_no_window_twice():
   assert len({x.first.key for x in second}) == len(
     {x.config.seed for x in second}
   )
-  # Seeds that judge have one rate for each optimizer and batch.
-  judged = {
-    (x.config.optimizer, x.config.batch_size, x.config.learning_rate)
+  # Seeds that judge have one rate for each way, and each way has as many.
+  judged = collections.Counter(
+    (
+      x.config.optimizer,
+      x.arm,
+      x.config.batch_size,
+      x.fresh_moments,
+      x.config.learning_rate,
+    )
     for x in second
     if x.config.seed not in _SCALE.tuning_seeds
-  }
-  assert len(judged) == 1 + len(batch_ramp.CONTENDERS)
+  )
+  assert len(judged) == 1 + 2 * len(batch_ramp.CONTENDERS)
+  assert set(judged.values()) == {5}
+
+
+def test_fresh_moments_have_a_rate_of_their_own():
+  def run_all(runs):
+    best = {x.key: 0.06 if x.fresh_moments else 0.03 for x in runs}
+    return [
+      Result(0.1 * abs(math.log2(x.config.learning_rate / best[x.key])), {})
+      for x in runs
+    ]
+
+  outcome = execute(batch_ramp.plan(_SCALE), run_all)
+  for name, taken in outcome.taken.items():
+    fresh = outcome.fresh[name]
+    assert taken.tuned.learning_rate == pytest.approx(0.03, rel=0.25)
+    assert fresh.tuned.learning_rate == pytest.approx(0.06, rel=0.25)
