@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 from examples.study import claims, summary
 from examples.study.experiments import (
@@ -73,10 +74,17 @@ def write(folder: Path, name: str, scale: Scale, store: Store) -> list[Path]:
   path = folder / 'RESULTS.md'
   larger = read_larger(name, store.path.parent)
   path.write_text(text(name, scale, outcomes, records, larger))
-  return [path] + [
-    _draw(figures / f'{experiment}.png', EXPERIMENTS[experiment], x, scale)
+  drawn = [
+    _save(
+      figures / f'{experiment}.png', EXPERIMENTS[experiment].figure(x, scale)
+    )
     for experiment, x in outcomes.items()
   ]
+  if summary.has_figure(outcomes):
+    drawn.append(
+      _save(figures / 'summary.png', summary.figure(outcomes, scale))
+    )
+  return [path, *drawn]
 
 
 def read_outcomes(
@@ -175,8 +183,7 @@ def _provenance(runs: list[dict[str, Any]]) -> str:
   )
 
 
-def _draw(path: Path, module: Any, outcome: Any, scale: Scale) -> Path:
-  figure = module.figure(outcome, scale)
+def _save(path: Path, figure: Figure) -> Path:
   figure.savefig(path, dpi=100)
   plt.close(figure)
   return path

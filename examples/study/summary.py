@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping
 import math
+import statistics
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
 from examples.study import render
-from examples.study.contenders import CONTENDERS
-from examples.study.differences import leaders
+from examples.study.contenders import CONTENDERS, KEPT, MUON
+from examples.study.differences import difference, leaders
 from examples.study.experiments import (
   batch_scaling,
   hyperparameters,
+  rate_tolerance,
   sensitivity,
 )
 from examples.study.points import Point
@@ -35,6 +39,8 @@ def page(
 ) -> str:
   """Returns the page, of the experiments that are complete."""
   parts = []
+  if has_figure(outcomes):
+    parts.append('![The study in short](figures/summary.png)')
   if 'steps-to-loss' in outcomes:
     parts.append('![Steps to a loss](figures/steps-to-loss.png)')
   if 'sensitivity' in outcomes:
@@ -47,6 +53,71 @@ def page(
   if 'hyperparameters' in outcomes:
     parts += _rates(outcomes['hyperparameters'], scale)
   return '\n\n'.join(['## In short', *parts] if parts else [])
+
+
+def has_figure(outcomes: Mapping[str, Any]) -> bool:
+  """Returns whether the experiments that the figure shows are complete."""
+  return {'sensitivity', 'rate-tolerance'} <= outcomes.keys()
+
+
+def figure(outcomes: Mapping[str, Any], scale: Scale) -> Figure:
+  """Draws losses by batch, the lead over Muon, and losses by learning rate."""
+  result, ((left, middle, right),) = render.panels(1, 3)
+  result.set_size_inches(12, 3.8)
+  points = sensitivity.judged(outcomes['sensitivity'])
+  batch_scaling.draw_losses(left, points, scale)
+  left.set_title('learning rate, warm-up and b1 tuned')
+  _draw_leads(middle, points, scale)
+  _draw_rates(right, outcomes['rate-tolerance'], scale)
+  for axes in (left, middle):
+    labels = [f'{x}\n{scale.num_steps(x):,}' for x in scale.batch_sizes]
+    axes.set_xticks(scale.batch_sizes, labels)
+    axes.set_xlabel('global batch, sequences, and steps')
+  return result
+
+
+def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
+  """Draws the difference of norms kept from Muon, with intervals."""
+  found = [
+    difference(points[KEPT.name, size], points[MUON.name, size])
+    for size in scale.batch_sizes
+  ]
+  axes.errorbar(
+    scale.batch_sizes,
+    [x.mean if math.isfinite(x.mean) else math.nan for x in found],
+    [x.high - x.mean for x in found],
+    fmt='o-',
+    capsize=4,
+    color=render.COLORS[KEPT.name],
+  )
+  axes.axhline(0, color=render.COLORS[MUON.name])
+  axes.set_xscale('log', base=2)
+  axes.set_title('norms kept minus Muon, 95 % intervals')
+
+
+def _draw_rates(
+  axes: Any, outcome: rate_tolerance.Outcome, scale: Scale
+) -> None:
+  """Draws losses over multiples of the best learning rate."""
+  for x in CONTENDERS:
+    losses = [
+      statistics.mean(result.loss for result in outcome[x.name, factor])
+      for factor in rate_tolerance.FACTORS
+    ]
+    axes.plot(
+      rate_tolerance.FACTORS,
+      [y if math.isfinite(y) else math.nan for y in losses],
+      'o-',
+      color=render.COLORS[x.name],
+    )
+  low, high = axes.get_ylim()
+  axes.set_ylim(low, min(high, low + 1.2))
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(
+    rate_tolerance.FACTORS, [f'{x:g} ×' for x in rate_tolerance.FACTORS]
+  )
+  axes.set_xlabel('learning rate over the best one')
+  axes.set_title(f'batch {scale.batch_size}, usual warm-up and b1')
 
 
 def _losses(

@@ -33,7 +33,16 @@ _FIRST_B1 = (0.8, 0.9, 0.95)
 _MARGIN = 0.005
 """Nats by which a variant may be worse at the usual learning rate, and gets its
 own nevertheless. (At the two largest batches all do.)"""
-_COMPARED = ((MERIT, ADAMW), (MERIT, LAMB), (MUON, ADAMW), (KEPT, MUON))
+SIMPLER = 'Muon, norms kept'
+"""Norms kept without MERIT's ratios, which is the trainer's ``muon-kept``."""
+_COMPARED = (
+  (MERIT.name, ADAMW.name),
+  (MERIT.name, LAMB.name),
+  (MUON.name, ADAMW.name),
+  (KEPT.name, MUON.name),
+  (SIMPLER, MUON.name),
+  (KEPT.name, SIMPLER),
+)
 
 
 Tunings: TypeAlias = dict[str, Tuned]
@@ -60,13 +69,39 @@ Outcome = dict[tuple[str, int], Varied]
 
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune the variants at every batch."""
-  return gather(
+  found = yield from gather(
     {
       (x.name, size): plan_best(scale, x, size)
       for x in CONTENDERS
       for size in scale.batch_sizes
     }
   )
+  simpler = yield from gather(
+    {
+      (SIMPLER, size): _plan_simpler(scale, found[KEPT.name, size])
+      for size in scale.batch_sizes
+    }
+  )
+  return found | simpler
+
+
+def _plan_simpler(scale: Scale, kept: Varied) -> Plan[Varied]:
+  """Plans norms kept without MERIT's ratios, else as with them."""
+  size = kept.point.batch_size
+  contender = dataclasses.replace(
+    kept.best, name=SIMPLER, arm=kept.best.arm.replace('merit > ', '')
+  )
+  tuned = yield from find_rate(
+    scale,
+    contender,
+    size,
+    start=kept.point.tuned.learning_rate,
+    stride=1,
+    seeds=scale.tuning_seeds[:1],
+  )
+  seeds = batch_scaling.num_seeds(scale, size)
+  point = yield from judge(scale, contender, size, tuned, seeds)
+  return Varied({AS_IT_IS: tuned}, contender, point)
 
 
 def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
@@ -202,15 +237,14 @@ def section(outcome: Outcome, scale: Scale) -> str:
   return '\n\n'.join(
     [
       'Each optimizer with the warm-up and the b1 that suit it best at a '
-      'batch, and with the learning rate for these; mean and standard '
-      'deviation over fresh seeds:',
+      'batch, and with the learning rate for these '
+      f'({SIMPLER}: as {KEPT.name}, but for the learning rate); '
+      'mean and standard deviation over fresh seeds:',
       render.markdown(batch_scaling.loss_rows(judged(outcome), scale)),
       *(
         f'Batch {size}: '
         + sentence(
-          x.name,
-          y.name,
-          difference(outcome[x.name, size].point, outcome[y.name, size].point),
+          x, y, difference(outcome[x, size].point, outcome[y, size].point)
         )
         for size in scale.batch_sizes
         for x, y in _COMPARED
@@ -249,24 +283,37 @@ def _format(tuned: Tuned) -> str:
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws loss over batch, and what each variant gains at the largest one."""
+  """Draws loss over batch, and what each variant changes at the largest one."""
   result, ((left, right),) = render.panels(1, 2)
   result.set_size_inches(10, 4)
   batch_scaling.draw_losses(left, judged(outcome), scale)
   left.set_title('learning rate, warm-up and b1 tuned, equal tokens')
   size = scale.batch_sizes[-1]
-  for x in CONTENDERS:
-    _draw_gains(right, x.name, outcome[x.name, size].tunings)
-  right.axvline(0, color='0.5', lw=1)
-  right.set_xlabel('validation loss over that as it is')
+  _draw_changes(
+    right, {x.name: outcome[x.name, size].tunings for x in CONTENDERS}
+  )
   right.set_title(f'batch {size}, one seed')
-  right.grid(axis='y', lw=0.5)
-  right.invert_yaxis()
   return result
 
 
-def _draw_gains(axes: Any, name: str, tunings: Tunings) -> None:
-  """Draws by how much the loss of each variant differs."""
-  usual = tunings[AS_IT_IS].loss
-  others = {k: x.loss - usual for k, x in tunings.items() if k != AS_IT_IS}
-  axes.plot(others.values(), others.keys(), 'o', color=render.COLORS[name])
+def _draw_changes(axes: Any, tunings: dict[str, Tunings]) -> None:
+  """Draws by how much the loss of each variant differs, in rows."""
+  names = sorted(
+    {x for tried in tunings.values() for x in tried if x != AS_IT_IS},
+    key=lambda x: (x.startswith('rest'), x.startswith(_WARMUP), x),
+  )
+  for i, (name, tried) in enumerate(tunings.items()):
+    drawn = [x for x in names if x in tried]
+    axes.plot(
+      [tried[x].loss - tried[AS_IT_IS].loss for x in drawn],
+      # Apart, since some are equal.
+      [names.index(x) + 0.12 * (i - 2) for x in drawn],
+      'o',
+      ms=5,
+      color=render.COLORS[name],
+    )
+  axes.axvline(0, color='0.5', lw=1)
+  axes.set_yticks(range(len(names)), names)
+  axes.set_xlabel('change of the loss from the usual settings, nats')
+  axes.grid(axis='y', lw=0.5)
+  axes.invert_yaxis()
