@@ -1,6 +1,7 @@
 """Sizes of the study: models, batches, tokens."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from examples.gpt2.config import Config
@@ -13,7 +14,8 @@ DECAY = 0.01
 _DIAGNOSTICS_STEPS = 20
 
 
-@dataclasses.dataclass(frozen=True)
+# Compared by identity, so that runs can be cached.
+@dataclasses.dataclass(frozen=True, eq=False)
 class Scale:
   """What all runs of a study share.
 
@@ -56,6 +58,8 @@ class Scale:
     """Returns the steps of a run on a share of the tokens of the scale."""
     return round(share * self.run('adamw', batch_size, 1.0).config.steps)
 
+  # Plans ask for a run many times.
+  @functools.cache
   def run(
     self,
     optimizer: str,
