@@ -82,6 +82,8 @@ def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
     difference(points[KEPT.name, size], points[MUON.name, size])
     for size in scale.batch_sizes
   ]
+  # Before there is data, since there may be none.
+  axes.set_xscale('log', base=2)
   axes.errorbar(
     scale.batch_sizes,
     [x.mean if math.isfinite(x.mean) else math.nan for x in found],
@@ -91,7 +93,6 @@ def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
     color=render.COLORS[KEPT.name],
   )
   axes.axhline(0, color=render.COLORS[MUON.name])
-  axes.set_xscale('log', base=2)
   axes.set_title('norms kept minus Muon, 95 % intervals')
 
 
@@ -99,6 +100,7 @@ def _draw_rates(
   axes: Any, outcome: rate_tolerance.Outcome, scale: Scale
 ) -> None:
   """Draws losses over multiples of the best learning rate."""
+  axes.set_xscale('log', base=2)
   for x in CONTENDERS:
     losses = [
       statistics.mean(result.loss for result in outcome[x.name, factor])
@@ -112,7 +114,6 @@ def _draw_rates(
     )
   low, high = axes.get_ylim()
   axes.set_ylim(low, min(high, low + 1.2))
-  axes.set_xscale('log', base=2)
   axes.set_xticks(
     rate_tolerance.FACTORS, [f'{x:g} ×' for x in rate_tolerance.FACTORS]
   )

@@ -152,11 +152,12 @@ def test_losses_and_logits_that_explode_are_reported(tmp_path):
 )
 def test_figures_are_drawn(name, tmp_path):
   store = _fill(Store(tmp_path / 'nano.jsonl'), _DIVERGENCES[name])
-  files = report.write(tmp_path, 'nano', SCALES['nano'], store)
+  _, *figures, summary = report.write(tmp_path, 'nano', SCALES['nano'], store)
   text = (tmp_path / 'RESULTS.md').read_text()
   assert text == _text(store)
-  assert len(files) == 1 + len(report.EXPERIMENTS)
-  for path, module in zip(files[1:], report.EXPERIMENTS.values(), strict=True):
+  assert f'(figures/{summary.name})' in text
+  assert summary.stat().st_size > 5000
+  for path, module in zip(figures, report.EXPERIMENTS.values(), strict=True):
     assert (
       f'## {module.TITLE}\n\n![{module.TITLE}](figures/{path.name})' in text
     )
