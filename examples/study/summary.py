@@ -77,9 +77,9 @@ def figure(outcomes: Mapping[str, Any], scale: Scale) -> Figure:
 
 
 def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
-  """Draws the difference of norms kept from Muon, with intervals."""
+  """Draws the difference of norms kept from Muon, with intervals of 95 %."""
   found = [
-    difference(points[KEPT.name, size], points[MUON.name, size])
+    difference(points[sensitivity.SIMPLER, size], points[MUON.name, size])
     for size in scale.batch_sizes
   ]
   # Before there is data, since there may be none.
@@ -93,7 +93,7 @@ def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
     color=render.COLORS[KEPT.name],
   )
   axes.axhline(0, color=render.COLORS[MUON.name])
-  axes.set_title('norms kept minus Muon, 95 % intervals')
+  axes.set_title(f'{sensitivity.SIMPLER}, minus Muon (95 %)')
 
 
 def _draw_rates(
