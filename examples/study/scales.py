@@ -58,8 +58,8 @@ class Scale:
     """Returns the steps of a run on a share of the tokens of the scale."""
     return round(share * self.run('adamw', batch_size, 1.0).config.steps)
 
-  # Plans ask for a run many times.
-  @functools.cache
+  # Plans ask for a run many times, and scales live as long as the program.
+  @functools.cache  # noqa: B019
   def run(
     self,
     optimizer: str,
