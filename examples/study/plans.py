@@ -3,6 +3,7 @@
 A plan is a generator. It yields lists of runs, is sent their results in the
 same order, and returns what it found out. It computes nothing itself, so that
 the same plan counts runs ahead, has them trained, and reads them for a report.
+Several plans go on independently of each other (see :class:`Independent`).
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping
@@ -114,28 +115,45 @@ class Result:
   measured: Any = None
 
 
-Plan: TypeAlias = Generator[list[Run], list[Result], T]
+Plan: TypeAlias = Generator[list[Run], list[Any], T]
+
+
+class Independent(list[Run]):
+  """Runs of several plans, which may be sent None for what has no result yet.
+
+  Then they ask again, also for what follows from the results that were sent. So
+  no plan waits for another one's runs.
+  """
 
 
 def gather(plans: Mapping[K, Plan[T]]) -> Plan[dict[K, T]]:
   """Makes one plan of several, which ask for their runs at the same time."""
   answers: dict[K, T] = {}
-  results: dict[K, Any] = dict.fromkeys(plans)
-  while results:
-    asked: dict[K, list[Run]] = {}
-    for key, found in results.items():
+  asked: dict[K, list[Run]] = {}
+  ready: dict[K, Any] = dict.fromkeys(plans)
+  while ready or asked:
+    for key, results in ready.items():
       try:
-        asked[key] = plans[key].send(found)
+        asked[key] = plans[key].send(results)
       except StopIteration as end:
+        asked.pop(key, None)
         answers[key] = end.value
-    runs = [run for runs in asked.values() for run in runs]
+    runs = Independent(run for runs in asked.values() for run in runs)
     flat = iter((yield runs) if runs else [])
-    results = {key: [next(flat) for _ in runs] for key, runs in asked.items()}
+    found = {key: [next(flat) for _ in runs] for key, runs in asked.items()}
+    ready = {
+      key: results
+      for key, results in found.items()
+      if None not in results or isinstance(asked[key], Independent)
+    }
   return {key: answers[key] for key in plans}
 
 
-def execute(plan: Plan[T], run_all: Callable[[list[Run]], list[Result]]) -> T:
-  """Executes a plan with a function from runs to their results."""
+def execute(plan: Plan[T], run_all: Callable[[list[Run]], list[Any]]) -> T:
+  """Executes a plan with a function from runs to their results.
+
+  For runs that are :class:`Independent`, it may leave None in their place.
+  """
   results: Any = None
   while True:
     try:

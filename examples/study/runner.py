@@ -16,7 +16,7 @@ import tqdm
 from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import CommandError
 from examples.study import together
-from examples.study.plans import Result, Run
+from examples.study.plans import Independent, Result, Run
 from examples.study.runs import train
 from examples.study.store import Store
 
@@ -49,6 +49,8 @@ class Runner:
     self._work = work
     self._at_once = at_once
     self._executor = _start_workers(jobs, work) if jobs > 1 else None
+    self._futures: dict[str, concurrent.futures.Future[Any]] = {}
+    self._waited_for: set[str] = set()
     self._bar = tqdm.tqdm(
       total=total,
       desc='runs',
@@ -65,42 +67,62 @@ class Runner:
       self._executor.shutdown(cancel_futures=True)
     self._bar.close()
 
-  def __call__(self, runs: list[Run]) -> list[Result]:
+  def __call__(self, runs: list[Run]) -> list[Result | None]:
     """Returns the results of runs, after training those that have none.
+
+    With processes, it returns results of independent runs as soon as there is
+    one that may have been waited for.
 
     Raises:
       RunsFailedError: If runs failed; after all others.
     """
     missing = {x.key: x for x in runs if x.key not in self._store.records}
-    for key, record in self._train(list(missing.values())):
-      self._store.add(record)
-      if processes.is_first():
-        shutil.rmtree(self._work / key, ignore_errors=True)
-        self._bar.write(_summary(record))
-      self._bar.update()
-    return self._store.results(runs)
-
-  def _train(self, runs: list[Run]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields keys and records, as runs end."""
     if self._executor is None:
-      yield from self._train_here(runs)
-      return
-    futures = {
-      self._executor.submit(_train_with_log, run, self._work): run.key
-      for run in runs
-    }
+      for key, record in self._train_here(list(missing.values())):
+        self._keep(key, record)
+    elif not isinstance(runs, Independent):
+      for key, record in self._train(missing):
+        self._keep(key, record)
+    elif missing.keys() == self._waited_for:
+      self._keep(*next(self._train(missing)))
+    else:
+      # What is there already may lead to further runs.
+      self._submit(missing)
+      self._waited_for = set(missing)
+    return [self._store.result(run) for run in runs]
+
+  def _keep(self, key: str, record: dict[str, Any]) -> None:
+    """Stores the result of a run."""
+    self._store.add(record)
+    if processes.is_first():
+      shutil.rmtree(self._work / key, ignore_errors=True)
+      self._bar.write(_summary(record))
+    self._bar.update()
+
+  def _submit(self, runs: dict[str, Run]) -> None:
+    for key, run in runs.items():
+      if self._executor is not None and key not in self._futures:
+        future = self._executor.submit(_train_with_log, run, self._work)
+        self._futures[key] = future
+
+  def _train(
+    self, runs: dict[str, Run]
+  ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields keys and records, as runs end in other processes."""
+    self._submit(runs)
+    keys = {self._futures[key]: key for key in runs}
     failed: dict[str, BaseException] = {}
-    for future in concurrent.futures.as_completed(futures):
+    for future in concurrent.futures.as_completed(keys):
       error = future.exception()
       if error is None:
-        yield futures[future], future.result()
+        yield keys[future], future.result()
       else:
-        failed[futures[future]] = error
+        failed[keys[future]] = error
     if failed:
       key, error = next(iter(failed.items()))
       raise RunsFailedError(
-        f'{len(failed)} of {len(runs)} runs failed, the first with {error!r}; '
-        f'its log is {self._work / key / "log.txt"}'
+        f'{len(failed)} of {len(self._futures)} runs failed, the first with '
+        f'{error!r}; its log is {self._work / key / "log.txt"}'
       ) from error
 
   def _train_here(

@@ -1,6 +1,12 @@
 import math
 
-from examples.study.plans import Result, count_runs, execute, gather
+from examples.study.plans import (
+  Independent,
+  Result,
+  count_runs,
+  execute,
+  gather,
+)
 from examples.study.scales import SCALES
 
 _SCALE = SCALES['nano']
@@ -35,6 +41,31 @@ def test_gathered_plans_ask_at_the_same_time_and_get_their_own_results():
   answers = execute(gather(plans), run_all)
   assert answers == {'a': [1.0], 'b': [0.8, 0.4, 0.2]}
   assert asked == [[1.0, 0.8], [0.4], [0.2]]
+
+
+def test_gathered_plans_go_on_while_others_wait():
+  order = []
+
+  def run_one(runs):
+    """Trains the run with the smallest rate that is missing, as told."""
+    assert isinstance(runs, Independent)
+    rates = [run.config.learning_rate for run in runs]
+    if missing := set(rates) - set(order):
+      order.append(min(missing))
+    return [Result(rate, {}) if rate in order else None for rate in rates]
+
+  inner = {'c': _descend(0.7, 3), 'd': _descend(0.6, 2)}
+  plans = {
+    'a': _descend(1.0, 2), 'b': _descend(0.8, 3), 'inner': gather(inner),
+  }  # fmt: skip
+  answers = execute(gather(plans), run_one)
+  assert answers == {
+    'a': [1.0, 0.5],
+    'b': [0.8, 0.4, 0.2],
+    'inner': {'c': [0.7, 0.35, 0.175], 'd': [0.6, 0.3]},
+  }
+  # A plan with small rates is at its end before others have begun.
+  assert order == [0.6, 0.3, 0.7, 0.35, 0.175, 0.8, 0.4, 0.2, 1.0, 0.5]
 
 
 def test_plans_that_ask_for_nothing_end():

@@ -1,0 +1,90 @@
+"""What is trained next, with threads in place of processes."""
+
+import concurrent.futures
+import time
+
+import pytest
+
+from examples.study import runner
+from examples.study.plans import execute, gather
+from examples.study.runner import Runner, RunsFailedError
+from examples.study.scales import SCALES
+from examples.study.store import Store
+
+_SLOW, _BAD = 1.0, 0.03
+
+
+@pytest.fixture
+def trained(monkeypatch) -> list[float]:
+  """The learning rates of runs, in the order in which they end."""
+  rates = []
+
+  def train(run, work):
+    rate = run.config.learning_rate
+    if rate == _BAD:
+      raise ValueError('bad')
+    while rate == _SLOW and len(rates) < 3:
+      time.sleep(0.01)
+    rates.append(rate)
+    return run.label | {
+      'loss': rate,
+      'config': {},
+      'diagnostics': {},
+      'seconds': 1.0,
+      'versions': {'python': '3'},
+      'corpus_sha256': 'c',
+    }
+
+  monkeypatch.setattr(runner, '_train_with_log', train)
+  monkeypatch.setattr(
+    runner,
+    '_start_workers',
+    lambda jobs, work: concurrent.futures.ThreadPoolExecutor(jobs),
+  )
+  return rates
+
+
+def _descend(rate, steps):
+  losses = []
+  for i in range(steps):
+    (result,) = yield [SCALES['nano'].run('lamb', 8, rate / 2**i)]
+    losses.append(result.loss)
+  return losses
+
+
+def _run(plans, folder):
+  store = Store(folder / 'results.jsonl')
+  with Runner(store, folder / 'work', 2, 9) as runner:
+    return execute(gather(plans), runner)
+
+
+def test_what_follows_a_run_does_not_wait_for_other_runs(trained, tmp_path):
+  # The slow run ends only after three others.
+  plans = {
+    'slow': _descend(_SLOW, 2),
+    'inner': gather({'a': _descend(0.02, 4), 'b': _descend(0.01, 1)}),
+  }
+  assert _run(plans, tmp_path) == {
+    'slow': [1.0, 0.5],
+    'inner': {'a': [0.02, 0.01, 0.005, 0.0025], 'b': [0.01]},
+  }
+  assert len(trained) == len(set(trained)) == 6
+  assert trained.index(_SLOW) >= 3
+
+
+def test_a_run_that_fails_costs_only_what_follows_it(trained, tmp_path):
+  plans = {
+    'bad': _descend(_BAD, 2),
+    'a': _descend(0.02, 3),
+    # One of its runs is a's, and may be there before this asks for it.
+    'b': _descend(0.01, 3),
+  }
+  with pytest.raises(RunsFailedError, match=r"1 of 5 .*ValueError\('bad'\)"):
+    _run(plans, tmp_path)
+  assert sorted(trained) == [0.0025, 0.005, 0.01, 0.02]
+
+
+def test_runs_that_belong_together_are_waited_for(trained, tmp_path):
+  runs = [SCALES['nano'].run('lamb', 8, rate) for rate in (0.3, 0.2, 0.1)]
+  with Runner(Store(tmp_path / 'r.jsonl'), tmp_path, 2, 3) as runner:
+    assert [x.loss for x in runner(runs)] == [0.3, 0.2, 0.1]
