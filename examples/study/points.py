@@ -208,7 +208,7 @@ def find_rates(scale: Scale, contender: Contender) -> Plan[dict[int, Tuned]]:
   """Plans to choose a learning rate for every batch size of the scale.
 
   It begins at the one of experiments that do not vary it. From there, the rate
-  of a batch is the first guess for the next, unless there is a rule to test.
+  of a batch is the first guess for the next, moved as the rule, if it has one.
   """
   middle = scale.batch_sizes.index(scale.batch_size)
   first = yield from find_rate(scale, contender, scale.batch_size)
@@ -232,9 +232,10 @@ def _find_next_rates(
   found: dict[int, Tuned] = {}
   previous, tuned = scale.batch_size, first
   for size in sizes:
-    start = contender.rule_rate(scale, size) or scale_rate(
-      tuned.learning_rate, size / previous
-    )
+    start = scale_rate(tuned.learning_rate, size / previous)
+    rules = [contender.rule_rate(scale, x) for x in (size, previous)]
+    if all(rules):
+      start = tuned.learning_rate * rules[0] / rules[1]
     tuned = yield from find_rate(scale, contender, size, start=start, stride=1)
     found[size], previous = tuned, size
   return found
