@@ -60,7 +60,7 @@ def flax_dimension_numbers(
     Tree of :class:`optax.contrib.MuonDimensionNumbers` with the structure of
     ``params``, to be passed as ``weight_dimension_numbers``. Every parameter
     has an explicit spec. You may also pass the function itself, or a
-    :func:`functools.partial` of it. If parameters are masked out, as in
+    ``functools.partial`` of it. If parameters are masked out, as in
     :func:`optax.partition`, patterns may match nothing.
 
   Raises:

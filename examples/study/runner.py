@@ -83,7 +83,7 @@ class Runner:
     elif not isinstance(runs, Independent):
       for key, record in self._train(missing):
         self._keep(key, record)
-    elif missing.keys() == self._waited_for:
+    elif missing and missing.keys() == self._waited_for:
       self._keep(*next(self._train(missing)))
     else:
       # What is there already may lead to further runs.

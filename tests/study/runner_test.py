@@ -72,6 +72,15 @@ def test_what_follows_a_run_does_not_wait_for_other_runs(trained, tmp_path):
   assert trained.index(_SLOW) >= 3
 
 
+def test_results_that_are_there_are_not_waited_for(trained, tmp_path):
+  plans = {'a': _descend(0.02, 2), 'b': _descend(0.01, 1)}
+  _run(plans, tmp_path)
+  plans = {'a': _descend(0.02, 3), 'b': _descend(0.01, 3)}
+  losses = _run(plans, tmp_path)
+  assert losses == {'a': [0.02, 0.01, 0.005], 'b': [0.01, 0.005, 0.0025]}
+  assert sorted(trained) == [0.0025, 0.005, 0.01, 0.02]
+
+
 def test_a_run_that_fails_costs_only_what_follows_it(trained, tmp_path):
   plans = {
     'bad': _descend(_BAD, 2),
