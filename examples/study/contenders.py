@@ -81,10 +81,23 @@ KEPT = Contender(
 )
 """The best of ``compositions``: MERIT's ratios on Muon's direction, and the l2
 norm of each matrix kept, at twice the size in proportion to the width."""
+SIMPLER = dataclasses.replace(
+  KEPT, name='Muon, norms kept', arm='muon > l2 > keep l2; adam 0.33'
+)
+"""Norms kept without MERIT's ratios, which is the trainer's ``muon-kept``."""
 STACKED_LAMB = Contender('LAMB, a ratio for the stack', 'lamb', 0.028)
 """``optax.lamb``, for which the layers that are scanned are one array."""
 
 PAPER = (ADAMW, LAMB, MERIT)
 """Those that the paper compares."""
 CONTENDERS = (*PAPER, MUON, KEPT)
-"""Those that are compared at every batch."""
+"""Those that most experiments compare."""
+
+
+def compared(scale: Scale) -> tuple[Contender, ...]:
+  """Returns those that are compared at every batch of a scale.
+
+  The scale that finds the rules compares the simpler chain elsewhere, with
+  warm-up and b1 tuned.
+  """
+  return CONTENDERS if scale.finds_rules else (*CONTENDERS, SIMPLER)

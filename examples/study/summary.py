@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 
 from examples.study import render
-from examples.study.contenders import CONTENDERS, KEPT, MUON
+from examples.study.contenders import CONTENDERS, MUON, SIMPLER, compared
 from examples.study.differences import difference, leaders
 from examples.study.experiments import (
   batch_scaling,
@@ -79,7 +79,7 @@ def figure(outcomes: Mapping[str, Any], scale: Scale) -> Figure:
 def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
   """Draws the difference of norms kept from Muon, with intervals of 95 %."""
   found = [
-    difference(points[sensitivity.SIMPLER, size], points[MUON.name, size])
+    difference(points[SIMPLER.name, size], points[MUON.name, size])
     for size in scale.batch_sizes
   ]
   # Before there is data, since there may be none.
@@ -90,10 +90,10 @@ def _draw_leads(axes: Any, points: batch_scaling.Outcome, scale: Scale) -> None:
     [x.high - x.mean for x in found],
     fmt='o-',
     capsize=4,
-    color=render.COLORS[KEPT.name],
+    color=render.COLORS[SIMPLER.name],
   )
   axes.axhline(0, color=render.COLORS[MUON.name])
-  axes.set_title(f'{sensitivity.SIMPLER}, minus Muon (95 %)')
+  axes.set_title(f'{SIMPLER.name}, minus Muon (95 %)')
 
 
 def _draw_rates(
@@ -161,7 +161,7 @@ def _larger_losses(larger: Larger) -> list[str]:
       )
       for size in scale.batch_sizes
     }
-    for contender in CONTENDERS
+    for contender in compared(scale)
   ]
   return [
     f'At scale {name}, {_describe(scale)}, one seed'
@@ -188,7 +188,7 @@ def _with_rule(point: Point, rule_rate: float) -> str:
 
 def _best(outcome: batch_scaling.Outcome, size: int) -> str:
   """Returns who has the lowest loss, and who may be as good."""
-  found = leaders([outcome[x.name, size] for x in CONTENDERS])
+  found = leaders([outcome[x, size] for x in batch_scaling.names(outcome)])
   if not found:
     return 'with each optimizer a seed diverged.'
   best, *as_good = found

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from examples.study import render
-from examples.study.contenders import CONTENDERS, STACKED_LAMB, Contender
+from examples.study.contenders import STACKED_LAMB, Contender, compared
 from examples.study.differences import difference, sentence
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point, find_rates, judge
@@ -25,7 +25,7 @@ Outcome = dict[tuple[str, int], Point]
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune all contenders at all batches."""
   found = yield from gather(
-    {x.name: _plan_batches(scale, x) for x in CONTENDERS}
+    {x.name: _plan_batches(scale, x) for x in compared(scale)}
   )
   outcome = {
     (name, size): point
@@ -62,16 +62,18 @@ def largest_batches(outcome: Outcome) -> dict[str, int]:
   Losses are means over seeds; 0 if every batch diverged.
   """
   found = {}
-  for contender in CONTENDERS:
-    losses = {
-      size: point.mean
-      for (name, size), point in outcome.items()
-      if name == contender.name
-    }
+  for name in names(outcome):
+    losses = {x: point.mean for (y, x), point in outcome.items() if y == name}
     limit = min(losses.values()) + TOLERANCE
     good = [size for size, x in losses.items() if x <= limit < math.inf]
-    found[contender.name] = max(good, default=0)
+    found[name] = max(good, default=0)
   return found
+
+
+def names(outcome: Outcome) -> list[str]:
+  """Returns the names of those that are compared at every batch."""
+  found = dict.fromkeys(name for name, _ in outcome)
+  return [x for x in found if x != STACKED_LAMB.name]
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -94,7 +96,6 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 def loss_rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
   """Returns the rows of a table of losses, a column for each batch."""
-  names = dict.fromkeys(name for name, _ in outcome)
   return [
     {'optimizer': name}
     | {
@@ -103,12 +104,12 @@ def loss_rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
       else ''
       for size in scale.batch_sizes
     }
-    for name in names
+    for name in dict.fromkeys(name for name, _ in outcome)
   ]
 
 
 def _order(outcome: Outcome, size: int) -> str:
-  points = [outcome[x.name, size] for x in CONTENDERS]
+  points = [outcome[x, size] for x in names(outcome)]
   return f'Batch {size}: {in_order(points)}'
 
 
@@ -135,9 +136,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
   result, ((left, right),) = render.panels(1, 2)
   draw_losses(left, outcome, scale)
   left.set_title('tuned, equal tokens')
-  tunings = {
-    x.name: outcome[x.name, scale.batch_size].tuned for x in CONTENDERS
-  }
+  tunings = {x: outcome[x, scale.batch_size].tuned for x in names(outcome)}
   for name, tuned in tunings.items():
     render.draw_tuning(right, tuned, name, color=render.COLORS[name])
   render.limit_losses(right, tunings.values())
@@ -147,8 +146,8 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
 
 def draw_losses(axes: Any, outcome: Outcome, scale: Scale) -> None:
   """Draws the loss over the batch size, with the deviation of seeds."""
-  for contender in CONTENDERS:
-    points = [p for p in outcome.values() if p.name == contender.name]
+  for name in names(outcome):
+    points = [p for p in outcome.values() if p.name == name]
     drawn = [p for p in points if math.isfinite(p.mean)]
     axes.errorbar(
       [p.batch_size for p in drawn],
@@ -156,8 +155,8 @@ def draw_losses(axes: Any, outcome: Outcome, scale: Scale) -> None:
       [p.std for p in drawn],
       fmt='o-',
       capsize=3,
-      color=render.COLORS[contender.name],
-      label=contender.name,
+      color=render.COLORS[name],
+      label=name,
     )
   axes.set_xscale('log', base=2)
   axes.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))

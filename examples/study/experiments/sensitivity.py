@@ -14,6 +14,7 @@ from examples.study.contenders import (
   LAMB,
   MERIT,
   MUON,
+  SIMPLER,
   Contender,
 )
 from examples.study.differences import difference, sentence
@@ -33,15 +34,13 @@ _FIRST_B1 = (0.8, 0.9, 0.95)
 _MARGIN = 0.005
 """Nats by which a variant may be worse at the usual learning rate, and gets its
 own nevertheless. (At the two largest batches all do.)"""
-SIMPLER = 'Muon, norms kept'
-"""Norms kept without MERIT's ratios, which is the trainer's ``muon-kept``."""
 _COMPARED = (
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
   (MUON.name, ADAMW.name),
   (KEPT.name, MUON.name),
-  (SIMPLER, MUON.name),
-  (KEPT.name, SIMPLER),
+  (SIMPLER.name, MUON.name),
+  (KEPT.name, SIMPLER.name),
 )
 
 
@@ -78,7 +77,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
   )
   simpler = yield from gather(
     {
-      (SIMPLER, size): _plan_simpler(scale, found[KEPT.name, size])
+      (SIMPLER.name, size): _plan_simpler(scale, found[KEPT.name, size])
       for size in scale.batch_sizes
     }
   )
@@ -89,7 +88,7 @@ def _plan_simpler(scale: Scale, kept: Varied) -> Plan[Varied]:
   """Plans norms kept without MERIT's ratios, else as with them."""
   size = kept.point.batch_size
   contender = dataclasses.replace(
-    kept.best, name=SIMPLER, arm=kept.best.arm.replace('merit > ', '')
+    kept.best, name=SIMPLER.name, arm=kept.best.arm.replace('merit > ', '')
   )
   tuned = yield from find_rate(
     scale,
@@ -238,7 +237,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       'Each optimizer with the warm-up and the b1 that suit it best at a '
       'batch, and with the learning rate for these '
-      f'({SIMPLER}: as {KEPT.name}, but for the learning rate); '
+      f'({SIMPLER.name}: as {KEPT.name}, but for the learning rate); '
       'mean and standard deviation over fresh seeds:',
       render.markdown(batch_scaling.loss_rows(judged(outcome), scale)),
       *(
