@@ -131,7 +131,10 @@ def test_the_first_page_tells_what_holds_at_a_larger_scale(tmp_path):
   execute(batch_scaling.plan(SCALES['mini']), run_all)
   # 0.4 / √366 is 0.021; fewer steps than 150 start at 0.033.
   row = r'\| MERIT \| \d\.\d+ \(0\.0297, 1\.4 ×\) \| \d\.\d+ \(0\.066, 2 ×\) \|'
-  assert re.search(row, _text(nano))
+  text = _text(nano)
+  assert re.search(row, text)
+  # The chain without ratios, at the rates of that with them.
+  assert re.search(r'\| Muon, norms kept \| \d\.\d+ \(', text)
 
 
 def test_losses_and_logits_that_explode_are_reported(tmp_path):
