@@ -19,8 +19,9 @@ TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
 # What depends on the versions of jax, optax, flax and orbax.
 LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
 TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
-# Other versions break calls rather than numbers, so these also go without most
-# of XLA's optimizations.
+# Most of XLA's optimizations take longer than they save in tests. Those that
+# look at what is compiled have them all, and so has `make test-newest`.
+QUICK ?= JAX_DISABLE_MOST_OPTIMIZATIONS=1
 FEW_EXAMPLES := --hypothesis-profile=few
 # Tests of a file share what they compile, and the runs that they look at. Left to
 # itself, xdist would begin with files of many tests, which are quick ones.
@@ -49,32 +50,30 @@ train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
 	$(RUN) examples.gpt2.train $(ARGS)
 
 test: $(VENV)/.test ## Run the quick tests, in about three minutes.
-	$(PYTEST) $(wildcard $(TESTS)) $(ARGS)
+	$(QUICK) $(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
 test-all: test test-rest test-slow ## Run all tests.
 
 test-rest: $(VENV)/.dev ## Run those that `make test` leaves out and are not slow.
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
+	$(QUICK) $(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(PYTEST) -m slow $(ALONE:%=--ignore=%)
 	$(RUN) pytest -m slow $(ALONE)
 
 test-oldest: ## Run tests with the oldest jax, optax and flax supported.
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MAKE) test-library \
+	$(MAKE) test-library \
 	  VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
 	  ARGS='$(FEW_EXAMPLES) $(ARGS)'
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MAKE) test \
-	  VENV=$(VENV)-oldest-examples \
+	$(MAKE) test VENV=$(VENV)-oldest-examples \
 	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
 
 test-library: $(VENV)/.test-library
-	$(PYTEST) $(LIBRARY_TESTS) $(ARGS)
+	$(QUICK) $(PYTEST) $(LIBRARY_TESTS) $(ARGS)
 
 test-newest: ## Run tests with the newest that Python 3.12 gets.
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(MAKE) test \
-	  VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
-	  PYTHON=$(NEWEST_PYTHON) \
+	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
+	  PYTHON=$(NEWEST_PYTHON) QUICK= \
 	  TESTS='$(TRAINER_TESTS) $(LIBRARY_TESTS)' \
 	  ARGS='$(FEW_EXAMPLES) $(ARGS)'
 

@@ -60,8 +60,8 @@ def pytest_runtest_call() -> Generator[None]:
 def full_compilation() -> Iterator[None]:
   """Compiles as for users, for tests that look at what the compiler made.
 
-  The others only ask what is computed, so `make test-rest` leaves out most of
-  XLA's optimizations, which take longer than they save there.
+  The others only ask what is computed, so `make test` leaves out most of XLA's
+  optimizations, which take longer than they save there.
   """
   before = jax.config.read('jax_disable_most_optimizations')
   jax.config.update('jax_disable_most_optimizations', False)

@@ -20,6 +20,9 @@ import pytest
 import merit_optax
 from merit_optax._norms import max_norm
 
+# Which bits come out depends on how XLA fuses operations.
+pytestmark = pytest.mark.usefixtures('full_compilation')
+
 _AXIS_TYPES = pytest.mark.parametrize(
   'axis_type', [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
 )

@@ -11,6 +11,8 @@ import pytest
 
 import merit_optax
 
+pytestmark = pytest.mark.usefixtures('full_compilation')
+
 _DATA = pathlib.Path(__file__).parents[1] / 'data'
 _SCENARIOS = json.loads((_DATA / 'merit_trajectories.json').read_text())
 _BOUND = 1e-6
