@@ -45,7 +45,11 @@ def number(
 
 def _hint(value: Any) -> str:
   """Returns what may have rounded a number in half precision."""
-  is_half = isinstance(value, jax.Array) and value.dtype.itemsize < 4
+  is_half = (
+    isinstance(value, jax.Array)
+    and jnp.issubdtype(value.dtype, jnp.floating)
+    and value.dtype.itemsize < 4
+  )
   return (
     ' (optax.inject_hyperparams rounds numbers to the dtype of the parameters, '
     'unless it is given hyperparam_dtype.)'
@@ -105,7 +109,8 @@ def check_patterns(name: str, patterns: Any) -> None:
     )
   for pattern in patterns:
     try:
-      re.compile(pattern)
+      # Fails for bytes, which re.compile takes.
+      re.search(pattern, '')
     except (TypeError, re.error) as error:
       raise ValueError(
         f'{name} must map regular expressions to values, got {pattern!r} as '

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from merit_optax import _arguments
-from merit_optax._dimension_numbers import path_name
+from merit_optax._paths import path_namer
 
 _QK = '(q|k|qk|query|key)'
 _QK_NORM = re.compile(
@@ -72,10 +72,9 @@ def _is_index_or_slice(x: Any) -> bool:
 
 
 def matching(
-  patterns: Mapping[str, AttentionHeads], path: Any
+  patterns: Mapping[str, AttentionHeads], name: str
 ) -> AttentionHeads | None:
   """Returns what is said of a parameter first, if anything is."""
-  name = path_name(path)
   return next((x for p, x in patterns.items() if re.search(p, name)), None)
 
 
@@ -85,8 +84,12 @@ def check_params(
   key: Mapping[str, AttentionHeads],
 ) -> None:
   """Raises ``ValueError`` for what does not fit, and for QK-norm."""
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  names = [path_name(path) for path, _ in leaves]
+  name_of = path_namer(params)
+  leaves = [
+    (name_of(path), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  ]
+  names = [name for name, _ in leaves]
   if names in ([], ['']):  # A placeholder of optax.tree.map_params.
     return
   patterns = {*query, *key}
@@ -94,7 +97,7 @@ def check_params(
   if unused:
     raise ValueError(
       'query and key must match a path each, got patterns that match none: '
-      f'{sorted(unused)}.'
+      f'{sorted(map(str, unused))}.'
     )
   norms = [name for name in names if _QK_NORM.search(name)]
   if norms:
@@ -104,13 +107,8 @@ def check_params(
       'Lower their scales instead, or do without one of the two; a norm in '
       'front of the projections needs another name.'
     )
-  for path, leaf in leaves:
-    _check_fit(
-      path_name(path),
-      leaf.shape,
-      matching(query, path),
-      matching(key, path),
-    )
+  for name, leaf in leaves:
+    _check_fit(name, leaf.shape, matching(query, name), matching(key, name))
 
 
 def _check_fit(

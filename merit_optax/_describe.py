@@ -9,13 +9,10 @@ import jax
 import optax
 
 from merit_optax import _arguments
-from merit_optax._dimension_numbers import (
-  MatrixAxes,
-  WeightDimensionNumbers,
-  path_names,
-)
+from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
 from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
+from merit_optax._paths import path_names
 from merit_optax._trust_ratio import check_ratios
 
 _HEADER = ('shape', 'matrices', 'ratios', 'decayed')

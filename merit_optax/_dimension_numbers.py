@@ -9,6 +9,7 @@ import jax
 import optax
 
 from merit_optax._arguments import is_integer
+from merit_optax._paths import find_nearest, path_namer
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 WeightDimensionNumbers: TypeAlias = (
@@ -55,13 +56,14 @@ def _axes_of_each(
   find_spec: Callable[[tuple[Any, ...]], Any], params: Any
 ) -> Any:
   """Returns the axes of each parameter, whose spec a function finds."""
+  name = path_namer(params)
 
   def axes(path: tuple[Any, ...], param: jax.Array) -> MatrixAxes:
     try:
       return _axes(len(param.shape), find_spec(path))
     except _SpecError as error:
       raise ValueError(
-        f'weight_dimension_numbers of the parameter {path_name(path)!r} of '
+        f'weight_dimension_numbers of the parameter {name(path)!r} of '
         f'shape {param.shape} {error}.'
       ) from None
 
@@ -88,8 +90,9 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
     return
   find_spec = _spec_finder(dimension_numbers, params)
   _axes_of_each(find_spec, params)
+  name = path_namer(params)
   guessed = [
-    f'{path_name(path)} {leaf.shape}'
+    f'{name(path)} {leaf.shape}'
     for path, leaf in leaves
     if len(leaf.shape) > 2 and find_spec(path) is _NOT_GIVEN
   ]
@@ -102,58 +105,6 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
       'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
       stacklevel=_level_of_the_caller(),
     )
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-  """Returns the path of a parameter as text, such as 'blocks/0/kernel'."""
-  # In an nnx.State, the path leads through a variable to its value.
-  if len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey('value'):
-    path = path[:-1]
-  return jax.tree_util.keystr(path, simple=True, separator='/')
-
-
-def path_names(params: Any) -> list[str]:
-  """Returns the paths of all parameters as text.
-
-  Raises:
-    ValueError: If two of them are written the same.
-  """
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  names = [path_name(path) for path, _ in leaves]
-  if len({*names}) < len(names):
-    twice = sorted({name for name in names if names.count(name) > 1})
-    raise ValueError(
-      f'params must differ in their paths when written with /, got {twice} '
-      'more than once.'
-    )
-  return names
-
-
-def path_keys(path: tuple[Any, ...]) -> tuple[str, ...]:
-  """Returns the names along a path, whatever the types of its containers."""
-  # By name, so that a dict of specs fits parameters in an nnx.State.
-  return tuple(path_name((key,)) for key in path)
-
-
-def find_nearest(
-  tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Callable[[tuple[Any, ...]], Any]:
-  """Returns a function from a path to the entry of a prefix tree above it."""
-  entries = {
-    path_keys(path): entry
-    for path, entry in jax.tree_util.tree_leaves_with_path(
-      tree, is_leaf=is_leaf
-    )
-  }
-
-  def find(path: tuple[Any, ...]) -> Any:
-    keys = path_keys(path)
-    for length in range(len(keys), -1, -1):
-      if keys[:length] in entries:
-        return entries[keys[:length]]
-    raise KeyError(path_name(path))
-
-  return find
 
 
 def _level_of_the_caller() -> int:

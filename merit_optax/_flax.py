@@ -8,7 +8,8 @@ import jax
 import optax
 
 from merit_optax._arguments import check_patterns, is_integer
-from merit_optax._dimension_numbers import DimensionNumbers, path_name
+from merit_optax._dimension_numbers import DimensionNumbers
+from merit_optax._paths import path_namer
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
 _ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')
@@ -78,10 +79,11 @@ def flax_dimension_numbers(
   stacked, overrides = stacked or {}, overrides or {}
   _check_rules(stacked, overrides)
   unknown: list[str] = []
+  name_of = path_namer(params)
   unused = {*stacked, *overrides}
 
   def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
-    name = path_name(path)
+    name = name_of(path)
     found = {p for p in (*stacked, *overrides) if re.search(p, name)}
     unused.difference_update(found)
     for pattern, override in overrides.items():
@@ -104,7 +106,7 @@ def flax_dimension_numbers(
   if unused and not _has_masked(params):
     raise ValueError(
       'stacked and overrides must match a path each, got patterns that match '
-      f'none: {sorted(unused)}.'
+      f'none: {sorted(map(str, unused))}.'
     )
   if unknown:
     raise ValueError(

@@ -17,8 +17,8 @@ from merit_optax._attention_heads import (
   matching,
   spread,
 )
-from merit_optax._dimension_numbers import find_nearest, path_name
 from merit_optax._norms import widen
+from merit_optax._paths import find_nearest, path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
 
@@ -145,10 +145,11 @@ def qk_clip(
       return updates, state
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
-    find = find_nearest(max_logits)
+    find, name_of = find_nearest(max_logits), path_namer(params)
 
     def clip(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
-      sides = (matching(query, path), True), (matching(key, path), False)
+      name = name_of(path)
+      sides = (matching(query, name), True), (matching(key, name), False)
       if all(heads is None for heads, _ in sides):
         return update
       factor = jnp.ones((), jnp.float32)
@@ -160,7 +161,7 @@ def qk_clip(
             factor = factor * spread(scales, heads, param.shape)
       except MisfitError as error:
         raise ValueError(
-          f'max_logits must fit the parameter {path_name(path)!r} of '
+          f'max_logits must fit the parameter {name!r} of '
           f'shape {param.shape}: {error}.'
         ) from None
       return _scaled_update(param, update, factor)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from merit_optax._dimension_numbers import path_keys
+from merit_optax._paths import path_keys
 
 _NUM_PARTS = 5  # Of the chain that MERIT is.
 

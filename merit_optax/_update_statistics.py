@@ -10,10 +10,9 @@ from merit_optax._dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
   matrix_axes,
-  path_name,
-  path_names,
 )
 from merit_optax._norms import NORMS, matrix_norms
+from merit_optax._paths import path_namer, path_names
 
 
 def update_statistics(
@@ -98,13 +97,14 @@ def align(tree: Any, params: Any) -> Any:
       'gradients or updates, state and params must belong together, got '
       f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
     )
+  name = path_namer(params)
   for leaf, (path, param) in zip(
     leaves, jax.tree_util.tree_leaves_with_path(params), strict=True
   ):
     if leaf.shape != param.shape:
       raise ValueError(
         'gradients or updates, state and params must belong together, got '
-        f'shape {leaf.shape} for the parameter {path_name(path)!r} of shape '
+        f'shape {leaf.shape} for the parameter {name(path)!r} of shape '
         f'{param.shape}.'
       )
   return jax.tree.unflatten(treedef, leaves)

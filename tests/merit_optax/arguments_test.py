@@ -28,7 +28,7 @@ _NO_DTYPES = (
   *('nonsense', '', 3, True, [], jnp.int32, 'int8', bool, object),
   *('complex64', jnp.float8_e4m3fn),
 )
-_NO_PATTERNS = (3, ['a'], {'(': 1}, {3: 1})
+_NO_PATTERNS = (3, ['a'], {'(': 1}, {3: 1}, {b'a': 1})
 _NO_RATIOS = ('row', (), [], None, 3, ('rows',), ('row', 1), {'row', 'l2'})
 
 
@@ -328,3 +328,11 @@ def test_dimension_numbers_that_are_taken_for_a_schedule_are_refused():
   build = optax.inject_hyperparams(merit_optax.merit)
   with pytest.raises(ValueError, match="'weight_dimension_numbers' in static"):
     build(0.1, weight_dimension_numbers=specs).init(_PARAMS)
+
+
+def test_only_numbers_that_were_rounded_get_the_hint():
+  with pytest.raises(ValueError, match='^b2 must be .* hyperparam_dtype'):
+    _adam(b2=jnp.array(0.999, jnp.bfloat16))
+  with pytest.raises(ValueError, match='^b2 must be') as error:
+    _adam(b2=jnp.array(True))
+  assert 'hyperparam_dtype' not in str(error.value)

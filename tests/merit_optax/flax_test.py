@@ -1,8 +1,10 @@
 """Dimension numbers of real Flax modules, Linen and NNX."""
 
 import functools
+import re
 import warnings
 
+import chex
 from flax import linen, nnx
 import jax
 import jax.numpy as jnp
@@ -479,6 +481,35 @@ def test_a_leaf_named_value_keeps_its_name():
     'attn/key': (0, (1, 2)),
     'attn/value': None,
   }
+
+
+@chex.dataclass(frozen=True)
+class _Projections:
+  query: jax.Array
+  key: jax.Array
+  value: jax.Array
+
+
+def test_an_attribute_named_value_keeps_its_name():
+  # Only a variable of nnx, which holds nothing else, has another one.
+  params = {'attn': _Projections(**{
+    name: jnp.zeros((8, 2, 4)) for name in ('query', 'key', 'value')
+  })}  # fmt: skip
+  overrides = {'attn/(query|key|value)$': _Spec(0, (1, 2))}
+  specs = merit_optax.flax_dimension_numbers(params, overrides=overrides)
+  table = merit_optax.describe(params, weight_dimension_numbers=specs)
+  assert 'attn/value' in table
+  updates = merit_optax.update_statistics(params, params)
+  assert {x.split('/')[1] for x in updates} == {'query', 'key', 'value'}
+
+
+def test_patterns_may_be_compiled():
+  params = {'up': {'kernel': _shape(8, 6)}}
+  found = _specs(params, overrides={re.compile('up/'): _Spec(1, 0)})
+  assert found == {'up/kernel': (1, 0)}
+  unused = {re.compile('down/'): None, re.compile('out/'): None}
+  with pytest.raises(ValueError, match='match none: .*down/.*out/'):
+    merit_optax.flax_dimension_numbers(params, overrides=unused)
 
 
 def test_the_function_sees_a_part_of_the_parameters():
