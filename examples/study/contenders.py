@@ -50,12 +50,9 @@ class Contender:
     self, scale: Scale, batch_size: int, learning_rate: float, **changes: Any
   ) -> Run:
     """Returns a run, with changes as for :meth:`Scale.run`."""
-    settings = {'arm': self.arm} | self.settings
-    if scale.has_few_steps:
-      settings |= self.few_steps
-    return scale.run(
-      self.optimizer, batch_size, learning_rate, **settings | changes
-    )
+    settings = self.few_steps if scale.has_few_steps else {}
+    settings = {'arm': self.arm} | settings | self.settings | changes
+    return scale.run(self.optimizer, batch_size, learning_rate, **settings)
 
 
 _LONG = dict(warmup_share=0.3, b1=0.8)

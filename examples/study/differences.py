@@ -1,6 +1,6 @@
 """How far two points differ, and what difference could have been seen."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import math
 import statistics
 from typing import NamedTuple
@@ -91,17 +91,22 @@ def contrast_samples(
   )
 
 
-def leaders(points: Sequence[Point]) -> list[Point]:
+def leaders(
+  points: Sequence[Point],
+  compare: Callable[[Point, Point], Difference] = difference,
+) -> list[Point]:
   """Returns the point of the lowest loss, and those that may be as good.
 
   None if a seed of each diverged; of one seed, the lowest alone.
+
+  Args:
+    points: The points.
+    compare: Function that returns the difference of two of them.
   """
   finite = sorted(
     (x for x in points if math.isfinite(x.mean)), key=lambda x: x.mean
   )
-  return [
-    x for x in finite if x is finite[0] or difference(x, finite[0]).low <= 0
-  ]
+  return [x for x in finite if x is finite[0] or compare(x, finite[0]).low <= 0]
 
 
 def _detectable(quantile: float, freedom: float) -> float:

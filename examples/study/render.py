@@ -80,9 +80,9 @@ def format_learning_rate(tuned: Tuned) -> str:
   A better one that was not chosen since it is before a cliff is named.
   """
   text = f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
-  if tuned.best_rate == tuned.learning_rate:
+  if tuned.before_cliff is None:
     return text
-  return f'{text}; {tuned.best_rate:g} is before a cliff'
+  return f'{text}; {tuned.before_cliff:g} is before a cliff'
 
 
 def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:

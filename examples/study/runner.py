@@ -1,6 +1,6 @@
 """Trains many runs, several at once, and stores their results."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import concurrent.futures
 import contextlib
 import multiprocessing
@@ -102,8 +102,9 @@ class Runner:
   def _submit(self, runs: dict[str, Run]) -> None:
     for key, run in runs.items():
       if self._executor is not None and key not in self._futures:
-        future = self._executor.submit(_train_with_log, run, self._work)
-        self._futures[key] = future
+        self._futures[key] = _submit(
+          self._executor, _train_with_log, run, self._work
+        )
 
   def _train(
     self, runs: dict[str, Run]
@@ -134,6 +135,23 @@ class Runner:
         yield alike[0].key, train(alike[0], self._work)
       else:
         yield from ((x['key'], x) for x in together.train(alike))
+
+
+def _submit(
+  executor: concurrent.futures.Executor,
+  function: Callable[..., Any],
+  *args: Any,
+) -> concurrent.futures.Future[Any]:
+  """Submits a call, which fails if a process was killed and so ended them all.
+
+  Then results that are there already can still be stored.
+  """
+  try:
+    return executor.submit(function, *args)
+  except concurrent.futures.BrokenExecutor as error:
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    future.set_exception(error)
+    return future
 
 
 def _train_with_log(run: Run, work: Path) -> dict[str, Any]:

@@ -166,14 +166,13 @@ def _larger_losses(larger: Larger) -> list[str]:
   return [
     f'At scale {name}, {_describe(scale)}, one seed'
     + (
-      ', with the warm-up and the b1 that suited each best at a similar number '
-      'of steps above'
+      ', with a warm-up and a b1 that suited each best at a similar number of '
+      'steps above, or within 0.02 of it'
       if scale.has_few_steps
       else ''
     )
     + '. In brackets the best learning rate of a grid by √2, and how many '
-    'times that is the one that the trainer starts at, by rules that were '
-    'found above:',
+    'times that is the starting rate by the rules that were found above:',
     render.markdown(rows),
   ]
 
@@ -188,7 +187,8 @@ def _with_rule(point: Point, rule_rate: float) -> str:
 
 def _best(outcome: batch_scaling.Outcome, size: int) -> str:
   """Returns who has the lowest loss, and who may be as good."""
-  found = leaders([outcome[x, size] for x in batch_scaling.names(outcome)])
+  points = [outcome[x, size] for x in batch_scaling.names(outcome)]
+  found = leaders(points, sensitivity.compare)
   if not found:
     return 'with each optimizer a seed diverged.'
   best, *as_good = found

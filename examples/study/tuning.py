@@ -38,9 +38,17 @@ class Tuned:
     return self.losses[self.learning_rate]
 
   @property
-  def best_rate(self) -> float:
-    """The learning rate of the smallest loss, which may be before a cliff."""
-    return min(self.losses, key=self.losses.__getitem__)
+  def before_cliff(self) -> float | None:
+    """A better learning rate that was not chosen, since it is before a cliff.
+
+    None if the one chosen is the best, or was chosen by further seeds.
+    """
+    best = min(self.losses, key=self.losses.__getitem__)
+    larger = [rate for rate in self.by_seed if rate > best]
+    if best <= self.learning_rate or not larger:
+      return None
+    is_cliff = _is_cliff(self.by_seed[best], self.by_seed[min(larger)])
+    return best if is_cliff else None
 
   @property
   def is_at_edge(self) -> bool:
@@ -122,17 +130,19 @@ def _choose(losses: _Losses) -> int:
     # The first guess of equals, the smallest of those that diverged.
     return mean, power if math.isinf(mean) else abs(power)
 
-  def is_before_cliff(power: int) -> bool:
-    larger = losses.get(power + 1, {})
-    return any(
-      larger.get(seed, -math.inf) > loss + CLIFF
-      for seed, loss in losses[power].items()
-    )
-
   chosen = min(losses, key=rank)
-  while chosen - 1 in losses and is_before_cliff(chosen):
+  while chosen - 1 in losses and _is_cliff(
+    losses[chosen], losses.get(chosen + 1, {})
+  ):
     chosen -= 1
   return chosen
+
+
+def _is_cliff(losses: Mapping[int, float], larger: Mapping[int, float]) -> bool:
+  """Returns whether a larger learning rate is much worse with some seed."""
+  return any(
+    larger.get(seed, -math.inf) > x + CLIFF for seed, x in losses.items()
+  )
 
 
 def _at(start: float, power: int) -> float:

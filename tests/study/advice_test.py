@@ -5,10 +5,12 @@ import math
 import pytest
 
 from examples.study import claims, curvature as measured
+from examples.study.contenders import CONTENDERS
 from examples.study.experiments import (
   curvature,
   llama,
   stale_rows,
+  steps_to_loss,
   width_depth,
 )
 from examples.study.plans import Result, execute
@@ -85,7 +87,7 @@ def test_the_smallest_min_norm_that_holds_rows_is_judged(
   ('turned', 'words'),
   [
     (False, 'may be taken for a Llama'),
-    (True, 'Llama: AdamW before MERIT): choose the optimizer anew'),
+    (True, 'GPT-2 MERIT; Llama AdamW. Choose the optimizer again'),
   ],
 )
 def test_an_order_that_turns_is_told(turned, words):
@@ -105,12 +107,14 @@ def test_an_order_that_turns_is_told(turned, words):
     ({1: 0.1}, 'rather take a deep model'),
     ({12: 0.1}, 'rather take a wide model'),
     ({1: math.inf, 3: math.inf, 12: math.inf}, 'nothing is known'),
+    ({'adamw': math.inf}, 'was seen (not known with AdamW): choose'),
   ],
 )
 def test_the_shape_that_loses_less_is_taken(costs, words):
   def excess(run):
     is_large = run.config.batch_size == _SCALE.batch_sizes[-1]
-    return costs.get(run.config.num_layers, 0.0) if is_large else 0.0
+    cost = costs.get(run.config.num_layers, 0.0)
+    return costs.get(run.config.optimizer, cost) if is_large else 0.0
 
   section = width_depth.section(_outcome(width_depth, excess), _SCALE)
   assert words in section
@@ -220,6 +224,60 @@ def test_who_is_flatter_than_the_best_is_told():
   assert 'top eigenvalue: MERIT, Muon' in advice
   assert 'scale-free: none' in advice
   assert 'choose by the loss' in advice
+
+
+def test_what_is_not_known_is_no_sign_of_flatness():
+  outcome = _curvature(1.0, 1.0)
+  for size in {size for _, size in outcome}:
+    ends = outcome['Muon', size]
+    for result in ends.results:
+      result.measured.update(dict.fromkeys(result.measured))
+  section = curvature.section(outcome, _SCALE)
+  assert 'diverged' not in section
+  advice = section.split('\n\n')[-1]
+  assert '(not known: Muon)' in advice or 'Muon has the lowest' in advice
+  assert 'What is known of flatness does not speak against it' in advice
+
+
+def _steps(*means):
+  """Returns an outcome where all optimizers take these steps."""
+  names = [x.name for x in CONTENDERS]
+  sizes = _SCALE.batch_sizes[::2]
+  return steps_to_loss.Outcome(
+    1.5,
+    {},
+    {
+      (name, size): steps_to_loss.Steps(size, (mean, mean), {100: 1.5})
+      for name in names
+      for size, mean in zip(sizes, means, strict=True)
+    },
+  )
+
+
+@pytest.mark.parametrize(
+  ('means', 'words'),
+  [
+    # 16 times the batch, 1.6 and 1.4 times the tokens.
+    ((1600, 400, 160), 'AdamW 64,'),
+    ((1600, 400, 140), 'AdamW 256,'),
+    # A batch that pays does not, behind one that does not.
+    ((1600, 640, 100), 'AdamW 16,'),
+    ((1600, 400, math.inf), 'AdamW 64,'),
+    # Fewer than the shortest run has, which is no loss that is not reached.
+    ((0, 400, 100), 'AdamW not known,'),
+  ],
+)
+def test_a_batch_pays_as_far_as_all_smaller_ones(means, words):
+  assert words in steps_to_loss.section(_steps(*means), _SCALE)
+
+
+def test_without_a_target_no_steps_are_told():
+  text = steps_to_loss.section(
+    _steps(1, 1, 1)._replace(target=math.inf), _SCALE
+  )
+  assert (
+    text == 'There is no loss to aim at: with each optimizer a seed diverged.'
+  )
 
 
 def test_the_text_says_how_curvature_is_measured():

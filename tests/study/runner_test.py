@@ -97,3 +97,25 @@ def test_runs_that_belong_together_are_waited_for(trained, tmp_path):
   runs = [SCALES['nano'].run('lamb', 8, rate) for rate in (0.3, 0.2, 0.1)]
   with Runner(Store(tmp_path / 'r.jsonl'), tmp_path, 2, 3) as runner:
     assert [x.loss for x in runner(runs)] == [0.3, 0.2, 0.1]
+
+
+def test_a_killed_process_costs_no_result_that_is_there(
+  trained, monkeypatch, tmp_path
+):
+  class Broken(concurrent.futures.ThreadPoolExecutor):
+    count = 0
+
+    def submit(self, *args, **options):
+      self.count += 1
+      if self.count > 3:
+        raise concurrent.futures.BrokenExecutor('killed')
+      return super().submit(*args, **options)
+
+  monkeypatch.setattr(runner, '_start_workers', lambda jobs, work: Broken(jobs))
+  plans = {
+    x: _descend(rate, 2) for x, rate in (('a', 0.1), ('b', 0.2), ('c', 3))
+  }
+  with pytest.raises(RunsFailedError, match='killed'):
+    _run(plans, tmp_path)
+  assert sorted(trained) == [0.1, 0.2, 3]
+  assert len(Store(tmp_path / 'results.jsonl').records) == 3

@@ -17,6 +17,15 @@ def test_the_edge_is_told():
   assert [x for x in losses if Tuned(losses, x).is_at_edge] == [1.0, 4.0]
 
 
+def test_a_better_rate_before_a_cliff_is_told():
+  losses = {1.0: {0: 2.0}, 2.0: {0: 1.5}, 4.0: {0: 1.55}, 8.0: {0: 3.0}}
+  assert Tuned(losses, 1.0).before_cliff is None
+  losses[4.0] = {0: 1.7}
+  assert Tuned(losses, 1.0).before_cliff == 2.0
+  # Larger ones were chosen by a seed that is not here.
+  assert Tuned(losses, 4.0).before_cliff is None
+
+
 def test_the_cost_of_another_rate_is_of_the_same_seeds():
   tuned = Tuned({1.0: {0: 2.0, 100: 5.0}, 2.0: {0: 2.25}}, 1.0)
   assert tuned.loss == 3.5

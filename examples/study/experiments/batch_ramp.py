@@ -167,7 +167,9 @@ def _rows(outcome: Outcome, scale: Scale) -> list[dict[str, str]]:
       'optimizer': name,
       'steps': f'{_num_steps(scale, point, " then " in name):,}',
       'loss': render.format_point(point),
-      f'over AdamW, batch {small}': str(difference(point, stay)),
+      f'over AdamW, batch {small}': ''
+      if point is stay
+      else str(difference(point, stay)),
       'learning rate': render.format_learning_rate(point.tuned),
     }
     for name, point in points.items()
@@ -200,14 +202,14 @@ def _compare(outcome: Outcome, name: str, large: int, stay: Point) -> str:
 def _advice(outcome: Outcome, scale: Scale) -> str:
   """Returns whether to change to the large batch, and how, in a sentence."""
   small, large = _ends(scale)
-  found = leaders(list(outcome.taken.values()))
+  found = leaders([*outcome.taken.values(), *outcome.fresh.values()])
   if not found:
     return (
       f'Do not change to batch {large} at half of the tokens: with each '
       'optimizer a seed diverged.'
     )
   best, stay = found[0], outcome.constant[ADAMW.name, small]
-  names = ' or '.join(x.name for x in found)
+  names = ' or '.join(dict.fromkeys(x.name for x in found))
   saved = 1 - _num_steps(scale, best, True) / scale.num_steps(small)
   lowest = min(
     (outcome.constant[x.name, small] for x in CONTENDERS),
@@ -215,22 +217,22 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
   )
   return (
     f'To change from batch {small} to {large} at half of the tokens, which '
-    f'saves {saved:.0%} of the steps, go on with {names}, '
-    f'{_moments(paired_difference(best, outcome.fresh[best.name]))}: '
-    f'{best.name} {_cost(difference(best, stay))}. All steps at batch {small} '
+    f'saves {saved:.0%} of the steps, go on with {names}. {best.name}, '
+    f'{_moments(outcome, best)}, {_cost(difference(best, stay))}. All steps at '
+    f'batch {small} '
     f'with {lowest.name} end at {render.format_loss(lowest.mean)}.'
   )
 
 
-def _moments(found: Difference) -> str:
-  """Returns what to do with moments, by the loss with them over without."""
-  if math.isnan(found.high):
-    return f'with the moments (over fresh ones: {found})'
-  if found.high < 0:
-    return 'and take the moments over'
-  if found.low > 0:
-    return 'and start the moments at zero'
-  return 'with the moments or without, which made no difference that was seen'
+def _moments(outcome: Outcome, best: Point) -> str:
+  """Returns what becomes of the moments in the best second phase."""
+  taken, fresh = outcome.taken[best.name], outcome.fresh[best.name]
+  is_taken = best is taken
+  way = 'its moments taken over' if is_taken else 'its moments zero at first'
+  found = paired_difference(*((taken, fresh) if is_taken else (fresh, taken)))
+  if found.low <= 0 <= found.high:
+    return f'{way} or not, which made no difference that was seen'
+  return f'{way} (over the other way: {found})'
 
 
 def _cost(found: Difference) -> str:

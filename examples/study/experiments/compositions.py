@@ -7,7 +7,11 @@ from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import ADAMW, KEPT, MUON, Contender
-from examples.study.differences import difference, sentence
+from examples.study.differences import (
+  difference,
+  paired_difference,
+  sentence,
+)
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point, judge, scale_rate
 from examples.study.scales import Scale
@@ -143,7 +147,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
     {
       'hidden matrices': name,
       f'loss, batch {size}': render.format_point(points[name]),
-      f'over {BASELINE}': str(difference(points[name], points[BASELINE])),
+      f'over {BASELINE}': ''
+      if name == BASELINE
+      else str(difference(points[name], points[BASELINE])),
       'learning rate': render.format_learning_rate(points[name].tuned),
     }
     for name in [BASELINE, *_best(points)]
@@ -156,12 +162,15 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'of the rate, unless said; AdamW and Muon are the trainer’s. At twice '
       'or four times the size, weights start so, and norms are kept so. '
       f'“{KEPT.name}” is Muon’s direction with MERIT’s ratios and the l2 norm '
-      'kept, at twice the size.',
+      'kept, at twice the size. The best two are compared seed by seed.',
       render.markdown(rows),
       *(
         f'Batch {batch}, {len(of[name].losses)} seeds: '
-        + sentence(name, other, difference(of[name], of[other]))
-        for name, other in (*((x, BASELINE) for x in finalists), finalists)
+        + sentence(name, other, compare(of[name], of[other]))
+        for name, other, compare in (
+          *((x, BASELINE, difference) for x in finalists),
+          (*finalists, paired_difference),
+        )
         for batch, of in ((size, confirmed), (2 * size, doubled))
       ),
     ]

@@ -100,7 +100,7 @@ def factor(first: list[float], second: list[float]) -> Difference:
 def format_factor(found: Difference) -> str:
   """Returns a factor as text, with its interval if it has one."""
   if not math.isfinite(found.mean):
-    return 'not known, since seeds diverged'
+    return 'not known'
   if math.isnan(found.high):
     return f'{math.exp(found.mean):.3g} × (one seed)'
   low, high = math.exp(found.low), math.exp(found.high)
@@ -145,7 +145,7 @@ def _row(contender: Contender, size: int, ends: Ends) -> dict[str, str]:
   row = {
     'optimizer': contender.name,
     'batch': str(size),
-    'loss': _format(ends.losses, render.format_loss),
+    'loss': _format(ends.losses, render.format_loss, 'diverged'),
   } | {title: _format(ends.values(name)) for name, title in QUANTITIES.items()}
   has = contender.name in _MEASURES
   found = [ends.learning_rate * x for x in ends.values(_PRECONDITIONED)]
@@ -153,10 +153,12 @@ def _row(contender: Contender, size: int, ends: Ends) -> dict[str, str]:
 
 
 def _format(
-  sample: list[float], form: Callable[[float], str] = '{:.3g}'.format
+  sample: list[float],
+  form: Callable[[float], str] = '{:.3g}'.format,
+  unknown: str = 'not known',
 ) -> str:
   if not all(map(math.isfinite, sample)):
-    return 'diverged'
+    return unknown
   text = form(statistics.mean(sample))
   if len(sample) < 2:
     return f'{text} (one seed)'
@@ -203,35 +205,42 @@ def _advice(outcome: Outcome, size: int) -> str:
   if len(finite) < 2:
     return f'At batch {size} too few runs have an end to compare.'
   best = min(finite, key=finite.__getitem__)
-  flatter = {
-    title: _flatter(outcome, best, set(finite) - {best}, size, name)
+  over = {
+    title: _factors_over_others(outcome, best, size, name)
     for name, title in QUANTITIES.items()
   }
-  listed = '; '.join(
-    f'{title}: {", ".join(names) or "none"}' for title, names in flatter.items()
-  )
-  verdict = (
-    'choose by the loss, not by flatness'
-    if any(flatter.values())
-    else 'flatness does not speak against it'
-  )
+  factors = [x for by_name in over.values() for x in by_name.values()]
+  if any(x.low > 0 for x in factors):
+    verdict = 'So choose by the loss, not by flatness.'
+  elif any(math.isnan(x.high) for x in factors):
+    verdict = 'What is known of flatness does not speak against it.'
+  else:
+    verdict = 'So flatness does not speak against it.'
+  listed = '; '.join(f'{title}: {_flatter(x)}' for title, x in over.items())
   return (
     f'At batch {size} {best} has the lowest loss. Beyond the noise of seeds, '
-    f'the ends of these are flatter by {listed}. So {verdict}.'
+    f'the ends of these are flatter by {listed}. {verdict}'
   )
 
 
-def _flatter(
-  outcome: Outcome, best: str, others: set[str], size: int, name: str
-) -> list[str]:
-  """Returns the contenders whose ends are flatter, in the usual order."""
+def _factors_over_others(
+  outcome: Outcome, best: str, size: int, name: str
+) -> dict[str, Difference]:
+  """Returns a contender's quantity over that of each other one."""
   own = outcome[best, size].values(name)
-  return [
-    x.name
+  return {
+    x.name: factor(own, outcome[x.name, size].values(name))
     for x in CONTENDERS
-    if x.name in others
-    and factor(own, outcome[x.name, size].values(name)).low > 0
-  ]
+    if x.name != best
+  }
+
+
+def _flatter(factors: dict[str, Difference]) -> str:
+  """Returns whose ends are flatter, and of whom that is not known."""
+  flatter = [name for name, x in factors.items() if x.low > 0]
+  unknown = [name for name, x in factors.items() if math.isnan(x.high)]
+  text = ', '.join(flatter) or 'none'
+  return f'{text} (not known: {", ".join(unknown)})' if unknown else text
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

@@ -1,12 +1,10 @@
 """Whether the order of the optimizers holds with Llama's architecture."""
 
-import math
-
 from matplotlib.figure import Figure
 
 from examples.study import render
 from examples.study.contenders import CONTENDERS, Contender
-from examples.study.differences import Difference, difference
+from examples.study.differences import leaders
 from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_point
@@ -72,7 +70,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
         f'{architecture}: {_compare(outcome, architecture)}'
         for architecture in (GPT2, LLAMA)
       ),
-      _order(outcome),
+      _advice(outcome),
     ]
   )
 
@@ -83,45 +81,23 @@ def _compare(outcome: Outcome, architecture: str) -> str:
   return batch_scaling.in_order(points)
 
 
-def _order(outcome: Outcome) -> str:
-  """Returns which pairs of optimizers differ alike, or the other way."""
-  means = {x.name: outcome[LLAMA, x.name].mean for x in CONTENDERS}
-  finite = {name: x for name, x in means.items() if math.isfinite(x)}
-  names = sorted(finite, key=finite.__getitem__)
-  if len(names) < 2:
-    return f'Of the order with {LLAMA} nothing is known: seeds diverged.'
-  pairs = [(x, y) for i, x in enumerate(names) for y in names[i + 1 :]]
-  signs = {
-    pair: [
-      _sign(difference(*(outcome[architecture, name] for name in pair)))
-      for architecture in (GPT2, LLAMA)
+def _advice(outcome: Outcome) -> str:
+  """Returns whether what is best for GPT-2 is best for a Llama too."""
+  best = {
+    architecture: [
+      x.name
+      for x in leaders([outcome[architecture, y.name] for y in CONTENDERS])
     ]
-    for pair in pairs
+    for architecture in (GPT2, LLAMA)
   }
-  decided = [x for x, (first, second) in signs.items() if first and second]
-  turned = [x for x in decided if signs[x][0] != signs[x][1]]
-  text = (
-    f'{LLAMA}, the lowest loss first: {" < ".join(names)}. Of {len(pairs)} '
-    f'pairs, {len(decided)} differ beyond the noise of seeds with both '
-    'architectures'
-  )
-  if not decided:
-    return f'{text}, so that nothing is known of the order.'
-  if turned:
-    listed = '; '.join(f'{x} before {y}' for x, y in turned)
-    return (
-      f'{text}, and some the other way round ({LLAMA}: {listed}): choose the '
-      'optimizer anew for a Llama.'
-    )
-  return (
-    f'{text}, all of them in the same direction: what is best for {GPT2} may '
-    f'be taken for a {LLAMA}.'
-  )
-
-
-def _sign(found: Difference) -> int:
-  """Returns the sign of a difference, 0 where none was seen."""
-  return (found.low > 0) - (found.high < 0)
+  if not all(best.values()):
+    return 'Of what carries over nothing is known: with each a seed diverged.'
+  text = 'The lowest loss, and all that may be as good, by what could be seen: '
+  text += '; '.join(f'{x} {", ".join(names)}' for x, names in best.items())
+  lost = [x for x in best[GPT2] if x not in best[LLAMA]]
+  if lost:
+    return f'{text}. Choose the optimizer again for a Llama.'
+  return f'{text}. What is best for {GPT2} may be taken for a {LLAMA}.'
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

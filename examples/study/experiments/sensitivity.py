@@ -17,7 +17,12 @@ from examples.study.contenders import (
   SIMPLER,
   Contender,
 )
-from examples.study.differences import difference, sentence
+from examples.study.differences import (
+  Difference,
+  difference,
+  paired_difference,
+  sentence,
+)
 from examples.study.experiments import batch_scaling
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_rate, find_rates, judge
@@ -26,6 +31,7 @@ from examples.study.tuning import Tuned
 
 TITLE = 'Warm-up and b1 tuned too'
 AS_IT_IS = 'as it is'
+_AS_WITH_RATIOS = 'as with ratios'
 _LONG_WARMUP = 0.3
 _WARMUP = f'warm-up {_LONG_WARMUP:.0%}'
 _B1 = (0.4, 0.6, 0.8, 0.9, 0.95)
@@ -100,7 +106,7 @@ def _plan_simpler(scale: Scale, kept: Varied) -> Plan[Varied]:
   )
   seeds = batch_scaling.num_seeds(scale, size)
   point = yield from judge(scale, contender, size, tuned, seeds)
-  return Varied({AS_IT_IS: tuned}, contender, point)
+  return Varied({_AS_WITH_RATIOS: tuned}, contender, point)
 
 
 def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
@@ -231,19 +237,27 @@ def judged(outcome: Outcome) -> batch_scaling.Outcome:
   return {key: varied.point for key, varied in outcome.items()}
 
 
+def compare(first: Point, second: Point) -> Difference:
+  """Compares two points, seed by seed if they differ in the ratios alone."""
+  if {first.name, second.name} == {KEPT.name, SIMPLER.name}:
+    return paired_difference(first, second)
+  return difference(first, second)
+
+
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns the losses of each at its best, and of the variants."""
   return '\n\n'.join(
     [
       'Each optimizer with the warm-up and the b1 that suit it best at a '
       'batch, and with the learning rate for these '
-      f'({SIMPLER.name}: as {KEPT.name}, but for the learning rate); '
-      'mean and standard deviation over fresh seeds:',
+      f'({SIMPLER.name}: as {KEPT.name}, but for the learning rate; these two '
+      'are compared seed by seed); mean and standard deviation over fresh '
+      'seeds:',
       render.markdown(batch_scaling.loss_rows(judged(outcome), scale)),
       *(
         f'Batch {size}: '
         + sentence(
-          x, y, difference(outcome[x, size].point, outcome[y, size].point)
+          x, y, compare(outcome[x, size].point, outcome[y, size].point)
         )
         for size in scale.batch_sizes
         for x, y in _COMPARED
@@ -258,14 +272,18 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 
 def _tried(outcome: Outcome, size: int) -> str:
-  rows = [_row(x.name, outcome[x.name, size].tunings) for x in CONTENDERS]
+  rows = [
+    _row(name, varied.tunings)
+    for (name, batch_size), varied in outcome.items()
+    if batch_size == size
+  ]
   return f'Batch {size}:\n\n{render.markdown(rows)}'
 
 
 def _row(name: str, tunings: Tunings) -> dict[str, str]:
   return {
     'optimizer': name,
-    AS_IT_IS: _format(tunings[AS_IT_IS]),
+    AS_IT_IS: _format(tunings[AS_IT_IS]) if AS_IT_IS in tunings else '',
     'otherwise': '; '.join(
       f'{variant}: {_format(tuned)}'
       for variant, tuned in tunings.items()

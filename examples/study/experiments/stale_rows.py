@@ -1,6 +1,8 @@
 """Rows whose gradient has stopped, under the published rule and remedies."""
 
+import dataclasses
 import math
+import statistics
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -37,12 +39,11 @@ GROUPS = 'never', 'rare'
 def _contender(
   name: str, base: Contender = MERIT, arm: str | None = None, **settings: Any
 ) -> Contender:
-  return Contender(
-    name,
-    base.optimizer,
-    base.start,
-    base.arm if arm is None else arm,
-    base.settings | settings,
+  return dataclasses.replace(
+    base,
+    name=name,
+    arm=base.arm if arm is None else arm,
+    settings=base.settings | settings,
   )
 
 
@@ -152,7 +153,7 @@ def growth(
   """Returns norms at the end over those at the start, None if none is known.
 
   A twentieth of the rows is below the first and above the third, half of them
-  below the second; the most extreme of all seeds.
+  below the second; medians over seeds.
   """
   found = [
     result.measured[matrix][group]['growth']
@@ -161,29 +162,28 @@ def growth(
   ]
   if not found:
     return None
-  low, middle, high = zip(*found, strict=True)
-  return [min(low), sorted(middle)[len(middle) // 2], max(high)]
+  return [statistics.median(x) for x in zip(*found, strict=True)]
 
 
 def over_live(results: list[Result], matrix: str, group: str) -> float | None:
-  """Returns the median norm over that of common rows, the largest of seeds."""
+  """Returns the median norm over that of common rows, the median of seeds."""
   found = [
     result.measured[matrix][group]['norm']
     / result.measured[matrix]['common']['norm']
     for result in results
     if result.measured and {group, 'common'} <= result.measured[matrix].keys()
   ]
-  return max(found, default=None)
+  return statistics.median(found) if found else None
 
 
 def moved(results: list[Result], matrix: str, group: str) -> float | None:
-  """Returns the median change over the first norm, the largest of seeds."""
+  """Returns the median change over the first norm, the median of seeds."""
   found = [
     result.measured[matrix][group]['moved']
     for result in results
     if result.measured and group in result.measured[matrix]
   ]
-  return max(found, default=None)
+  return statistics.median(found) if found else None
 
 
 def keeps(rows: Rows, group: str) -> bool:
@@ -230,8 +230,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
       f'of them in a few steps only; {_count_rows(outcome)}): the norm at the '
       'end over that at the start, the median and in brackets what a twentieth '
       'of the rows is below and above; then the norm over that of all other '
-      'rows; then the length of the change over that of the row at the start. '
-      'The embedding:',
+      'rows; then the length of the change over that of the row at the start; '
+      'of seeds the median. The embedding:',
       tables[0],
       'The head, whose rows get a gradient from the softmax in any case, that '
       'vanishes for tokens which do not come:',

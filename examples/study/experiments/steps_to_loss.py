@@ -29,8 +29,8 @@ _SHORTEST, _LONGEST = 1 / 16, 4.0
 _MOST_CHANGE = 4.0
 """Largest factor from one length to the next."""
 _ROUNDED_TO = 0.05
-_PAYS = 0.7
-"""Share of the saving of perfect scaling with which a batch is said to pay."""
+_MOST_TOKENS = 1.5
+"""Tokens over those at the smallest batch with which a batch is said to pay."""
 
 
 class Steps(NamedTuple):
@@ -43,13 +43,14 @@ class Steps(NamedTuple):
     tried: Mean final loss by the steps of a run, the fewest first.
     missed: Nats by which the better of the neighboring learning rates is below
       the one used, with one seed at the length closest to the target; 0 if none
-      is, and at equal tokens, where the rate is tuned.
+      is, infinite if the one used alone diverged. None if none was tried, as at
+      equal tokens, where the rate is tuned.
   """
 
   batch_size: int
   by_seed: tuple[float, ...]
   tried: dict[int, float]
-  missed: float = 0.0
+  missed: float | None = None
 
   @property
   def mean(self) -> float:
@@ -128,11 +129,11 @@ def _find_steps(
     results = yield [run(steps, seed) for seed in seeds]
     losses[steps] = [result.loss for result in results]
   last = min(losses, key=lambda x: abs(statistics.mean(losses[x]) - target))
-  missed = 0.0
+  missed = None
   if last != full:
     results = yield [run(last, seeds[0], x) for x in (0.5**0.5, 2**0.5)]
-    lower = losses[last][0] - min(x.loss for x in results)
-    missed = max(0.0, lower) if math.isfinite(lower) else 0.0
+    lowest = min(x.loss for x in results)
+    missed = max(0.0, losses[last][0] - lowest) if lowest < math.inf else 0.0
   by_seed = [
     _solve({steps: x[i] for steps, x in losses.items()}, target)
     for i in range(len(seeds))
@@ -190,6 +191,8 @@ def _solve(losses: dict[int, float], target: float) -> float:
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns the steps, and by what factor a larger batch saves them."""
+  if math.isinf(outcome.target):
+    return 'There is no loss to aim at: with each optimizer a seed diverged.'
   sizes = _sizes(scale)
   rows = [
     {'optimizer': x.name}
@@ -219,35 +222,46 @@ def section(outcome: Outcome, scale: Scale) -> str:
 
 def _check_rates(outcome: Outcome) -> str:
   """Returns how far the learning rates of other lengths may be off."""
-  (name, size), most = max(outcome.steps.items(), key=lambda x: x[1].missed)
+  missed = {
+    key: x.missed for key, x in outcome.steps.items() if x.missed is not None
+  }
+  if not missed:
+    return 'Lengths closest to the target are those that rates were chosen for.'
+  (name, size), most = max(missed.items(), key=lambda x: x[1])
   return (
-    'At the length closest to the target, learning rates by √2 around the one '
-    'used were tried with one seed: the better of them lowered the loss by up '
-    f'to {most.missed:.3f} ({name}, batch {size}).'
+    f'In {len(missed)} cases the length closest to the target is not that of '
+    'equal tokens. There, learning rates by √2 around the one used were tried '
+    'with one seed: the better of them lowered the loss by up to '
+    f'{most:.3f} ({name}, batch {size}).'
   )
 
 
 def _advice(outcome: Outcome, scale: Scale) -> str:
-  """Returns up to which batch each optimizer saves most of the steps."""
+  """Returns up to which batch each optimizer takes few tokens more."""
   sizes = _sizes(scale)
   largest = {
-    x.name: max(
-      size
-      for size in sizes
-      if size == sizes[0]
-      or _saved(outcome, x.name, size, scale) >= _PAYS * size / sizes[0]
-    )
-    for x in CONTENDERS
-    if math.isfinite(outcome.steps[x.name, sizes[0]].mean)
+    x.name: _largest_that_pays(outcome, x.name, scale) for x in CONTENDERS
   }
-  if not largest:
-    return f'No optimizer reaches {outcome.target:g} at batch {sizes[0]}.'
-  listed = ', '.join(f'{name} {size}' for name, size in largest.items())
-  return (
-    f'Up to these batches (of {", ".join(map(str, sizes))}) an optimizer saves '
-    f'at least {_PAYS:.0%} of the steps that perfect scaling would, and beyond '
-    f'them a larger batch mostly costs tokens: {listed}.'
+  listed = ', '.join(
+    f'{name} {x or "not known"}' for name, x in largest.items()
   )
+  return (
+    f'Up to these batches (of {", ".join(map(str, sizes))}) an optimizer takes '
+    f'at most {_MOST_TOKENS:g} times the tokens that it takes at batch '
+    f'{sizes[0]}: {listed}. The next batch costs more.'
+  )
+
+
+def _largest_that_pays(outcome: Outcome, name: str, scale: Scale) -> int | None:
+  """Returns the largest batch before the first that takes many more tokens."""
+  tokens = [size * outcome.steps[name, size].mean for size in _sizes(scale)]
+  if math.isnan(tokens[0]):
+    return None
+  pays = itertools.takewhile(
+    lambda x: x[1] <= _MOST_TOKENS * tokens[0],
+    zip(_sizes(scale), tokens, strict=True),
+  )
+  return [size for size, _ in pays][-1]
 
 
 def _saved(outcome: Outcome, name: str, size: int, scale: Scale) -> float:

@@ -226,22 +226,24 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
     deep: [name for name, x in found.items() if x.high < 0],
   }
   seen = {shape: names for shape, names in by_shape.items() if names}
-  if all(math.isnan(x.high) for x in found.values()):
+  unknown = [name for name, x in found.items() if math.isnan(x.high)]
+  if len(unknown) == len(found):
     return 'Of wide and deep nothing is known: seeds diverged, or are too few.'
+  but = f' (not known with {", ".join(unknown)})' if unknown else ''
   if not seen:
     return (
-      'No difference between wide and deep was seen: choose the shape for '
-      'other reasons than the batch.'
+      f'No difference between wide and deep was seen{but}: choose the shape '
+      'for other reasons than the batch.'
     )
   listed = '; '.join(
     f'{shape} loses less at the large batch with {", ".join(names)}'
     for shape, names in seen.items()
   )
   if len(seen) > 1:
-    return f'{listed}: the better shape depends on the optimizer.'
+    return f'{listed}{but}: the better shape depends on the optimizer.'
   (shape,) = seen
   word = 'wide' if shape == wide else 'deep'
-  return f'{listed}: for a large batch rather take a {word} model.'
+  return f'{listed}{but}: for a large batch rather take a {word} model.'
 
 
 def _carry_over(outcome: Outcome, scale: Scale) -> str:

@@ -34,16 +34,21 @@ def _advice(muon, *, stay=1.5, fresh=2.0, others=2.0, count=3):
 @pytest.mark.parametrize(
   ('losses', 'words'),
   [
-    (dict(muon=1.6), ('Muon, and take the moments over', 'loses 0.100 nats')),
-    (dict(muon=1.4), ('Muon, and take the moments over', 'gains 0.100 nats')),
-    (dict(muon=1.5, fresh=1.4), ('start the moments at zero', 'loss like')),
+    (dict(muon=1.6), ('Muon, its moments taken over', 'loses 0.100 nats')),
+    (dict(muon=1.4), ('Muon, its moments taken over', 'gains 0.100 nats')),
+    # What fresh moments reach, and not what they save.
+    (dict(muon=1.5, fresh=1.4), ('its moments zero at first', 'gains 0.100')),
     (dict(muon=1.5, fresh=1.5), ('made no difference that was seen',)),
     (dict(muon=1.6, fresh=math.inf), ('runs diverged', 'loses')),
+    (dict(muon=math.inf, others=math.inf), ('runs diverged', 'zero at first')),
     (dict(muon=1.6, stay=math.inf), ('at the small batch: runs diverged',)),
-    (dict(muon=1.6, count=1), ('go on with Muon, with the', 'no interval')),
+    (dict(muon=1.6, count=1), ('go on with Muon. Muon, its', 'no interval')),
     (dict(muon=1.6, others=1.6), ('AdamW or MERIT or Muon or',)),
-    (dict(muon=1.6, others=math.inf), ('go on with Muon,',)),
-    (dict(muon=math.inf, others=math.inf), ('Do not change to batch 256',)),
+    (dict(muon=1.6, others=math.inf), ('go on with Muon.',)),
+    (
+      dict(muon=math.inf, others=math.inf, fresh=math.inf),
+      ('Do not change to batch 256',),
+    ),
   ],
 )
 def test_the_advice_follows_the_losses(losses, words):
