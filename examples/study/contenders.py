@@ -89,6 +89,7 @@ PAPER = (ADAMW, LAMB, MERIT)
 """Those that the paper compares."""
 CONTENDERS = (*PAPER, MUON, KEPT)
 """Those that most experiments compare."""
+WITH_SIMPLER = (*CONTENDERS, SIMPLER)
 
 
 def compared(scale: Scale) -> tuple[Contender, ...]:
@@ -97,4 +98,4 @@ def compared(scale: Scale) -> tuple[Contender, ...]:
   The scale that finds the rules compares the simpler chain elsewhere, with
   warm-up and b1 tuned.
   """
-  return CONTENDERS if scale.finds_rules else (*CONTENDERS, SIMPLER)
+  return CONTENDERS if scale.finds_rules else WITH_SIMPLER

@@ -11,14 +11,14 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
 
-from examples.study.contenders import CONTENDERS, SIMPLER  # noqa: E402
+from examples.study.contenders import WITH_SIMPLER  # noqa: E402
 from examples.study.differences import Difference  # noqa: E402
 from examples.study.points import Point  # noqa: E402
 from examples.study.tuning import Tuned  # noqa: E402
 
 COLORS = dict(
   zip(
-    (x.name for x in (*CONTENDERS, SIMPLER)),
+    (x.name for x in WITH_SIMPLER),
     ('tab:blue', 'tab:orange', 'tab:green', 'tab:red', 'tab:purple', 'hotpink'),
     strict=True,
   )

@@ -101,7 +101,7 @@ def _draw_rates(
 ) -> None:
   """Draws losses over multiples of the best learning rate."""
   axes.set_xscale('log', base=2)
-  for x in CONTENDERS:
+  for x in rate_tolerance.CONTENDERS:
     losses = [
       statistics.mean(result.loss for result in outcome[x.name, factor])
       for factor in rate_tolerance.FACTORS

@@ -7,7 +7,8 @@ import statistics
 from matplotlib.figure import Figure
 
 from examples.study import render
-from examples.study.contenders import CONTENDERS
+from examples.study.contenders import WITH_SIMPLER as CONTENDERS
+from examples.study.experiments.attention_logits import peak
 from examples.study.plans import Plan, Result, gather
 from examples.study.points import find_rate, run_seeds
 from examples.study.scales import Scale
@@ -50,6 +51,7 @@ def cost(outcome: Outcome, name: str, factor: float) -> float:
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns costs by factor, and who bears a wrong guess best."""
+  most = max(FACTORS)
   rows = [
     {'optimizer': x.name}
     | {
@@ -57,12 +59,18 @@ def section(outcome: Outcome, scale: Scale) -> str:
       for factor in FACTORS
       if factor != 1
     }
+    | {
+      f'largest logit, {most:g} ×': render.format_logit(
+        peak(outcome[x.name, most])
+      )
+    }
     for x in CONTENDERS
   ]
   return (
     f'Batch {scale.batch_size}; loss over that of the same {len(_SEEDS)} seeds '
-    f'at the learning rate chosen, mean.\n\n{render.markdown(rows)}\n\n'
-    + _least(outcome)
+    'at the learning rate chosen, mean; and the largest attention logit of '
+    f'all layers, diagnostics steps and seeds at the largest rate.\n\n'
+    f'{render.markdown(rows)}\n\n' + _least(outcome)
   )
 
 

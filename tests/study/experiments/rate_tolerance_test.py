@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from examples.study.contenders import CONTENDERS
 from examples.study.experiments import rate_tolerance
+from examples.study.experiments.rate_tolerance import CONTENDERS
 from examples.study.plans import Result
 from examples.study.scales import SCALES
 
@@ -12,7 +12,11 @@ def _outcome(costs):
   """Returns results of two seeds, which end 2 and 3 nats high if tuned."""
   return {
     (x.name, factor): [
-      Result(seed + costs(rank, factor), {}) for seed in (2.0, 3.0)
+      Result(
+        seed + costs(rank, factor),
+        {'max_attention_logit': [[10.0, seed * factor]]},
+      )
+      for seed in (2.0, 3.0)
     ]
     for rank, x in enumerate(CONTENDERS)
     for factor in rate_tolerance.FACTORS
@@ -28,6 +32,7 @@ def test_costs_are_those_over_the_rate_chosen():
   text = rate_tolerance.section(outcome, SCALES['nano'])
   names = [x.name for x in CONTENDERS]
   worst = (f'{name} +{rank / 10:.3f}' for rank, name in enumerate(names))
+  assert text.count('| 12 |') == len(CONTENDERS)
   assert text.endswith(f'half and twice the rate: {", ".join(worst)}.')
 
 
