@@ -147,6 +147,14 @@ def _settings(scale: Scale) -> dict[str, Any]:
   return {'untied_head': True, 'vocab_size': max(vocab, _VOCAB)}
 
 
+def _measured(
+  results: list[Result], matrix: str, group: str
+) -> list[dict[str, Any]]:
+  """Returns the groups of rows of each seed that has the one asked for."""
+  found = [x.measured[matrix] for x in results if x.measured]
+  return [groups for groups in found if group in groups]
+
+
 def growth(
   results: list[Result], matrix: str, group: str
 ) -> list[float] | None:
@@ -155,34 +163,23 @@ def growth(
   A twentieth of the rows is below the first and above the third, half of them
   below the second; medians over seeds.
   """
-  found = [
-    result.measured[matrix][group]['growth']
-    for result in results
-    if result.measured and group in result.measured[matrix]
-  ]
-  if not found:
-    return None
-  return [statistics.median(x) for x in zip(*found, strict=True)]
+  found = [x[group]['growth'] for x in _measured(results, matrix, group)]
+  return [statistics.median(x) for x in zip(*found, strict=True)] or None
 
 
 def over_live(results: list[Result], matrix: str, group: str) -> float | None:
   """Returns the median norm over that of common rows, the median of seeds."""
   found = [
-    result.measured[matrix][group]['norm']
-    / result.measured[matrix]['common']['norm']
-    for result in results
-    if result.measured and {group, 'common'} <= result.measured[matrix].keys()
+    x[group]['norm'] / x['common']['norm']
+    for x in _measured(results, matrix, group)
+    if 'common' in x
   ]
   return statistics.median(found) if found else None
 
 
 def moved(results: list[Result], matrix: str, group: str) -> float | None:
   """Returns the median change over the first norm, the median of seeds."""
-  found = [
-    result.measured[matrix][group]['moved']
-    for result in results
-    if result.measured and group in result.measured[matrix]
-  ]
+  found = [x[group]['moved'] for x in _measured(results, matrix, group)]
   return statistics.median(found) if found else None
 
 
