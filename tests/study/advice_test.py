@@ -258,13 +258,13 @@ def _steps(*means):
   ('means', 'words'),
   [
     # 16 times the batch, 1.6 and 1.4 times the tokens.
-    ((1600, 400, 160), 'AdamW 64,'),
-    ((1600, 400, 140), 'AdamW 256,'),
+    ((1600, 400, 160), 'AdamW: 64;'),
+    ((1600, 400, 140), 'AdamW: 256;'),
     # A batch that pays does not, behind one that does not.
-    ((1600, 640, 100), 'AdamW 16,'),
-    ((1600, 400, math.inf), 'AdamW 64,'),
+    ((1600, 640, 100), 'AdamW: 16;'),
+    ((1600, 400, math.inf), 'AdamW: 64;'),
     # Fewer than the shortest run has, which is no loss that is not reached.
-    ((0, 400, 100), 'AdamW not known,'),
+    ((0, 400, 100), 'AdamW: not known;'),
   ],
 )
 def test_a_batch_pays_as_far_as_all_smaller_ones(means, words):

@@ -220,7 +220,11 @@ def _text_of_steps(loss_of_steps):
 
 
 def test_a_loss_that_is_not_reached_is_told():
-  assert '> 610' in _text_of_steps(lambda steps: math.inf)
+  assert 'no loss to aim at' in _text_of_steps(lambda steps: math.inf)
+  # Only the length that sets the loss gets there.
+  text = _text_of_steps(lambda steps: 3.0 if steps == 305 else 3.5)
+  assert '> 612' in text
+  assert 'MERIT: not known;' in text
   # At batch 256 the loss stays where it is.
   text = _text_of_steps(
     lambda steps: 4 - 0.4 * math.log(steps) if steps > 200 else 3.0

@@ -242,8 +242,8 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
   largest = {
     x.name: _largest_that_pays(outcome, x.name, scale) for x in CONTENDERS
   }
-  listed = ', '.join(
-    f'{name} {x or "not known"}' for name, x in largest.items()
+  listed = '; '.join(
+    f'{name}: {x or "not known"}' for name, x in largest.items()
   )
   return (
     f'Up to these batches (of {", ".join(map(str, sizes))}) an optimizer takes '
