@@ -1,3 +1,4 @@
+from collections.abc import Iterable
 import errno
 import itertools
 import os
@@ -241,14 +242,22 @@ def test_a_state_that_is_not_finite_is_refused(
     assert _restore(tmp_path / 'c')[0] == 1
 
 
+def _only(
+  caught: Iterable[warnings.WarningMessage], text: str
+) -> warnings.WarningMessage:
+  """Returns the one warning with a text, next to those of what Orbax drops."""
+  (warning,) = (x for x in caught if text in str(x.message))
+  return warning
+
+
 def _assert_falls_back(folder: Path, *reasons: str) -> None:
   """Asserts that checkpoint 2 is set aside, and 1 is used."""
   with Checkpoints(folder, keep=2) as saved:
     with pytest.warns(RuntimeWarning) as caught:
       step, state = saved.restore(_like(_state(0)))
-    (warning,) = caught
+    warning = _only(caught, 'step 2')
     moved = folder.parent / f'damaged-{folder.name}' / '2-1'
-    for text in ('step 2', str(folder), str(moved), *reasons):
+    for text in (str(folder), str(moved), *reasons):
       assert text in str(warning.message)
     assert step == 1
     _assert_same(state, _state(1))
@@ -411,7 +420,7 @@ def test_a_failed_save_does_not_end_the_run(
         assert saved.save(2, _state(2), 0.5) == (name[0] is os)
         saved.wait()
         saved.wait()
-      assert len(caught) == 1
+      _only(caught, 'step 2')
     assert [path.name for path in folder.iterdir()] == ['1']
     assert saved.restore(_like(_state(0)))[0] == 1
     assert saved.save(3, _state(3), 2.0)
