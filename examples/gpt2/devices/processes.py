@@ -1,6 +1,7 @@
 """The processes of a run: how they meet, and what process 0 does for all."""
 
 from collections.abc import Callable
+import contextvars
 import json
 import os
 import re
@@ -15,6 +16,8 @@ from examples.gpt2.config import Config, UsageError
 _SHUTDOWN_SECONDS = 30
 # Errors that process 0 hands to the others as what they are.
 _KNOWN_ERRORS = {'UsageError': UsageError, 'OSError': OSError}
+_calls_for_all = contextvars.ContextVar('calls_for_all', default=False)
+"""Whether process 0 is in a function that it calls for the others too."""
 
 
 def connect(config: Config) -> None:
@@ -92,12 +95,14 @@ def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
 
   An error is given to all as well, so that none waits for the others: to other
   processes than 0 as ``UsageError`` or ``OSError`` if it is one, else as
-  ``RuntimeError``. The function must not wait for other processes.
+  ``RuntimeError``. The function must not wait for other processes; where it
+  calls ``on_first`` itself, nothing is sent.
   """
-  if jax.process_count() == 1:
+  if jax.process_count() == 1 or _calls_for_all.get():
     return function(*args, **named)
   outcome, raised = {}, None
   if is_first():
+    token = _calls_for_all.set(True)
     try:
       outcome = {'result': function(*args, **named)}
     except Exception as error:
@@ -105,6 +110,8 @@ def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
       for name, kind in _KNOWN_ERRORS.items():
         if isinstance(error, kind):
           outcome = {'error': name, 'text': str(error)}
+    finally:
+      _calls_for_all.reset(token)
   outcome = _broadcast(outcome)
   if raised is not None:
     raise raised

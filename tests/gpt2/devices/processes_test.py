@@ -98,6 +98,28 @@ def test_one_process_does_all_by_itself(capsys):
   assert not processes.any_failed(False)
 
 
+def test_what_process_0_does_for_all_waits_for_none(monkeypatch):
+  sent = []
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(
+    processes, '_broadcast', lambda x: sent.append(x) or sent[-1]
+  )
+
+  def inner(x):
+    return x if x else {}[x]
+
+  def outer(x):
+    return [processes.on_first(inner, x), processes.on_first(inner, 2)]
+
+  assert processes.on_first(outer, 1) == [1, 2]
+  with pytest.raises(KeyError):
+    processes.on_first(outer, 0)
+  # After an error too.
+  assert processes.on_first(inner, 3) == 3
+  found = [x.get('result', x.get('text', '')[:12]) for x in sent]
+  assert found == [[1, 2], 'in process 0', 3]
+
+
 _PROGRAM = """
 import json
 import sys
