@@ -1,5 +1,6 @@
 """How far rows of embedding and head have moved, by how often they are seen."""
 
+import statistics
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from examples.gpt2.config import Config
 from examples.gpt2.data.batches import training_batch
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.run.step import Trainer, TrainState
+from examples.study.plans import Result
 
 RARE = 0.1
 """Share of the steps below which a token is rare: with ``b1=0.9``, a gradient
@@ -86,3 +88,39 @@ def _statistics(start_ND: np.ndarray, end_ND: np.ndarray) -> dict[str, Any]:
 
 def _rounded(value: float) -> float:
   return float(f'{value:.4g}')
+
+
+def growth(
+  results: list[Result], matrix: str, group: str
+) -> list[float] | None:
+  """Returns norms at the end over those at the start, None if none is known.
+
+  A twentieth of the rows is below the first and above the third, half of them
+  below the second; medians over seeds.
+  """
+  found = [x[group]['growth'] for x in _measured(results, matrix, group)]
+  return [statistics.median(x) for x in zip(*found, strict=True)] or None
+
+
+def over_live(results: list[Result], matrix: str, group: str) -> float | None:
+  """Returns the median norm over that of common rows, the median of seeds."""
+  found = [
+    x[group]['norm'] / x['common']['norm']
+    for x in _measured(results, matrix, group)
+    if 'common' in x
+  ]
+  return statistics.median(found) if found else None
+
+
+def moved(results: list[Result], matrix: str, group: str) -> float | None:
+  """Returns the median change over the first norm, the median of seeds."""
+  found = [x[group]['moved'] for x in _measured(results, matrix, group)]
+  return statistics.median(found) if found else None
+
+
+def _measured(
+  results: list[Result], matrix: str, group: str
+) -> list[dict[str, Any]]:
+  """Returns the groups of rows of each seed that has the one asked for."""
+  found = [x.measured[matrix] for x in results if x.measured]
+  return [groups for groups in found if group in groups]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
@@ -17,6 +16,7 @@ from examples.study.differences import (
 )
 from examples.study.plans import Plan, Result, gather
 from examples.study.points import Point, find_rate, measure_seeds
+from examples.study.rows import growth, moved, over_live
 from examples.study.scales import Scale
 from examples.study.tuning import Tuned
 
@@ -145,42 +145,6 @@ def _judge(scale: Scale, contender: Contender, tuned: Tuned) -> Plan[Rows]:
 def _settings(scale: Scale) -> dict[str, Any]:
   vocab = scale.run('adamw', scale.batch_size, 1.0).config.vocab_size
   return {'untied_head': True, 'vocab_size': max(vocab, _VOCAB)}
-
-
-def _measured(
-  results: list[Result], matrix: str, group: str
-) -> list[dict[str, Any]]:
-  """Returns the groups of rows of each seed that has the one asked for."""
-  found = [x.measured[matrix] for x in results if x.measured]
-  return [groups for groups in found if group in groups]
-
-
-def growth(
-  results: list[Result], matrix: str, group: str
-) -> list[float] | None:
-  """Returns norms at the end over those at the start, None if none is known.
-
-  A twentieth of the rows is below the first and above the third, half of them
-  below the second; medians over seeds.
-  """
-  found = [x[group]['growth'] for x in _measured(results, matrix, group)]
-  return [statistics.median(x) for x in zip(*found, strict=True)] or None
-
-
-def over_live(results: list[Result], matrix: str, group: str) -> float | None:
-  """Returns the median norm over that of common rows, the median of seeds."""
-  found = [
-    x[group]['norm'] / x['common']['norm']
-    for x in _measured(results, matrix, group)
-    if 'common' in x
-  ]
-  return statistics.median(found) if found else None
-
-
-def moved(results: list[Result], matrix: str, group: str) -> float | None:
-  """Returns the median change over the first norm, the median of seeds."""
-  found = [x[group]['moved'] for x in _measured(results, matrix, group)]
-  return statistics.median(found) if found else None
 
 
 def keeps(rows: Rows, group: str) -> bool:
