@@ -69,7 +69,7 @@ test-oldest: ## Run tests with the oldest jax, optax and flax supported.
 	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
 
 test-library: $(VENV)/.test-library
-	$(QUICK) $(PYTEST) $(LIBRARY_TESTS) $(ARGS)
+	$(QUICK) $(PYTEST) $(wildcard $(LIBRARY_TESTS)) $(ARGS)
 
 test-newest: ## Run tests with the newest that Python 3.12 gets.
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \

@@ -71,8 +71,10 @@ def scale_by_adam(
     and the dtype to which gradient and first moment promote.
 
   Raises:
-    ValueError: If an argument is out of range, or if a moment would never decay
-      in its dtype (by ``init`` if that dtype is the parameter's).
+    ValueError: If an argument is out of range, if ``mu_dtype`` or ``nu_dtype``
+      is no real floating-point dtype of 16 bits or more, or if a moment would
+      never decay in its dtype (by ``init`` if that dtype is the parameter's);
+      by ``init`` if ``mu_dtype`` is given for complex parameters.
 
   Examples:
     >>> import jax.numpy as jnp

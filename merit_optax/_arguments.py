@@ -19,7 +19,7 @@ def number(
   accepted: str = 'a finite number',
   holds: Callable[[float], bool] = lambda x: True,
 ) -> Number:
-  """Returns a numeric argument as a float, or a JAX array as it is.
+  """Returns a numeric argument as a float, or as an array of floats as it is.
 
   Args:
     name: Name of the argument, for the message.
@@ -40,7 +40,11 @@ def number(
     as_float = math.inf
   if not (math.isfinite(as_float) and holds(as_float)):
     raise ValueError(f'{name} must be {accepted}, got {value!r}.{_hint(value)}')
-  return value if isinstance(value, jax.Array) else as_float
+  # Unsigned integers would wrap where they are negated.
+  is_float = isinstance(value, jax.Array) and jnp.issubdtype(
+    value.dtype, jnp.floating
+  )
+  return value if is_float else as_float
 
 
 def _hint(value: Any) -> str:

@@ -45,7 +45,7 @@ def describe(
     clip), and whether it is decayed.
 
   Raises:
-    ValueError: If a spec does not fit its parameter, ``ratios`` or
+    ValueError: If a spec or a mask does not fit the parameters, ``ratios`` or
       ``weight_decay`` is invalid, or two paths are the same as text.
 
   Examples:

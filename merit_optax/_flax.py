@@ -65,8 +65,9 @@ def flax_dimension_numbers(
     :func:`optax.partition`, patterns may match nothing.
 
   Raises:
-    ValueError: If parameters are not recognized or patterns match nothing (the
-      message names all of them), or if a parameter lacks its stacked axes.
+    ValueError: If a pattern, an axis or a spec is invalid; if parameters are
+      not recognized or patterns match nothing (the message names all of them);
+      or if a parameter lacks its stacked axes.
 
   Examples:
     >>> import jax.numpy as jnp

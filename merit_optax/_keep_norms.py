@@ -57,13 +57,18 @@ def keep_matrix_norms(
 
   Returns:
     A stateless :class:`optax.GradientTransformation`, whose ``update`` needs
-    ``params``. Arithmetic is done in float32 or wider; updates have the dtype
-    to which update and parameter promote.
+    ``params``. Arithmetic is done in float32 or wider; updates of matrices have
+    the dtype to which update and parameter promote, and those of other
+    parameters are unchanged.
 
   Raises:
     ValueError: If ``norm`` is unknown; by ``init`` and ``update`` if a spec
       does not fit its parameter, and by ``update`` if it is called without
       ``params``.
+
+  Warns:
+    UserWarning: By ``init``, if nothing specifies the rows and columns of a
+      parameter with more than two axes.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -72,8 +72,8 @@ def merit(
     b2: Decay rate of the second moment, in [0, 1).
     eps: Added to the root of the second moment, >= 0.
     eps_root: Added to the second moment inside the root, >= 0.
-    weight_decay: Weight decay, inside the trust ratio, or a schedule of it (not
-      with optax 0.2.6).
+    weight_decay: Weight decay, inside the trust ratio, >= 0, or a schedule of
+      it (not with optax 0.2.6).
     mask: Tree of booleans (or a function from parameters to one) that selects
       the parameters to decay; ``None`` for all.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
@@ -98,9 +98,11 @@ def merit(
     :func:`optax.lamb` gives them, and the state is as large as Adam's.
 
   Raises:
-    ValueError: If an argument is out of range; by ``init`` and ``update`` if a
-      spec or a mask does not fit the parameters; by ``update`` if it is called
-      without ``params``.
+    ValueError: If an argument is out of range; by ``init`` if the moments of a
+      parameter would not decay in its dtype, see
+      :func:`merit_optax.scale_by_adam`; by ``init`` and ``update`` if a spec or
+      a mask does not fit the parameters; by ``update`` if it is called without
+      ``params``.
 
   Warns:
     UserWarning: By ``init``, if nothing specifies the rows and columns of a

@@ -68,19 +68,19 @@ def qk_clip(
 
   Returns:
     A stateless :class:`optax.GradientTransformationExtraArgs`. Its ``update``
-    needs ``params``, and takes ``max_logits``: an array of shape (heads,), or
-    (layers, heads) if ``layers`` is given, such as ``max_logit`` of
-    :func:`merit_optax.attention_statistics` for each layer, with the maximum
+    takes ``max_logits`` and then needs ``params``: a real array of shape
+    (heads,), or (layers, heads) if ``layers`` is given, such as ``max_logit``
+    of :func:`merit_optax.attention_statistics` for each layer, with the maximum
     taken over micro-batches and devices; or a tree of such arrays, whose
     entries apply to all parameters below them. Without it, updates pass
-    through.
+    through. Updates of queries and keys have the dtype to which update and
+    parameter promote.
 
   Raises:
     ValueError: If an argument is invalid; by ``init`` if a pattern matches no
       parameter, axes do not fit the parameters that it matches, queries and
       keys are the same elements, or parameters are named like QK-norm; by
-      ``update`` if ``max_logits`` do not fit, or it is called without
-      ``params``.
+      ``update`` if ``max_logits`` do not fit, or are given without ``params``.
 
   Examples:
     >>> import jax

@@ -80,8 +80,8 @@ def merit_statistics(
     a single one of ``merit`` among others, as in an :func:`optax.partition`.
     ``gradients`` are those that reach ``merit`` (after clipping, for example).
     Trees of ``nnx.Optimizer`` (``optimizer.opt_state`` and ``nnx.State``) work
-    too. Keys are the path of a parameter (unless it is empty or masked out), a
-    slash, and
+    too. Keys are the path of a parameter (unless it is empty, masked out or not
+    part of this branch of a partition), a slash, and
 
     - ``trust_ratio_min``, ``trust_ratio_median``, ``trust_ratio_max``: over all
       elements (the median sorts them);
@@ -95,8 +95,9 @@ def merit_statistics(
 
   Raises:
     ValueError: As in ``merit``; by the function if the state contains no Adam
-      state, or several, or one for other parameters, or if two paths are the
-      same when written with slashes.
+      state, or several, or one for other parameters, if gradients and
+      parameters differ in structure or shapes, or if two paths are the same
+      when written with slashes.
 
   Examples:
     >>> import jax.numpy as jnp

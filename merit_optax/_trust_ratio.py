@@ -167,6 +167,10 @@ def scale_by_l2_norm_trust_ratio(
       spec does not fit its parameter, and by ``update`` if it is called without
       ``params``.
 
+  Warns:
+    UserWarning: By ``init``, if nothing specifies the rows and columns of a
+      parameter with more than two axes.
+
   Examples:
     >>> import jax.numpy as jnp
     >>> import merit_optax

@@ -54,11 +54,6 @@ def format_logit(logit: float | None) -> str:
   return f'{logit:,.0f}' if logit < 1e6 else f'{logit:.0e}'
 
 
-def format_logits(logits: list[Any]) -> str:
-  """Returns attention logits as text."""
-  return ', '.join(map(format_logit, logits))
-
-
 def format_point(point: Point) -> str:
   """Returns mean and standard deviation of a point, as far as there are."""
   if not math.isfinite(point.mean):

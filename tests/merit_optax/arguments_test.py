@@ -244,9 +244,10 @@ def test_ratios_that_cannot_be_hashed_or_compared_are_named(ratios):
 
 def test_numbers_of_other_kinds_are_read():
   merit_optax.merit(np.float16(0.5), ratios=np.array(['row']))
-  clip = merit_optax.elementwise_clip(np.uint8(1))
-  clipped, _ = clip.update(jnp.array([-3.0, 0.5, 3.0]), clip.init(None))
-  np.testing.assert_array_equal(clipped, [-1.0, 0.5, 1.0])
+  for one in (np.uint8(1), jnp.uint8(1)):
+    clip = merit_optax.elementwise_clip(one)
+    clipped, _ = clip.update(jnp.array([-3.0, 0.5, 3.0]), clip.init(None))
+    np.testing.assert_array_equal(clipped, [-1.0, 0.5, 1.0])
   clip = merit_optax.elementwise_clip(10**10)  # Beyond int32.
   clipped, _ = clip.update(jnp.array([-3.0]), clip.init(None))
   np.testing.assert_array_equal(clipped, [-3.0])

@@ -41,7 +41,7 @@ def load_digits() -> tuple[Images, Images]:
     from sklearn import datasets  # noqa: PLC0415
   except ImportError as error:
     raise UsageError(
-      'The images of beyond-gpt need a package: pip install scikit-learn'
+      "The images of beyond-gpt need scikit-learn: pip install -e '.[study]'"
     ) from error
   pixels, labels = datasets.load_digits(return_X_y=True)
   images = Images(
