@@ -50,7 +50,7 @@ class Runner:
     self._at_once = at_once
     self._executor = _start_workers(jobs, work) if jobs > 1 else None
     self._futures: dict[str, concurrent.futures.Future[Any]] = {}
-    self._waited_for: set[str] = set()
+    self._asked: list[str] = []
     self._bar = tqdm.tqdm(
       total=total,
       desc='runs',
@@ -70,8 +70,8 @@ class Runner:
   def __call__(self, runs: list[Run]) -> list[Result | None]:
     """Returns the results of runs, after training those that have none.
 
-    With processes, it returns results of independent runs as soon as there is
-    one that may have been waited for.
+    With processes, it waits for results of independent runs only when it is
+    asked for the same ones again, and then for one of them.
 
     Raises:
       RunsFailedError: If runs failed; after all others.
@@ -83,12 +83,13 @@ class Runner:
     elif not isinstance(runs, Independent):
       for key, record in self._train(missing):
         self._keep(key, record)
-    elif missing and missing.keys() == self._waited_for:
-      self._keep(*next(self._train(missing)))
     else:
-      # What is there already may lead to further runs.
       self._submit(missing)
-      self._waited_for = set(missing)
+      asked = [x.key for x in runs]
+      # Otherwise, what is there already may lead to further runs.
+      if missing and asked == self._asked:
+        self._keep(*next(self._train(missing)))
+      self._asked = asked
     return [self._store.result(run) for run in runs]
 
   def _keep(self, key: str, record: dict[str, Any]) -> None:

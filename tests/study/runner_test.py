@@ -23,7 +23,8 @@ def trained(monkeypatch) -> list[float]:
     rate = run.config.learning_rate
     if rate == _BAD:
       raise ValueError('bad')
-    while rate == _SLOW and len(rates) < 3:
+    deadline = time.monotonic() + 10
+    while rate == _SLOW and len(rates) < 3 and time.monotonic() < deadline:
       time.sleep(0.01)
     rates.append(rate)
     return run.label | {
@@ -79,6 +80,14 @@ def test_results_that_are_there_are_not_waited_for(trained, tmp_path):
   losses = _run(plans, tmp_path)
   assert losses == {'a': [0.02, 0.01, 0.005], 'b': [0.01, 0.005, 0.0025]}
   assert sorted(trained) == [0.0025, 0.005, 0.01, 0.02]
+
+
+def test_runs_behind_results_that_are_there_start_at_once(trained, tmp_path):
+  _run({'b': _descend(0.02, 3)}, tmp_path)
+  trained.clear()
+  # The slow run ends only after the last three.
+  _run({'slow': _descend(_SLOW, 1), 'b': _descend(0.02, 6)}, tmp_path)
+  assert trained == [0.0025, 0.00125, 0.000625, _SLOW]
 
 
 def test_a_run_that_fails_costs_only_what_follows_it(trained, tmp_path):
