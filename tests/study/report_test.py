@@ -99,10 +99,10 @@ _DIVERGENCES = {
 }
 
 
-def _text(store):
-  scale = SCALES['nano']
-  larger = report.read_larger('nano', store.path.parent)
-  return report.text('nano', scale, *report.read_outcomes(scale, store), larger)
+def _text(store, name='nano'):
+  scale = SCALES[name]
+  larger = report.read_larger(name, store.path.parent)
+  return report.text(name, scale, *report.read_outcomes(scale, store), larger)
 
 
 @pytest.mark.parametrize('name', _DIVERGENCES)
@@ -252,9 +252,13 @@ def test_what_is_not_complete_is_told(tmp_path):
   assert '## ' not in text
 
 
-def test_the_committed_results_are_up_to_date():
-  expected = _text(Store(_STUDY / 'results' / 'nano.jsonl'))
-  assert (_STUDY / 'RESULTS.md').read_text() == expected
+@pytest.mark.parametrize(
+  ('scale', 'page'),
+  [('nano', 'RESULTS.md'), ('mini', 'results/mini/RESULTS.md')],
+)
+def test_the_committed_results_are_up_to_date(scale, page):
+  expected = _text(Store(_STUDY / 'results' / f'{scale}.jsonl'), scale)
+  assert (_STUDY / page).read_text() == expected
 
 
 def _intervals(text: str) -> set[tuple[float, ...]]:
