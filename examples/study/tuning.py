@@ -55,14 +55,6 @@ class Tuned:
     """Whether the one chosen is the smallest or the largest that was tried."""
     return self.learning_rate in (min(self.by_seed), max(self.by_seed))
 
-  def excess(self, learning_rate: float) -> float:
-    """Returns the loss over that at the rate chosen, of the same seeds."""
-    chosen, other = (
-      self.by_seed[self.learning_rate],
-      self.by_seed[learning_rate],
-    )
-    return statistics.mean(other[x] - chosen[x] for x in other if x in chosen)
-
 
 def select(
   make_run: Callable[[float, int], Run],

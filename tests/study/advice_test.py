@@ -245,7 +245,6 @@ def _steps(*means):
   sizes = _SCALE.batch_sizes[::2]
   return steps_to_loss.Outcome(
     1.5,
-    {},
     {
       (name, size): steps_to_loss.Steps(size, (mean, mean), {100: 1.5})
       for name in names

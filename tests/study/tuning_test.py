@@ -26,12 +26,6 @@ def test_a_better_rate_before_a_cliff_is_told():
   assert Tuned(losses, 4.0).before_cliff is None
 
 
-def test_the_cost_of_another_rate_is_of_the_same_seeds():
-  tuned = Tuned({1.0: {0: 2.0, 100: 5.0}, 2.0: {0: 2.25}}, 1.0)
-  assert tuned.loss == 3.5
-  assert tuned.excess(2.0) == 0.25
-
-
 def _select(loss, start, stride=2):
   """Returns what is chosen for a loss of learning rate and seed."""
   asked = []

@@ -64,12 +64,10 @@ class Outcome(NamedTuple):
 
   Attributes:
     target: The loss, nats a token.
-    points: Those of the experiment ``sensitivity``.
     steps: Steps by contender and batch size.
   """
 
   target: float
-  points: dict[tuple[str, int], Point]
   steps: dict[tuple[str, int], Steps]
 
 
@@ -92,7 +90,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
       for size in _sizes(scale)
     }
   )
-  return Outcome(target, points, steps)
+  return Outcome(target, steps)
 
 
 def _sizes(scale: Scale) -> tuple[int, ...]:
@@ -285,52 +283,41 @@ def _format_saved(outcome: Outcome, name: str, size: int, scale: Scale) -> str:
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws steps over batch, and what a wrong learning rate costs."""
+  """Draws steps over batch, and how many times fewer a larger batch takes."""
   result, ((left, right),) = render.panels(1, 2)
   for x in CONTENDERS:
-    _draw_steps(left, outcome, x.name, scale)
-    _draw_excess(right, outcome.points[x.name, scale.batch_size])
-  left.set_xscale('log', base=2)
+    _draw_steps(left, right, outcome, x.name, scale)
+  sizes = _sizes(scale)
+  factors = [size / sizes[0] for size in sizes]
+  right.plot(sizes, factors, ':', color='gray', label='perfect scaling')
   if any(0 < x < math.inf for y in outcome.steps.values() for x in y.by_seed):
     left.set_yscale('log', base=2)
-  left.set_xlim(scale.batch_sizes[0] / 1.2, scale.batch_sizes[-1] * 1.2)
-  left.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
-  left.yaxis.set_major_formatter('{x:g}')
-  left.set_xlabel('global batch, sequences')
+  right.set_yscale('log', base=2)
+  for axes in (left, right):
+    axes.set_xscale('log', base=2)
+    axes.set_xlim(scale.batch_sizes[0] / 1.2, scale.batch_sizes[-1] * 1.2)
+    axes.set_xticks(scale.batch_sizes, map(str, scale.batch_sizes))
+    axes.set_xlabel('global batch, sequences')
+    axes.yaxis.set_major_formatter('{x:g}')
   left.set_ylabel(f'steps to a loss of {outcome.target:g}')
-  left.legend(fontsize=8)
-  right.set_xscale('log', base=2)
-  right.set_xticks([0.25, 0.5, 1, 2, 4], ['¼', '½', '1', '2', '4'])
-  right.set_xlim(0.22, 4.5)
-  right.set_ylim(-0.02, 0.5)
-  right.set_xlabel('learning rate over the one chosen')
-  right.set_ylabel('validation loss over that one’s')
-  right.set_title(f'batch {scale.batch_size}')
+  right.set_ylabel(f'steps at batch {sizes[0]} over steps')
+  left.legend(fontsize=8, loc='upper right')
+  right.legend(handles=right.get_lines()[-1:], fontsize=8, loc='upper left')
   return result
 
 
-def _draw_steps(axes: Any, outcome: Outcome, name: str, scale: Scale) -> None:
-  """Draws an optimizer's steps, and those of perfect scaling."""
+def _draw_steps(
+  left: Any, right: Any, outcome: Outcome, name: str, scale: Scale
+) -> None:
+  """Draws an optimizer's steps, and how many times fewer they become."""
   sizes = np.array(_sizes(scale))
   steps = np.array([outcome.steps[name, size].by_seed for size in sizes])
   steps[~np.isfinite(steps) | (steps == 0)] = np.nan
   color = render.COLORS[name]
-  axes.plot(sizes, steps.mean(axis=1), 'o-', color=color, label=name)
-  axes.fill_between(
-    sizes, steps.min(axis=1), steps.max(axis=1), color=color, alpha=0.25
-  )
-  perfect = steps[0].mean() * sizes[0] / sizes
-  axes.plot(sizes, perfect, ':', color=color, lw=0.8)
-
-
-def _draw_excess(axes: Any, point: Point) -> None:
-  """Draws what a wrong learning rate costs."""
-  tuned = point.tuned
-  excess = [tuned.excess(rate) for rate in tuned.by_seed]
-  axes.plot(
-    [rate / tuned.learning_rate for rate in tuned.by_seed],
-    [x if math.isfinite(x) else math.nan for x in excess],
-    'o-',
-    ms=3,
-    color=render.COLORS[point.name],
-  )
+  for axes, drawn in ((left, steps), (right, steps[0].mean() / steps)):
+    axes.fill_between(
+      sizes, drawn.min(axis=1), drawn.max(axis=1), color=color, alpha=0.25
+    )
+  left.plot(sizes, steps.mean(axis=1), 'o-', color=color, label=name)
+  mean = steps.mean(axis=1)
+  right.plot(sizes, mean[0] / mean, 'o-', color=color)

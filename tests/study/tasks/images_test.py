@@ -41,7 +41,7 @@ def test_every_image_is_in_one_part_and_whole():
 
 def test_without_the_package_it_is_said_what_to_install(monkeypatch):
   monkeypatch.setitem(sys.modules, 'sklearn', None)
-  with pytest.raises(UsageError, match='pip install scikit-learn'):
+  with pytest.raises(UsageError, match='scikit-learn: pip install'):
     digits.load_digits()
 
 
