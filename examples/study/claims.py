@@ -318,8 +318,8 @@ def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:
     _compare(
       f'Llama: MERIT beats {other} (130M, 1K: 3.199 to {number}); here '
       f'batch {size}',
-      outcome[llama.LLAMA, MERIT.name],
-      outcome[llama.LLAMA, other],
+      outcome.points[llama.LLAMA, MERIT.name],
+      outcome.points[llama.LLAMA, other],
     )
     for other, number in numbers.items()
   ]
