@@ -16,7 +16,7 @@ from merit_optax._trust_ratio import (
 )
 from merit_optax._update_statistics import update_statistics
 
-__version__ = '0.1.0'
+__version__ = '0.2.0'
 
 __all__ = (
   'AttentionHeads',
