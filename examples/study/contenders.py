@@ -34,6 +34,11 @@ class Contender:
   few_steps: dict[str, Any] = dataclasses.field(default_factory=dict)
   rule: str = ''
 
+  @property
+  def first_weights(self) -> float:
+    """Deviation of first weights over the one in proportion to the width."""
+    return self.settings.get('init_scale', 1.0)
+
   def rule_rate(self, scale: Scale, batch_size: int) -> float | None:
     """Returns the learning rate by the rule, None if the scale has none yet."""
     if scale.finds_rules or not self.rule:

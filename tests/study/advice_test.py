@@ -86,7 +86,7 @@ def test_the_smallest_min_norm_that_holds_rows_is_judged(
 @pytest.mark.parametrize(
   ('turned', 'words'),
   [
-    (False, 'may be taken for a Llama'),
+    (False, 'is best for this Llama too'),
     (True, 'GPT-2 MERIT; Llama AdamW. Choose the optimizer again'),
   ],
 )

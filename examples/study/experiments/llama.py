@@ -11,13 +11,12 @@ from examples.study.experiments import batch_scaling, sensitivity
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_rate, judge
 from examples.study.scales import Scale
+from examples.study.tuning import Tuned
 
 TITLE = 'Llama'
 GPT2, LLAMA = 'GPT-2', 'Llama'
 _SIZES = (1.0, 2.0)
-"""Deviations of Llama's first weights, over that in proportion to the width;
-those of GPT-2 were chosen by the experiments `initialization` and
-`compositions`."""
+"""Deviations of Llama's first weights, over that in proportion to the width."""
 
 
 class Outcome(NamedTuple):
@@ -25,30 +24,27 @@ class Outcome(NamedTuple):
 
   Attributes:
     points: Points by architecture and contender.
-    sizes: Sizes of Llama's first weights that were chosen, out of _SIZES, by
-      contender.
+    sizes: Sizes of the first weights that were chosen, likewise.
+    tunings: Losses of Llama by learning rate, by contender and size.
   """
 
   points: dict[tuple[str, str], Point]
-  sizes: dict[str, float]
+  sizes: dict[tuple[str, str], float]
+  tunings: dict[tuple[str, float], Tuned]
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to choose Llama's rates and sizes, from the rates of GPT-2."""
   found = yield from gather({x.name: _plan_pair(scale, x) for x in CONTENDERS})
-  points = {
-    (architecture, name): point
-    for architecture in (GPT2, LLAMA)
-    for name, (pair, _) in found.items()
-    for point in (pair[architecture],)
-  }
-  return Outcome(points, {name: size for name, (_, size) in found.items()})
+  outcome = Outcome({}, {}, {})
+  for pair in found.values():
+    for merged, part in zip(outcome, pair, strict=True):
+      merged.update(part)
+  return outcome
 
 
-def _plan_pair(
-  scale: Scale, contender: Contender
-) -> Plan[tuple[dict[str, Point], float]]:
-  """Plans both points, and the size of Llama's first weights."""
+def _plan_pair(scale: Scale, contender: Contender) -> Plan[Outcome]:
+  """Plans what comes out of a contender."""
   batch_size = scale.batch_sizes[-1]
   gpt2 = yield from sensitivity.plan_best(scale, contender, batch_size)
   tunings = yield from gather(
@@ -75,7 +71,12 @@ def _plan_pair(
     architecture='llama',
     init_scale=size,
   )
-  return {GPT2: gpt2.point, LLAMA: point}, size
+  name = contender.name
+  return Outcome(
+    {(GPT2, name): gpt2.point, (LLAMA, name): point},
+    {(GPT2, name): gpt2.best.first_weights, (LLAMA, name): size},
+    {(name, size): tuned for size, tuned in tunings.items()},
+  )
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
@@ -86,7 +87,16 @@ def section(outcome: Outcome, scale: Scale) -> str:
       name: render.format_with_rate(outcome.points[name, x.name])
       for name in (GPT2, LLAMA)
     }
-    | {'Llama’s first weights': f'{outcome.sizes[x.name]:g} ×'}
+    | {
+      f'{name}’s first weights': f'{outcome.sizes[name, x.name]:g} ×'
+      for name in (GPT2, LLAMA)
+    }
+    | {
+      f'Llama at {size:g} ×, tuning': render.format_loss(
+        outcome.tunings[x.name, size].loss
+      )
+      for size in _SIZES
+    }
     for x in CONTENDERS
   ]
   config = scale.run(
@@ -96,12 +106,13 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       f'Batch {config.batch_size}. RMSNorm, rotary positions, SwiGLU with '
       f'{config.mlp_width} hidden features, no biases; layers, width, '
-      'vocabulary and tied head as they are, so that a layer has about as '
-      'many parameters. Warm-up and b1 are those that suit an optimizer best '
-      'with GPT-2 at this batch; learning rates are chosen for each '
-      'architecture, and so is whether weights start at once or twice their '
-      'proportion to the width (GPT-2: at once, or twice where norms are '
-      'kept). Mean and standard deviation over seeds, and the learning rate:',
+      'vocabulary and tied head are those of the GPT-2; a layer has about '
+      'as many parameters. Warm-up and b1 are those that suit an optimizer '
+      'best with GPT-2 at this batch. Learning rate and size of the first '
+      'weights, in proportion to the width, are chosen for each '
+      'architecture. Mean and standard deviation over seeds, and the '
+      'learning rate; at the right, the mean of the two seeds that chose '
+      'Llama’s size:',
       render.markdown(rows),
       *(
         f'{architecture}: {_compare(outcome, architecture)}'
@@ -131,12 +142,15 @@ def _advice(outcome: Outcome) -> str:
   }
   if not all(best.values()):
     return 'Of what carries over nothing is known: with each a seed diverged.'
-  text = 'The lowest loss, and all that may be as good, by what could be seen: '
+  text = 'Lowest loss, and all that are not detectably higher: '
   text += '; '.join(f'{x} {", ".join(names)}' for x, names in best.items())
   lost = [x for x in best[GPT2] if x not in best[LLAMA]]
   if lost:
     return f'{text}. Choose the optimizer again for a Llama.'
-  return f'{text}. What is best for {GPT2} may be taken for a {LLAMA}.'
+  return (
+    f'{text}. What is best for {GPT2} is best for this {LLAMA} too; choose '
+    'learning rate and first weights again.'
+  )
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

@@ -1,5 +1,6 @@
 """Loss against batch size, with warm-up and b1 tuned for each optimizer too."""
 
+from collections.abc import Callable
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
@@ -74,9 +75,16 @@ Outcome = dict[tuple[str, int], Varied]
 
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune the variants at every batch."""
+  return plan_with(plan_best, scale)
+
+
+def plan_with(
+  choose: Callable[[Scale, Contender, int], Plan[Varied]], scale: Scale
+) -> Plan[Outcome]:
+  """Plans to choose variants at every batch, and norms kept without ratios."""
   found = yield from gather(
     {
-      (x.name, size): plan_best(scale, x, size)
+      (x.name, size): choose(scale, x, size)
       for x in CONTENDERS
       for size in scale.batch_sizes
     }
@@ -117,7 +125,7 @@ def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
   first = other_rates if _is_large(scale, size) else variants
   for propose in (first, smaller_b1, smaller_b1, combine):
     proposed = propose(contender, tunings)
-    tunings |= yield from _try(scale, proposed, size, tunings[best(tunings)])
+    tunings |= yield from tune(scale, proposed, size, tunings[best(tunings)])
     tried |= proposed
   name = best(tunings)
   seeds = batch_scaling.num_seeds(scale, size)
@@ -194,7 +202,7 @@ def _with(contender: Contender, **settings: Any) -> Contender:
   return dataclasses.replace(contender, settings=contender.settings | settings)
 
 
-def _try(
+def tune(
   scale: Scale, proposed: dict[str, Contender], size: int, lowest: Tuned
 ) -> Plan[Tunings]:
   """Plans to tune proposals; at smaller batches only those that promise."""
@@ -254,14 +262,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'are compared seed by seed); mean and standard deviation over fresh '
       'seeds:',
       render.markdown(batch_scaling.loss_rows(judged(outcome), scale)),
-      *(
-        f'Batch {size}: '
-        + sentence(
-          x, y, compare(outcome[x, size].point, outcome[y, size].point)
-        )
-        for size in scale.batch_sizes
-        for x, y in _COMPARED
-      ),
+      *differences(outcome, scale),
       'What was tried. As it is: a warm-up of 10 %; b1 of 0.9, with Muon '
       '0.95; the rest at the rate of the table of compositions, with Muon at '
       'the rate of the hidden matrices. Losses of one seed, with the learning '
@@ -269,6 +270,16 @@ def section(outcome: Outcome, scale: Scale) -> str:
       *(_tried(outcome, size) for size in scale.batch_sizes),
     ]
   )
+
+
+def differences(outcome: Outcome, scale: Scale) -> list[str]:
+  """Returns a sentence for each pair that is compared at a batch."""
+  return [
+    f'Batch {size}: '
+    + sentence(x, y, compare(outcome[x, size].point, outcome[y, size].point))
+    for size in scale.batch_sizes
+    for x, y in _COMPARED
+  ]
 
 
 def _tried(outcome: Outcome, size: int) -> str:
@@ -283,9 +294,9 @@ def _tried(outcome: Outcome, size: int) -> str:
 def _row(name: str, tunings: Tunings) -> dict[str, str]:
   return {
     'optimizer': name,
-    AS_IT_IS: _format(tunings[AS_IT_IS]) if AS_IT_IS in tunings else '',
+    AS_IT_IS: format_tuned(tunings[AS_IT_IS]) if AS_IT_IS in tunings else '',
     'otherwise': '; '.join(
-      f'{variant}: {_format(tuned)}'
+      f'{variant}: {format_tuned(tuned)}'
       for variant, tuned in tunings.items()
       if variant != AS_IT_IS
     ),
@@ -293,7 +304,8 @@ def _row(name: str, tunings: Tunings) -> dict[str, str]:
   }
 
 
-def _format(tuned: Tuned) -> str:
+def format_tuned(tuned: Tuned) -> str:
+  """Returns the loss, and the learning rate in brackets."""
   return (
     f'{render.format_loss(tuned.loss)} ({render.format_learning_rate(tuned)})'
   )
