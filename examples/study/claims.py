@@ -1,6 +1,7 @@
 """What the paper claims, beside what was measured."""
 
 from collections.abc import Callable, Mapping
+import functools
 import math
 import statistics
 from typing import Any, NamedTuple
@@ -84,14 +85,16 @@ def _judge_batches(
   return [*compared, _judge_largest_batch(outcome, scale)]
 
 
-def _judge_tuned(outcome: sensitivity.Outcome, scale: Scale) -> list[Finding]:
-  """Returns the same of optimizers whose warm-up and b1 are tuned too."""
+def _judge_tuned(
+  tuned: str, outcome: sensitivity.Outcome, scale: Scale
+) -> list[Finding]:
+  """Returns the same of optimizers of which more is tuned."""
   points = sensitivity.judged(outcome)
   return [
     finding
     for size in scale.batch_sizes[-2:]
     for finding in _judge_pairs(
-      points, size, f'here batch {size}, with warm-up and b1 tuned too'
+      points, size, f'here batch {size}, with {tuned} tuned too'
     )
   ]
 
@@ -327,7 +330,10 @@ def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:
 
 _JUDGES = {
   'batch-scaling': _judge_batches,
-  'sensitivity': _judge_tuned,
+  'sensitivity': functools.partial(_judge_tuned, 'warm-up and b1'),
+  'first-weights': functools.partial(
+    _judge_tuned, 'warm-up, b1 and first weights'
+  ),
   'attention-logits': _judge_logits,
   'ablation': _judge_parts,
   'clip-threshold': _judge_clip,
