@@ -214,7 +214,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def _init_std(config: Config) -> float | None:
-  """Returns the default of the first weights; None is that of GPT-2."""
+  """Returns the default of the initial weights; None is that of GPT-2."""
   if config.optimizer == 'muon-kept':
     return proportional_init_std(config.width, _KEPT_SIZE)
   if config.preset == 'demo':

@@ -331,8 +331,8 @@ def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:
 _JUDGES = {
   'batch-scaling': _judge_batches,
   'sensitivity': functools.partial(_judge_tuned, 'warm-up and b1'),
-  'first-weights': functools.partial(
-    _judge_tuned, 'warm-up, b1 and first weights'
+  'tuned-initialization': functools.partial(
+    _judge_tuned, 'warm-up, b1 and initial weights'
   ),
   'attention-logits': _judge_logits,
   'ablation': _judge_parts,

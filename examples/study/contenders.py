@@ -35,8 +35,8 @@ class Contender:
   rule: str = ''
 
   @property
-  def first_weights(self) -> float:
-    """Deviation of first weights over the one in proportion to the width."""
+  def init_scale(self) -> float:
+    """Deviation of initial weights over the one in proportion to the width."""
     return self.settings.get('init_scale', 1.0)
 
   def rule_rate(self, scale: Scale, batch_size: int) -> float | None:

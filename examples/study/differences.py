@@ -45,7 +45,7 @@ def paired_difference(first: Point, second: Point) -> Difference:
   """Compares two points seed by seed, of the seeds that both have.
 
   For variants of one optimizer, whose losses go together: a seed decides the
-  first weights and the batches of both.
+  initial weights and the batches of both.
   """
   pairs = zip(first.losses, second.losses, strict=False)
   return contrast_samples([[one - other for one, other in pairs]], [])

@@ -18,7 +18,6 @@ from examples.study.experiments import (
   clip_threshold,
   compositions,
   curvature,
-  first_weights,
   hyperparameters,
   initialization,
   llama,
@@ -27,6 +26,7 @@ from examples.study.experiments import (
   sensitivity,
   stale_rows,
   steps_to_loss,
+  tuned_initialization,
   width_depth,
 )
 from examples.study.plans import Result, Run, count_runs, execute
@@ -41,7 +41,7 @@ EXPERIMENTS: dict[str, Any] = {
   'mechanism': mechanism,
   'initialization': initialization,
   'sensitivity': sensitivity,
-  'first-weights': first_weights,
+  'tuned-initialization': tuned_initialization,
   'beyond-gpt': beyond_gpt,
   'batch-ramp': batch_ramp,
   'hyperparameters': hyperparameters,

@@ -51,7 +51,7 @@ class Scale:
 
   @property
   def init_std(self) -> float:
-    """Standard deviation of the first weights, in proportion to the width."""
+    """Standard deviation of the initial weights, in proportion to the width."""
     return self.run('adamw', self.batch_size, 1.0).config.init_std
 
   def num_steps(self, batch_size: int, share: float = 1.0) -> int:
@@ -77,7 +77,7 @@ class Scale:
     measure: str = '',
     **changes: Any,
   ) -> Run:
-    """Returns a run, by default with first weights in proportion to the width.
+    """Returns a run, by default with initial weights in proportion to width.
 
     Args:
       optimizer: Name of the optimizer.
@@ -89,7 +89,7 @@ class Scale:
       task: Of the :class:`Run`.
       first: Of the :class:`Run`.
       fresh_moments: Of the :class:`Run`.
-      init_scale: Standard deviation of the first weights over the one in
+      init_scale: Standard deviation of the initial weights over the one in
         proportion to the width, where ``init_std`` is not given.
       steps: Steps of the run; those that make the tokens of the scale by
         default.

@@ -20,7 +20,7 @@ from examples.study.points import Point
 from examples.study.scales import Scale
 
 _TUNED = {
-  'first-weights': 'learning rates, warm-up, b1 and first weights',
+  'tuned-initialization': 'learning rates, warm-up, b1 and initial weights',
   'sensitivity': 'learning rates, warm-up and b1',
 }
 """Experiments that the page shows the losses of, the first that is complete;

@@ -9,7 +9,7 @@ from examples.gpt2.config import Remat, UsageError
 
 NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 INIT_STD = 0.02
-"""Standard deviation of the first weights of GPT-2 small."""
+"""Standard deviation of the initial weights of GPT-2 small."""
 _GPT2_WIDTH = 768
 
 # Sizes that a power of two divides are quicker, and split over a tensor axis.

@@ -14,7 +14,11 @@ from examples.study.differences import (
   paired_difference,
   sentence,
 )
-from examples.study.experiments import batch_scaling, sensitivity
+from examples.study.experiments import (
+  batch_scaling,
+  sensitivity,
+  tuned_initialization,
+)
 from examples.study.plans import Plan, Run, gather
 from examples.study.points import Point, repeat
 from examples.study.scales import Scale
@@ -48,7 +52,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
   small, large = _ends(scale)
   constant = yield from gather(
     {
-      (x.name, size): sensitivity.plan_best(scale, x, size)
+      (x.name, size): tuned_initialization.plan_best(scale, x, size)
       for x in CONTENDERS
       for size in (small, large)
     }
@@ -130,9 +134,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'warm-up and a cosine to zero of its own, whose peak is tuned. Weights '
       'are taken over (norms that are kept are those at the switch), and so '
       'are moments: the first one as Muon’s momentum, which has no second one; '
-      'what Adam updates takes both. The second phase draws text anew. Warm-up '
-      'and b1 are those that suit an optimizer best at the batch throughout. '
-      'Mean and standard deviation over seeds:',
+      'what Adam updates takes both. The second phase draws text anew. '
+      'Warm-up, b1 and initial weights are those that suit an optimizer best '
+      'at the batch throughout. Mean and standard deviation over seeds:',
       render.markdown(_rows(outcome, scale)),
       sentence(
         f'Another warm-up and cosine alone (AdamW, batch {small})',

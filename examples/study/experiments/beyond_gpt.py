@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from examples.study import render
 from examples.study.contenders import CONTENDERS, Contender
 from examples.study.differences import leaders
-from examples.study.experiments import batch_scaling, sensitivity
+from examples.study.experiments import batch_scaling, tuned_initialization
 from examples.study.plans import Plan, Result, Run, gather
 from examples.study.points import Point, find_point
 from examples.study.scales import Scale
@@ -45,7 +45,7 @@ class Judged:
 
   Attributes:
     name: Name of the contender.
-    size: Size of the first weights that was chosen, out of _SIZES.
+    size: Size of the initial weights that was chosen, out of _SIZES.
     tuned: Training losses by learning rate, at that size.
     results: Of fresh seeds.
   """
@@ -111,7 +111,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
 def _plan_text(scale: Scale, contender: Contender) -> Plan[dict[str, Point]]:
   """Plans the masked language model from the rate of the causal one."""
   size = scale.batch_size
-  gpt = yield from sensitivity.plan_best(scale, contender, size)
+  gpt = yield from tuned_initialization.plan_best(scale, contender, size)
   masked = yield from find_point(
     scale,
     gpt.best,
@@ -158,9 +158,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
     [
       'The masked language model has the layers, text and tokens of the GPT, '
       f'batch {scale.batch_size}, but attends to both sides, and predicts the '
-      '15 % of the tokens that are masked. Warm-up and b1 are those that suit '
-      'an optimizer best with the GPT. Mean and standard deviation over seeds, '
-      'and the learning rate:',
+      '15 % of the tokens that are masked. Warm-up, b1 and initial weights are '
+      'those that suit an optimizer best with the GPT. Mean and standard '
+      'deviation over seeds, and the learning rate:',
       render.markdown(_text_rows(outcome)),
       f'ViT and MLP-Mixer: {_IMAGES.settings["num_layers"]} layers of width '
       f'{_IMAGES.settings["width"]} from Flax, on the 1,437 training images of '

@@ -35,7 +35,7 @@ _SIZES = {
 """Parts after the direction, and a first guess of the rate, by name."""
 
 _INIT_SCALES = {'twice': 2.0, 'four times': 4.0}
-"""Sizes of the first weights, over those in proportion to the width."""
+"""Sizes of the initial weights, over those in proportion to the width."""
 
 
 def _compositions() -> dict[str, Contender]:

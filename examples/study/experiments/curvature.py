@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from examples.study import render
 from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
 from examples.study.differences import Difference, contrast_samples
-from examples.study.experiments import batch_scaling, sensitivity
+from examples.study.experiments import batch_scaling, tuned_initialization
 from examples.study.plans import Plan, Result, gather
 from examples.study.points import measure_seeds
 from examples.study.scales import Scale
@@ -68,7 +68,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
 
 
 def _plan_ends(scale: Scale, contender: Contender, size: int) -> Plan[Ends]:
-  varied = yield from sensitivity.plan_best(scale, contender, size)
+  varied = yield from tuned_initialization.plan_best(scale, contender, size)
   learning_rate = varied.point.tuned.learning_rate
   results = yield from measure_seeds(
     scale,
@@ -120,13 +120,14 @@ def section(outcome: Outcome, scale: Scale) -> str:
   ]
   return '\n\n'.join(
     [
-      'Warm-up, b1 and learning rate that suit an optimizer best at a batch. '
-      'The Hessian H of the training loss at the final weights, on a fixed '
-      'sample of 128 training sequences: its top eigenvalue (48 Lanczos '
-      'iterations) and trace (Hutchinson, 24 vectors). Twice the weights may '
-      'make the same function with a quarter of the eigenvalue, so a small '
-      'one need not be a flat minimum; the scale-free one is that of D H D, '
-      'D = diag(|w|), for steps in parts of each weight. Preconditioned: of '
+      'Warm-up, b1, initial weights and learning rate that suit an optimizer '
+      'best at a batch. The Hessian H of the training loss at the final '
+      'weights, on a fixed sample of 128 training sequences: its top '
+      'eigenvalue (48 Lanczos iterations) and trace (Hutchinson, 24 vectors). '
+      'Twice the weights may make the same function with a quarter of the '
+      'eigenvalue, so a small one need not be a flat minimum; the scale-free '
+      'one is that of D H D, D = diag(|w|), for steps in parts of each weight. '
+      'Preconditioned: of '
       'P^-1/2 H P^-1/2 times the peak learning rate, where P^-1 times the '
       'gradient is the step at a learning rate of 1, diag(√v) + ε for AdamW '
       'and S for each hidden matrix of Muon, whose momentum is S times what is '

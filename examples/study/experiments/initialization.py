@@ -1,4 +1,4 @@
-"""What the standard deviation of the first weights decides."""
+"""What the standard deviation of the initial weights decides."""
 
 from matplotlib.figure import Figure
 

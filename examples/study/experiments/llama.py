@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from examples.study import render
 from examples.study.contenders import CONTENDERS, Contender
 from examples.study.differences import leaders
-from examples.study.experiments import batch_scaling, sensitivity
+from examples.study.experiments import batch_scaling, tuned_initialization
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_rate, judge
 from examples.study.scales import Scale
@@ -16,7 +16,7 @@ from examples.study.tuning import Tuned
 TITLE = 'Llama'
 GPT2, LLAMA = 'GPT-2', 'Llama'
 _SIZES = (1.0, 2.0)
-"""Deviations of Llama's first weights, over that in proportion to the width."""
+"""Deviations of Llama's initial weights, over that in proportion to width."""
 
 
 class Outcome(NamedTuple):
@@ -24,7 +24,7 @@ class Outcome(NamedTuple):
 
   Attributes:
     points: Points by architecture and contender.
-    sizes: Sizes of the first weights that were chosen, likewise.
+    sizes: Sizes of the initial weights that were chosen, likewise.
     tunings: Losses of Llama by learning rate, by contender and size.
   """
 
@@ -46,7 +46,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
 def _plan_pair(scale: Scale, contender: Contender) -> Plan[Outcome]:
   """Plans what comes out of a contender."""
   batch_size = scale.batch_sizes[-1]
-  gpt2 = yield from sensitivity.plan_best(scale, contender, batch_size)
+  gpt2 = yield from tuned_initialization.plan_best(scale, contender, batch_size)
   tunings = yield from gather(
     {
       size: find_rate(
@@ -74,7 +74,7 @@ def _plan_pair(scale: Scale, contender: Contender) -> Plan[Outcome]:
   name = contender.name
   return Outcome(
     {(GPT2, name): gpt2.point, (LLAMA, name): point},
-    {(GPT2, name): gpt2.best.first_weights, (LLAMA, name): size},
+    {(GPT2, name): gpt2.best.init_scale, (LLAMA, name): size},
     {(name, size): tuned for size, tuned in tunings.items()},
   )
 
@@ -88,7 +88,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
       for name in (GPT2, LLAMA)
     }
     | {
-      f'{name}’s first weights': f'{outcome.sizes[name, x.name]:g} ×'
+      f'{name}’s initial weights': f'{outcome.sizes[name, x.name]:g} ×'
       for name in (GPT2, LLAMA)
     }
     | {
@@ -108,11 +108,11 @@ def section(outcome: Outcome, scale: Scale) -> str:
       f'{config.mlp_width} hidden features, no biases; layers, width, '
       'vocabulary and tied head are those of the GPT-2; a layer has about '
       'as many parameters. Warm-up and b1 are those that suit an optimizer '
-      'best with GPT-2 at this batch. Learning rate and size of the first '
-      'weights, in proportion to the width, are chosen for each '
-      'architecture. Mean and standard deviation over seeds, and the '
+      'best with GPT-2 at this batch. Learning rate and standard deviation of '
+      'the initial weights, over that in proportion to the width, are chosen '
+      'for each architecture. Mean and standard deviation over seeds, and the '
       'learning rate; at the right, the mean of the two seeds that chose '
-      'Llama’s size:',
+      'Llama’s deviation:',
       render.markdown(rows),
       *(
         f'{architecture}: {_compare(outcome, architecture)}'
@@ -149,7 +149,7 @@ def _advice(outcome: Outcome) -> str:
     return f'{text}. Choose the optimizer again for a Llama.'
   return (
     f'{text}. What is best for {GPT2} is best for this {LLAMA} too; choose '
-    'learning rate and first weights again.'
+    'learning rate and initial weights again.'
   )
 
 

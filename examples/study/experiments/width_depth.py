@@ -14,7 +14,11 @@ from examples.study.differences import (
   contrast,
   paired_difference,
 )
-from examples.study.experiments import batch_scaling, sensitivity
+from examples.study.experiments import (
+  batch_scaling,
+  sensitivity,
+  tuned_initialization,
+)
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_rate, judge
 from examples.study.scales import Scale
@@ -87,7 +91,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
   """Plans the shapes at a small and a large batch, each with its own rate."""
   usual = yield from gather(
     {
-      (x.name, size): sensitivity.plan_best(scale, x, size)
+      (x.name, size): tuned_initialization.plan_best(scale, x, size)
       for x in CONTENDERS
       for size in _sizes(scale)
     }
@@ -163,8 +167,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'model has the larger embedding, so that losses compare between batches '
       'more fairly than between shapes. The rates of other shapes than '
       f'{usual} were chosen by one seed, around those of {usual}, whose '
-      'warm-up and b1 they take, and the size of norms that are kept. Mean and '
-      'standard deviation over seeds, and the learning rate:',
+      'warm-up and b1 they take, and the deviation of the initial weights over '
+      'that in proportion to the width. Mean and standard deviation over '
+      'seeds, and the learning rate:',
       render.markdown(
         [
           _row(outcome, shape, x.name, scale)

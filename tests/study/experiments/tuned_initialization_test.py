@@ -1,4 +1,4 @@
-"""The size of the first weights that each optimizer gets."""
+"""The size of the initial weights that each optimizer gets."""
 
 import functools
 import math
@@ -6,7 +6,7 @@ import math
 import pytest
 
 from examples.study.contenders import ADAMW, CONTENDERS, KEPT, SIMPLER
-from examples.study.experiments import first_weights, sensitivity
+from examples.study.experiments import sensitivity, tuned_initialization
 from examples.study.plans import Result, execute
 from examples.study.scales import SCALES
 
@@ -31,18 +31,18 @@ def _outcome(doubled):
       for run in runs
     ]
 
-  return execute(first_weights.plan(_SCALE), run_all)
+  return execute(tuned_initialization.plan(_SCALE), run_all)
 
 
 @pytest.mark.parametrize('size', [_SCALE.batch_sizes[0], _SCALE.batch_size])
 @pytest.mark.parametrize('contender', [ADAMW, KEPT])
 def test_sizes_are_tried_until_the_best_is_not_at_an_edge(contender, size):
   varied = _outcome(0.1)[contender.name, size]
-  assert varied.best.first_weights == 4
+  assert varied.best.init_scale == 4
   # With all else that was found to be the best.
   assert varied.best.settings['b1'] == 0.8
   varied = _outcome(-0.1)[contender.name, size]
-  assert varied.best.first_weights == 1
+  assert varied.best.init_scale == 1
   assert ('4 ×' in varied.tunings) == (contender is KEPT)
 
 
@@ -54,8 +54,8 @@ def test_fresh_seeds_judge_the_size_that_was_chosen(doubled):
   for contender in CONTENDERS:
     assert len(outcome[contender.name, 128].point.losses) == 5
   assert (
-    outcome[SIMPLER.name, 128].best.first_weights
-    == outcome[KEPT.name, 128].best.first_weights
+    outcome[SIMPLER.name, 128].best.init_scale
+    == outcome[KEPT.name, 128].best.init_scale
   )
 
 
@@ -63,6 +63,6 @@ def test_where_the_usual_size_is_the_best_nothing_changes():
   outcome = _outcome(-0.1)
   for contender in CONTENDERS[:-1]:
     assert outcome[contender.name, 16].best.settings.get('init_scale', 1) == 1
-  text = first_weights.section(outcome, _SCALE)
+  text = tuned_initialization.section(outcome, _SCALE)
   assert text.count('\n| 128 | ') == len(CONTENDERS)
   assert sensitivity.differences(outcome, _SCALE)[0] in text

@@ -1,4 +1,4 @@
-"""Loss against batch size, with the size of the first weights tuned too."""
+"""Loss against batch size, with the size of the initial weights tuned too."""
 
 import dataclasses
 
@@ -17,18 +17,18 @@ from examples.study.plans import Plan
 from examples.study.points import judge
 from examples.study.scales import Scale
 
-TITLE = 'First weights tuned too'
+TITLE = 'Initial weights tuned too'
 _SIZES = (1.0, 2.0, 4.0)
-"""Deviations of the first weights, over that in proportion to the width."""
+"""Deviations of the initial weights, over that in proportion to the width."""
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
-  """Plans to tune the first weights at every batch."""
+  """Plans to tune the initial weights at every batch."""
   return sensitivity.plan_with(plan_best, scale)
 
 
 def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
-  """Plans to tune the first weights, with the best warm-up and b1."""
+  """Plans to tune the initial weights, with the best warm-up and b1."""
   usual = yield from sensitivity.plan_best(scale, contender, size)
   tried = {_name(contender): usual.best}
   tunings = {_name(contender): usual.tunings[best(usual.tunings)]}
@@ -51,7 +51,7 @@ def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
 
 def neighbors(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
   """Returns the same with the next sizes, if they have not been tried."""
-  i = _SIZES.index(contender.first_weights)
+  i = _SIZES.index(contender.init_scale)
   others = [
     dataclasses.replace(
       contender, settings=contender.settings | {'init_scale': size}
@@ -62,14 +62,14 @@ def neighbors(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
 
 
 def _name(contender: Contender) -> str:
-  return f'{contender.first_weights:g} ×'
+  return f'{contender.init_scale:g} ×'
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns the losses of each at its best, and by size."""
   return '\n\n'.join(
     [
-      'As above, and each optimizer with the standard deviation of the first '
+      'As above, and each optimizer with the standard deviation of the initial '
       'weights that suits it best at a batch, embeddings included: '
       f'{", ".join(f"{x:g}" for x in _SIZES)} × that in proportion to the '
       'width, the next one on either side of the best so far '
@@ -121,6 +121,6 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
         color=render.COLORS[contender.name],
       )
     axes.set_xticks(_SIZES, [f'{x:g} ×' for x in _SIZES])
-    axes.set_xlabel('first weights over those in proportion to the width')
+    axes.set_xlabel('standard deviation over 0.02 × √(768 / width)')
     axes.set_title(f'batch {size}, one seed')
   return result
