@@ -82,7 +82,7 @@ def _judge_batches(
   """Returns the claims on losses at large batch."""
   size = scale.batch_size
   compared = _judge_pairs(outcome, size, f'here batch {size}')
-  return [*compared, _judge_largest_batch(outcome, scale)]
+  return [*compared, _judge_largest_batch(outcome, scale, 'as at 480')]
 
 
 def _judge_tuned(
@@ -90,13 +90,14 @@ def _judge_tuned(
 ) -> list[Finding]:
   """Returns the same of optimizers of which more is tuned."""
   points = sensitivity.judged(outcome)
-  return [
+  also = f'with {tuned} tuned too'
+  compared = [
     finding
     for size in scale.batch_sizes[-2:]
-    for finding in _judge_pairs(
-      points, size, f'here batch {size}, with {tuned} tuned too'
-    )
+    for finding in _judge_pairs(points, size, f'here batch {size}, {also}')
   ]
+  largest = _judge_largest_batch(points, scale, f'as at 480; here {also}')
+  return [*compared, largest]
 
 
 def _judge_pairs(
@@ -131,7 +132,7 @@ def _format(point: Point) -> str:
 
 
 def _judge_largest_batch(
-  outcome: batch_scaling.Outcome, scale: Scale
+  outcome: batch_scaling.Outcome, scale: Scale, where: str
 ) -> Finding:
   largest = {
     name: size
@@ -145,8 +146,8 @@ def _judge_largest_batch(
     for name in _NAMES
   }
   return Finding(
-    'MERIT keeps its loss up to larger batches (GPT-2 medium: as good at 6K as '
-    'at 480)',
+    'MERIT keeps its loss up to larger batches (GPT-2 medium: as good at 6K '
+    f'{where})',
     f'within {batch_scaling.TOLERANCE:g} nats of its own best up to batch '
     + ', '.join(f'{size} ({name})' for name, size in largest.items())
     + f'; from batch {ends[0]} to {ends[1]} the loss rises by '

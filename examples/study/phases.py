@@ -14,8 +14,8 @@ def second_phase(
 ) -> TrainState:
   """Returns the state that a second phase starts with.
 
-  Weights are those of the first phase, the schedule starts anew. Of the moments
-  of Adam, each part of the new optimizer takes those that it has itself: Muon
+  Weights are those of the first phase; the schedule is new. Of the moments of
+  Adam, each part of the new optimizer takes those that it has itself: Muon
   the first, as its momentum, and no second; what Adam updates, both. Numbers of
   steps for the correction of bias are taken over with them.
 

@@ -129,7 +129,7 @@ def test_a_rate_that_does_not_carry_over_is_told():
     return 0.1 * (math.log2(rate / 0.08) ** 2 - math.log2(rate / 0.02) ** 2)
 
   outcome = _outcome(width_depth, excess)
-  assert 'choose the rate anew' in _last(width_depth, outcome)
+  assert 'choose the rate again' in _last(width_depth, outcome)
   flat = _last(width_depth, _outcome(width_depth, lambda run: 0.0))
   assert 'they carry over' in flat
   assert 'cost other shapes 0.000 nats' in flat
@@ -143,7 +143,7 @@ def test_one_bad_seed_of_the_tuning_does_not_hinder_a_rate():
       return 0.0
     return 0.1 * abs(math.log2(run.config.learning_rate / 0.04))
 
-  assert 'choose the rate anew' not in _last(
+  assert 'choose the rate again' not in _last(
     width_depth, _outcome(width_depth, excess)
   )
 

@@ -53,7 +53,7 @@ def test_each_parameter_takes_its_moments_over(contender, first):
   chex.assert_trees_all_equal(state.params, first.params)
   adam = optax.tree.get(first.opt_state, 'ScaleByAdamState')
   taken, counts = _moments(state.opt_state)
-  # The schedule starts anew.
+  # The schedule starts again.
   assert not any(x.any() for x in counts)
   assert all(x.count == 7 for x in taken)
   names = []

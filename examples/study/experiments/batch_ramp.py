@@ -134,7 +134,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'warm-up and a cosine to zero of its own, whose peak is tuned. Weights '
       'are taken over (norms that are kept are those at the switch), and so '
       'are moments: the first one as Muon’s momentum, which has no second one; '
-      'what Adam updates takes both. The second phase draws text anew. '
+      'what Adam updates takes both. The second phase has other text. '
       'Warm-up, b1 and initial weights are those that suit an optimizer best '
       'at the batch throughout. Mean and standard deviation over seeds:',
       render.markdown(_rows(outcome, scale)),

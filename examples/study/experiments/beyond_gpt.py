@@ -152,7 +152,7 @@ def _plan_images(scale: Scale, contender: Contender, task: str) -> Plan[Judged]:
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns the losses, the order on each task, and whom to take."""
+  """Returns the losses, the order on each task, and which to take."""
   criteria = _criteria(outcome)
   return '\n\n'.join(
     [
@@ -220,7 +220,7 @@ def _criteria(outcome: Outcome) -> dict[str, list[Point]]:
 
 
 def _advice(criteria: dict[str, list[Point]]) -> str:
-  """Returns whom to take for other models than GPT, in one sentence."""
+  """Returns which to take for other models than GPT, in one sentence."""
   best = {
     x: [y.name for y in leaders(points)] for x, points in criteria.items()
   }

@@ -237,7 +237,7 @@ def _factors_over_others(
 
 
 def _flatter(factors: dict[str, Difference]) -> str:
-  """Returns whose ends are flatter, and of whom that is not known."""
+  """Returns whose ends are flatter, and of which that is not known."""
   flatter = [name for name, x in factors.items() if x.low > 0]
   unknown = [name for name, x in factors.items() if math.isnan(x.high)]
   text = ', '.join(flatter) or 'none'

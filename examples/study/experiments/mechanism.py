@@ -86,7 +86,7 @@ def verdict(
   """Returns whether MERIT's lead is about attention logits.
 
   Args:
-    rival: Whom it is compared with.
+    rival: The optimizer that it is compared with.
     full: MERIT's loss over the rival's, with attention.
     without: The same where there are no attention logits.
     change: The first over the second.

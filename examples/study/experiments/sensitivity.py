@@ -203,14 +203,18 @@ def _with(contender: Contender, **settings: Any) -> Contender:
 
 
 def tune(
-  scale: Scale, proposed: dict[str, Contender], size: int, lowest: Tuned
+  scale: Scale,
+  proposed: dict[str, Contender],
+  size: int,
+  lowest: Tuned,
+  margin: float = _MARGIN,
 ) -> Plan[Tunings]:
   """Plans to tune proposals; at smaller batches only those that promise."""
   start, seeds = lowest.learning_rate, scale.tuning_seeds[:1]
   screened: Tunings = {}
   if not _is_large(scale, size):
     screened = yield from _screen(scale, proposed, size, start)
-  limit = lowest.loss + _MARGIN
+  limit = lowest.loss + margin
   tuned = yield from gather(
     {
       name: find_rate(scale, x, size, start=start, stride=1, seeds=seeds)

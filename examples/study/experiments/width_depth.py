@@ -266,7 +266,7 @@ def _carry_over(outcome: Outcome, scale: Scale) -> str:
   if not all(map(math.isfinite, means)):
     return (
       f'With the rates of {usual} not all runs of other shapes end at batch '
-      f'{large}: choose them anew.'
+      f'{large}: choose them again.'
     )
   text = (
     f'At batch {large} the rates of {usual} cost other shapes '
@@ -274,7 +274,7 @@ def _carry_over(outcome: Outcome, scale: Scale) -> str:
     f'the same fresh seeds, and the most for {where} ({most})'
   )
   if any(x.low > _SMALL for x in costs.values()):
-    return f'{text}: choose the rate anew for another shape.'
+    return f'{text}: choose the rate again for another shape.'
   if all(x.high <= _SMALL for x in costs.values()):
     return f'{text}: they carry over.'
   return f'{text}: none costs more than {_SMALL:g} for certain.'
