@@ -46,6 +46,17 @@ def test_sizes_are_tried_until_the_best_is_not_at_an_edge(contender, size):
   assert ('4 ×' in varied.tunings) == (contender is KEPT)
 
 
+@pytest.mark.parametrize(
+  ('doubled', 'has_own_rate'), [(-0.015, True), (-0.03, False)]
+)
+def test_a_size_that_is_little_worse_gets_a_rate_of_its_own(
+  doubled, has_own_rate
+):
+  size = _SCALE.batch_sizes[0]
+  tuned = _outcome(doubled)[ADAMW.name, size].tunings['2 ×']
+  assert (len(tuned.by_seed) > 1) == has_own_rate
+
+
 @pytest.mark.parametrize('doubled', [0.1, -0.1])
 def test_fresh_seeds_judge_the_size_that_was_chosen(doubled):
   outcome = _outcome(doubled)
