@@ -33,7 +33,9 @@ class Difference(NamedTuple):
       return 'runs diverged'
     if math.isnan(self.high):
       return f'{self.mean:+z.3f}, no interval'
-    return f'{self.mean:+z.3f} [{self.low:+z.3f}, {self.high:+z.3f}]'
+    # Losses of some image models are a thousandth themselves.
+    form = '+z.3f' if self.high - self.low >= 0.001 else '+z.4f'
+    return f'{self.mean:{form}} [{self.low:{form}}, {self.high:{form}}]'
 
 
 def difference(first: Point, second: Point) -> Difference:

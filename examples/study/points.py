@@ -9,7 +9,7 @@ from typing import Any
 from examples.study.contenders import Contender
 from examples.study.plans import Plan, Result, Run, gather
 from examples.study.scales import Scale
-from examples.study.tuning import Tuned, round_rate, select
+from examples.study.tuning import CLIFF, Tuned, round_rate, select
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +79,7 @@ def find_rate(
   start: float | None = None,
   stride: int | None = None,
   seeds: Sequence[int] | None = None,
+  cliff: float = CLIFF,
   **changes: Any,
 ) -> Plan[Tuned]:
   """Plans to choose a learning rate.
@@ -92,6 +93,7 @@ def find_rate(
     stride: Of :func:`examples.study.tuning.select`; that of the scale by
       default.
     seeds: Seeds that choose; those of the scale by default.
+    cliff: Of :func:`examples.study.tuning.select`.
     **changes: Further settings, as for :meth:`Scale.run`.
   """
 
@@ -103,6 +105,7 @@ def find_rate(
     start or contender.rule_rate(scale, batch_size) or contender.start,
     seeds or scale.tuning_seeds,
     stride or scale.stride,
+    cliff,
   )
 
 

@@ -61,7 +61,8 @@ def format_point(point: Point) -> str:
     return f'{failed} of {len(point.losses)} diverged'
   if math.isnan(point.std):
     return f'{point.mean:.3f} (one seed)'
-  return f'{point.mean:.3f} ± {point.std:.3f}'
+  form = '.3f' if point.mean >= 0.01 else '.4f'
+  return f'{point.mean:{form}} ± {point.std:{form}}'
 
 
 def format_with_rate(point: Point) -> str:

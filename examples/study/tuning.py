@@ -9,7 +9,8 @@ from typing import TypeAlias
 from examples.study.plans import Plan, Run
 
 CLIFF = 0.1
-"""Nats by which a loss must not rise at the next larger learning rate."""
+"""Nats by which a loss must not rise at the next larger learning rate, where
+seeds deviate by much less than that."""
 # Powers of √2 between the smallest and the largest rate of a tuning.
 _WIDEST = 12
 
@@ -22,10 +23,12 @@ class Tuned:
     by_seed: Final losses by learning rate, the smallest first, and by seed;
       infinite where a run diverged.
     learning_rate: The learning rate chosen.
+    cliff: Nats by which a loss must not rise at the next larger rate.
   """
 
   by_seed: Mapping[float, Mapping[int, float]]
   learning_rate: float
+  cliff: float = CLIFF
 
   @property
   def losses(self) -> dict[float, float]:
@@ -47,8 +50,8 @@ class Tuned:
     larger = [rate for rate in self.by_seed if rate > best]
     if best <= self.learning_rate or not larger:
       return None
-    is_cliff = _is_cliff(self.by_seed[best], self.by_seed[min(larger)])
-    return best if is_cliff else None
+    losses, next_losses = self.by_seed[best], self.by_seed[min(larger)]
+    return best if _is_cliff(losses, next_losses, self.cliff) else None
 
   @property
   def is_at_edge(self) -> bool:
@@ -61,6 +64,7 @@ def select(
   start: float,
   seeds: Sequence[int],
   stride: int,
+  cliff: float = CLIFF,
 ) -> Plan[Tuned]:
   """Plans to choose a learning rate by the mean over seeds.
 
@@ -75,6 +79,7 @@ def select(
     start: A first guess.
     seeds: Seeds that choose the rate; they should judge nothing.
     stride: Factor between the first rates, as a power of √2.
+    cliff: Nats by which a loss must not rise at the next larger rate.
   """
   # By the power of √2 that is the learning rate over the start, and seed.
   losses: _Losses = {}
@@ -85,10 +90,11 @@ def select(
     ]
     for (power, seed), result in zip(wanted, results, strict=True):
       losses.setdefault(power, {})[seed] = result.loss
-    wanted = _next_wanted(losses, seeds, stride)
+    wanted = _next_wanted(losses, seeds, stride, cliff)
   return Tuned(
     {_at(start, x): losses[x] for x in sorted(losses)},
-    _at(start, _choose(losses)),
+    _at(start, _choose(losses, cliff)),
+    cliff,
   )
 
 
@@ -96,10 +102,10 @@ _Losses: TypeAlias = dict[int, dict[int, float]]
 
 
 def _next_wanted(
-  losses: _Losses, seeds: Sequence[int], stride: int
+  losses: _Losses, seeds: Sequence[int], stride: int, cliff: float
 ) -> list[tuple[int, int]]:
   """Returns the powers and seeds to try next; none once all is known."""
-  chosen, least, most = _choose(losses), min(losses), max(losses)
+  chosen, least, most = _choose(losses, cliff), min(losses), max(losses)
   is_wide = most - least >= _WIDEST
   if chosen in (least, most) and not is_wide:
     return [(chosen - stride if chosen == least else chosen + stride, seeds[0])]
@@ -114,7 +120,7 @@ def _next_wanted(
   ]
 
 
-def _choose(losses: _Losses) -> int:
+def _choose(losses: _Losses, cliff: float) -> int:
   """Returns the power with the smallest mean, or one below a cliff."""
 
   def rank(power: int) -> tuple[float, int]:
@@ -124,16 +130,18 @@ def _choose(losses: _Losses) -> int:
 
   chosen = min(losses, key=rank)
   while chosen - 1 in losses and _is_cliff(
-    losses[chosen], losses.get(chosen + 1, {})
+    losses[chosen], losses.get(chosen + 1, {}), cliff
   ):
     chosen -= 1
   return chosen
 
 
-def _is_cliff(losses: Mapping[int, float], larger: Mapping[int, float]) -> bool:
+def _is_cliff(
+  losses: Mapping[int, float], larger: Mapping[int, float], cliff: float
+) -> bool:
   """Returns whether a larger learning rate is much worse with some seed."""
   return any(
-    larger.get(seed, -math.inf) > x + CLIFF for seed, x in losses.items()
+    larger.get(seed, -math.inf) > x + cliff for seed, x in losses.items()
   )
 
 

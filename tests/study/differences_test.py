@@ -35,6 +35,15 @@ def test_pairs_are_compared_as_scipy_does():
   assert found[1:3] == pytest.approx((interval.low, interval.high))
 
 
+def test_an_interval_that_leaves_out_zero_shows_it():
+  found = difference(
+    _point(0.0011, 0.0012, 0.0010), _point(0.0015, 0.0016, 0.0014)
+  )
+  assert str(found) == '-0.0004 [-0.0006, -0.0002]'
+  found = difference(_point(1.1, 1.2, 1.0), _point(1.5, 1.6, 1.4))
+  assert str(found) == '-0.400 [-0.627, -0.173]'
+
+
 def test_a_detectable_difference_is_detected_four_times_in_five():
   generator = np.random.default_rng(0)
   count = 8

@@ -26,7 +26,7 @@ def test_a_better_rate_before_a_cliff_is_told():
   assert Tuned(losses, 4.0).before_cliff is None
 
 
-def _select(loss, start, stride=2):
+def _select(loss, start, stride=2, **options):
   """Returns what is chosen for a loss of learning rate and seed."""
   asked = []
 
@@ -37,7 +37,7 @@ def _select(loss, start, stride=2):
   def run(rate, seed):
     return _SCALE.run('merit', 128, rate, seed=seed)
 
-  return execute(select(run, start, _SEEDS, stride), run_all), asked
+  return execute(select(run, start, _SEEDS, stride, **options), run_all), asked
 
 
 @hypothesis.example(best=-1, start=0.01, noise=0, stride=1)
@@ -69,6 +69,11 @@ def test_a_rate_before_a_cliff_is_not_chosen():
 
   selected, _ = _select(loss, 0.1)
   assert selected.learning_rate == pytest.approx(0.1 / math.sqrt(2), rel=0.01)
+  assert selected.before_cliff == pytest.approx(0.1, rel=0.01)
+  # Where seeds differ by more than that rise, it is no cliff.
+  selected, _ = _select(loss, 0.1, cliff=1.0)
+  assert selected.learning_rate == pytest.approx(0.1, rel=0.01)
+  assert selected.before_cliff is None
 
 
 @pytest.mark.parametrize('stride', [1, 2])

@@ -12,7 +12,7 @@ from examples.study.contenders import CONTENDERS, Contender
 from examples.study.differences import leaders
 from examples.study.experiments import batch_scaling, tuned_initialization
 from examples.study.plans import Plan, Result, Run, gather
-from examples.study.points import Point, find_point
+from examples.study.points import Point, find_rate, judge
 from examples.study.scales import Scale
 from examples.study.tasks.digits import NUM_PATCHES
 from examples.study.tuning import Tuned, select
@@ -23,6 +23,8 @@ MODELS = {'ViT': 'vit', 'MLP-Mixer': 'mixer'}
 """Tasks on images, by name."""
 _BATCH_SIZE, _STEPS = 512, 40
 _SEEDS = 10
+_CLIFF = 0.3
+"""Seeds deviate by up to 0.1 here, so that a rise of 0.1 may be noise."""
 _SIZES = (1.0, 2.0)
 """Deviations of hidden matrices at the start, over one by the root of fan-in;
 the norms that are kept are those of the start, so their size is tuned too."""
@@ -112,14 +114,18 @@ def _plan_text(scale: Scale, contender: Contender) -> Plan[dict[str, Point]]:
   """Plans the masked language model from the rate of the causal one."""
   size = scale.batch_size
   gpt = yield from tuned_initialization.plan_best(scale, contender, size)
-  masked = yield from find_point(
+  tuned = yield from find_rate(
     scale,
     gpt.best,
     size,
-    num_seeds=batch_scaling.num_seeds(scale, size),
     start=gpt.point.tuned.learning_rate,
     stride=1,
+    cliff=_CLIFF,
     task='masked',
+  )
+  num_seeds = batch_scaling.num_seeds(scale, size)
+  masked = yield from judge(
+    scale, gpt.best, size, tuned, num_seeds, task='masked'
   )
   return {GPT: gpt.point, MASKED: masked}
 
@@ -139,6 +145,7 @@ def _plan_images(scale: Scale, contender: Contender, task: str) -> Plan[Judged]:
         contender.start,
         own.tuning_seeds,
         own.stride,
+        _CLIFF,
       )
       for size in _SIZES
     }
