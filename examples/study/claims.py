@@ -279,7 +279,14 @@ def _judge_clip(outcome: clip_threshold.Outcome, scale: Scale) -> list[Finding]:
 
 def _judge_flatness(outcome: curvature.Outcome, scale: Scale) -> list[Finding]:
   """Returns the claim that MERIT ends in flatter minima than AdamW."""
-  size = scale.batch_sizes[-1]
+  return [
+    finding
+    for size in curvature.sizes(scale)[1:]
+    for finding in _judge_flatness_at(outcome, size)
+  ]
+
+
+def _judge_flatness_at(outcome: curvature.Outcome, size: int) -> list[Finding]:
   found = {
     title: curvature.factor(
       *(outcome[x.name, size].values(name) for x in (ADAMW, MERIT))
@@ -292,7 +299,7 @@ def _judge_flatness(outcome: curvature.Outcome, scale: Scale) -> list[Finding]:
     'MERIT ends in flatter minima than AdamW (top eigenvalue of the Hessian '
     f'37.2 to 12.3, trace 12,995 to 3,445); here batch {size}': found,
     'The same by an eigenvalue that does not depend on the scale of the '
-    'weights (not in the paper)': free,
+    f'weights (not in the paper); here batch {size}': free,
   }
   return [_judge_factors(claim, x) for claim, x in claims.items()]
 

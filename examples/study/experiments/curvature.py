@@ -61,7 +61,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
       {
         (x.name, size): _plan_ends(scale, x, size)
         for x in CONTENDERS
-        for size in _sizes(scale)
+        for size in sizes(scale)
       }
     )
   )
@@ -81,9 +81,9 @@ def _plan_ends(scale: Scale, contender: Contender, size: int) -> Plan[Ends]:
   return Ends(learning_rate, results)
 
 
-def _sizes(scale: Scale) -> list[int]:
-  sizes = {scale.batch_sizes[0], scale.batch_size, scale.batch_sizes[-1]}
-  return sorted(sizes)
+def sizes(scale: Scale) -> list[int]:
+  """Returns the batch sizes, the smallest first."""
+  return sorted({scale.batch_sizes[0], scale.batch_size, scale.batch_sizes[-1]})
 
 
 def factor(first: list[float], second: list[float]) -> Difference:
@@ -115,7 +115,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
   """Returns what was measured, who is flatter, and whether it pays."""
   rows = [
     _row(contender, size, outcome[contender.name, size])
-    for size in _sizes(scale)
+    for size in sizes(scale)
     for contender in CONTENDERS
   ]
   return '\n\n'.join(
@@ -136,8 +136,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'seeds:',
       render.markdown(rows),
       _errors(outcome),
-      *(_compare(outcome, size) for size in _sizes(scale)),
-      *(_advice(outcome, size) for size in _sizes(scale)),
+      *(_compare(outcome, size) for size in sizes(scale)),
+      *(_name_flatter(outcome, size) for size in sizes(scale)),
+      _advice(outcome, scale),
     ]
   )
 
@@ -197,43 +198,65 @@ def _compare(outcome: Outcome, size: int) -> str:
   )
 
 
-def _advice(outcome: Outcome, size: int) -> str:
-  """Returns whether the flattest has the lowest loss, and what follows."""
+def _name_flatter(outcome: Outcome, size: int) -> str:
+  """Returns who is flatter than what has the lowest loss."""
+  best = _best(outcome, size)
+  if best is None:
+    return f'At batch {size} too few runs have an end to compare.'
+  listed = '; '.join(
+    f'{title}: {_flatter(x)}'
+    for title, x in _over_others(outcome, best, size).items()
+  )
+  return (
+    f'At batch {size} {best} has the lowest loss. Beyond the noise of seeds, '
+    f'the ends of these are flatter, by {listed}.'
+  )
+
+
+def _best(outcome: Outcome, size: int) -> str | None:
+  """Returns what has the lowest loss; None if there is none to compare."""
   losses = {
     x.name: statistics.mean(outcome[x.name, size].losses) for x in CONTENDERS
   }
   finite = {name: x for name, x in losses.items() if math.isfinite(x)}
-  if len(finite) < 2:
-    return f'At batch {size} too few runs have an end to compare.'
-  best = min(finite, key=finite.__getitem__)
-  over = {
-    title: _factors_over_others(outcome, best, size, name)
+  return min(finite, key=finite.__getitem__) if len(finite) > 1 else None
+
+
+def _over_others(
+  outcome: Outcome, best: str, size: int
+) -> dict[str, dict[str, Difference]]:
+  """Returns factors over each other contender, by quantity."""
+  ends = {x.name: outcome[x.name, size] for x in CONTENDERS}
+  return {
+    title: {
+      other: factor(ends[best].values(name), ends[other].values(name))
+      for other in ends
+      if other != best
+    }
     for name, title in QUANTITIES.items()
   }
-  factors = [x for by_name in over.values() for x in by_name.values()]
+
+
+def _advice(outcome: Outcome, scale: Scale) -> str:
+  """Returns whether to choose an optimizer by how flat its ends are."""
+  best = {size: _best(outcome, size) for size in sizes(scale)}
+  factors = [
+    found
+    for size, name in best.items()
+    if name is not None
+    for by_name in _over_others(outcome, name, size).values()
+    for found in by_name.values()
+  ]
+  if not factors:
+    return 'Of flatness nothing is known.'
   if any(x.low > 0 for x in factors):
-    verdict = 'So choose by the loss, not by flatness.'
-  elif any(math.isnan(x.high) for x in factors):
-    verdict = 'What is known of flatness does not speak against it.'
-  else:
-    verdict = 'So flatness does not speak against it.'
-  listed = '; '.join(f'{title}: {_flatter(x)}' for title, x in over.items())
-  return (
-    f'At batch {size} {best} has the lowest loss. Beyond the noise of seeds, '
-    f'the ends of these are flatter by {listed}. {verdict}'
-  )
-
-
-def _factors_over_others(
-  outcome: Outcome, best: str, size: int, name: str
-) -> dict[str, Difference]:
-  """Returns a contender's quantity over that of each other one."""
-  own = outcome[best, size].values(name)
-  return {
-    x.name: factor(own, outcome[x.name, size].values(name))
-    for x in CONTENDERS
-    if x.name != best
-  }
+    return (
+      'So choose an optimizer by the loss, not by how flat its minima are: '
+      'the lowest loss is not at the flattest end.'
+    )
+  if any(math.isnan(x.high) for x in factors):
+    return 'What is known of flatness does not speak against the lowest loss.'
+  return 'So flatness does not speak against the lowest loss.'
 
 
 def _flatter(factors: dict[str, Difference]) -> str:
@@ -246,7 +269,7 @@ def _flatter(factors: dict[str, Difference]) -> str:
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws each quantity over the batch, a panel for each."""
-  sizes = _sizes(scale)
+  batch_sizes = sizes(scale)
   result, (row,) = render.panels(1, len(QUANTITIES))
   for (name, title), axes in zip(QUANTITIES.items(), row, strict=True):
     # Before there is data, since there may be none.
@@ -254,8 +277,8 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
     axes.set_yscale('log')
     render.label_decades(axes.yaxis)
     for contender in CONTENDERS:
-      _draw(axes, outcome, contender, sizes, name)
-    axes.set_xticks(sizes, map(str, sizes))
+      _draw(axes, outcome, contender, batch_sizes, name)
+    axes.set_xticks(batch_sizes, map(str, batch_sizes))
     axes.set_xlabel('global batch, sequences')
     axes.set_title(title)
   row[0].legend(fontsize=7)
@@ -266,12 +289,12 @@ def _draw(
   axes: Any,
   outcome: Outcome,
   contender: Contender,
-  sizes: list[int],
+  batch_sizes: list[int],
   name: str,
 ) -> None:
   points = [
     (size, x)
-    for size in sizes
+    for size in batch_sizes
     for x in outcome[contender.name, size].values(name)
     if 0 < x < math.inf
   ]
