@@ -10,7 +10,11 @@ from matplotlib.figure import Figure
 from examples.study import render
 from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
 from examples.study.differences import Difference, contrast_samples
-from examples.study.experiments import batch_scaling, tuned_initialization
+from examples.study.experiments import (
+  batch_scaling,
+  sensitivity,
+  tuned_initialization,
+)
 from examples.study.plans import Plan, Result, gather
 from examples.study.points import measure_seeds
 from examples.study.scales import Scale
@@ -26,6 +30,8 @@ QUANTITIES = {
 }
 """Names of what is compared, by that in the records."""
 _PRECONDITIONED = 'preconditioned_eigenvalue'
+SMALLER = f'{MERIT.name}, weights in proportion to the width'
+"""The same from initial weights that were not tuned: what their size does."""
 
 
 class Ends(NamedTuple):
@@ -63,12 +69,23 @@ def plan(scale: Scale) -> Plan[Outcome]:
         for x in CONTENDERS
         for size in sizes(scale)
       }
+      | {
+        (SMALLER, size): _plan_ends(scale, MERIT, size, sensitivity.plan_best)
+        for size in sizes(scale)
+      }
     )
   )
 
 
-def _plan_ends(scale: Scale, contender: Contender, size: int) -> Plan[Ends]:
-  varied = yield from tuned_initialization.plan_best(scale, contender, size)
+def _plan_ends(
+  scale: Scale,
+  contender: Contender,
+  size: int,
+  plan_best: Callable[
+    [Scale, Contender, int], Plan[sensitivity.Varied]
+  ] = tuned_initialization.plan_best,
+) -> Plan[Ends]:
+  varied = yield from plan_best(scale, contender, size)
   learning_rate = varied.point.tuned.learning_rate
   results = yield from measure_seeds(
     scale,
@@ -114,9 +131,9 @@ def format_factor(found: Difference) -> str:
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns what was measured, who is flatter, and whether it pays."""
   rows = [
-    _row(contender, size, outcome[contender.name, size])
+    _row(name, size, outcome[name, size])
     for size in sizes(scale)
-    for contender in CONTENDERS
+    for name in (*(x.name for x in CONTENDERS), SMALLER)
   ]
   return '\n\n'.join(
     [
@@ -136,27 +153,35 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'seeds:',
       render.markdown(rows),
       _errors(outcome),
-      *(_compare(outcome, size) for size in sizes(scale)),
+      *(
+        _compare(outcome, size, name, MERIT.name)
+        for name in (ADAMW.name, SMALLER)
+        for size in sizes(scale)
+      ),
       *(_name_flatter(outcome, size) for size in sizes(scale)),
       _advice(outcome, scale),
     ]
   )
 
 
-def _row(contender: Contender, size: int, ends: Ends) -> dict[str, str]:
+def _row(name: str, size: int, ends: Ends) -> dict[str, str]:
   row = {
-    'optimizer': contender.name,
+    'optimizer': name,
     'batch': str(size),
     'loss': _format(ends.losses, render.format_loss, 'diverged'),
-  } | {title: _format(ends.values(name)) for name, title in QUANTITIES.items()}
-  has = contender.name in _MEASURES
+  } | {title: _format(ends.values(key)) for key, title in QUANTITIES.items()}
+  has = name in _MEASURES
   found = [ends.learning_rate * x for x in ends.values(_PRECONDITIONED)]
   return row | {'preconditioned': _format(found) if has else ''}
 
 
+def _format_number(x: float) -> str:
+  return f'{x:,.0f}' if x >= 100 else f'{x:.3g}'
+
+
 def _format(
   sample: list[float],
-  form: Callable[[float], str] = '{:.3g}'.format,
+  form: Callable[[float], str] = _format_number,
   unknown: str = 'not known',
 ) -> str:
   if not all(map(math.isfinite, sample)):
@@ -164,7 +189,7 @@ def _format(
   text = form(statistics.mean(sample))
   if len(sample) < 2:
     return f'{text} (one seed)'
-  return f'{text} ± {statistics.stdev(sample):.2g}'
+  return f'{text} ± {form(statistics.stdev(sample))}'
 
 
 def _errors(outcome: Outcome) -> str:
@@ -185,14 +210,14 @@ def _errors(outcome: Outcome) -> str:
   )
 
 
-def _compare(outcome: Outcome, size: int) -> str:
-  """Returns how much sharper AdamW's end is than MERIT's."""
+def _compare(outcome: Outcome, size: int, first: str, second: str) -> str:
+  """Returns how much sharper one's end is than another's."""
   found = {
-    title: factor(*(outcome[x.name, size].values(name) for x in (ADAMW, MERIT)))
+    title: factor(*(outcome[x, size].values(name) for x in (first, second)))
     for name, title in QUANTITIES.items()
   }
   return (
-    f'Batch {size}, {ADAMW.name} over {MERIT.name}: '
+    f'Batch {size}, {first} over {second}: '
     + '; '.join(f'{title} {format_factor(x)}' for title, x in found.items())
     + '.'
   )
@@ -277,32 +302,35 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
     axes.set_yscale('log')
     render.label_decades(axes.yaxis)
     for contender in CONTENDERS:
-      _draw(axes, outcome, contender, batch_sizes, name)
+      _draw(axes, outcome, contender.name, batch_sizes, name)
+    _draw(axes, outcome, SMALLER, batch_sizes, name, marker='x', color='k')
     axes.set_xticks(batch_sizes, map(str, batch_sizes))
     axes.set_xlabel('global batch, sequences')
     axes.set_title(title)
-  row[0].legend(fontsize=7)
+  handles, labels = row[0].get_legend_handles_labels()
+  result.legend(handles, labels, loc='outside lower center', ncols=5)
   return result
 
 
 def _draw(
   axes: Any,
   outcome: Outcome,
-  contender: Contender,
+  contender: str,
   batch_sizes: list[int],
   name: str,
+  **options: Any,
 ) -> None:
   points = [
     (size, x)
     for size in batch_sizes
-    for x in outcome[contender.name, size].values(name)
+    for x in outcome[contender, size].values(name)
     if 0 < x < math.inf
   ]
   axes.plot(
     [size for size, _ in points],
     [x for _, x in points],
-    'o',
+    **(dict(marker='o', color=render.COLORS.get(contender)) | options),
+    linestyle='none',
     alpha=0.7,
-    color=render.COLORS[contender.name],
-    label=contender.name,
+    label=contender,
   )
