@@ -136,8 +136,14 @@ def draw_tunings(
   for axes, tunings in zip(row, panel_tunings.values(), strict=True):
     shown = panel_tunings.values() if sharey else [tunings]
     limit_losses(axes, [tuned for x in shown for tuned in x.values()])
-  row[0].legend()
+  legend_below(result, row[0])
   return result
+
+
+def legend_below(figure: Figure, axes: Any) -> None:
+  """Puts the labels of one panel below all of them, where no line is."""
+  handles, labels = axes.get_legend_handles_labels()
+  figure.legend(handles, labels, loc='outside lower center', ncols=len(labels))
 
 
 def draw_differences(

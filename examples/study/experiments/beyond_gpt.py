@@ -237,10 +237,19 @@ def _advice(criteria: dict[str, list[Point]]) -> str:
     if all(x.name in names for names in best.values())
   ]
   if everywhere:
+    most = {
+      x.name: count
+      for x in CONTENDERS
+      if len(best) // 2
+      < (count := sum(x.name in names for names in best.values()))
+      < len(best)
+    }
+    listed = ', '.join(f'{x} in {count}' for x, count in most.items())
+    also = f' (of these {len(best)} comparisons, also {listed})' if most else ''
     return (
       f'For other models than GPT take {" or ".join(everywhere)}: the lowest '
       'loss, or one that cannot be told from it, in training and test of all '
-      'of these models.'
+      f'of these models{also}.'
     )
   listed = '; '.join(
     f'{name}: {" or ".join(names) or "a seed of each diverged"}'

@@ -307,8 +307,7 @@ def figure(outcome: Outcome, scale: Scale) -> Figure:
     axes.set_xticks(batch_sizes, map(str, batch_sizes))
     axes.set_xlabel('global batch, sequences')
     axes.set_title(title)
-  handles, labels = row[0].get_legend_handles_labels()
-  result.legend(handles, labels, loc='outside lower center', ncols=5)
+  render.legend_below(result, row[0])
   return result
 
 

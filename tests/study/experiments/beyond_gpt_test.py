@@ -50,6 +50,10 @@ def test_leaders_are_the_best_and_those_that_may_be(points, names):
     ),
     ([_points(AdamW=_AS_GOOD, MERIT=_GOOD)] * 2, 'take AdamW or MERIT:'),
     (
+      [_points(AdamW=_AS_GOOD, MERIT=_GOOD)] * 2 + [_points(MERIT=_GOOD)],
+      '(of these 3 comparisons, also AdamW in 2)',
+    ),
+    (
       [_points(MERIT=_GOOD), _points(AdamW=_GOOD)],
       'choose by the model (0: MERIT; 1: AdamW)',
     ),
