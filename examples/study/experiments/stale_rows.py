@@ -34,6 +34,7 @@ _MANY_SEEDS = 10
 """Fresh seeds of what may become the default, and of what it would replace."""
 MATRICES = 'embedding', 'head'
 GROUPS = 'never', 'rare'
+_COLORS = {'never': 'tab:red', 'rare': 'tab:blue', 'common': '0.6'}
 
 
 def _contender(
@@ -192,7 +193,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'end over that at the start, the median and in brackets what a twentieth '
       'of the rows is below and above; then the norm over that of all other '
       'rows; then the length of the change over that of the row at the start; '
-      'of seeds the median. The embedding:',
+      'of seeds the median. These tokens hardly come in the validation text '
+      'either, so the losses show what a remedy costs the other tokens, not '
+      'what these gain. The embedding:',
       tables[0],
       'The head, whose rows get a gradient from the softmax in any case, that '
       'vanishes for tokens which do not come:',
@@ -294,21 +297,25 @@ def _verdict(chosen: str, found: Difference) -> str:
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws how rows of each group have grown, a panel for each matrix."""
+  """Draws how rows of each group have grown, a panel for each matrix.
+
+  Rows of common tokens show how long the others would have to be to keep up.
+  """
   del scale
   result, (panels,) = render.panels(1, len(MATRICES), sharey=True)
-  result.set_size_inches(10, 0.8 + 0.4 * len(outcome))
+  result.set_size_inches(10, 1.2 + 0.4 * len(outcome))
   for matrix, axes in zip(MATRICES, panels, strict=True):
     # Before there is data, since there may be none.
     axes.set_xscale('log')
     render.label_decades(axes.xaxis)
-    for group, color in zip(GROUPS, ('tab:red', 'tab:blue'), strict=True):
+    axes.tick_params('x', labelsize=8)
+    for group, color in _COLORS.items():
       _draw(axes, outcome, matrix, group, color)
     axes.axvline(1, color='0.5', lw=1)
     axes.set_xlabel('norm at the end over that at the start')
     axes.set_title(matrix)
   panels[0].invert_yaxis()
-  panels[0].legend(fontsize=7)
+  render.legend_below(result, panels[0])
   return result
 
 
