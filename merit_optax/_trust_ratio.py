@@ -75,7 +75,7 @@ def scale_by_max_norm_trust_ratio(
   Args:
     min_norm: Lower bound of every norm, >= 0. A bound above zero keeps a
       vanishing update small; otherwise the ratio scales it up to the size of
-      the weights forever.
+      the weights until it underflows, hundreds of steps later.
     trust_coefficient: Multiplier of the trust ratios, > 0.
     eps: Added to the norm of the update, >= 0.
     ratios: Which ratios take part in the maximum: one or more of ``'weight'``,

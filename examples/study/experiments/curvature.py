@@ -276,8 +276,8 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
     return 'Of flatness nothing is known.'
   if any(x.low > 0 for x in factors):
     return (
-      'So choose an optimizer by the loss, not by how flat its minima are: '
-      'the lowest loss is not at the flattest end.'
+      'So choose an optimizer by the loss, not by how flat its minima are: by '
+      'one measure at least, the lowest loss is not at the flattest end.'
     )
   if any(math.isnan(x.high) for x in factors):
     return 'What is known of flatness does not speak against the lowest loss.'
