@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any, NamedTuple
 
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
 from examples.study.differences import (
   Difference,
@@ -20,7 +20,6 @@ from examples.study.experiments import (
   clip_threshold,
   curvature,
   llama,
-  sensitivity,
 )
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -86,10 +85,10 @@ def _judge_batches(
 
 
 def _judge_tuned(
-  tuned: str, outcome: sensitivity.Outcome, scale: Scale
+  tuned: str, outcome: variants.Outcome, scale: Scale
 ) -> list[Finding]:
   """Returns the same of optimizers of which more is tuned."""
-  points = sensitivity.judged(outcome)
+  points = variants.judged(outcome)
   also = f'with {tuned} tuned too'
   compared = [
     finding

@@ -27,6 +27,7 @@ from examples.study.experiments import (
   stale_rows,
   steps_to_loss,
   tuned_initialization,
+  weight_decay,
   width_depth,
 )
 from examples.study.plans import Result, Run, count_runs, execute
@@ -42,6 +43,7 @@ EXPERIMENTS: dict[str, Any] = {
   'initialization': initialization,
   'sensitivity': sensitivity,
   'tuned-initialization': tuned_initialization,
+  'weight-decay': weight_decay,
   'beyond-gpt': beyond_gpt,
   'batch-ramp': batch_ramp,
   'hyperparameters': hyperparameters,

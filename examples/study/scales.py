@@ -54,6 +54,16 @@ class Scale:
     """Standard deviation of the initial weights, in proportion to the width."""
     return self.run('adamw', self.batch_size, 1.0).config.init_std
 
+  def is_large(self, batch_size: int) -> bool:
+    """Returns whether a batch is one of the two largest."""
+    return batch_size in self.batch_sizes[-2:]
+
+  def seeds_at(self, batch_size: int) -> int:
+    """Returns how many fresh seeds judge: two more at the largest batches."""
+    return self.num_seeds + 2 * (
+      self.is_large(batch_size) and self.num_seeds > 1
+    )
+
   def num_steps(self, batch_size: int, share: float = 1.0) -> int:
     """Returns the steps of a run on a share of the tokens of the scale."""
     return round(share * self.run('adamw', batch_size, 1.0).config.steps)

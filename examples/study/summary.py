@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import CONTENDERS, MUON, SIMPLER, compared
 from examples.study.differences import difference, leaders
 from examples.study.experiments import (
@@ -51,7 +51,7 @@ def page(
   if 'steps-to-loss' in outcomes:
     parts.append('![Steps to a loss](figures/steps-to-loss.png)')
   if tuned := _most_tuned(outcomes):
-    points = sensitivity.judged(outcomes[tuned])
+    points = variants.judged(outcomes[tuned])
     parts += _losses(points, scale, _TUNED[tuned])
   elif 'batch-scaling' in outcomes:
     parts += _losses(outcomes['batch-scaling'], scale, 'learning rates')
@@ -76,7 +76,7 @@ def figure(outcomes: Mapping[str, Any], scale: Scale) -> Figure:
   result, ((left, middle, right),) = render.panels(1, 3)
   result.set_size_inches(12, 3.8)
   tuned = _most_tuned(outcomes)
-  points = sensitivity.judged(outcomes[tuned])
+  points = variants.judged(outcomes[tuned])
   batch_scaling.draw_losses(left, points, scale)
   left.set_title(f'{_TUNED[tuned]} tuned', fontsize=9)
   _draw_leads(middle, points, scale)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
 from examples.study.differences import (
   Difference,
@@ -16,7 +16,6 @@ from examples.study.differences import (
 )
 from examples.study.experiments import (
   batch_scaling,
-  sensitivity,
   tuned_initialization,
 )
 from examples.study.plans import Plan, Run, gather
@@ -70,7 +69,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
     ),
   }
   found = yield from gather(phases)
-  return Outcome(sensitivity.judged(constant), **found)
+  return Outcome(variants.judged(constant), **found)
 
 
 def _ends(scale: Scale) -> tuple[int, int]:
@@ -80,7 +79,7 @@ def _ends(scale: Scale) -> tuple[int, int]:
 
 def _plan_phase(
   scale: Scale,
-  constant: sensitivity.Outcome,
+  constant: variants.Outcome,
   contender: Contender,
   size: int,
   **changes: bool,
@@ -93,14 +92,14 @@ def _plan_phase(
 
   start = own.point.tuned.learning_rate
   tuned = yield from select(run, start, scale.tuning_seeds, 1)
-  seeds = range(1, 1 + batch_scaling.num_seeds(scale, scale.batch_sizes[-1]))
+  seeds = range(1, 1 + scale.seeds_at(scale.batch_sizes[-1]))
   losses = yield from repeat(run, tuned, seeds)
   return Point(contender.name, size, tuned, losses)
 
 
 def _run(
   scale: Scale,
-  constant: sensitivity.Outcome,
+  constant: variants.Outcome,
   contender: Contender,
   size: int,
   learning_rate: float,

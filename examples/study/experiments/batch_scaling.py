@@ -43,17 +43,11 @@ def _plan_batches(scale: Scale, contender: Contender) -> Plan[dict[int, Point]]:
   return (
     yield from gather(
       {
-        size: judge(scale, contender, size, tuned, num_seeds(scale, size))
+        size: judge(scale, contender, size, tuned, scale.seeds_at(size))
         for size, tuned in rates.items()
       }
     )
   )
-
-
-def num_seeds(scale: Scale, size: int) -> int:
-  """Returns how many fresh seeds judge: two more at the two largest batches."""
-  is_large = size in scale.batch_sizes[-2:]
-  return scale.num_seeds + 2 * (is_large and scale.num_seeds > 1)
 
 
 def largest_batches(outcome: Outcome) -> dict[str, int]:

@@ -123,7 +123,7 @@ def _plan_text(scale: Scale, contender: Contender) -> Plan[dict[str, Point]]:
     cliff=_CLIFF,
     task='masked',
   )
-  num_seeds = batch_scaling.num_seeds(scale, size)
+  num_seeds = scale.seeds_at(size)
   masked = yield from judge(
     scale, gpt.best, size, tuned, num_seeds, task='masked'
   )

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import ADAMW, KEPT, MERIT, MUON, Contender
 from examples.study.differences import Difference, contrast_samples
 from examples.study.experiments import (
-  batch_scaling,
   sensitivity,
   tuned_initialization,
 )
@@ -82,7 +81,7 @@ def _plan_ends(
   contender: Contender,
   size: int,
   plan_best: Callable[
-    [Scale, Contender, int], Plan[sensitivity.Varied]
+    [Scale, Contender, int], Plan[variants.Varied]
   ] = tuned_initialization.plan_best,
 ) -> Plan[Ends]:
   varied = yield from plan_best(scale, contender, size)
@@ -93,7 +92,7 @@ def _plan_ends(
     size,
     learning_rate,
     _MEASURES.get(contender.name, 'curvature'),
-    batch_scaling.num_seeds(scale, scale.batch_sizes[-1]),
+    scale.seeds_at(scale.batch_sizes[-1]),
   )
   return Ends(learning_rate, results)
 

@@ -67,7 +67,7 @@ def _plan_pair(scale: Scale, contender: Contender) -> Plan[Outcome]:
     gpt2.best,
     batch_size,
     tunings[size],
-    batch_scaling.num_seeds(scale, batch_size),
+    scale.seeds_at(batch_size),
     architecture='llama',
     init_scale=size,
   )

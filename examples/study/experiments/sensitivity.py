@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -29,6 +29,16 @@ from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_rate, find_rates, judge
 from examples.study.scales import Scale
 from examples.study.tuning import Tuned
+from examples.study.variants import (
+  Outcome,
+  Tunings,
+  Varied,
+  best,
+  format_tuned,
+  judged,
+  tune,
+  with_settings,
+)
 
 TITLE = 'Warm-up and b1 tuned too'
 AS_IT_IS = 'as it is'
@@ -38,9 +48,6 @@ _WARMUP = f'warm-up {_LONG_WARMUP:.0%}'
 _B1 = (0.4, 0.6, 0.8, 0.9, 0.95)
 _FIRST_B1 = (0.8, 0.9, 0.95)
 """Those that are tried anyway."""
-_MARGIN = 0.005
-"""Nats by which a variant may be worse at the usual learning rate, and gets its
-own nevertheless. (At the two largest batches all do.)"""
 _COMPARED = (
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
@@ -49,28 +56,6 @@ _COMPARED = (
   (SIMPLER.name, MUON.name),
   (KEPT.name, SIMPLER.name),
 )
-
-
-Tunings: TypeAlias = dict[str, Tuned]
-"""Tunings of one seed, by what is varied."""
-
-
-class Varied(NamedTuple):
-  """What was tried of a contender at a batch size.
-
-  Attributes:
-    tunings: What was tried.
-    best: The contender with the best of them.
-    point: That one, judged by fresh seeds.
-  """
-
-  tunings: Tunings
-  best: Contender
-  point: Point
-
-
-Outcome = dict[tuple[str, int], Varied]
-"""What was tried, by contender and batch size."""
 
 
 def plan(scale: Scale) -> Plan[Outcome]:
@@ -112,7 +97,7 @@ def _plan_simpler(scale: Scale, kept: Varied) -> Plan[Varied]:
     stride=1,
     seeds=scale.tuning_seeds[:1],
   )
-  seeds = batch_scaling.num_seeds(scale, size)
+  seeds = scale.seeds_at(size)
   point = yield from judge(scale, contender, size, tuned, seeds)
   return Varied({_AS_WITH_RATIOS: tuned}, contender, point)
 
@@ -122,19 +107,15 @@ def plan_best(scale: Scale, contender: Contender, size: int) -> Plan[Varied]:
   rates = yield from find_rates(scale, contender)
   tried = {AS_IT_IS: contender}
   tunings = {AS_IT_IS: _of_one_seed(scale, rates[size])}
-  first = other_rates if _is_large(scale, size) else variants
+  first = other_rates if scale.is_large(size) else variants
   for propose in (first, smaller_b1, smaller_b1, combine):
     proposed = propose(contender, tunings)
     tunings |= yield from tune(scale, proposed, size, tunings[best(tunings)])
     tried |= proposed
   name = best(tunings)
-  seeds = batch_scaling.num_seeds(scale, size)
+  seeds = scale.seeds_at(size)
   point = yield from judge(scale, tried[name], size, tunings[name], seeds)
   return Varied(tunings, tried[name], point)
-
-
-def _is_large(scale: Scale, size: int) -> bool:
-  return size in scale.batch_sizes[-2:]
 
 
 def _of_one_seed(scale: Scale, tuned: Tuned) -> Tuned:
@@ -146,9 +127,9 @@ def _of_one_seed(scale: Scale, tuned: Tuned) -> Tuned:
 def variants(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
   """Returns what is tried of a contender at every batch, by name."""
   del tunings  # Of no variant yet.
-  found = {_WARMUP: _with(contender, warmup_share=_LONG_WARMUP)}
+  found = {_WARMUP: with_settings(contender, warmup_share=_LONG_WARMUP)}
   return found | {
-    name: _with(contender, b1=b1)
+    name: with_settings(contender, b1=b1)
     for name, b1 in _names_of_b1(contender).items()
     if b1 in _FIRST_B1 and name != AS_IT_IS
   }
@@ -160,7 +141,7 @@ def other_rates(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
   for factor in (0.25, 4.0):
     name = f'rest at {factor:g} ×'
     if contender is MUON:
-      found[name] = _with(contender, adam_rate=factor)
+      found[name] = with_settings(contender, adam_rate=factor)
     elif contender is KEPT:
       arm, rate = contender.arm.rsplit(' ', 1)
       found[name] = dataclasses.replace(
@@ -176,7 +157,7 @@ def smaller_b1(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
   smaller = [x for x in names if names[x] < names[lowest]]
   if not smaller or smaller[-1] in tunings:
     return {}
-  return {smaller[-1]: _with(contender, b1=names[smaller[-1]])}
+  return {smaller[-1]: with_settings(contender, b1=names[smaller[-1]])}
 
 
 def combine(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
@@ -188,7 +169,7 @@ def combine(contender: Contender, tunings: Tunings) -> dict[str, Contender]:
   usual = tunings[AS_IT_IS].loss
   if lowest == AS_IT_IS or tunings[_WARMUP].loss >= usual:
     return {}
-  both = _with(contender, warmup_share=_LONG_WARMUP, b1=names[lowest])
+  both = with_settings(contender, warmup_share=_LONG_WARMUP, b1=names[lowest])
   return {f'{_WARMUP} and {lowest}': both}
 
 
@@ -196,57 +177,6 @@ def _names_of_b1(contender: Contender) -> dict[str, float]:
   """Returns the values of b1 by name, the smallest first."""
   usual = OPTIMIZERS[contender.optimizer]['b1']
   return {AS_IT_IS if x == usual else f'b1 {x:g}': x for x in _B1}
-
-
-def _with(contender: Contender, **settings: Any) -> Contender:
-  return dataclasses.replace(contender, settings=contender.settings | settings)
-
-
-def tune(
-  scale: Scale,
-  proposed: dict[str, Contender],
-  size: int,
-  lowest: Tuned,
-  margin: float = _MARGIN,
-) -> Plan[Tunings]:
-  """Plans to tune proposals; at smaller batches only those that promise."""
-  start, seeds = lowest.learning_rate, scale.tuning_seeds[:1]
-  screened: Tunings = {}
-  if not _is_large(scale, size):
-    screened = yield from _screen(scale, proposed, size, start)
-  limit = lowest.loss + margin
-  tuned = yield from gather(
-    {
-      name: find_rate(scale, x, size, start=start, stride=1, seeds=seeds)
-      for name, x in proposed.items()
-      if name not in screened or screened[name].loss <= limit
-    }
-  )
-  return screened | tuned
-
-
-def _screen(
-  scale: Scale, proposed: dict[str, Contender], size: int, learning_rate: float
-) -> Plan[Tunings]:
-  """Plans a run of each at one learning rate."""
-  seed = scale.tuning_seeds[0]
-  results = yield [
-    x.run(scale, size, learning_rate, seed=seed) for x in proposed.values()
-  ]
-  return {
-    name: Tuned({learning_rate: {seed: result.loss}}, learning_rate)
-    for name, result in zip(proposed, results, strict=True)
-  }
-
-
-def best(tunings: Tunings) -> str:
-  """Returns the name of the variant with the lowest loss."""
-  return min(tunings, key=lambda name: tunings[name].loss)
-
-
-def judged(outcome: Outcome) -> batch_scaling.Outcome:
-  """Returns the points that fresh seeds judged."""
-  return {key: varied.point for key, varied in outcome.items()}
 
 
 def compare(first: Point, second: Point) -> Difference:
@@ -306,13 +236,6 @@ def _row(name: str, tunings: Tunings) -> dict[str, str]:
     ),
     'best': best(tunings),
   }
-
-
-def format_tuned(tuned: Tuned) -> str:
-  """Returns the loss, and the learning rate in brackets."""
-  return (
-    f'{render.format_loss(tuned.loss)} ({render.format_learning_rate(tuned)})'
-  )
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

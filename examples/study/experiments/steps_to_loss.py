@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 import numpy as np
 
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import CONTENDERS, PAPER, Contender
 from examples.study.experiments import hyperparameters, sensitivity
 from examples.study.plans import Plan, Run, gather
@@ -74,7 +74,7 @@ class Outcome(NamedTuple):
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans runs whose length is chosen until they end at the target."""
   varied = yield from sensitivity.plan(scale)
-  points = sensitivity.judged(varied)
+  points = variants.judged(varied)
   rates = yield from hyperparameters.plan(scale)
   target = choose_target(points, scale)
   steps = yield from gather(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from examples.gpt2.model.config import padded_vocab_size
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import ADAMW, KEPT, MERIT, MUON
 from examples.study.differences import (
   Difference,
@@ -15,8 +15,6 @@ from examples.study.differences import (
   paired_difference,
 )
 from examples.study.experiments import (
-  batch_scaling,
-  sensitivity,
   tuned_initialization,
 )
 from examples.study.plans import Plan, gather
@@ -115,12 +113,12 @@ def plan(scale: Scale) -> Plan[Outcome]:
       for x in CONTENDERS
     }
   )
-  points = sensitivity.judged(usual)
+  points = variants.judged(usual)
   return Outcome({(own, *x): y for x, y in points.items()} | found, carried)
 
 
 def _plan_point(
-  scale: Scale, usual: sensitivity.Varied, shape: Shape
+  scale: Scale, usual: variants.Varied, shape: Shape
 ) -> Plan[Point]:
   """Plans a tuning by one seed around the rate of the scale's model."""
   tuned = yield from find_rate(
@@ -136,11 +134,11 @@ def _plan_point(
 
 
 def _judge(
-  scale: Scale, usual: sensitivity.Varied, shape: Shape, tuned: Tuned
+  scale: Scale, usual: variants.Varied, shape: Shape, tuned: Tuned
 ) -> Plan[Point]:
   """Plans the fresh seeds of another shape at a rate that was chosen."""
   size = usual.point.batch_size
-  num_seeds = batch_scaling.num_seeds(scale, size)
+  num_seeds = scale.seeds_at(size)
   return judge(scale, usual.best, size, tuned, num_seeds, **shape._asdict())
 
 
