@@ -104,8 +104,8 @@ def test_an_order_that_turns_is_told(turned, words):
   [
     ({}, 'No difference between wide and deep was seen'),
     ({1: 0.1}, 'with AdamW, MERIT, Muon'),
-    ({1: 0.1}, 'rather take a deep model'),
-    ({12: 0.1}, 'rather take a wide model'),
+    ({1: 0.1}, 'take a deep model rather than a wide one'),
+    ({12: 0.1}, 'take a wide model rather than a deep one'),
     ({1: math.inf, 3: math.inf, 12: math.inf}, 'nothing is known'),
     ({'adamw': math.inf}, 'was seen (not known with AdamW): choose'),
   ],
@@ -118,6 +118,21 @@ def test_the_shape_that_loses_less_is_taken(costs, words):
 
   section = width_depth.section(_outcome(width_depth, excess), _SCALE)
   assert words in section
+
+
+def test_the_shapes_of_the_lowest_loss_are_listed():
+  def excess(run):
+    if run.config.optimizer == 'adamw':
+      return {1: 0.0, 3: 0.1, 12: math.inf}[run.config.num_layers]
+    if run.config.optimizer == 'merit':
+      return math.inf
+    return 0.1 * (run.config.num_layers == 12)
+
+  section = width_depth.section(_outcome(width_depth, excess), _SCALE)
+  assert (
+    'Lowest loss at batch 256: AdamW: 1 × 112; MERIT: not known; Muon: '
+    '1 × 112 or 3 × 64; ' in section
+  )
 
 
 def test_a_rate_that_does_not_carry_over_is_told():

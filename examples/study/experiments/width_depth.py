@@ -12,6 +12,7 @@ from examples.study.contenders import ADAMW, KEPT, MERIT, MUON
 from examples.study.differences import (
   Difference,
   contrast,
+  leaders,
   paired_difference,
 )
 from examples.study.experiments import (
@@ -166,8 +167,8 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'more fairly than between shapes. The rates of other shapes than '
       f'{usual} were chosen by one seed, around those of {usual}, whose '
       'warm-up and b1 they take, and the deviation of the initial weights over '
-      'that in proportion to the width. Mean and standard deviation over '
-      'seeds, and the learning rate:',
+      'that in proportion to the width; these may suit them less. Mean and '
+      'standard deviation over seeds, and the learning rate:',
       render.markdown(
         [
           _row(outcome, shape, x.name, scale)
@@ -176,6 +177,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
         ]
       ),
       *(_compare(outcome, x.name, scale) for x in CONTENDERS),
+      *(_lowest(outcome, size, scale) for size in (small, large)),
       _advice(outcome, scale),
       _carry_over(outcome, scale),
     ]
@@ -220,6 +222,17 @@ def _compare(outcome: Outcome, name: str, scale: Scale) -> str:
   return f'{text}; {found.detectable:.3f} would have been seen.'
 
 
+def _lowest(outcome: Outcome, size: int, scale: Scale) -> str:
+  """Returns the shapes with the lowest loss, or with one that may be as low."""
+  listed = []
+  for contender in CONTENDERS:
+    points = {x: outcome.points[x, contender.name, size] for x in shapes(scale)}
+    best = leaders(list(points.values()))
+    names = [str(x) for x, point in points.items() if point in best]
+    listed.append(f'{contender.name}: {" or ".join(names) or "not known"}')
+  return f'Lowest loss at batch {size}: {"; ".join(listed)}.'
+
+
 def _advice(outcome: Outcome, scale: Scale) -> str:
   """Returns which shape to take for a large batch."""
   wide, _, deep = shapes(scale)
@@ -245,8 +258,11 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
   if len(seen) > 1:
     return f'{listed}{but}: the better shape depends on the optimizer.'
   (shape,) = seen
-  word = 'wide' if shape == wide else 'deep'
-  return f'{listed}{but}: for a large batch rather take a {word} model.'
+  word, other = ('wide', 'deep') if shape == wide else ('deep', 'wide')
+  return (
+    f'{listed}{but}: for a large batch take a {word} model '
+    f'rather than a {other} one.'
+  )
 
 
 def _carry_over(outcome: Outcome, scale: Scale) -> str:
