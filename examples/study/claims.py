@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 import functools
 import math
 import statistics
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from examples.study import render, variants
 from examples.study.contenders import ADAMW, LAMB, MERIT, PAPER
@@ -59,10 +59,17 @@ class Finding(NamedTuple):
   verdict: str
 
 
+Judge: TypeAlias = Callable[[Any, Scale], list[Finding]]
+"""Function from what an experiment found out to the claims on it."""
+
+
 def table(outcomes: Mapping[str, Any], scale: Scale) -> str:
   """Returns the claims whose experiments are complete, as a table, or ''."""
+  judges: dict[str, Judge] = {'batch-scaling': _judge_batches}
+  if tuned := variants.most_tuned(outcomes):
+    judges[tuned] = functools.partial(_judge_tuned, variants.TUNED[tuned])
   findings: list[Finding] = []
-  for name, judge in _JUDGES.items():
+  for name, judge in (judges | _JUDGES).items():
     if name in outcomes:
       findings += judge(outcomes[name], scale)
   if not findings:
@@ -335,12 +342,7 @@ def _judge_llama(outcome: llama.Outcome, scale: Scale) -> list[Finding]:
   ]
 
 
-_JUDGES = {
-  'batch-scaling': _judge_batches,
-  'sensitivity': functools.partial(_judge_tuned, 'warm-up and b1'),
-  'tuned-initialization': functools.partial(
-    _judge_tuned, 'warm-up, b1 and initial weights'
-  ),
+_JUDGES: dict[str, Judge] = {
   'attention-logits': _judge_logits,
   'ablation': _judge_parts,
   'clip-threshold': _judge_clip,

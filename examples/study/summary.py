@@ -19,13 +19,6 @@ from examples.study.experiments import (
 from examples.study.points import Point
 from examples.study.scales import Scale
 
-_TUNED = {
-  'tuned-initialization': 'learning rates, warm-up, b1 and initial weights',
-  'sensitivity': 'learning rates, warm-up and b1',
-}
-"""Experiments that the page shows the losses of, the first that is complete;
-what they choose for each optimizer and batch."""
-
 
 class Larger(NamedTuple):
   """What came out at a larger scale.
@@ -50,9 +43,10 @@ def page(
     parts.append('![The study in short](figures/summary.png)')
   if 'steps-to-loss' in outcomes:
     parts.append('![Steps to a loss](figures/steps-to-loss.png)')
-  if tuned := _most_tuned(outcomes):
+  if tuned := variants.most_tuned(outcomes):
     points = variants.judged(outcomes[tuned])
-    parts += _losses(points, scale, _TUNED[tuned])
+    chosen = f'learning rates, {variants.TUNED[tuned]}'
+    parts += _losses(points, scale, chosen)
   elif 'batch-scaling' in outcomes:
     parts += _losses(outcomes['batch-scaling'], scale, 'learning rates')
   if larger:
@@ -64,21 +58,17 @@ def page(
 
 def has_figure(outcomes: Mapping[str, Any]) -> bool:
   """Returns whether the experiments that the figure shows are complete."""
-  return bool(_most_tuned(outcomes)) and 'rate-tolerance' in outcomes
-
-
-def _most_tuned(outcomes: Mapping[str, Any]) -> str | None:
-  return next((x for x in _TUNED if x in outcomes), None)
+  return bool(variants.most_tuned(outcomes)) and 'rate-tolerance' in outcomes
 
 
 def figure(outcomes: Mapping[str, Any], scale: Scale) -> Figure:
   """Draws losses by batch, the lead over Muon, and losses by learning rate."""
   result, ((left, middle, right),) = render.panels(1, 3)
   result.set_size_inches(12, 3.8)
-  tuned = _most_tuned(outcomes)
+  tuned = variants.most_tuned(outcomes)
   points = variants.judged(outcomes[tuned])
   batch_scaling.draw_losses(left, points, scale)
-  left.set_title(f'{_TUNED[tuned]} tuned', fontsize=9)
+  left.set_title(f'tuned: rate, {variants.TUNED[tuned]}', fontsize=9)
   _draw_leads(middle, points, scale)
   _draw_rates(right, outcomes['rate-tolerance'], scale)
   for axes in (left, middle):

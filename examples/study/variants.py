@@ -1,19 +1,30 @@
 """Variants of an optimizer at a batch size: which of them is the best."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import dataclasses
 from typing import Any, NamedTuple, TypeAlias
 
 from examples.study.contenders import Contender
 from examples.study.plans import Plan, gather
 from examples.study.points import Point, find_rate, judge
-from examples.study.render import format_learning_rate, format_loss
+from examples.study.render import (
+  format_learning_rate,
+  format_loss,
+  markdown,
+)
 from examples.study.scales import Scale
 from examples.study.tuning import Tuned
 
 MARGIN = 0.005
 """Nats by which a variant may be worse at the learning rate of the best one,
 and gets its own nevertheless. (At the two largest batches all do.)"""
+
+TUNED = {
+  'weight-decay': 'warm-up, b1, initial weights and weight decay',
+  'tuned-initialization': 'warm-up, b1 and initial weights',
+  'sensitivity': 'warm-up and b1',
+}
+"""What experiments tune beside the learning rate, the most first."""
 
 Tunings: TypeAlias = dict[str, Tuned]
 """Tunings of one seed, by what is varied."""
@@ -77,6 +88,11 @@ class Ladder(NamedTuple):
       for value in self.values[max(0, i - 1) : i + 2]
     ]
     return {self.name(x): x for x in others if self.name(x) not in tunings}
+
+
+def most_tuned(outcomes: Mapping[str, Any]) -> str | None:
+  """Returns the experiment that tunes the most, of those that are complete."""
+  return next((x for x in TUNED if x in outcomes), None)
 
 
 def with_settings(contender: Contender, **settings: Any) -> Contender:
@@ -179,6 +195,16 @@ def format_tuned(tuned: Tuned) -> str:
   return f'{format_loss(tuned.loss)} ({format_learning_rate(tuned)})'
 
 
-def format_row(tunings: Tunings, names: list[str]) -> dict[str, str]:
-  """Returns a cell for each variant, empty if it was not tried."""
-  return {x: format_tuned(tunings[x]) if x in tunings else '' for x in names}
+def table(
+  outcome: Outcome, contenders: Sequence[Contender], ladder: Ladder
+) -> str:
+  """Returns what was tried of a setting, a row for each batch and contender."""
+  rows = []
+  for size in dict.fromkeys(size for _, size in outcome):
+    for contender in contenders:
+      tunings = outcome[contender.name, size].tunings
+      row = {'batch': str(size), 'optimizer': contender.name}
+      for name in ladder.names:
+        row[name] = format_tuned(tunings[name]) if name in tunings else ''
+      rows.append(row)
+  return markdown(rows)

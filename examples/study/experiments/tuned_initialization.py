@@ -12,8 +12,8 @@ from examples.study.variants import (
   Outcome,
   Varied,
   climb,
-  format_row,
   judged,
+  table,
 )
 
 TITLE = 'Initial weights tuned too'
@@ -48,23 +48,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'Loss of one seed by size, and the learning rate, which is chosen for '
       'each size (at the smaller batches only if a size is at most '
       f'{_LADDER.margin:g} worse at the rate of the best one):',
-      render.markdown(
-        [
-          _row(outcome, contender, size)
-          for size in scale.batch_sizes
-          for contender in CONTENDERS
-        ]
-      ),
+      table(outcome, CONTENDERS, _LADDER),
     ]
   )
-
-
-def _row(outcome: Outcome, contender: Contender, size: int) -> dict[str, str]:
-  tunings = outcome[contender.name, size].tunings
-  return {
-    'batch': str(size),
-    'optimizer': contender.name,
-  } | format_row(tunings, _LADDER.names)
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 
 from examples.study import render
-from examples.study.contenders import KEPT, MUON, PAPER, SIMPLER, Contender
+from examples.study.contenders import KEPT, MUON, PAPER, SIMPLER
 from examples.study.experiments import (
   batch_scaling,
   sensitivity,
@@ -15,8 +15,8 @@ from examples.study.variants import (
   Ladder,
   Outcome,
   climb,
-  format_row,
   judged,
+  table,
 )
 
 TITLE = 'Weight decay tuned too'
@@ -55,21 +55,9 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'Loss of one seed by weight decay, and the learning rate, which is '
       'chosen for each (at the smaller batches only if a weight decay is at '
       f'most {_LADDER.margin:g} worse at the rate of the best one):',
-      render.markdown(
-        [
-          _row(outcome, contender, size)
-          for size in scale.batch_sizes
-          for contender in CONTENDERS
-        ]
-      ),
+      table(outcome, CONTENDERS, _LADDER),
     ]
   )
-
-
-def _row(outcome: Outcome, contender: Contender, size: int) -> dict[str, str]:
-  tunings = outcome[contender.name, size].tunings
-  row = {'batch': str(size), 'optimizer': contender.name}
-  return row | format_row(tunings, _LADDER.names)
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
