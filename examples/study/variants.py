@@ -20,7 +20,6 @@ MARGIN = 0.005
 and gets its own nevertheless. (At the two largest batches all do.)"""
 
 TUNED = {
-  'weight-decay': 'warm-up, b1, initial weights and weight decay',
   'tuned-initialization': 'warm-up, b1 and initial weights',
   'sensitivity': 'warm-up and b1',
 }

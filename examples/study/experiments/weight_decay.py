@@ -1,9 +1,13 @@
 """Loss against batch size, with the weight decay tuned too."""
 
+import math
+from typing import NamedTuple
+
 from matplotlib.figure import Figure
 
-from examples.study import render
+from examples.study import render, variants
 from examples.study.contenders import KEPT, MUON, PAPER, SIMPLER
+from examples.study.differences import Difference, paired_difference
 from examples.study.experiments import (
   batch_scaling,
   sensitivity,
@@ -13,7 +17,6 @@ from examples.study.plans import Plan, gather
 from examples.study.scales import DECAY, Scale
 from examples.study.variants import (
   Ladder,
-  Outcome,
   climb,
   judged,
   table,
@@ -28,6 +31,18 @@ _LADDER = Ladder(
 _NAMES = {x.name for x in CONTENDERS}
 
 
+class Outcome(NamedTuple):
+  """What came out.
+
+  Attributes:
+    usual: What was tried without tuning the weight decay.
+    tuned: The same, with the contenders' weight decay tuned.
+  """
+
+  usual: variants.Outcome
+  tuned: variants.Outcome
+
+
 def plan(scale: Scale) -> Plan[Outcome]:
   """Plans to tune the weight decay at every batch."""
   usual = yield from tuned_initialization.plan(scale)
@@ -38,37 +53,86 @@ def plan(scale: Scale) -> Plan[Outcome]:
       if name in _NAMES
     }
   )
-  return usual | found
+  return Outcome(usual, usual | found)
 
 
 def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns the losses of each at its best, and by weight decay."""
+  """Returns the losses of each at its best, and what the decays change."""
   return '\n\n'.join(
     [
-      'As above, and each optimizer with the weight decay that suits it best '
+      'As above, and each optimizer with the weight decay λ that suits it best '
       f'at a batch: {", ".join(f"{x:g}" for x in _LADDER.values)}, the next '
       f'one on either side of the best so far, from {DECAY:g} on '
       f'({KEPT.name} and {SIMPLER.name}: as above, without any). Mean and '
       'standard deviation over fresh seeds:',
-      render.markdown(batch_scaling.loss_rows(judged(outcome), scale)),
-      *sensitivity.differences(outcome, scale),
+      render.markdown(batch_scaling.loss_rows(judged(outcome.tuned), scale)),
+      *sensitivity.differences(outcome.tuned, scale),
       'Loss of one seed by weight decay, and the learning rate, which is '
       'chosen for each (at the smaller batches only if a weight decay is at '
       f'most {_LADDER.margin:g} worse at the rate of the best one):',
-      table(outcome, CONTENDERS, _LADDER),
+      table(outcome.tuned, CONTENDERS, _LADDER),
+      'The λ with the lowest loss of that seed and, where it is not '
+      f'{DECAY:g}, by how much it changes the loss of fresh seeds, seed by '
+      'seed:',
+      render.markdown([_row(outcome, x.name, scale) for x in CONTENDERS]),
+      _advice(outcome),
     ]
   )
+
+
+def changes(outcome: Outcome) -> dict[tuple[str, int], Difference]:
+  """Returns what another weight decay changes, where one was chosen."""
+  return {
+    key: paired_difference(varied.point, outcome.usual[key].point)
+    for key, varied in outcome.tuned.items()
+    if varied.best is not outcome.usual[key].best
+  }
+
+
+def _row(outcome: Outcome, name: str, scale: Scale) -> dict[str, str]:
+  found = changes(outcome)
+  row = {'optimizer': name}
+  for size in scale.batch_sizes:
+    chosen = _LADDER.name(outcome.tuned[name, size].best)
+    change = f': {found[name, size]}' if (name, size) in found else ''
+    row[f'batch {size}'] = chosen + change
+  return row
+
+
+def _advice(outcome: Outcome) -> str:
+  """Returns whether another weight decay is worth its tuning."""
+  found = {
+    f'{name} at batch {size}': x for (name, size), x in changes(outcome).items()
+  }
+  gains = [f'{where} ({x})' for where, x in found.items() if x.high < 0]
+  costs = [f'{where} ({x})' for where, x in found.items() if x.low > 0]
+  if not gains:
+    seen = max((x.detectable for x in found.values()), default=math.nan)
+    text = f'No other weight decay was seen to be better than {DECAY:g}'
+    if math.isfinite(seen):
+      text += (
+        f' (a gain of {seen:.3f} would have been, and mostly a smaller one)'
+      )
+    text += ': keep it'
+  else:
+    text = f'Another weight decay than {DECAY:g} pays for {"; ".join(gains)}'
+  if costs:
+    text += (
+      f'. Chosen by one seed it can also cost: {"; ".join(costs)}. Choose it '
+      'by more than one seed, or leave it'
+    )
+  return f'{text}.'
 
 
 def figure(outcome: Outcome, scale: Scale) -> Figure:
   """Draws loss over batch, and what each weight decay changes, by batch."""
   result, (panels,) = render.panels(1, 1 + len(CONTENDERS))
   left, *others = panels
-  batch_scaling.draw_losses(left, judged(outcome), scale)
+  batch_scaling.draw_losses(left, judged(outcome.tuned), scale)
   left.set_title('all tuned, equal tokens')
   for contender, axes in zip(CONTENDERS, others, strict=True):
     for size in scale.batch_sizes:
-      tunings = outcome[contender.name, size].tunings
+      tunings = outcome.tuned[contender.name, size].tunings
       names = [x for x in _LADDER.names if x in tunings]
       usual = tunings[_LADDER.name(contender)].loss
       axes.plot(

@@ -1,12 +1,13 @@
 """The weight decay that each optimizer gets."""
 
+import dataclasses
 import functools
 import math
 
 import pytest
 
 from examples.study.contenders import ADAMW, KEPT, LAMB, MUON, SIMPLER
-from examples.study.experiments import tuned_initialization, weight_decay
+from examples.study.experiments import weight_decay
 from examples.study.plans import Result, execute
 from examples.study.scales import DECAY, SCALES
 
@@ -31,13 +32,10 @@ def _train(decayed, runs):
 
 
 @functools.cache
-def _outcomes(decayed):
-  """Returns what the plans without and with weight decay find out."""
+def _outcome(decayed):
+  """Returns what the plan finds out."""
   train = functools.partial(_train, decayed)
-  return [
-    execute(module.plan(_SCALE), train)
-    for module in (tuned_initialization, weight_decay)
-  ]
+  return execute(weight_decay.plan(_SCALE), train)
 
 
 @pytest.mark.parametrize('size', [_SCALE.batch_sizes[0], _SCALE.batch_size])
@@ -51,7 +49,7 @@ def _outcomes(decayed):
 def test_decays_are_tried_until_the_best_is_not_at_an_edge(
   size, decayed, expected, tried
 ):
-  varied = _outcomes(decayed)[1][MUON.name, size]
+  varied = _outcome(decayed).tuned[MUON.name, size]
   assert varied.best.settings['weight_decay'] == expected
   assert set(varied.tunings) == tried
   # With all else that was found to be the best.
@@ -61,23 +59,52 @@ def test_decays_are_tried_until_the_best_is_not_at_an_edge(
 
 @pytest.mark.parametrize('size', [_SCALE.batch_sizes[0], _SCALE.batch_size])
 def test_fresh_seeds_judge_a_decay_and_the_usual_one_keeps_its_point(size):
-  before, after = _outcomes(0.1)
-  gain = before[LAMB.name, size].point.mean - after[LAMB.name, size].point.mean
-  assert gain == pytest.approx(0.2)
-  assert len(after[LAMB.name, size].point.losses) == _SCALE.seeds_at(size)
-  before, after = _outcomes(0.0)
-  assert after[ADAMW.name, size].point is not None
-  assert after[ADAMW.name, size].point == before[ADAMW.name, size].point
+  outcome = _outcome(0.1)
+  change = weight_decay.changes(outcome)[LAMB.name, size]
+  assert change.mean == pytest.approx(-0.2)
+  losses = outcome.tuned[LAMB.name, size].point.losses
+  assert len(losses) == _SCALE.seeds_at(size)
+  outcome = _outcome(0.0)
+  assert (ADAMW.name, size) not in weight_decay.changes(outcome)
+  assert outcome.tuned[ADAMW.name, size].point == (
+    outcome.usual[ADAMW.name, size].point
+  )
 
 
 def test_where_norms_are_kept_nothing_decays():
-  before, after = _outcomes(0.1)
+  outcome = _outcome(0.1)
   for contender in (KEPT, SIMPLER):
-    assert after[contender.name, 128] == before[contender.name, 128]
+    key = contender.name, 128
+    assert outcome.tuned[key] == outcome.usual[key]
+    assert outcome.tuned[key].point.losses
+
+
+def test_the_advice_follows_fresh_seeds():
+  def advice(outcome):
+    return weight_decay.section(outcome, _SCALE).split('\n\n')[-1]
+
+  pays = _outcome(0.1)
+  assert advice(pays).startswith(
+    'Another weight decay than 0.01 pays for AdamW'
+  )
+  assert 'cost' not in advice(pays)
+  assert advice(_outcome(0.0)) == (
+    'No other weight decay was seen to be better than 0.01: keep it.'
+  )
+  key = MUON.name, 128
+  worse = pays.usual[key].point
+  point = dataclasses.replace(
+    worse, losses=tuple(x + 0.1 + 0.001 * i for i, x in enumerate(worse.losses))
+  )
+  varied = pays.tuned[key]._replace(point=point)
+  chosen = pays._replace(tuned=pays.usual | {key: varied})
+  assert 'keep it. Chosen by one seed it can also cost: Muon at batch 128' in (
+    advice(chosen)
+  )
 
 
 def test_the_section_has_a_row_for_each_optimizer_and_batch():
-  outcome = _outcomes(0.1)[1]
+  outcome = _outcome(0.1)
   text = weight_decay.section(outcome, _SCALE)
   rows = [x for x in text.splitlines() if x.startswith('| 128 | ')]
   assert len(rows) == len(weight_decay.CONTENDERS)
