@@ -107,12 +107,10 @@ def _advice(outcome: Outcome) -> str:
   gains = [f'{where} ({x})' for where, x in found.items() if x.high < 0]
   costs = [f'{where} ({x})' for where, x in found.items() if x.low > 0]
   if not gains:
-    seen = max((x.detectable for x in found.values()), default=math.nan)
+    seen = [x.detectable for x in found.values() if math.isfinite(x.detectable)]
     text = f'No other weight decay was seen to be better than {DECAY:g}'
-    if math.isfinite(seen):
-      text += (
-        f' (a gain of {seen:.3f} would have been, and mostly a smaller one)'
-      )
+    if seen:
+      text += f' ({min(seen):.3f} to {max(seen):.3f} would have been seen)'
     text += ': keep it'
   else:
     text = f'Another weight decay than {DECAY:g} pays for {"; ".join(gains)}'
