@@ -55,14 +55,14 @@ class Ladder(NamedTuple):
     values: The values, the smallest first.
     usual: The one of contenders that do not say.
     form: How a value is written, as for :meth:`str.format`.
-    margin: As ``MARGIN``; more, where another value wants another rate.
+    margin: As ``MARGIN``, for these values.
   """
 
   setting: str
   values: tuple[float, ...]
   usual: float
   form: str
-  margin: float = MARGIN
+  margin: float
 
   @property
   def names(self) -> list[str]:
