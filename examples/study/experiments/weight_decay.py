@@ -7,7 +7,11 @@ from matplotlib.figure import Figure
 
 from examples.study import render, variants
 from examples.study.contenders import KEPT, MUON, PAPER, SIMPLER
-from examples.study.differences import Difference, paired_difference
+from examples.study.differences import (
+  Difference,
+  contrast_samples,
+  paired_difference,
+)
 from examples.study.experiments import (
   batch_scaling,
   sensitivity,
@@ -75,6 +79,7 @@ def section(outcome: Outcome, scale: Scale) -> str:
       f'{DECAY:g}, by how much it changes the loss of fresh seeds, seed by '
       'seed:',
       render.markdown([_row(outcome, x.name, scale) for x in CONTENDERS]),
+      *(f'{where}: {x} in the mean.' for where, x in pooled(outcome).items()),
       _advice(outcome),
     ]
   )
@@ -89,6 +94,31 @@ def changes(outcome: Outcome) -> dict[tuple[str, int], Difference]:
   }
 
 
+def pooled(outcome: Outcome) -> dict[str, Difference]:
+  """Returns the mean change of a weight decay chosen at several batches."""
+  sizes: dict[tuple[str, str], list[int]] = {}
+  for name, size in changes(outcome):
+    decay = _LADDER.name(outcome.tuned[name, size].best)
+    sizes.setdefault((name, decay), []).append(size)
+  return {
+    f'{name}, {decay}, batches {", ".join(map(str, x))}': contrast_samples(
+      [[y for size in x for y in _by_seed(outcome, (name, size))]], []
+    )
+    for (name, decay), x in sizes.items()
+    if len(x) > 1
+  }
+
+
+def _by_seed(outcome: Outcome, key: tuple[str, int]) -> list[float]:
+  """Returns the change of each fresh seed."""
+  pairs = zip(
+    outcome.tuned[key].point.losses,
+    outcome.usual[key].point.losses,
+    strict=True,
+  )
+  return [one - other for one, other in pairs]
+
+
 def _row(outcome: Outcome, name: str, scale: Scale) -> dict[str, str]:
   found = changes(outcome)
   row = {'optimizer': name}
@@ -101,23 +131,30 @@ def _row(outcome: Outcome, name: str, scale: Scale) -> dict[str, str]:
 
 def _advice(outcome: Outcome) -> str:
   """Returns whether another weight decay is worth its tuning."""
-  found = {
-    f'{name} at batch {size}': x for (name, size), x in changes(outcome).items()
-  }
-  gains = [f'{where} ({x})' for where, x in found.items() if x.high < 0]
-  costs = [f'{where} ({x})' for where, x in found.items() if x.low > 0]
-  if not gains:
-    seen = [x.detectable for x in found.values() if math.isfinite(x.detectable)]
-    text = f'No other weight decay was seen to be better than {DECAY:g}'
-    if seen:
-      text += f' ({min(seen):.3f} to {max(seen):.3f} would have been seen)'
-    text += ': keep it'
-  else:
+  alone = {f'{x}, batch {size}': y for (x, size), y in changes(outcome).items()}
+  found = alone | pooled(outcome)
+  known = {where: x for where, x in found.items() if not math.isnan(x.high)}
+  if found and not known:
+    return (
+      f'Whether another weight decay than {DECAY:g} is better is not known: '
+      'seeds diverged, or are too few.'
+    )
+  gains = [f'{where} ({x})' for where, x in known.items() if x.high < 0]
+  costs = [f'{where} ({x})' for where, x in known.items() if x.low > 0]
+  if gains:
     text = f'Another weight decay than {DECAY:g} pays for {"; ".join(gains)}'
+  else:
+    text = f'No other weight decay was seen to be better than {DECAY:g}'
+  limits = [x.detectable for x in known.values() if x.low <= 0 <= x.high]
+  if limits:
+    text += (
+      f'. Where none was seen, changes of {min(limits):.3f} to '
+      f'{max(limits):.3f} would have been'
+    )
   if costs:
     text += (
       f'. Chosen by one seed it can also cost: {"; ".join(costs)}. Choose it '
-      'by more than one seed, or leave it'
+      f'by more than one seed, or take {DECAY:g}'
     )
   return f'{text}.'
 

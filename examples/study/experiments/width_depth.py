@@ -12,6 +12,7 @@ from examples.study.contenders import ADAMW, KEPT, MERIT, MUON
 from examples.study.differences import (
   Difference,
   contrast,
+  difference,
   leaders,
   paired_difference,
 )
@@ -236,6 +237,7 @@ def _lowest(outcome: Outcome, size: int, scale: Scale) -> str:
 def _advice(outcome: Outcome, scale: Scale) -> str:
   """Returns which shape to take for a large batch."""
   wide, _, deep = shapes(scale)
+  small, large = _sizes(scale)
   found = {x.name: _change(outcome, x.name, scale) for x in CONTENDERS}
   by_shape = {
     wide: [name for name, x in found.items() if x.low > 0],
@@ -252,16 +254,27 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
       'for other reasons than the batch.'
     )
   listed = '; '.join(
-    f'{shape} loses less at the large batch with {", ".join(names)}'
+    f'From batch {small} to {large} the loss of {shape} rises less with '
+    + ' and '.join(names)
     for shape, names in seen.items()
   )
   if len(seen) > 1:
-    return f'{listed}{but}: the better shape depends on the optimizer.'
-  (shape,) = seen
+    return f'{listed}{but}: the more tolerant shape depends on the optimizer.'
+  ((shape, names),) = seen.items()
   word, other = ('wide', 'deep') if shape == wide else ('deep', 'wide')
+  rival = deep if shape == wide else wide
+  points = outcome.points
+  if all(
+    difference(points[shape, x, large], points[rival, x, large]).high < 0
+    for x in names
+  ):
+    return (
+      f'{listed}{but}, and is lower at {large}: for a large batch take a '
+      f'{word} model rather than a {other} one.'
+    )
   return (
-    f'{listed}{but}: for a large batch take a {word} model '
-    f'rather than a {other} one.'
+    f'{listed}{but}, but is not lower at {large} with each: take the shape '
+    'with the lower loss there.'
   )
 
 
