@@ -103,7 +103,7 @@ def test_an_order_that_turns_is_told(turned, words):
   ('costs', 'words'),
   [
     ({}, 'No difference between wide and deep was seen'),
-    ({1: 0.1}, 'loss of 12 × 32 rises less with AdamW and MERIT and Muon'),
+    ({1: 0.1}, 'loss of 12 × 32 rises less (with AdamW; MERIT; Muon; Muon'),
     ({1: 0.1}, 'take a deep model rather than a wide one'),
     ({12: 0.1}, 'take a wide model rather than a deep one'),
     ({1: math.inf, 3: math.inf, 12: math.inf}, 'nothing is known'),
@@ -126,7 +126,7 @@ def test_a_shape_whose_loss_rises_less_but_is_higher_is_not_taken():
     return {1: 0.5, 3: rise, 12: rise}[run.config.num_layers]
 
   section = width_depth.section(_outcome(width_depth, excess), _SCALE)
-  assert 'the loss of 1 × 112 rises less with' in section
+  assert 'the loss of 1 × 112 rises less (with' in section
   assert 'but is not lower at 256' in section
   assert 'take a wide model' not in section
 

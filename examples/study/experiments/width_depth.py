@@ -254,8 +254,9 @@ def _advice(outcome: Outcome, scale: Scale) -> str:
       'for other reasons than the batch.'
     )
   listed = '; '.join(
-    f'From batch {small} to {large} the loss of {shape} rises less with '
-    + ' and '.join(names)
+    f'From batch {small} to {large} the loss of {shape} rises less (with '
+    + '; '.join(names)
+    + ')'
     for shape, names in seen.items()
   )
   if len(seen) > 1:
