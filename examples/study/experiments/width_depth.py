@@ -299,7 +299,8 @@ def _carry_over(outcome: Outcome, scale: Scale) -> str:
   text = (
     f'At batch {large} the rates of {usual} cost other shapes '
     f'{statistics.mean(means):.3f} nats on the mean of {len(costs)} cases, by '
-    f'the same fresh seeds, and the most for {where} ({most})'
+    f'the same fresh seeds, {min(means):+.3f} at the least, and the most for '
+    f'{where} ({most})'
   )
   if any(x.low > _SMALL for x in costs.values()):
     return f'{text}: choose the rate again for another shape.'
