@@ -1,5 +1,6 @@
 """Loss against batch size, with the weight decay tuned too."""
 
+from collections.abc import Mapping
 import math
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ def plan(scale: Scale) -> Plan[Outcome]:
 
 def section(outcome: Outcome, scale: Scale) -> str:
   """Returns the losses of each at its best, and what the decays change."""
+  alone, together = changes(outcome), pooled(outcome)
   return '\n\n'.join(
     [
       'As above, and each optimizer with the weight decay λ that suits it best '
@@ -78,9 +80,14 @@ def section(outcome: Outcome, scale: Scale) -> str:
       'The λ with the lowest loss of that seed and, where it is not '
       f'{DECAY:g}, by how much it changes the loss of fresh seeds, seed by '
       'seed:',
-      render.markdown([_row(outcome, x.name, scale) for x in CONTENDERS]),
-      *(f'{where}: {x} in the mean.' for where, x in pooled(outcome).items()),
-      _advice(outcome),
+      render.markdown(
+        [_row(outcome, alone, x.name, scale) for x in CONTENDERS]
+      ),
+      *(f'{where}: {x} in the mean.' for where, x in together.items()),
+      _advice(
+        {f'{name}, batch {size}': x for (name, size), x in alone.items()}
+        | together
+      ),
     ]
   )
 
@@ -119,8 +126,12 @@ def _by_seed(outcome: Outcome, key: tuple[str, int]) -> list[float]:
   return [one - other for one, other in pairs]
 
 
-def _row(outcome: Outcome, name: str, scale: Scale) -> dict[str, str]:
-  found = changes(outcome)
+def _row(
+  outcome: Outcome,
+  found: Mapping[tuple[str, int], Difference],
+  name: str,
+  scale: Scale,
+) -> dict[str, str]:
   row = {'optimizer': name}
   for size in scale.batch_sizes:
     chosen = _LADDER.name(outcome.tuned[name, size].best)
@@ -129,10 +140,8 @@ def _row(outcome: Outcome, name: str, scale: Scale) -> dict[str, str]:
   return row
 
 
-def _advice(outcome: Outcome) -> str:
+def _advice(found: Mapping[str, Difference]) -> str:
   """Returns whether another weight decay is worth its tuning."""
-  alone = {f'{x}, batch {size}': y for (x, size), y in changes(outcome).items()}
-  found = alone | pooled(outcome)
   known = {where: x for where, x in found.items() if not math.isnan(x.high)}
   if found and not known:
     return (
