@@ -117,6 +117,19 @@ def devices(name: str) -> list[jax.Device]:
   return list(topology.devices)
 
 
+def float32_flops(kind: str) -> float | None:
+  """Returns the peak FLOP/s in float32, of a GPU as jax names it.
+
+  None if it is none of those that can be compiled for. Tensor cores do not
+  multiply float32; each of the other units multiplies and adds once a cycle,
+  which gives the 19.5, 67 and 75 TFLOP/s of the data sheets.
+  """
+  for gpu in _GPUS.values():
+    if gpu.name == kind:
+      return 2e9 * gpu.clock * gpu.cores * gpu.float32_units
+  return None
+
+
 def missing() -> list[str]:
   """Returns the libraries that are needed and not installed."""
   return [x for x in _LIBRARIES if not _is_installed(x)]

@@ -29,6 +29,7 @@ class Array(NamedTuple):
   shape: tuple[int, ...]
   bytes: int  # Of its elements, without padding.
   in_hbm: bool  # Whether it lies in a device's main memory.
+  dtype: str  # Of its elements, such as 'bf16'.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,7 +74,7 @@ def _array(dtype: str, sizes: str, layout: str) -> Array:
   bits = 8 * (dtype == 'pred') if digits is None else int(digits[0])
   # Memory spaces other than 0 are on the chip.
   in_hbm = re.search(r'S\([1-9]\d*\)', layout) is None
-  return Array(shape, math.prod(shape) * bits // 8, in_hbm)
+  return Array(shape, math.prod(shape) * bits // 8, in_hbm, dtype)
 
 
 def walk(

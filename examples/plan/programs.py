@@ -1,5 +1,7 @@
 """The training step, and its update alone, compiled and measured for a mesh."""
 
+from collections.abc import Sequence
+import functools
 from typing import Any
 
 import jax
@@ -10,8 +12,11 @@ from examples.gpt2.devices import hardware
 from examples.gpt2.devices.chips import Chip
 from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
-from examples.plan import hlo, roofline
+from examples.plan import flops, hlo, roofline
 from examples.plan.collectives import by_kind, collectives
+from examples.plan.flops import Product
+from examples.plan.hlo import Computation
+from examples.plan.passes import bfloat16_flops
 from examples.plan.traffic import hbm_bytes
 
 _DAY = 86400
@@ -20,6 +25,7 @@ _SETTINGS = (
   'micro_batch_size', 'steps',
 )  # fmt: skip
 _LEAST_EFFORT = {'exec_time_optimization_effort': -1.0}
+_DTYPES = {'float32': 'f32', 'bfloat16': 'bf16'}
 
 
 def compile_step(
@@ -32,13 +38,20 @@ def compile_step(
     return lowered.compile(compiler_options=_LEAST_EFFORT if quick else None)
 
 
-def compile_update(trainer: Trainer) -> jax.stages.Compiled:
-  """Compiles the optimizer's part of a step: the update and its application."""
+def lower_update(trainer: Trainer) -> jax.stages.Lowered:
+  """Lowers the optimizer's part of a step: the update and its application."""
   model, shapes = trainer.model_config, trainer.shapes
   # Only QK-clip reads it.
   logits = jax.ShapeDtypeStruct((model.num_layers, model.num_heads), 'float32')
   with jax.set_mesh(trainer.mesh):
-    return trainer.update.lower(shapes, shapes.params, logits).compile()
+    return trainer.update.lower(shapes, shapes.params, logits)
+
+
+# The step wants its products, and then it is measured itself.
+@functools.lru_cache(maxsize=1)
+def compile_update(trainer: Trainer) -> jax.stages.Compiled:
+  """Compiles the optimizer's part of a step: the update and its application."""
+  return lower_update(trainer).compile()
 
 
 def measure_step(
@@ -49,14 +62,12 @@ def measure_step(
   Returns JSON values, for :mod:`examples.plan.report`.
   """
   compiled = compile_step(config, trainer, quick=quick)
-  model, devices = trainer.model_config, trainer.mesh.devices
   tokens = config.batch_size * config.context_length
   per_token = trainer.flops_per_token
-  again = roofline.recomputed_flops(model, per_token)
-  flops = tokens * (per_token + again) / devices.size
-  step = _measure(compiled, trainer, chip, flops)
+  products = [_model_product(config, trainer), *_update_products(trainer)]
+  step = _measure(_parse(compiled), trainer, chip, products)
   speed = tokens / step['seconds']
-  peak = chip.flops * devices.size
+  peak = chip.flops * trainer.mesh.size
   return {
     **{name: getattr(config, name) for name in _SETTINGS},
     'mesh': ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items()),
@@ -72,24 +83,55 @@ def measure_step(
 
 def measure_update(trainer: Trainer, chip: Chip) -> dict[str, Any]:
   """Compiles and measures the optimizer's update alone, as JSON values."""
-  # Its arithmetic is next to nothing, and not of matrix products.
-  return _measure(compile_update(trainer), trainer, chip, flops=0.0)
+  program = _parse(compile_update(trainer))
+  return _measure(program, trainer, chip, flops.products(program))
+
+
+def _model_product(config: Config, trainer: Trainer) -> Product:
+  """Returns the products of forward and backward pass as if they were one.
+
+  They are known from the model, and kernels written by hand hide some of them.
+  """
+  per_token = trainer.flops_per_token
+  again = roofline.recomputed_flops(trainer.model_config, per_token)
+  tokens = config.batch_size * config.context_length / trainer.mesh.size
+  return Product(
+    flops=tokens * (per_token + again),
+    executions=1,
+    dtypes=(_DTYPES[config.dtype],) * 2,
+    precision=('default',) * 2,
+  )
+
+
+def _update_products(trainer: Trainer) -> list[Product]:
+  """Returns the matrix products of the update, as compiled."""
+  # No compiler adds one, so without any there is nothing to wait for.
+  if 'dot_general' not in lower_update(trainer).as_text():
+    return []
+  return flops.products(_parse(compile_update(trainer)))
+
+
+def _parse(compiled: jax.stages.Compiled) -> Computation:
+  return hlo.parse(compiled.as_text())
 
 
 def _measure(
-  compiled: jax.stages.Compiled, trainer: Trainer, chip: Chip, flops: float
+  program: Computation,
+  trainer: Trainer,
+  chip: Chip,
+  products: Sequence[Product],
 ) -> dict[str, Any]:
   """Returns what a program computes, moves and sends, and its roofline."""
-  program = hlo.parse(compiled.as_text())
+  devices = list(trainer.mesh.devices.flat)
+  cost = bfloat16_flops(products, chip, devices[0].device_kind)
   moved, found = hbm_bytes(program), collectives(program)
   found.sort(key=lambda x: x.sent_bytes, reverse=True)
   return {
-    'flops': flops,
+    'flops': flops.total_flops(products),
+    'bfloat16_flops': cost,
     'hbm_bytes': moved,
     'sent_bytes': sum(x.sent_bytes for x in found),
-    **roofline.estimate(
-      chip, list(trainer.mesh.devices.flat), flops, moved, found
-    ),
+    **roofline.estimate(chip, devices, cost, moved, found),
     'collectives': by_kind(found),
     'largest_collectives': [
       x._asdict() | {'group': len(x.group) or 2, 'sent_bytes': x.sent_bytes}

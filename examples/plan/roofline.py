@@ -2,7 +2,9 @@
 
 Three times are taken as if each kind of work ran alone and at its peak:
 
-- compute: FLOPs of matrix products, recomputed ones too, in bfloat16;
+- compute: FLOPs of matrix products, recomputed ones and those of the optimizer
+  too, at the peak in bfloat16; a product that takes several passes, or runs at
+  another rate, counts as several (:mod:`examples.plan.passes`);
 - memory: bytes to and from main memory;
 - network: for each collective the bytes that the ring algorithm has a device
   send. Of TPUs, over a link in two directions for each axis of the torus along
@@ -32,7 +34,7 @@ from examples.plan.collectives import Collective
 def estimate(
   chip: Chip,
   devices: Sequence[jax.Device],
-  flops: float,
+  bfloat16_flops: float,
   hbm_bytes: float,
   collectives: Sequence[Collective],
 ) -> dict[str, Any]:
@@ -46,7 +48,7 @@ def estimate(
     _seconds_of_tpus if math.isnan(chip.network_bandwidth) else _seconds_of_gpus
   )
   times = {
-    'compute_seconds': flops / chip.flops,
+    'compute_seconds': bfloat16_flops / chip.flops,
     'memory_seconds': hbm_bytes / chip.hbm_bandwidth,
     'network_seconds': sum(seconds(chip, devices, x) for x in collectives),
   }

@@ -105,6 +105,36 @@ def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
 
 
 @pytest.mark.usefixtures('emulated_slice')
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_products_of_the_update_are_part_of_the_step(
+  dtype: str, tmp_path: Path, capsys
+):
+  out = tmp_path / 'plan.json'
+  plan.main(
+    [*_TINY, '--mesh', 'fsdp=2', '--optimizer', 'muon', '--dtype', dtype]
+    + ['--out', str(out)]
+  )
+  results = json.loads(out.read_text())
+  update = results['update']
+  # Five iterations for four matrices, 16 rows or columns each, of two layers.
+  products = 2 * 16**2 * (48 + 16 + 64 + 64) + 4 * 16**3
+  products *= 2 * 5
+  # The two devices share them, or both do the same.
+  assert products <= update['flops'] <= 2 * products
+  assert results['flops'] == results['model_flops'] / 2 + update['flops']
+  for x in (results, update):
+    assert x['bfloat16_flops'] == x['flops']
+    assert x['compute_seconds'] == pytest.approx(x['flops'] / 1e12)
+  assert re.search(r'bfloat16 flops +\S+ +\d', capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures('emulated_slice')
+def test_an_update_without_products_is_not_compiled_for_the_step(monkeypatch):
+  monkeypatch.setattr(programs, 'compile_update', None)
+  plan.main([*_TINY, '--sweep', '--remat', 'full'])
+
+
+@pytest.mark.usefixtures('emulated_slice')
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [

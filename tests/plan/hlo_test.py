@@ -133,7 +133,7 @@ def test_types_and_operands_are_read():
   instructions = {x.opcode: x for x, _ in hlo.walk(_program(_NESTED))}
   found = instructions['all-reduce']
   assert [x.opcode for x in found.operands] == ['get-tuple-element']
-  assert found.arrays == [hlo.Array((4, 6), bytes=48, in_hbm=False)]
+  assert found.arrays == [hlo.Array((4, 6), 48, False, 'bf16')]
   start = instructions['all-gather-start']
   assert [x.shape for x in start.arrays] == [(4, 6), (8, 6)]
   assert all(x.in_hbm for x in start.arrays)
