@@ -1,21 +1,16 @@
 """Trust ratios, weight-wise, row-wise and column-wise, for any direction."""
 
 from collections.abc import Collection, Iterable
+import functools
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._calibration import Ratios, scale_by_relative_ratios
 from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
-from merit_optax._norms import (
-  RATIOS,
-  Norm,
-  l2_norm,
-  largest_ratio,
-  max_norm,
-  trust_ratios,
-)
+from merit_optax._norms import RATIOS, Norm, l2_norm, max_norm, trust_ratios
 from merit_optax._per_parameter import per_parameter
 
 
@@ -25,6 +20,8 @@ def scale_by_max_norm_trust_ratio(
   eps: jax.typing.ArrayLike = 0.0,
   *,
   ratios: Collection[str] = RATIOS,
+  min_ratio: jax.typing.ArrayLike | None = None,
+  max_ratio: jax.typing.ArrayLike | None = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
   r"""Scales every element by the largest of its max-norm trust ratios.
@@ -48,6 +45,11 @@ def scale_by_max_norm_trust_ratio(
   With ``min_norm`` :math:`\mu`, ``trust_coefficient`` :math:`\kappa` and
   ``eps`` :math:`\varepsilon`, each ratio of two norms is
   :math:`\kappa \max(\|w\|, \mu) / (\max(\|z\|, \mu) + \varepsilon)`.
+
+  ``min_ratio`` and ``max_ratio`` bound the largest ratio, by which elements are
+  multiplied. With a lower bound there is no fallback to 1: where a norm is
+  zero, the ratio is ``min_ratio``, which is what it is where the norm of the
+  weights is nearly zero.
 
   ``weight_dimension_numbers`` specifies which axes are rows and columns, with
   the specs of :func:`optax.contrib.muon`. Axes that a spec does not name are
@@ -80,6 +82,9 @@ def scale_by_max_norm_trust_ratio(
     eps: Added to the norm of the update, >= 0.
     ratios: Which ratios take part in the maximum: one or more of ``'weight'``,
       ``'row'`` and ``'column'``.
+    min_ratio: Lower bound of the largest ratio, > 0; ``None`` for none.
+    max_ratio: Upper bound of the largest ratio, > 0 and at least ``min_ratio``;
+      ``None`` for none.
     weight_dimension_numbers: A spec for all parameters
       (:class:`optax.contrib.MuonDimensionNumbers`), a tree of specs with the
       structure of the parameters or a prefix of it, or a function from
@@ -116,7 +121,14 @@ def scale_by_max_norm_trust_ratio(
     Algorithm 1. The fallback to 1 is that of the authors' code.
   """
   return _scale_by_trust_ratio(
-    max_norm, min_norm, trust_coefficient, eps, ratios, weight_dimension_numbers
+    max_norm,
+    min_norm,
+    trust_coefficient,
+    eps,
+    ratios,
+    min_ratio,
+    max_ratio,
+    weight_dimension_numbers,
   )
 
 
@@ -126,6 +138,9 @@ def scale_by_l2_norm_trust_ratio(
   eps: jax.typing.ArrayLike = 0.0,
   *,
   ratios: Collection[str] = ('weight',),
+  min_ratio: jax.typing.ArrayLike | None = None,
+  max_ratio: jax.typing.ArrayLike | None = None,
+  calibrate: bool = False,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
   r"""Scales every element by the largest of its l2 trust ratios.
@@ -140,8 +155,19 @@ def scale_by_l2_norm_trust_ratio(
   :func:`optax.scale_by_trust_ratio`, which takes one norm over a whole stack of
   layers, experts or heads, this transform gives each matrix of a parameter the
   update that it would get on its own. ``ratios`` can add the ratios of rows and
-  columns to the maximum. Arguments, fallback and batch axes are those of
-  :func:`merit_optax.scale_by_max_norm_trust_ratio`.
+  columns to the maximum. Arguments, fallback, bounds and batch axes are those
+  of :func:`merit_optax.scale_by_max_norm_trust_ratio`.
+
+  With ``calibrate``, every ratio is divided by its own value at the first step,
+  as in OrScale-LM. It therefore starts at 1, and the learning rate means at
+  first what it means without the ratio. (``trust_coefficient`` cancels.)
+
+  - The first step is that of each matrix: the first at which its update is
+    finite and has a direction of its own. One that consists of weight decay to
+    99 % or more, or is zero, has none: the gradient of a layer is zero as long
+    as the layers after it are. Until then the ratio is 1.
+  - The ratio of a matrix that is zero at that step stays at 1, because there is
+    no size to compare with. ``min_norm`` provides one.
 
   Unlike a maximum, a sum depends on the order of its terms, so the last bits of
   an update differ between meshes. Elements below about 1e-19 count as zero in a
@@ -154,13 +180,19 @@ def scale_by_l2_norm_trust_ratio(
     eps: Added to the norm of the update, >= 0.
     ratios: Which ratios take part in the maximum: one or more of ``'weight'``,
       ``'row'`` and ``'column'``.
+    min_ratio: Lower bound of the largest ratio, > 0; ``None`` for none.
+    max_ratio: Upper bound of the largest ratio, > 0 and at least ``min_ratio``;
+      ``None`` for none.
+    calibrate: Whether to divide each ratio by that of its first step.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
 
   Returns:
-    A stateless :class:`optax.GradientTransformation`, whose ``update`` needs
-    ``params``. Ratios are computed in float32 or wider; updates have the dtype
-    to which update and parameter promote.
+    A :class:`optax.GradientTransformation`, whose ``update`` needs ``params``.
+    It is stateless unless it calibrates: then its state holds the first ratios
+    of all parameters in one array of shape (ratios,) and dtype float32. Ratios
+    are computed in float32 or wider; updates have the dtype to which update and
+    parameter promote.
 
   Raises:
     ValueError: If an argument is out of range; by ``init`` and ``update`` if a
@@ -185,9 +217,21 @@ def scale_by_l2_norm_trust_ratio(
   References:
     You et al., `Large Batch Optimization for Deep Learning: Training BERT in
     76 minutes <https://arxiv.org/abs/1904.00962>`_, 2019.
+
+    Lou and You, `OrScale: Orthogonalised Optimization with Layer-Wise
+    Trust-Ratio Scaling <https://arxiv.org/abs/2605.07815>`_, 2026, for the
+    bounds and the calibration.
   """
   return _scale_by_trust_ratio(
-    l2_norm, min_norm, trust_coefficient, eps, ratios, weight_dimension_numbers
+    l2_norm,
+    min_norm,
+    trust_coefficient,
+    eps,
+    ratios,
+    min_ratio,
+    max_ratio,
+    weight_dimension_numbers,
+    calibrate,
   )
 
 
@@ -197,7 +241,10 @@ def _scale_by_trust_ratio(
   trust_coefficient: jax.typing.ArrayLike,
   eps: jax.typing.ArrayLike,
   ratios: Collection[str],
+  min_ratio: jax.typing.ArrayLike | None,
+  max_ratio: jax.typing.ArrayLike | None,
   weight_dimension_numbers: WeightDimensionNumbers,
+  calibrate: bool = False,
 ) -> optax.GradientTransformation:
   """Scales by the largest trust ratio in some norm."""
   min_norm = _arguments.at_least_zero('min_norm', min_norm)
@@ -206,15 +253,65 @@ def _scale_by_trust_ratio(
   )
   eps = _arguments.at_least_zero('eps', eps)
   ratios = check_ratios(ratios)
+  min_ratio, max_ratio = _check_bounds(min_ratio, max_ratio)
 
-  def scale(update: jax.Array, param: jax.Array, axes: MatrixAxes) -> jax.Array:
-    parts = trust_ratios(
+  def ratios_of(
+    update: jax.Array, param: jax.Array, axes: MatrixAxes
+  ) -> Ratios:
+    return trust_ratios(
       update, param, axes, ratios, min_norm, trust_coefficient, eps, norm
     )
-    dtype = jnp.promote_types(update.dtype, param.dtype)
-    return (largest_ratio(parts.values()) * update).astype(dtype)
 
-  return per_parameter(scale, weight_dimension_numbers)
+  def scale(update: jax.Array, param: jax.Array, parts: Ratios) -> jax.Array:
+    dtype = jnp.promote_types(update.dtype, param.dtype)
+    ratio = _largest_ratio_within(parts.values(), min_ratio, max_ratio)
+    return (ratio * update).astype(dtype)
+
+  if calibrate:
+    return scale_by_relative_ratios(
+      ratios_of, scale, norm, weight_dimension_numbers
+    )
+  return per_parameter(
+    lambda update, param, axes: scale(
+      update, param, ratios_of(update, param, axes)
+    ),
+    weight_dimension_numbers,
+  )
+
+
+def _largest_ratio_within(
+  ratios: Iterable[jax.Array],
+  min_ratio: jax.typing.ArrayLike | None,
+  max_ratio: jax.typing.ArrayLike | None,
+) -> jax.Array:
+  """Returns the largest of the ratios, if none is infinite, within bounds."""
+  ratio = functools.reduce(jnp.maximum, ratios)
+  # An infinite ratio has a norm that is zero. That of the update may have any
+  # ratio, since there is nothing to multiply.
+  without_norm = 1 if min_ratio is None else min_ratio
+  return jnp.clip(
+    jnp.where(ratio == jnp.inf, without_norm, ratio), min_ratio, max_ratio
+  )
+
+
+def _check_bounds(
+  min_ratio: jax.typing.ArrayLike | None,
+  max_ratio: jax.typing.ArrayLike | None,
+) -> tuple[jax.typing.ArrayLike | None, jax.typing.ArrayLike | None]:
+  """Returns the bounds of the ratio, checked to be in order."""
+  least = 0.0
+  if min_ratio is not None:
+    min_ratio = _arguments.above_zero('min_ratio', min_ratio)
+    if not isinstance(min_ratio, jax.core.Tracer):
+      least = float(jax.device_get(min_ratio))
+  if max_ratio is not None:
+    max_ratio = _arguments.number(
+      'max_ratio',
+      max_ratio,
+      'a finite number > 0 that is not below min_ratio',
+      lambda x: x > 0 and x >= least,
+    )
+  return min_ratio, max_ratio
 
 
 def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
