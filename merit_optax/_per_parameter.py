@@ -45,3 +45,30 @@ def per_parameter(
     return jax.tree.map(change, updates, params, axes), state
 
   return optax.GradientTransformation(init_fn, update_fn)
+
+
+def per_update(
+  change: Callable[[jax.Array, MatrixAxes], jax.Array],
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+  """Returns the transform that changes each update without its parameter.
+
+  Args:
+    change: Function from update and axes of its matrices to an update.
+    weight_dimension_numbers: As the user gave them.
+  """
+
+  def init_fn(params: optax.Params) -> optax.EmptyState:
+    check_params(weight_dimension_numbers, params)
+    return optax.EmptyState()
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.EmptyState,
+    params: optax.Params | None = None,
+  ) -> tuple[optax.Updates, optax.EmptyState]:
+    del params
+    axes = matrix_axes(weight_dimension_numbers, updates)
+    return jax.tree.map(change, updates, axes), state
+
+  return optax.GradientTransformation(init_fn, update_fn)
