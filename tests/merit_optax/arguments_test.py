@@ -41,7 +41,16 @@ _ratio = merit_optax.scale_by_max_norm_trust_ratio
 _clip = merit_optax.elementwise_clip
 _l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
 _keep = merit_optax.keep_matrix_norms
+_acceleration = merit_optax.add_acceleration
 _HEADS = {'q': merit_optax.AttentionHeads(-2)}
+
+
+def _lmo(**kwargs):
+  return merit_optax.scale_by_lmo(**{'norm': 'row', **kwargs})
+
+
+def _shape(**kwargs):
+  return merit_optax.scale_by_shape(**{'factor': max, **kwargs})
 
 
 def _qk_clip(**kwargs):
@@ -72,6 +81,9 @@ _FUNCTIONS = {
   'scale_by_l2_norm_trust_ratio': _l2_ratio,
   'elementwise_clip': _clip,
   'keep_matrix_norms': _keep,
+  'add_acceleration': _acceleration,
+  'scale_by_lmo': _lmo,
+  'scale_by_shape': _shape,
   'qk_clip': _qk_clip,
   'attention_statistics': _attention,
   'flax_dimension_numbers': _flax,
@@ -90,6 +102,8 @@ _BAD_OF_RATIOS = {
   'trust_coefficient': _NOT_POSITIVE,
   'eps': _NEGATIVE,
   'ratios': _NO_RATIOS,
+  'min_ratio': [v for v in _NOT_POSITIVE if v is not None],
+  'max_ratio': [v for v in _NOT_POSITIVE if v is not None],
 }
 _BAD = [
   *((f, *x) for f in (_merit, _statistics) for x in _BAD_OF_MERIT.items()),
@@ -103,6 +117,12 @@ _BAD = [
   *((f, *x) for f in (_ratio, _l2_ratio) for x in _BAD_OF_RATIOS.items()),
   (_clip, 'max_delta', _NOT_POSITIVE),
   (_keep, 'norm', ('l1', 2, None, ['l2'])),
+  (_acceleration, 'decay', _NO_RATES),
+  (_acceleration, 'coefficient', _NO_NUMBERS),
+  (_acceleration, 'mu_dtype', _NO_DTYPES),
+  (_lmo, 'norm', ('l2', 2, None, ['row'])),
+  (_lmo, 'eps', _NEGATIVE),
+  (_shape, 'factor', (None, 0.2, 'max')),
   (_qk_clip, 'threshold', _NOT_POSITIVE),
   (_qk_clip, 'query', (*_NO_PATTERNS, {}, None)),
   (_qk_clip, 'key', (*_NO_PATTERNS, {}, None)),
@@ -152,6 +172,15 @@ _GOOD = [
   (_ratio, 'trust_coefficient', _POSITIVE),
   (_ratio, 'eps', _NUMBERS),
   (_ratio, 'ratios', _RATIOS),
+  (_ratio, 'min_ratio', (*_POSITIVE, None)),
+  (_l2_ratio, 'max_ratio', (*_POSITIVE, None)),
+  (_l2_ratio, 'calibrate', (True, False)),
+  (_acceleration, 'decay', _RATES),
+  (_acceleration, 'coefficient', (*_NUMBERS, -0.1, None)),
+  (_acceleration, 'mu_dtype', _DTYPES),
+  (_lmo, 'norm', ('max', 'row', 'column', 'rms')),
+  (_lmo, 'eps', _NUMBERS),
+  (_shape, 'factor', (max, lambda m, n: (m / n) ** 0.5)),
   (_clip, 'max_delta', _POSITIVE),
 ]
 _NUMERIC = [case[:2] for case in _GOOD if 1e30 in case[2] or case[2] is _RATES]
@@ -206,7 +235,7 @@ def test_every_argument_of_every_function_is_checked():
   # Switches are any truth value. Masks and dimension numbers are held against
   # the parameters, which are not there yet. Arrays have tests of their own, and
   # so has what these take.
-  switches = {'bias_correction', 'nesterov', 'is_causal'}
+  switches = {'bias_correction', 'nesterov', 'is_causal', 'calibrate'}
   fitted = {'mask', 'trust_ratio_mask', 'weight_dimension_numbers'}
   arrays = {'params', 'updates'}
   elsewhere = {
@@ -234,6 +263,18 @@ def test_messages_say_what_is_accepted():
     merit_optax.merit(0.1, weight_decay=-0.1)
   with pytest.raises(ValueError, match=r'number in \[0, 1\)'):
     merit_optax.merit(0.1, b1=1.0)
+
+
+@pytest.mark.parametrize('build', [_ratio, _l2_ratio])
+def test_bounds_are_in_order(build):
+  for bounds in ((2.0, 1.0), (jnp.array(2.0), np.float32(1))):
+    with pytest.raises(ValueError, match='^max_ratio must .* below min_ratio'):
+      build(min_ratio=bounds[0], max_ratio=bounds[1])
+  for bounds in ((1, 1), (0.5, jnp.array(0.5)), (None, 1e-9), (1e9, None)):
+    build(min_ratio=bounds[0], max_ratio=bounds[1])
+  array = jnp.array(0.5)
+  jax.jit(lambda x: build(min_ratio=x, max_ratio=array).init({}))(2.0)
+  jax.jit(lambda x: build(min_ratio=array, max_ratio=x).init({}))(0.1)
 
 
 @pytest.mark.parametrize('ratios', [[['row']], np.array(['row', 'none'])])
