@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._moments import (
+  cast_like,
+  cast_to_both,
+  check_decays,
+  inexact_dtypes,
+  moment_dtype,
+)
 from merit_optax._norms import widen
-
-# A moment that should lose less than half a unit in its last place would round
-# back to its old value. (Units of the dtype's eps.)
-_LEAST_LOSS = 0.5
 
 
 def scale_by_adam(
@@ -98,15 +101,15 @@ def scale_by_adam(
   b2 = _arguments.decay_rate('b2', b2)
   eps = _arguments.at_least_zero('eps', eps)
   eps_root = _arguments.at_least_zero('eps_root', eps_root)
-  mu_dtype = _moment_dtype('mu_dtype', mu_dtype)
-  nu_dtype = _moment_dtype('nu_dtype', nu_dtype)
-  _check_decays('b1', b1, set() if mu_dtype is None else {mu_dtype})
-  _check_decays('b2', b2, set() if nu_dtype is None else {nu_dtype})
+  mu_dtype = moment_dtype('mu_dtype', mu_dtype)
+  nu_dtype = moment_dtype('nu_dtype', nu_dtype)
+  check_decays('b1', b1, set() if mu_dtype is None else {mu_dtype})
+  check_decays('b2', b2, set() if nu_dtype is None else {nu_dtype})
 
   def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
-    dtypes = _inexact_dtypes(params)
-    _check_decays('b1', b1, dtypes if mu_dtype is None else set())
-    _check_decays('b2', b2, dtypes if nu_dtype is None else set())
+    dtypes = inexact_dtypes(params)
+    check_decays('b1', b1, dtypes if mu_dtype is None else set())
+    check_decays('b2', b2, dtypes if nu_dtype is None else set())
     if mu_dtype is not None and any(
       jnp.issubdtype(x, jnp.complexfloating) for x in dtypes
     ):
@@ -131,8 +134,8 @@ def scale_by_adam(
     count = optax.safe_increment(state.count)
     new_state = optax.ScaleByAdamState(
       count=count,
-      mu=jax.tree.map(_cast_like, mu, state.mu),
-      nu=jax.tree.map(_cast_like, nu, state.nu),
+      mu=jax.tree.map(cast_like, mu, state.mu),
+      nu=jax.tree.map(cast_like, nu, state.nu),
     )
     if bias_correction:
       ahead = optax.safe_increment(count) if nesterov else count
@@ -142,58 +145,6 @@ def scale_by_adam(
     if nesterov:
       mu = optax.tree.update_moment(g, mu, b1, 1)
     u = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu, nu)
-    return jax.tree.map(_cast_to_both, u, updates, state.mu), new_state
+    return jax.tree.map(cast_to_both, u, updates, state.mu), new_state
 
   return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _moment_dtype(
-  name: str, dtype: jax.typing.DTypeLike | None
-) -> jnp.dtype | None:
-  """Returns the dtype of a moment, checked to be a floating one."""
-  if dtype is None:
-    return None
-  try:
-    canonical = jax.dtypes.canonicalize_dtype(dtype)
-  except TypeError:
-    canonical = None
-  is_real = canonical is not None and jnp.issubdtype(canonical, jnp.floating)
-  if not is_real or jnp.finfo(canonical).bits < 16:
-    raise ValueError(
-      f'{name} must be None or a real floating-point dtype of 16 bits or more, '
-      f'got {dtype!r}. Under optax.inject_hyperparams, which calls types with '
-      f'the step count, name {name!r} in static_args.'
-    )
-  return canonical
-
-
-def _inexact_dtypes(params: optax.Params) -> set[jnp.dtype]:
-  """Returns the dtypes of the parameters that have moments."""
-  # Placeholders of optax.tree.map_params have no dtype.
-  dtypes = {x.dtype for x in jax.tree.leaves(params) if hasattr(x, 'dtype')}
-  return {x for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
-
-
-def _check_decays(
-  name: str, rate: jax.typing.ArrayLike, dtypes: set[jnp.dtype]
-) -> None:
-  """Raises ``ValueError`` if a moment never decays in one of the dtypes."""
-  if isinstance(rate, jax.core.Tracer):
-    return
-  for dtype in dtypes:
-    least = _LEAST_LOSS * float(jnp.finfo(dtype).eps)
-    # Less a little, since a rate in float32 may have been rounded up.
-    if 1 - float(jax.device_get(rate)) < 0.999 * least:
-      raise ValueError(
-        f'{name} must be at most {1 - least:.8g} for a moment in {dtype} (it '
-        'would round back to its old value and never decay; mu_dtype and '
-        f'nu_dtype say how moments are stored), got {rate!r}.'
-      )
-
-
-def _cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  return x.astype(like.dtype)
-
-
-def _cast_to_both(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
-  return x.astype(jnp.promote_types(a.dtype, b.dtype))

@@ -9,11 +9,27 @@ import jax
 import optax
 
 from merit_optax import _arguments
-from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
+from merit_optax._dimension_numbers import (
+  MatrixAxes,
+  WeightDimensionNumbers,
+  matrix_axes,
+)
+from merit_optax._hidden import (
+  Hidden,
+  hidden_dimension_numbers,
+  masked_but_hidden,
+)
 from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
 from merit_optax._paths import path_names
 from merit_optax._trust_ratio import check_ratios
+from merit_optax._whole_matrices import (
+  FROM_MESH,
+  MeshAxes,
+  check_mesh_axes,
+  how_multiplied,
+  place_of,
+)
 
 _HEADER = ('shape', 'matrices', 'ratios', 'decayed')
 
@@ -133,6 +149,73 @@ def describe_partition(
   empty = [str(part) for part in parts if part not in label_of.values()]
   note = f'\nParts without a parameter: {", ".join(empty)}' if empty else ''
   return _table(table) + note
+
+
+def describe_hyperball(
+  params: Any,
+  *,
+  hidden: Hidden = None,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+  mesh_axes: MeshAxes = FROM_MESH,
+) -> str:
+  """Returns a table of what a Hyperball optimizer does with each parameter.
+
+  Args:
+    params: Tree of arrays, or of their shapes.
+    hidden: As given to :func:`merit_optax.muon_hyperball`.
+    weight_dimension_numbers: As given to ``muon_hyperball``.
+    mesh_axes: As given to ``muon_hyperball``.
+
+  Returns:
+    Text with one line per parameter, which holds its path; its part, hidden or
+    others (Adam); its shape; the number of its matrices that keep a norm each,
+    and their rows and columns; and where Muon multiplies them: on one device,
+    whole on each of several devices, or split over a mesh, because a matrix is
+    too large for one device or the mesh has no axis to spread matrices over.
+
+  Raises:
+    ValueError: As ``muon_hyperball`` does.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {
+    ...     'embedding': jnp.zeros((50, 8)),
+    ...     'up': {'kernel': jnp.zeros((8, 32)), 'bias': jnp.zeros(32)},
+    ... }
+    >>> print(merit_optax.describe_hyperball(params))
+    parameter  part    shape    matrices    products
+    embedding  others  (50, 8)  -           -
+    up/bias    others  (32,)    -           -
+    up/kernel  hidden  (8, 32)  1 x 8 x 32  on one device
+  """
+  matrices = masked_but_hidden(params, hidden)
+  numbers = weight_dimension_numbers
+  axes = matrix_axes(
+    hidden_dimension_numbers if numbers is None else numbers, matrices
+  )
+  leaves: list[Any] = jax.tree.leaves(matrices)
+  place = place_of(leaves, check_mesh_axes(mesh_axes))
+  treedef: Any = jax.tree.structure(matrices)
+  rows = {
+    name: (
+      'hidden',
+      str(tuple(param.shape)),
+      _matrices_and_ratios(param.shape, leaf_axes, ())[0],
+      how_multiplied(param.shape, leaf_axes, place),
+    )
+    for name, param, leaf_axes in zip(
+      path_names(matrices), leaves, treedef.flatten_up_to(axes), strict=True
+    )
+  }
+  others = {
+    name: ('others', str(tuple(param.shape)), '-', '-')
+    for name, param in zip(
+      path_names(params), jax.tree.leaves(params), strict=True
+    )
+  }
+  header = ('parameter', 'part', 'shape', 'matrices', 'products')
+  return _table([header, *((k, *rows.get(k, v)) for k, v in others.items())])
 
 
 def _check_parts(parts: Any) -> None:

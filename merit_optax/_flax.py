@@ -14,7 +14,7 @@ from merit_optax._paths import path_namer
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
 _ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')
 _CONVOLUTION = re.compile(r'((^|_)c|C)onv(olution|transpose)?(?![a-z])')
-_VECTORS = ('bias', 'scale')
+VECTORS = ('bias', 'scale')
 
 
 def flax_dimension_numbers(
@@ -177,7 +177,7 @@ def _num_row_axes(names: list[str], ndim: int) -> int | None:
   """Returns how many of the axes are rows, or None if no rule fits."""
   leaf, owner = names[-1], names[-2] if len(names) > 1 else ''
   rules = (
-    (leaf in _VECTORS, 0),
+    (leaf in VECTORS, 0),
     (leaf == 'embedding' and ndim == 2, 1),
     (leaf in ('kernel', 'w') and ndim == 2, 1),
     (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),

@@ -40,12 +40,65 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
 
 def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-  """Returns the Euclidean norms along some axes, which stay with size 1."""
+  """Returns the Euclidean norms along some axes, which stay with size 1.
+
+  As long as an axis has at most 2**22 elements, their bits do not depend on the
+  order in which devices add numbers up.
+  """
   x = widen(x)
-  square = jnp.sum((x.conj() * x).real, axis=axis, keepdims=True)
-  # The root has no gradient at zero.
-  is_zero = square == 0
-  return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
+  if jnp.iscomplexobj(x):
+    x = _norm_along(jnp.stack([x.real, x.imag]), 0)[0]
+  for a in sorted(axis, reverse=True):
+    x = _norm_along(x, a)
+  return x if axis else jnp.abs(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _norm_along(x: jax.Array, axis: int) -> jax.Array:
+  """Returns Euclidean norms of real numbers along an axis.
+
+  The squares are cut into digits, integers of so few bits that any sum of them
+  is exact. Before, numbers are divided by a power of two, to magnitudes of at
+  most 3/4. There are as many digits as a square of the norm's size has bits.
+  """
+  limits = jnp.finfo(x.dtype)
+  carries = max(x.shape[axis] - 1, 1).bit_length()
+  # An even number, so that a digit is half as many bits before squaring.
+  bits = max(2, (1 + limits.nmant - carries) // 2 * 2)
+  largest = max_norm(x, (axis,))
+  # Without a mantissa, it is rounded to the nearest power of two.
+  power = jax.lax.reduce_precision(largest / 4, limits.nexp, mantissa_bits=0)
+  # The squares of the factors have to be in range, because XLA may multiply
+  # those of a constant first. Norms beyond are less exact, not wrong.
+  limit = 2.0 ** (limits.maxexp // 2 - 10)
+  power = jnp.clip(power, 1 / limit, limit)
+  square = jnp.zeros_like(largest)
+  for i in reversed(range(-(-(limits.nmant + 3 + carries) // bits))):
+    # Each digit is computed from x, or XLA on CPU would store what they share.
+    root = x * (2.0 ** (i * bits // 2 - 3) / power)
+    scaled = root * root
+    digit = jnp.floor(scaled * 2.0**bits)
+    if i > 0:
+      digit = digit - jnp.floor(scaled) * 2.0**bits
+    digit_sum = jnp.sum(digit, axis, keepdims=True)
+    square = square + digit_sum * 2.0 ** (-bits * (i + 1))
+  norm = jnp.sqrt(square) * 8 * power
+  # Of more, the digits would not be finite. Not a number stays that.
+  return jnp.where(largest < limit * 2.0**32, norm, largest * jnp.inf)
+
+
+@_norm_along.defjvp
+def _norm_along_jvp(
+  axis: int, primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+  (x,), (tangent,) = primals, tangents
+  norm = _norm_along(x, axis)
+  # The root has no gradient at zero, nor may there be an infinite one from what
+  # comes after it.
+  is_zero = norm == 0
+  change = jnp.where(is_zero, 0, x / jnp.where(is_zero, 1, norm) * tangent)
+  return norm, jnp.sum(change, axis=axis, keepdims=True)
 
 
 NORMS: Mapping[str, Norm] = MappingProxyType({'max': max_norm, 'l2': l2_norm})

@@ -169,10 +169,10 @@ def scale_by_l2_norm_trust_ratio(
   - The ratio of a matrix that is zero at that step stays at 1, because there is
     no size to compare with. ``min_norm`` provides one.
 
-  Unlike a maximum, a sum depends on the order of its terms, so the last bits of
-  an update differ between meshes. Elements below about 1e-19 count as zero in a
-  norm, and norms above 1e19 as infinite, because their squares are out of range
-  in float32.
+  Norms are sums whose terms are rounded such that their order does not matter:
+  as with the max-norm, an update has the same bits on every mesh. In float32
+  magnitudes below about 1e-21 count as zero in a norm, and norms above 1e25 as
+  infinite, because their squares are out of range.
 
   Args:
     min_norm: Lower bound of every norm, >= 0.

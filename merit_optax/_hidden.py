@@ -1,0 +1,145 @@
+"""Which parameters are hidden matrices, and which are for another optimizer."""
+
+from collections.abc import Callable, Sequence
+import re
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+from merit_optax._arguments import check_patterns
+from merit_optax._dimension_numbers import DimensionNumbers
+from merit_optax._flax import VECTORS, flax_dimension_numbers
+from merit_optax._masks import broadcast_mask
+from merit_optax._paths import path_namer
+
+Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
+
+# Of the names along a path: embeddings of tokens, positions and patches, and
+# heads, but not the heads of an attention.
+_INPUT_OR_OUTPUT = re.compile(
+  r'embed|^(wte|wpe|patchify)$|(^|_)(head|logits|classifier|unembedding)(_|$)'
+)
+
+
+def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
+  """Returns which parameters are hidden matrices.
+
+  By default these are all arrays with two or more axes but biases and scales
+  (also those of stacked layers), embeddings and heads. The latter are
+  recognized by the names along their paths: names that contain ``embed``;
+  ``wte`` and ``wpe``; and ``head``, ``logits`` or ``classifier``, alone or as a
+  part that an underscore sets apart, such as ``lm_head``.
+
+  Args:
+    params: Tree of arrays, or of their shapes.
+    hidden: Another choice: a regular expression, or a sequence of them, of
+      which one is found in the path of a hidden matrix
+      (``'blocks/.*kernel'``); a tree of booleans like the parameters or a
+      prefix of it; or a function from parameters to one.
+
+  Returns:
+    Tree of booleans with the structure of ``params``. A function of it can say
+    which part of an :func:`optax.partition` updates a parameter.
+
+  Raises:
+    ValueError: If ``hidden`` is none of these or does not fit the parameters;
+      if it chooses a parameter with fewer than two axes, or none at all, though
+      there are parameters.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {
+    ...     'embedding': jnp.zeros((50, 8)),
+    ...     'layer': {'kernel': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)},
+    ... }
+    >>> merit_optax.hidden_matrices(params)
+    {'embedding': False, 'layer': {'bias': False, 'kernel': True}}
+  """
+  name_of = path_namer(params)
+  chosen = _chosen(params, hidden)
+  named = {
+    name_of(path): (param, is_hidden)
+    for (path, param), is_hidden in zip(
+      jax.tree_util.tree_leaves_with_path(params),
+      jax.tree.leaves(chosen),
+      strict=True,
+    )
+  }
+  vectors = [
+    f'{name} {param.shape}'
+    for name, (param, is_hidden) in named.items()
+    if is_hidden and len(param.shape) < 2
+  ]
+  if vectors:
+    raise ValueError(
+      'hidden must choose parameters with two or more axes, got '
+      f'{", ".join(vectors)}.'
+    )
+  if named and not any(is_hidden for _, is_hidden in named.values()):
+    raise ValueError(
+      'hidden must choose at least one parameter, got none of '
+      f'{", ".join(named)}.'
+    )
+  return chosen
+
+
+def check_hidden(hidden: Hidden) -> Hidden:
+  """Returns the argument, whose regular expressions are checked."""
+  patterns = _patterns(hidden)
+  if patterns is not None:
+    check_patterns('hidden', dict.fromkeys(patterns))
+  return hidden
+
+
+def hidden_dimension_numbers(params: Any) -> Any:
+  """Returns the dimension numbers of hidden matrices; others are masked out.
+
+  With two axes, these are rows and columns, whatever the name. With more they
+  are those of :func:`flax_dimension_numbers`, or it raises ``ValueError``.
+  """
+  name_of = path_namer(params)
+  matrices = {
+    f'^{re.escape(name_of(path))}$': DimensionNumbers((0,), (1,))
+    for path, x in jax.tree_util.tree_leaves_with_path(params)
+    if len(x.shape) == 2
+  }
+  return flax_dimension_numbers(params, overrides=matrices)
+
+
+def masked_but_hidden(params: Any, hidden: Hidden) -> Any:
+  """Returns the tree with what is not hidden masked out."""
+  return jax.tree.map(
+    lambda x, is_hidden: x if is_hidden else optax.MaskedNode(),
+    params,
+    hidden_matrices(params, hidden),
+  )
+
+
+def _chosen(params: Any, hidden: Hidden) -> Any:
+  """Returns a tree of booleans with the structure of the parameters."""
+  name_of = path_namer(params)
+  patterns = _patterns(hidden)
+  if hidden is not None and patterns is None:
+    return broadcast_mask('hidden', hidden, params)
+
+  def is_hidden(path: Any, param: Any) -> bool:
+    if patterns is not None:
+      return any(re.search(pattern, name_of(path)) for pattern in patterns)
+    *owners, leaf = name_of(path).split('/')
+    if len(param.shape) < 2 or leaf in VECTORS:
+      return False
+    return not any(map(_INPUT_OR_OUTPUT.search, (*owners, leaf)))
+
+  return jax.tree_util.tree_map_with_path(is_hidden, params)
+
+
+def _patterns(hidden: Any) -> list[str] | None:
+  """Returns regular expressions, or None for what is no such choice."""
+  if isinstance(hidden, str):
+    return [hidden]
+  if isinstance(hidden, Sequence) and hidden:
+    patterns = list(hidden)
+    return patterns if all(isinstance(x, str) for x in patterns) else None
+  return None

@@ -1,0 +1,196 @@
+"""Orthogonalization of matrices by Newton-Schulz iterations."""
+
+from collections.abc import Sequence
+import functools
+import math
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from merit_optax._arguments import is_integer
+from merit_optax._norms import l2_norm, widen
+
+Triple: TypeAlias = tuple[float, float, float]
+Coefficients: TypeAlias = str | Triple | Sequence[Triple]
+
+# Polar Express divides the coefficients of all iterations but the last by
+# powers of this, so that a singular value that was rounded up still converges.
+_SAFETY = 1.01
+
+
+def _with_safety(a: float, b: float, c: float) -> Triple:
+  return a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5
+
+
+NAMED_COEFFICIENTS = MappingProxyType(
+  {
+    # Jordan et al., https://kellerjordan.github.io/posts/muon, 2024.
+    'jordan': ((3.4445, -4.7750, 2.0315),),
+    # Jordan et al., modded-nanogpt; also those of Dion, arXiv 2504.05295, 2025.
+    'dion': (
+      (4.0848, -6.8946, 2.9270),
+      (3.9505, -6.3029, 2.6377),
+      (3.7418, -5.5913, 2.3037),
+      (2.8769, -3.1427, 1.2046),
+      (2.8366, -3.0525, 1.2012),
+    ),
+    # Amsel et al., The Polar Express, arXiv 2505.16932, 2025.
+    'polar_express': (
+      _with_safety(8.28721201814563, -23.595886519098837, 17.300387312530933),
+      _with_safety(4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+      _with_safety(3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+      _with_safety(3.3184196573706015, -2.488488024314874, 0.51004894012372),
+      _with_safety(2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+      _with_safety(1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+      _with_safety(1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+      (1.875, -1.25, 0.375),
+    ),
+  }
+)
+
+# In the Gram form a rounding error of the Gram matrix can be a negative
+# eigenvalue, which the iterations enlarge. Beyond this size, it would explode.
+_LARGEST_GRAM_ERROR = 0.1
+# With as many columns for each row, five iterations have fewer FLOPs in it.
+_GRAM_ASPECT = 1.5
+
+
+def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
+  """Returns the coefficients of each iteration.
+
+  Raises:
+    ValueError: If they are neither a known name, nor three numbers, nor a
+      sequence of such; or if ``ns_steps`` is no integer of at least 1.
+  """
+  if not is_integer(ns_steps) or ns_steps < 1:
+    raise ValueError(f'ns_steps must be an integer >= 1, got {ns_steps!r}.')
+  if isinstance(ns_coeffs, str) and ns_coeffs in NAMED_COEFFICIENTS:
+    named = NAMED_COEFFICIENTS[ns_coeffs]
+    return tuple(named[min(i, len(named) - 1)] for i in range(ns_steps))
+  try:
+    given = [float(x) for x in ns_coeffs]
+    triples = [given] * ns_steps
+  except (TypeError, ValueError):
+    triples = _triples(ns_coeffs)
+  is_valid = triples and all(
+    len(x) == 3 and all(map(math.isfinite, x)) for x in triples
+  )
+  if not is_valid:
+    raise ValueError(
+      f'ns_coeffs must be one of {sorted(NAMED_COEFFICIENTS)}, three finite '
+      f'numbers, or a sequence of three for each step, got {ns_coeffs!r}.'
+    )
+  return tuple((a, b, c) for a, b, c in triples)
+
+
+def _triples(ns_coeffs: Any) -> list[list[float]]:
+  try:
+    return [[float(x) for x in triple] for triple in ns_coeffs]
+  except (TypeError, ValueError):
+    return []
+
+
+# Inlined, and equal shapes are traced once.
+@functools.partial(
+  jax.jit, static_argnames=('coefficients', 'dtype'), inline=True
+)
+def orthogonalize(
+  x: jax.Array,
+  coefficients: tuple[Triple, ...],
+  eps: jax.typing.ArrayLike,
+  dtype: jnp.dtype,
+) -> jax.Array:
+  r"""Moves all singular values of matrices towards 1.
+
+  An iteration is :math:`X \leftarrow (a + b A + c A^2) X` with
+  :math:`A = X X^H`, from :math:`X / (\|X\|_F + \varepsilon)`.
+
+  Args:
+    x: Matrices, shape (n, r, c) with r <= c.
+    coefficients: a, b and c of each iteration.
+    eps: Added to the Frobenius norm.
+    dtype: dtype of the products' operands; sums are taken in float32 or wider.
+
+  Returns:
+    Array of the same shape, in float32 or wider.
+  """
+  x = widen(x)
+  x = x / (l2_norm(l2_norm(x, (2,)), (1,)) + eps)
+  if _has_gram_form(x.shape, coefficients, dtype):
+    return _by_gram_matrix(x, coefficients, dtype)
+
+  def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
+    gram = _product(x, _adjoint(x), dtype)
+    step = abc[1] * gram + abc[2] * _product(gram, gram, dtype)
+    return abc[0] * x + _product(step, x, dtype), None
+
+  return jax.lax.scan(iterate, x, _as_array(coefficients, x))[0]
+
+
+def _has_gram_form(
+  shape: tuple[int, ...],
+  coefficients: tuple[Triple, ...],
+  dtype: jnp.dtype,
+) -> bool:
+  """Returns whether products of r x r matrices are fewer FLOPs, and stable."""
+  growth = math.prod(a**2 for a, _, _ in coefficients[:-1])
+  error = float(jnp.finfo(dtype).eps) * growth
+  return shape[2] >= _GRAM_ASPECT * shape[1] and error < _LARGEST_GRAM_ERROR
+
+
+def _by_gram_matrix(
+  x: jax.Array, coefficients: tuple[Triple, ...], dtype: jnp.dtype
+) -> jax.Array:
+  """Iterates with the Gram matrix, and multiplies the matrix once.
+
+  Each iteration multiplies X by a polynomial of the Gram matrix. All of these
+  commute, so that the next Gram matrix is the square of the polynomial times
+  this one, and the product of all polynomials is applied in the end.
+  """
+  product = functools.partial(_product, dtype=dtype)
+  gram = product(x, _adjoint(x))
+  eye = jnp.eye(x.shape[1], dtype=x.dtype)
+
+  def polynomial(gram: jax.Array, abc: jax.Array) -> jax.Array:
+    return abc[0] * eye + abc[1] * gram + abc[2] * product(gram, gram)
+
+  def iterate(
+    carry: tuple[jax.Array, jax.Array], abc: jax.Array
+  ) -> tuple[tuple[jax.Array, jax.Array], None]:
+    gram, total = carry
+    factor = polynomial(gram, abc)
+    gram = product(factor, product(factor, gram))
+    return (gram, product(factor, total)), None
+
+  first, *rest = _as_array(coefficients, x)
+  # The product of the polynomials so far.
+  total = polynomial(gram, first)
+  if rest:
+    gram = product(total, product(total, gram))
+    *middle, last = rest
+    (gram, total), _ = jax.lax.scan(
+      iterate, (gram, total), jnp.array(middle).reshape(-1, 3)
+    )
+    total = product(polynomial(gram, last), total)
+  return product(total, x)
+
+
+def _product(x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
+  """Multiplies matrices of one dtype, and sums in float32 or wider."""
+  return jnp.matmul(
+    x.astype(dtype),
+    y.astype(dtype),
+    # Accelerators would multiply float32 with fewer bits by default.
+    precision=None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
+    preferred_element_type=x.dtype,
+  )
+
+
+def _adjoint(x: jax.Array) -> jax.Array:
+  return x.mT.conj()
+
+
+def _as_array(coefficients: tuple[Triple, ...], like: jax.Array) -> jax.Array:
+  return jnp.asarray(coefficients, like.real.dtype)
