@@ -3,6 +3,7 @@
 python -m benchmarks.pod_update --help
 """
 
+from collections.abc import Callable
 import dataclasses
 import math
 from pathlib import Path
@@ -11,13 +12,17 @@ from typing import Any, Literal
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import optax
+from optax.contrib import MuonDimensionNumbers
 import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
+from examples.gpt2.config import UsageError
+from examples.gpt2.devices import chips, sharding
 from examples.gpt2.run.command import columns, exit_on_error
-from examples.plan import hlo, topology
+from examples.plan import flops, hlo, topology
 from examples.plan.collectives import collectives
+from examples.plan.passes import bfloat16_flops
 from examples.plan.traffic import hbm_bytes
 import merit_optax
 
@@ -36,23 +41,39 @@ def norms_kept(
   )
 
 
-_MAKERS = {
-  'adamw': optax.adamw,
-  'lamb': optax.lamb,
-  'merit': merit_optax.merit,
-  'adam-kept': lambda rate: norms_kept(optax.scale_by_adam(), rate),
-  'muon': optax.contrib.muon,
-  'muon-kept': lambda rate: norms_kept(optax.contrib.scale_by_muon(), rate),
+def _muon(rate: float, specs: Any) -> optax.GradientTransformation:
+  return optax.contrib.muon(rate, muon_weight_dimension_numbers=specs)
+
+
+def _muon_kept(rate: float, specs: Any) -> optax.GradientTransformation:
+  muon = optax.contrib.scale_by_muon(weight_dimension_numbers=specs)
+  return norms_kept(muon, rate, specs)
+
+
+_Make = Callable[[float, Any], optax.GradientTransformation]
+# From a learning rate, and which axes are rows and columns.
+_MAKERS: dict[str, _Make] = {
+  'adamw': lambda rate, _: optax.adamw(rate),
+  'lamb': lambda rate, _: optax.lamb(rate),
+  'merit': lambda rate, specs: merit_optax.merit(
+    rate, weight_dimension_numbers=specs
+  ),
+  'adam-kept': lambda rate, specs: norms_kept(
+    optax.scale_by_adam(), rate, specs
+  ),
+  'muon': _muon,
+  'muon-kept': _muon_kept,
 }
-_Name = Literal['adamw', 'lamb', 'merit', 'adam-kept', 'muon', 'muon-kept']
+_Name = Literal[*_MAKERS]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Compiles update and application of one float32 matrix for TPUs or GPUs.
+  """Compiles update and application of float32 matrices for TPUs or GPUs.
 
   None is needed, but their compiler: pip install -e '.[pod]', for GPUs
-  '.[plan-cuda]'. Shards should be big, or the compiler for TPUs keeps parts of
+  '.[plan-cuda]'. It is one matrix, or, with --shape, the stacked ones of a
+  model's layers. Shards should be big, or the compiler for TPUs keeps parts of
   them on chip.
   """
 
@@ -63,10 +84,18 @@ class Settings:
   """Optimizers to compile; the kept ones end with ``keep_matrix_norms``."""
 
   rows: int = 32768
-  """Rows of a device's shard."""
+  """Rows of a device's shard of one matrix, which is split along both axes."""
 
   columns: int = 16384
-  """Columns of a device's shard."""
+  """Columns of it."""
+
+  shape: tuple[int, int, int] | None = None
+  """Number, rows and columns of stacked matrices instead, whose rows are split
+  over the axis fsdp, as the trainer splits them."""
+
+  mesh: str | None = None
+  """Mesh for --shape, such as fsdp=64; the rest is the axis data, whose devices
+  hold copies. Default: all devices are fsdp."""
 
   out: Path = Path('benchmarks/results/pod_update.json')
   """File of the results."""
@@ -82,23 +111,31 @@ def main(args: list[str] | None = None) -> None:
       for optimizer in tqdm.tqdm(settings.optimizers, name, leave=False)
     ]
   print(columns([{k: _text(x) for k, x in row.items()} for row in rows]))
-  write_json(
-    settings.out,
-    {'shard': [settings.rows, settings.columns], 'rows': rows},
-  )
+  write_json(settings.out, _sizes(settings) | {'rows': rows})
+
+
+def _sizes(settings: Settings) -> dict[str, Any]:
+  if settings.shape:
+    return {'shape': list(settings.shape)}
+  return {'shard': [settings.rows, settings.columns]}
 
 
 def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
-  mesh = _mesh(topology.devices(name))
-  compiled = _compile(settings, _MAKERS[optimizer](1e-3), mesh)
+  """Returns what the devices of a topology do, by parameter that one holds."""
+  devices = topology.devices(name)
+  weights = _weights(settings, devices)
+  mesh = weights.sharding.mesh
+  compiled = _compile(optimizer, weights)
   program = hlo.parse(compiled.as_text())
-  found = collectives(program)
-  size = settings.rows * settings.columns
+  found, products = collectives(program), flops.products(program)
+  kind = devices[0].device_kind
+  size = math.prod(weights.sharding.shard_shape(weights.shape))
   shapes = [shape for x in found for shape in x.shapes]
   # The compiler for GPUs has none.
   cost = compiled.cost_analysis() or {}
   return {
     'topology': name,
+    'mesh': ','.join(f'{axis}={n}' for axis, n in mesh.shape.items()),
     'optimizer': optimizer,
     'bytes moved per parameter': hbm_bytes(program) / size,
     'by cost_analysis': cost.get('bytes accessed', math.nan) / size,
@@ -108,7 +145,31 @@ def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
     'collectives': ', '.join(sorted({x.kind for x in found})),
     'numbers reduced': sum(map(math.prod, shapes)),
     'bytes sent per parameter': sum(x.sent_bytes for x in found) / size,
+    'FLOPs per parameter': flops.total_flops(products) / size,
+    'in bfloat16': bfloat16_flops(products, chips.find(kind), kind) / size,
   }
+
+
+def _weights(
+  settings: Settings, devices: list[jax.Device]
+) -> jax.ShapeDtypeStruct:
+  """Returns shape and sharding of the matrix or of the stacked ones."""
+  if settings.shape is None:
+    mesh, spec = _mesh(devices), P('rows', 'columns')
+    shape: tuple[int, ...] = (
+      settings.rows * mesh.shape['rows'],
+      settings.columns * mesh.shape['columns'],
+    )
+  else:
+    shape, spec = settings.shape, P(None, 'fsdp', None)
+    mesh = sharding.make_mesh(settings.mesh or f'fsdp={len(devices)}', devices)
+    if shape[1] % mesh.shape['fsdp']:
+      raise UsageError(
+        f'fsdp = {mesh.shape["fsdp"]} must divide the rows, {shape[1]}.'
+      )
+  return jax.ShapeDtypeStruct(
+    shape, 'float32', sharding=NamedSharding(mesh, spec)
+  )
 
 
 def _mesh(devices: list[jax.Device]) -> Mesh:
@@ -123,36 +184,30 @@ def _mesh(devices: list[jax.Device]) -> Mesh:
   )
 
 
-def _compile(
-  settings: Settings, optimizer: optax.GradientTransformation, mesh: Mesh
-) -> jax.stages.Compiled:
+def _compile(name: str, weights: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
+  """Compiles an optimizer's update and its application."""
+  axes = len(weights.shape)
+  optimizer = _MAKERS[name](1e-3, MuonDimensionNumbers(axes - 2, axes - 1))
+
   def step(
     param: jax.Array, state: Any, gradient: jax.Array
   ) -> tuple[jax.Array, Any]:
     updates, state = optimizer.update(gradient, state, param)
     return optax.apply_updates(param, updates), state
 
-  shape = (
-    settings.rows * mesh.shape['rows'],
-    settings.columns * (mesh.shape['columns']),
-  )
-  matrix = jax.ShapeDtypeStruct(
-    shape, 'float32', sharding=NamedSharding(mesh, P('rows', 'columns'))
-  )
+  replicated = NamedSharding(weights.sharding.mesh, P())
   state = jax.tree.map(
     lambda x: (
-      matrix
-      if x.shape == shape
-      else jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, P())
-      )
+      weights
+      if x.shape == weights.shape
+      else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
     ),
-    jax.eval_shape(optimizer.init, matrix),
+    jax.eval_shape(optimizer.init, weights),
   )
-  shardings = jax.tree.map(lambda x: x.sharding, (matrix, state))
-  with jax.set_mesh(mesh):
+  shardings = jax.tree.map(lambda x: x.sharding, (weights, state))
+  with jax.set_mesh(weights.sharding.mesh):
     compiled = jax.jit(step, donate_argnums=(0, 1), out_shardings=shardings)
-    return compiled.lower(matrix, state, matrix).compile()
+    return compiled.lower(weights, state, weights).compile()
 
 
 def _text(value: Any) -> str:

@@ -152,3 +152,37 @@ def test_merit_moves_less_than_lamb(tmp_path: Path):
   assert rows['merit']['collectives'] == 'all-reduce'
   numbers = 2 * (8192 + 4096) + 2
   assert rows['merit']['numbers reduced'] <= numbers
+
+
+def test_stacked_matrices_are_split_as_fsdp_splits_them(tmp_path: Path):
+  out = tmp_path / 'update.json'
+  layers, rows, columns = 4, 512, 2048
+  done = _run(
+    '-m', 'benchmarks.pod_update', '--topologies', 'v5e:2x2', '--shape',
+    *map(str, (layers, rows, columns)), '--mesh', 'fsdp=2', '--optimizers',
+    'merit', 'muon', '--out', str(out),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  results = json.loads(out.read_text())
+  assert results['shape'] == [layers, rows, columns]
+  found = {row['optimizer']: row for row in results['rows']}
+  assert {row['mesh'] for row in found.values()} == {'data=2,fsdp=2,tensor=1'}
+  merit, muon = found['merit'], found['muon']
+  assert merit['FLOPs per parameter'] == 0
+  # Only maxima pass between devices.
+  assert 0 < merit['bytes sent per parameter'] < 0.1
+  # Five iterations. The four devices share them, or each computes all; a
+  # device holds half of the parameters.
+  whole = 5 * (4 * rows**2 * columns + 2 * rows**3) / (rows * columns)
+  assert whole / 2 <= muon['FLOPs per parameter'] <= 2 * whole
+  assert muon['in bfloat16'] == muon['FLOPs per parameter']
+  assert muon['bytes sent per parameter'] > 1
+
+
+def test_a_mesh_that_does_not_divide_the_rows_is_refused():
+  done = _run(
+    '-m', 'benchmarks.pod_update', '--topologies', 'v5e:2x2', '--shape',
+    '4', '6', '8', '--mesh', 'fsdp=4',
+  )  # fmt: skip
+  assert done.returncode == 2
+  assert 'fsdp = 4 must divide the rows, 6' in done.stderr
