@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 import functools
-import itertools
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from merit_optax._dimension_numbers import (
   check_params,
   matrix_axes,
 )
+from merit_optax._joined import join, split
 from merit_optax._norms import Norm, ratio, trust_ratios
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
@@ -57,7 +57,7 @@ def scale_by_relative_ratios(
     check_params(weight_dimension_numbers, params)
     # Placeholders of optax.tree.map_params have no leaves.
     if not jax.tree.leaves(params):
-      return CalibrationState(_join([]))
+      return CalibrationState(join(()))
     axes = matrix_axes(weight_dimension_numbers, params)
     ratios = jax.eval_shape(
       lambda x: jax.tree.map(ratios_of, x, x, axes), params
@@ -80,12 +80,12 @@ def scale_by_relative_ratios(
       params,
       axes,
       ratios,
-      _split(state.first_ratios, ratios),
+      split(state.first_ratios, ratios),
     )
     relative = jax.tree.map(_relative, ratios, first)
     return (
       jax.tree.map(scale, updates, params, relative),
-      CalibrationState(_join(jax.tree.leaves(first))),
+      CalibrationState(join(first)),
     )
 
   return optax.GradientTransformation(init_fn, update_fn)
@@ -117,33 +117,3 @@ def _relative(now: jax.Array, first: jax.Array) -> jax.Array:
   is_known = (first > 0) & (first < jnp.inf)
   relative = ratio(now, jnp.where(is_known, first, 1))
   return jnp.where(is_known, jnp.where(now == jnp.inf, now, relative), 1)
-
-
-def _join(arrays: list[jax.Array]) -> jax.Array:
-  """Returns arrays as one with a single axis, in float32."""
-  parts = [_place(x, None).ravel().astype(jnp.float32) for x in arrays]
-  return jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.float32)
-
-
-def _split(joined: jax.Array, like: Any) -> Any:
-  """Returns the parts of a joined array in a tree of arrays like them."""
-  leaves, structure = jax.tree.flatten(like)
-  ends = list(itertools.accumulate(x.size for x in leaves))
-  parts = jnp.split(joined, ends[:-1]) if leaves else []
-  return jax.tree.unflatten(
-    structure,
-    [
-      _place(part.reshape(x.shape).astype(x.dtype), x)
-      for part, x in zip(parts, leaves, strict=True)
-    ],
-  )
-
-
-def _place(x: jax.Array, like: jax.Array | None) -> jax.Array:
-  """Returns an array sharded as another, or whole, on Explicit axes."""
-  spec = jax.typeof(x if like is None else like).sharding.spec
-  if not any(spec):
-    return x
-  to = jax.sharding.PartitionSpec() if like is None else spec
-  placed: jax.Array = jax.sharding.reshard(x, to)
-  return placed

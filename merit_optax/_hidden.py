@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from merit_optax._arguments import check_patterns
 from merit_optax._dimension_numbers import DimensionNumbers
 from merit_optax._flax import VECTORS, flax_dimension_numbers
 from merit_optax._masks import broadcast_mask
@@ -57,6 +56,9 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
     >>> merit_optax.hidden_matrices(params)
     {'embedding': False, 'layer': {'bias': False, 'kernel': True}}
   """
+  # Placeholders of optax.tree.map_params have no leaves.
+  if not jax.tree.leaves(params):
+    return params
   name_of = path_namer(params)
   chosen = _chosen(params, hidden)
   named = {
@@ -77,7 +79,7 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
       'hidden must choose parameters with two or more axes, got '
       f'{", ".join(vectors)}.'
     )
-  if named and not any(is_hidden for _, is_hidden in named.values()):
+  if not any(is_hidden for _, is_hidden in named.values()):
     raise ValueError(
       'hidden must choose at least one parameter, got none of '
       f'{", ".join(named)}.'
@@ -87,9 +89,13 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
 
 def check_hidden(hidden: Hidden) -> Hidden:
   """Returns the argument, whose regular expressions are checked."""
-  patterns = _patterns(hidden)
-  if patterns is not None:
-    check_patterns('hidden', dict.fromkeys(patterns))
+  try:
+    for pattern in _patterns(hidden) or ():
+      re.compile(pattern)
+  except re.error as error:
+    raise ValueError(
+      f'hidden must hold regular expressions, got {hidden!r}: {error}.'
+    ) from None
   return hidden
 
 

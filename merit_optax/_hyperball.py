@@ -90,6 +90,10 @@ def hyperball(
     Wen et al., `Fantastic Pretraining Optimizers and Where to Find Them II:
     Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
   """
+  if not isinstance(direction, optax.GradientTransformation):
+    raise ValueError(
+      f'direction must be an optax.GradientTransformation, got {direction!r}.'
+    )
   return optax.chain(
     direction,
     scale_by_l2_norm_trust_ratio(
@@ -120,7 +124,7 @@ def muon_hyperball(
   mu_dtype: jax.typing.DTypeLike | None = None,
   nesterov: bool = True,
   ns_coeffs: Coefficients = 'jordan',
-  ns_steps: int = 5,
+  ns_steps: int | None = None,
   ns_dtype: jax.typing.DTypeLike | None = None,
   mesh_axes: MeshAxes = FROM_MESH,
 ) -> optax.GradientTransformationExtraArgs:
@@ -174,7 +178,7 @@ def muon_hyperball(
     nesterov: Whether Muon uses Nesterov momentum.
     ns_coeffs: Coefficients of the Newton-Schulz iterations, see
       :func:`merit_optax.scale_by_muon`.
-    ns_steps: Number of iterations.
+    ns_steps: Number of iterations; ``None`` for five.
     ns_dtype: dtype of the operands of their products.
     mesh_axes: Axes of the mesh over which whole matrices are spread.
 
@@ -230,7 +234,12 @@ def muon_hyperball(
       radius=radius,
       weight_dimension_numbers=numbers,
     ),
-    scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=mu_dtype),
+    scale_by_adam(
+      _arguments.decay_rate('adam_b1', adam_b1),
+      _arguments.decay_rate('adam_b2', adam_b2),
+      _arguments.at_least_zero('adam_eps', adam_eps),
+      mu_dtype=mu_dtype,
+    ),
     _adam_rate(learning_rate, adam_learning_rate),
     adam_weight_decay,
     adam_weight_decay_mask,

@@ -37,7 +37,7 @@ from merit_optax._whole_matrices import (
 
 def scale_by_muon(
   ns_coeffs: Coefficients = 'jordan',
-  ns_steps: int = 5,
+  ns_steps: int | None = None,
   beta: jax.typing.ArrayLike = 0.95,
   eps: jax.typing.ArrayLike = 1e-8,
   mu_dtype: jax.typing.DTypeLike | None = None,
@@ -88,9 +88,9 @@ def scale_by_muon(
       between about 0.7 and 1.2; ``'polar_express'`` those of Amsel et al.,
       which converge to 1; ``'dion'`` five from modded-nanogpt, as in
       :func:`optax.contrib.muon`.
-    ns_steps: Number of iterations, >= 1. Of a name with coefficients for each
-      iteration the last are repeated if there are more; ignored if
-      ``ns_coeffs`` is a sequence of three for each.
+    ns_steps: Number of iterations, >= 1; ``None`` for five. Of a name with
+      coefficients for each iteration the last are repeated if there are more;
+      ignored if ``ns_coeffs`` is a sequence of three for each.
     beta: Decay rate of the momentum, in [0, 1).
     eps: Added to the Frobenius norm, >= 0.
     mu_dtype: dtype of the momentum; ``None`` for that of the parameter.

@@ -15,6 +15,7 @@ from merit_optax._norms import l2_norm, widen
 Triple: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = str | Triple | Sequence[Triple]
 
+_USUAL_STEPS = 5
 # Polar Express divides the coefficients of all iterations but the last by
 # powers of this, so that a singular value that was rounded up still converges.
 _SAFETY = 1.01
@@ -62,10 +63,16 @@ def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
 
   Raises:
     ValueError: If they are neither a known name, nor three numbers, nor a
-      sequence of such; or if ``ns_steps`` is no integer of at least 1.
+      sequence of such; or if ``ns_steps`` is neither None nor an integer >= 1.
   """
+  if ns_steps is None:
+    ns_steps = _USUAL_STEPS
   if not is_integer(ns_steps) or ns_steps < 1:
-    raise ValueError(f'ns_steps must be an integer >= 1, got {ns_steps!r}.')
+    raise ValueError(
+      f'ns_steps must be None or an integer >= 1, got {ns_steps!r}. Under '
+      'optax.inject_hyperparams, which makes an array of it, name '
+      "'ns_steps' in static_args."
+    )
   if isinstance(ns_coeffs, str) and ns_coeffs in NAMED_COEFFICIENTS:
     named = NAMED_COEFFICIENTS[ns_coeffs]
     return tuple(named[min(i, len(named) - 1)] for i in range(ns_steps))

@@ -129,7 +129,8 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
       )
     return Place(mesh, tuple(x for x in mesh_axes if x in free))
   splitting = {name for x in arrays for name in _splitting(_sharding(x).spec)}
-  for names in (splitting, _USUAL_AXES, free if len(free) == 1 else ()):
+  only = free if len(mesh.axis_names) == 1 else ()
+  for names in (splitting, _USUAL_AXES, only):
     found = tuple(name for name in free if name in names)
     if found:
       return Place(mesh, found)

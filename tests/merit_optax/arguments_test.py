@@ -42,7 +42,28 @@ _clip = merit_optax.elementwise_clip
 _l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
 _keep = merit_optax.keep_matrix_norms
 _acceleration = merit_optax.add_acceleration
+_muon = merit_optax.scale_by_muon
+_global_clip = merit_optax.clip_by_global_norm
 _HEADS = {'q': merit_optax.AttentionHeads(-2)}
+
+
+def _hyperball(**kwargs):
+  defaults = {'direction': optax.identity(), 'learning_rate': 0.1}
+  return merit_optax.hyperball(**{**defaults, **kwargs})
+
+
+def _muon_hyperball(**kwargs):
+  return merit_optax.muon_hyperball(**{'learning_rate': 0.1, **kwargs})
+
+
+def _adam_hyperball(**kwargs):
+  return merit_optax.adam_hyperball(**{'learning_rate': 0.1, **kwargs})
+
+
+def _starting_rate(**kwargs):
+  return merit_optax.starting_learning_rate(
+    **{'optimizer': 'merit', 'steps': 400, **kwargs}
+  )
 
 
 def _lmo(**kwargs):
@@ -83,12 +104,41 @@ _FUNCTIONS = {
   'keep_matrix_norms': _keep,
   'add_acceleration': _acceleration,
   'scale_by_lmo': _lmo,
+  'scale_by_muon': _muon,
+  'clip_by_global_norm': _global_clip,
+  'hyperball': _hyperball,
+  'muon_hyperball': _muon_hyperball,
+  'adam_hyperball': _adam_hyperball,
+  'starting_learning_rate': _starting_rate,
   'scale_by_shape': _shape,
   'qk_clip': _qk_clip,
   'attention_statistics': _attention,
   'flax_dimension_numbers': _flax,
 }
 
+_NO_COEFFICIENTS = (
+  *('keller', '', 3, None, (1, 2), (1, 2, 'a'), [[1, 2]], (), [()]),
+  *((1.0, 2.0, _NAN), ((1, 2, 3), (1, 2))),
+)
+_NO_STEPS = (0, -1, 5.0, '5', True)
+_NO_RADII = ('first', None, 1.0, ['initial'])
+_HYPERBALLS = (_muon_hyperball, _adam_hyperball)
+_WITH_MUON = (_muon, _muon_hyperball)
+_BAD_OF_MUON = {
+  'ns_coeffs': _NO_COEFFICIENTS,
+  'ns_steps': _NO_STEPS,
+  'ns_dtype': (*_NO_DTYPES, 'float64', 'float16'),
+  'beta': _NO_RATES,
+  'mu_dtype': _NO_DTYPES,
+  'mesh_axes': (3, True, ('fsdp', 3), {'fsdp'}),
+}
+_BAD_OF_HYPERBALLS = {
+  'learning_rate': _NO_SCHEDULES,
+  'adam_learning_rate': tuple(v for v in _NO_SCHEDULES if v is not None),
+  'adam_weight_decay': _NO_DECAYS,
+  'radius': _NO_RADII,
+  'hidden': ('(', ['kernel', '[']),
+}
 _WITH_ADAM = (_merit, _statistics, _adam)
 _BAD_OF_MERIT = {
   'learning_rate': _NO_SCHEDULES,
@@ -117,6 +167,21 @@ _BAD = [
   *((f, *x) for f in (_ratio, _l2_ratio) for x in _BAD_OF_RATIOS.items()),
   (_clip, 'max_delta', _NOT_POSITIVE),
   (_keep, 'norm', ('l1', 2, None, ['l2'])),
+  (_keep, 'radius', _NO_RADII),
+  (_global_clip, 'max_norm', _NOT_POSITIVE),
+  *((f, *x) for f in _WITH_MUON for x in _BAD_OF_MUON.items()),
+  (_muon, 'eps', _NEGATIVE),
+  (_hyperball, 'direction', (None, optax.sgd, 0.1)),
+  (_hyperball, 'learning_rate', _NO_SCHEDULES),
+  (_hyperball, 'radius', _NO_RADII),
+  *((f, *x) for f in _HYPERBALLS for x in _BAD_OF_HYPERBALLS.items()),
+  *((_muon_hyperball, name, _NO_RATES) for name in ('adam_b1', 'adam_b2')),
+  (_muon_hyperball, 'adam_eps', _NEGATIVE),
+  *((_adam_hyperball, name, _NO_RATES) for name in ('b1', 'b2')),
+  (_adam_hyperball, 'eps', _NEGATIVE),
+  (_adam_hyperball, 'mu_dtype', _NO_DTYPES),
+  (_starting_rate, 'optimizer', ('adamw', '', None, 3, 'muon-hyperball')),
+  (_starting_rate, 'steps', (0, -1, 400.0, '400', None, True)),
   (_acceleration, 'decay', _NO_RATES),
   (_acceleration, 'coefficient', _NO_NUMBERS),
   (_acceleration, 'mu_dtype', _NO_DTYPES),
@@ -178,6 +243,30 @@ _GOOD = [
   (_acceleration, 'decay', _RATES),
   (_acceleration, 'coefficient', (*_NUMBERS, -0.1, None)),
   (_acceleration, 'mu_dtype', _DTYPES),
+  (
+    _muon,
+    'ns_coeffs',
+    (
+      'jordan',
+      'dion',
+      'polar_express',
+      (3, -4.0, 2),
+      ((1, 2, 3),) * 2,
+      [[1, 2, 3]],
+    ),
+  ),
+  (_muon, 'ns_steps', (1, 5, np.int32(9), None)),
+  (_muon, 'ns_dtype', (None, 'float32', jnp.bfloat16, np.float32)),
+  (_muon, 'beta', _RATES),
+  (_muon, 'mu_dtype', _DTYPES),
+  (_muon, 'mesh_axes', ('auto', None, 'x', ('x', 'y'), ['x'], ())),
+  (_keep, 'radius', ('current', 'initial')),
+  (
+    _muon_hyperball,
+    'hidden',
+    (None, 'kernel', ['a', 'b'], {'w': True}, lambda tree: tree),
+  ),
+  (_global_clip, 'max_norm', _POSITIVE),
   (_lmo, 'norm', ('max', 'row', 'column', 'rms')),
   (_lmo, 'eps', _NUMBERS),
   (_shape, 'factor', (max, lambda m, n: (m / n) ** 0.5)),
@@ -236,10 +325,14 @@ def test_every_argument_of_every_function_is_checked():
   # the parameters, which are not there yet. Arrays have tests of their own, and
   # so has what these take.
   switches = {'bias_correction', 'nesterov', 'is_causal', 'calibrate'}
-  fitted = {'mask', 'trust_ratio_mask', 'weight_dimension_numbers'}
+  fitted = {
+    *('mask', 'trust_ratio_mask', 'weight_dimension_numbers'),
+    'adam_weight_decay_mask',
+  }
   arrays = {'params', 'updates'}
   elsewhere = {
     *('describe', 'describe_partition', 'update_statistics'),
+    *('describe_hyperball', 'hidden_matrices'),
     *('AttentionHeads', 'AttentionStatistics'),
     *('attention_statistics-query', 'attention_statistics-key'),
   }

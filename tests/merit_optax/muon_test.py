@@ -1,0 +1,243 @@
+"""Muon's direction: Optax's, for all shapes, by any form of the products."""
+
+import functools
+
+import chex
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import merit_optax
+
+_Spec = optax.contrib.MuonDimensionNumbers
+# Tall, wide, square, stacked, with heads, one row, and zero.
+_SHAPES = {
+  'wide': ((12, 30), _Spec()),
+  'tall': ((30, 12), _Spec()),
+  'square': ((16, 16), _Spec()),
+  'layers': ((3, 8, 20), _Spec(1, 2)),
+  'heads': ((16, 4, 6), _Spec(0, (1, 2))),
+  'row': ((1, 20), _Spec()),
+  'zero': ((4, 8), _Spec()),
+}
+_SPECS = {name: spec for name, (_, spec) in _SHAPES.items()}
+_DION = (
+  (4.0848, -6.8946, 2.9270),
+  (3.9505, -6.3029, 2.6377),
+  (3.7418, -5.5913, 2.3037),
+  (2.8769, -3.1427, 1.2046),
+  (2.8366, -3.0525, 1.2012),
+)
+
+
+def _gradients(seed, scale=1.0):
+  rng = np.random.default_rng(seed)
+  return {
+    name: jnp.asarray(
+      scale * (name != 'zero') * rng.normal(size=shape), jnp.float32
+    )
+    for name, (shape, _) in _SHAPES.items()
+  }
+
+
+def _orthogonal(matrix):
+  u, _, v = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
+  return u @ v
+
+
+@pytest.mark.parametrize(
+  'ours, theirs',
+  [
+    ({}, {}),
+    ({'nesterov': False, 'beta': 0.8}, {'nesterov': False, 'beta': 0.8}),
+    ({'ns_coeffs': 'dion'}, {'ns_coeffs': _DION}),
+    ({'ns_coeffs': (3.0, -3.2, 1.2), 'ns_steps': 3},) * 2,
+  ],
+  ids=['default', 'no_nesterov', 'dion', 'three_steps'],
+)
+def test_updates_and_state_are_those_of_optax(ours, theirs):
+  transforms = [
+    make(weight_dimension_numbers=_SPECS, **settings)
+    for make, settings in (
+      (merit_optax.scale_by_muon, ours),
+      (optax.contrib.scale_by_muon, theirs),
+    )
+  ]
+  params = _gradients(0)
+  states = [transform.init(params) for transform in transforms]
+  updates = [jax.jit(transform.update) for transform in transforms]
+  for step in range(3):
+    gradients = _gradients(step, 10.0**-step)
+    (actual, states[0]), (expected, states[1]) = (
+      update(gradients, state)
+      for update, state in zip(updates, states, strict=True)
+    )
+    chex.assert_trees_all_close(actual, expected, atol=2e-6, rtol=0)
+  chex.assert_trees_all_equal_shapes_and_dtypes(*states)
+  chex.assert_trees_all_close(*states, rtol=1e-6)
+
+
+@functools.cache
+def _update(**settings):
+  transform = merit_optax.scale_by_muon(
+    beta=0.0, nesterov=False, weight_dimension_numbers=_Spec(-2, -1), **settings
+  )
+  return jax.jit(lambda g: transform.update(g, transform.init(g))[0])
+
+
+def _spectrum(seed, shape, exponent):
+  """Returns a matrix whose singular values fall from 1 to 10**exponent."""
+  rng = np.random.default_rng(seed)
+  u, _, v = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
+  values = np.logspace(0, exponent, min(shape))
+  return jnp.asarray((u * values) @ v, jnp.float32)
+
+
+@pytest.mark.parametrize('coefficients', ['jordan', 'polar_express'])
+@pytest.mark.parametrize('exponent', [-1, -4, -9])
+@pytest.mark.parametrize('shape', [(24, 96), (40, 60)])
+def test_the_gram_form_is_the_plain_one(coefficients, exponent, shape):
+  # With as many rows as these, a square matrix takes the plain form.
+  matrix = _spectrum(0, shape, exponent)
+  square = jnp.pad(matrix, ((0, shape[1] - shape[0]), (0, 0)))
+  wide, padded = (_update(ns_coeffs=coefficients)(x) for x in (matrix, square))
+  assert jnp.isfinite(wide).all()
+  # Singular values below the rounding errors of the Gram matrix end elsewhere,
+  # by less than the iterations themselves leave them from 1.
+  atol = 2e-5 if exponent == -1 else 5e-3
+  np.testing.assert_allclose(wide, padded[: shape[0]], atol=atol)
+
+
+def test_polar_express_converges_to_the_orthogonal_factor():
+  for shape in ((8, 8), (6, 20), (20, 6)):
+    matrix = _spectrum(1, shape, -2)
+    found = _update(ns_coeffs='polar_express', ns_steps=8)(matrix)
+    np.testing.assert_allclose(found, _orthogonal(matrix), atol=1e-4)
+
+
+@hypothesis.settings(max_examples=30)
+@hypothesis.given(
+  st.integers(0, 2**31),
+  st.sampled_from([(1, 1), (1, 7), (5, 5), (3, 9), (2, 4, 6)]),
+  st.floats(-4, 15),
+)
+def test_singular_values_are_near_one_at_any_scale(seed, shape, exponent):
+  matrix = np.random.default_rng(seed).normal(size=shape) + np.eye(*shape[-2:])
+  found = _update()(jnp.asarray(matrix * 10.0**exponent, jnp.float32))
+  values = np.linalg.svd(np.asarray(found, np.float64), compute_uv=False)
+  assert values.max() < 1.25
+  # Those of the smallest fraction take more iterations than five.
+  ratios = np.linalg.svd(matrix, compute_uv=False)
+  small = ratios < 0.02 * np.linalg.norm(ratios, axis=-1, keepdims=True)
+  assert np.all((values > 0.6) | small)
+
+
+def test_products_in_bfloat16_are_near():
+  gradients = {'w': _spectrum(2, (16, 48), -1)}
+  exact, rough = (
+    _update(ns_dtype=dtype)(gradients)['w'] for dtype in (None, 'bfloat16')
+  )
+  assert rough.dtype == jnp.float32
+  difference = jnp.linalg.norm(rough - exact) / jnp.linalg.norm(exact)
+  assert 1e-4 < difference < 0.03
+
+
+def test_matrices_of_several_parameters_do_not_mix():
+  rng = np.random.default_rng(0)
+  # All of one shape, but for order: stacks, heads, a transposed one.
+  shapes = {
+    'a': ((2, 6, 10), _Spec(1, 2)),
+    'b': ((10, 6), _Spec()),
+    'c': ((6, 5, 2), _Spec(0, (1, 2))),
+    'd': ((10, 3, 6), _Spec(0, 2)),
+  }
+  specs = {name: spec for name, (_, spec) in shapes.items()}
+  gradients = {
+    name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    for name, (shape, _) in shapes.items()
+  }
+  transform = merit_optax.scale_by_muon(weight_dimension_numbers=specs)
+  together, _ = transform.update(gradients, transform.init(gradients))
+  for name, gradient in gradients.items():
+    alone = merit_optax.scale_by_muon(weight_dimension_numbers=specs[name])
+    expected, _ = alone.update(gradient, alone.init(gradient))
+    np.testing.assert_allclose(together[name], expected, atol=5e-6)
+
+
+def test_one_matrix_that_is_not_finite_spoils_no_other():
+  gradient = jnp.ones((2, 3, 5)).at[1, 0, 0].set(jnp.nan)
+  found = _update()(gradient)
+  assert jnp.isfinite(found[0]).all()
+  assert jnp.isnan(found[1]).any()
+
+
+def test_what_is_no_matrix_passes_or_is_one_row():
+  params = {
+    'none': None,
+    'masked': optax.MaskedNode(),
+    'empty': jnp.zeros((0, 3)),
+    'vector': jnp.array([3.0, 0.0, -4.0]),
+    'scalar': jnp.array(-2.0),
+  }
+  transform = merit_optax.scale_by_muon('polar_express', 8)
+  updates, state = transform.update(params, transform.init(params))
+  assert jax.tree.structure(state.mu) == jax.tree.structure(params)
+  assert updates['none'] is None
+  assert updates['empty'].shape == (0, 3)
+  np.testing.assert_allclose(updates['vector'], [0.6, 0.0, -0.8], atol=1e-3)
+  np.testing.assert_allclose(updates['scalar'], -1.0, atol=1e-3)
+
+
+def test_complex_matrices_become_unitary():
+  rng = np.random.default_rng(0)
+  matrix = rng.normal(size=(4, 7)) + 1j * rng.normal(size=(4, 7))
+  transform = merit_optax.scale_by_muon('polar_express', 8)
+  matrix = jnp.asarray(matrix, jnp.complex64)
+  found, _ = transform.update(matrix, transform.init(matrix))
+  np.testing.assert_allclose(found @ found.T.conj(), np.eye(4), atol=1e-3)
+  for name in ('mu_dtype', 'ns_dtype'):
+    given = merit_optax.scale_by_muon(**{name: 'bfloat16'})
+    with pytest.raises(ValueError, match=f'^{name} must be None for complex'):
+      given.init(matrix)
+
+
+@pytest.mark.parametrize(
+  'params, gradients, mu_dtype, expected',
+  [
+    ('bfloat16', 'bfloat16', None, ('bfloat16', 'bfloat16')),
+    ('float32', 'bfloat16', None, ('float32', 'float32')),
+    ('bfloat16', 'float32', None, ('float32', 'bfloat16')),
+    ('float32', 'float32', 'bfloat16', ('float32', 'bfloat16')),
+  ],
+)
+def test_dtypes(params, gradients, mu_dtype, expected):
+  transform = merit_optax.scale_by_muon(mu_dtype=mu_dtype)
+  state = transform.init(jnp.ones((2, 3), params))
+  updates, new_state = transform.update(jnp.ones((2, 3), gradients), state)
+  assert (updates.dtype, new_state.mu.dtype) == expected
+  chex.assert_trees_all_equal_shapes_and_dtypes(state, new_state)
+
+
+def test_a_momentum_that_never_decays_is_refused():
+  with pytest.raises(ValueError, match='^beta must be at most 0.996'):
+    merit_optax.scale_by_muon(beta=0.999).init(jnp.ones((2, 3), jnp.bfloat16))
+
+
+def test_a_guess_about_three_axes_warns():
+  with pytest.warns(UserWarning, match='more than two axes'):
+    merit_optax.scale_by_muon().init(jnp.ones((2, 3, 4)))
+
+
+def test_the_momentum_of_optax_is_taken_over():
+  gradients = _gradients(0)
+  theirs = optax.contrib.scale_by_muon(weight_dimension_numbers=_SPECS)
+  ours = merit_optax.scale_by_muon(weight_dimension_numbers=_SPECS)
+  update = jax.jit(theirs.update)
+  _, state = update(gradients, theirs.init(gradients))
+  expected, _ = update(gradients, state)
+  actual, _ = jax.jit(ours.update)(gradients, state)
+  chex.assert_trees_all_close(actual, expected, atol=2e-6, rtol=0)

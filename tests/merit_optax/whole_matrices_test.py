@@ -1,0 +1,186 @@
+"""Hyperball on meshes: the bits of one device, and little that is sent."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import numpy as np
+import optax
+import pytest
+
+import merit_optax
+
+# Which bits come out depends on how XLA fuses operations.
+pytestmark = pytest.mark.usefixtures('full_compilation')
+
+_Spec = optax.contrib.MuonDimensionNumbers
+# Stacked and unstacked layers, heads, more and fewer matrices than devices.
+_PARAMETERS = {
+  'embedding': ((64, 32), P(('tensor', 'fsdp')), None),
+  'qkv': ((6, 32, 4, 3, 8), P(None, 'fsdp', 'tensor'), _Spec(1, (2, 4))),
+  'down': ((6, 96, 32), P(None, 'tensor', 'fsdp'), _Spec(1, 2)),
+  'layer_0': ((32, 96), P('fsdp', 'tensor'), _Spec()),
+  'layer_1': ((32, 96), P('fsdp', 'tensor'), _Spec()),
+  'bias': ((96,), P('tensor'), None),
+}
+_AXES = ('data', 'fsdp', 'tensor')
+_QUICK = [('float32', (2, 2, 2), AxisType.Auto)]
+_ALL = [
+  (dtype, sizes, axis_type)
+  for dtype in ('float32', 'bfloat16')
+  for sizes in (
+    *((1, 8, 1), (8, 1, 1), (1, 1, 8), (2, 4, 1)),
+    *((4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
+  )
+  for axis_type in (AxisType.Auto, AxisType.Explicit)
+]
+_CASES = [
+  *_QUICK,
+  *(
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in _ALL
+    if case not in _QUICK
+  ),
+]
+
+
+def _optimizer(ns_dtype, **settings):
+  return optax.chain(
+    merit_optax.clip_by_global_norm(1.0),
+    merit_optax.muon_hyperball(
+      optax.linear_schedule(0.1, 0.01, 20),
+      hidden=lambda p: {k: _PARAMETERS[k][2] is not None for k in p},
+      weight_dimension_numbers={k: x for k, (*_, x) in _PARAMETERS.items()},
+      ns_dtype=ns_dtype,
+      **settings,
+    ),
+  )
+
+
+def _arrays(seed):
+  rng = np.random.default_rng(seed)
+  return {
+    name: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    for name, (shape, *_) in _PARAMETERS.items()
+  }
+
+
+def _step(optimizer):
+  def step(params, state, gradients):
+    updates, state = optimizer.update(gradients, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def _shardings(mesh, optimizer, params):
+  """Returns shardings of parameters and state, where dimensions allow."""
+
+  def spec(shape, wanted):
+    names = [(x,) if isinstance(x, str) else x or () for x in wanted]
+    parts = [math.prod(mesh.shape[x] for x in each) for each in names]
+    fits = [n % part == 0 for n, part in zip(shape, parts, strict=False)]
+    return P(*(a if fit else None for a, fit in zip(wanted, fits, strict=True)))
+
+  shardings = {
+    name: NamedSharding(mesh, spec(shape, wanted))
+    for name, (shape, wanted, _) in _PARAMETERS.items()
+  }
+  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
+  return shardings, optax.tree.map_params(
+    optimizer,
+    lambda x, sharding: x if is_masked(x) else sharding,
+    jax.eval_shape(optimizer.init, params),
+    shardings,
+    is_leaf=is_masked,
+    transform_non_params=lambda _: NamedSharding(mesh, P()),
+  )
+
+
+def _run(step, params, state):
+  for seed in range(1, 21):
+    params, state = step(params, state, _arrays(seed))
+  return params, state
+
+
+@functools.cache
+def _run_on_one_device(ns_dtype):
+  optimizer, params = _optimizer(ns_dtype), _arrays(0)
+  return _run(jax.jit(_step(optimizer)), params, optimizer.init(params))
+
+
+@pytest.mark.parametrize('ns_dtype, sizes, axis_type', _CASES)
+def test_twenty_steps_have_the_bits_of_one_device(ns_dtype, sizes, axis_type):
+  optimizer, params = _optimizer(ns_dtype), _arrays(0)
+  mesh = jax.make_mesh(sizes, _AXES, axis_types=(axis_type,) * 3)
+  shardings, state_shardings = _shardings(mesh, optimizer, params)
+  outputs = (shardings, state_shardings)
+  step = jax.jit(
+    _step(optimizer),
+    out_shardings=outputs if axis_type == AxisType.Auto else None,
+  )
+  found = _run(
+    lambda p, s, g: step(p, s, jax.device_put(g, shardings)),
+    jax.device_put(params, shardings),
+    jax.device_put(optimizer.init(params), state_shardings),
+  )
+  paths = jax.tree.leaves_with_path(found)
+  expected = jax.tree.leaves(_run_on_one_device(ns_dtype))
+  for (path, x), y in zip(paths, expected, strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+
+
+def _sent(mesh, **settings):
+  """Returns the kinds of collectives of an update of matrices, and its text."""
+  transform = merit_optax.scale_by_muon(
+    weight_dimension_numbers=_Spec(1, 2), **settings
+  )
+  sharding = NamedSharding(mesh, P(None, 'fsdp'))
+  array = jax.ShapeDtypeStruct((8, 64, 128), jnp.float32, sharding=sharding)
+  state = jax.tree.map(
+    lambda x: (
+      array
+      if x.shape == array.shape
+      else jax.ShapeDtypeStruct(
+        x.shape, x.dtype, sharding=NamedSharding(mesh, P())
+      )
+    ),
+    jax.eval_shape(transform.init, array),
+  )
+  update = jax.jit(transform.update, out_shardings=(sharding, None))
+  text = update.lower(array, state).compile().as_text()
+  kinds = re.findall(r' (all-[\w-]+?|collective-permute)(?:-start)?\(', text)
+  return sorted(set(kinds)), text
+
+
+def test_matrices_are_moved_and_products_are_not_split():
+  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
+  kinds, text = _sent(mesh)
+  assert kinds == ['all-to-all']
+  # Whole ones: with all rows.
+  assert re.search(r'f32\[1,64,128\]', text)
+  left, _ = _sent(mesh, mesh_axes=None)
+  assert left != kinds
+
+
+def test_axes_of_copies_are_not_used_by_default():
+  mesh = jax.make_mesh(
+    (4, 2), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2
+  )
+  _, text = _sent(mesh)
+  assert re.search(r'f32\[4,64,128\]', text)
+  _, text = _sent(mesh, mesh_axes=('fsdp', 'data'))
+  assert re.search(r'f32\[1,64,128\]', text)
+
+
+def test_an_axis_that_the_mesh_lacks_is_named():
+  mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Auto,))
+  transform = merit_optax.scale_by_muon(mesh_axes='fsdp')
+  alone = jnp.ones((8, 8))
+  transform.update(alone, transform.init(alone))  # Not without a mesh.
+  array = jax.device_put(alone, NamedSharding(mesh, P('x')))
+  with pytest.raises(ValueError, match=r"^mesh_axes must name axes .*'fsdp'"):
+    jax.jit(transform.update)(array, transform.init(array))
