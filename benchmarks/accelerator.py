@@ -116,7 +116,7 @@ def _update(preset: str, is_dry: bool) -> list[str]:
   )
   return [
     'benchmarks.optimizer_step', '--layers', 'stacked',
-    '--optimizers', 'adamw', 'lamb', 'merit', 'muon', 'muon-kept', *sizes,
+    '--optimizers', 'adamw', 'lamb', 'merit', 'muon', 'muon-hyperball', *sizes,
   ]  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def _train(preset: str, is_dry: bool) -> list[str]:
     + ['--micro-batch-size', '16']
   )
   return [
-    'benchmarks.train_step', '--optimizers', 'adamw', 'merit', 'muon-kept',
+    'benchmarks.train_step', '--optimizers', 'adamw', 'merit', 'muon-hyperball',
     *sizes,
   ]  # fmt: skip
 

@@ -22,7 +22,7 @@ import optax  # noqa: E402
 import tqdm  # noqa: E402
 import tyro  # noqa: E402
 
-from benchmarks.pod_update import norms_kept  # noqa: E402
+from benchmarks.pod_update import FORMER_NAMES  # noqa: E402
 from benchmarks.rounds import (  # noqa: E402
   Timing,
   free_memory,
@@ -34,7 +34,6 @@ from examples.gpt2.config import Config, Preset  # noqa: E402
 from examples.gpt2.devices import sharding  # noqa: E402
 from examples.gpt2.optim.optimizers import (  # noqa: E402
   dimension_numbers,
-  hidden_or_others,
   muon_dimension_numbers,
 )
 from examples.gpt2.presets import resolve  # noqa: E402
@@ -42,7 +41,11 @@ from examples.gpt2.run.command import columns  # noqa: E402
 from examples.gpt2.run.step import Trainer  # noqa: E402
 import merit_optax  # noqa: E402
 
-Name = Literal['adamw', 'lamb', 'merit', 'adam-kept', 'muon', 'muon-kept']
+# muon is Optax's. The last two are former names.
+Name = Literal[
+  'adamw', 'lamb', 'merit', 'muon', 'adam-hyperball', 'muon-hyperball',
+  'adam-kept', 'muon-kept',
+]  # fmt: skip
 _RATE = 1e-3
 
 
@@ -205,21 +208,13 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
         muon_dimension_numbers, qkv='fused'
       ),
     ),
-    'adam-kept': lambda: norms_kept(merit_optax.scale_by_adam(), _RATE, specs),
-    'muon-kept': lambda: optax.partition(
-      {
-        'hidden': norms_kept(
-          optax.contrib.scale_by_muon(weight_dimension_numbers=specs),
-          _RATE,
-          specs,
-        ),
-        'others': optax.chain(
-          merit_optax.scale_by_adam(), optax.scale_by_learning_rate(_RATE)
-        ),
-      },
-      functools.partial(hidden_or_others, qkv='fused'),
+    'adam-hyperball': lambda: merit_optax.adam_hyperball(
+      _RATE, weight_dimension_numbers=specs
     ),
-  }[name]()
+    'muon-hyperball': lambda: merit_optax.muon_hyperball(
+      _RATE, weight_dimension_numbers=specs
+    ),
+  }[FORMER_NAMES.get(name, name)]()
 
 
 def compile_step(

@@ -26,30 +26,6 @@ from examples.plan.passes import bfloat16_flops
 from examples.plan.traffic import hbm_bytes
 import merit_optax
 
-
-def norms_kept(
-  direction: optax.GradientTransformation,
-  learning_rate: float,
-  specs: Any = None,
-) -> optax.GradientTransformation:
-  """Returns a chain with which each matrix keeps its l2 norm."""
-  return optax.chain(
-    direction,
-    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=specs),
-    optax.scale_by_learning_rate(learning_rate),
-    merit_optax.keep_matrix_norms(weight_dimension_numbers=specs),
-  )
-
-
-def _muon(rate: float, specs: Any) -> optax.GradientTransformation:
-  return optax.contrib.muon(rate, muon_weight_dimension_numbers=specs)
-
-
-def _muon_kept(rate: float, specs: Any) -> optax.GradientTransformation:
-  muon = optax.contrib.scale_by_muon(weight_dimension_numbers=specs)
-  return norms_kept(muon, rate, specs)
-
-
 _Make = Callable[[float, Any], optax.GradientTransformation]
 # From a learning rate, and which axes are rows and columns.
 _MAKERS: dict[str, _Make] = {
@@ -58,13 +34,20 @@ _MAKERS: dict[str, _Make] = {
   'merit': lambda rate, specs: merit_optax.merit(
     rate, weight_dimension_numbers=specs
   ),
-  'adam-kept': lambda rate, specs: norms_kept(
-    optax.scale_by_adam(), rate, specs
+  'muon': lambda rate, specs: optax.contrib.muon(
+    rate, muon_weight_dimension_numbers=specs
   ),
-  'muon': _muon,
-  'muon-kept': _muon_kept,
+  'adam-hyperball': lambda rate, specs: merit_optax.hyperball(
+    optax.scale_by_adam(), rate, weight_dimension_numbers=specs
+  ),
+  'muon-hyperball': lambda rate, specs: merit_optax.hyperball(
+    merit_optax.scale_by_muon(weight_dimension_numbers=specs),
+    rate,
+    weight_dimension_numbers=specs,
+  ),
 }
-_Name = Literal[*_MAKERS]
+FORMER_NAMES = {'adam-kept': 'adam-hyperball', 'muon-kept': 'muon-hyperball'}
+_Name = Literal[*_MAKERS, *FORMER_NAMES]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +64,7 @@ class Settings:
   """Slices, or hosts x GPUs such as h100:1x8, to compile for."""
 
   optimizers: tuple[_Name, ...] = ('adamw', 'lamb', 'merit')
-  """Optimizers to compile; the kept ones end with ``keep_matrix_norms``."""
+  """Optimizers to compile; muon is Optax's, the last two are former names."""
 
   rows: int = 32768
   """Rows of a device's shard of one matrix, which is split along both axes."""
@@ -187,7 +170,8 @@ def _mesh(devices: list[jax.Device]) -> Mesh:
 def _compile(name: str, weights: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
   """Compiles an optimizer's update and its application."""
   axes = len(weights.shape)
-  optimizer = _MAKERS[name](1e-3, MuonDimensionNumbers(axes - 2, axes - 1))
+  make = _MAKERS[FORMER_NAMES.get(name, name)]
+  optimizer = make(1e-3, MuonDimensionNumbers(axes - 2, axes - 1))
 
   def step(
     param: jax.Array, state: Any, gradient: jax.Array

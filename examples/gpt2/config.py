@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-Optimizer = Literal['merit', 'adamw', 'lamb', 'lion', 'muon', 'muon-kept']
+# The last is a former name of muon-hyperball.
+Optimizer = Literal[
+  'merit', 'adamw', 'lamb', 'lion', 'muon', 'muon-hyperball', 'muon-kept',
+]  # fmt: skip
 Preset = Literal[
   'demo', 'small', 'medium', 'large', 'xl',
   'llama-130m', 'llama-350m', 'llama-7b',
@@ -65,7 +68,7 @@ class Config:
   norm_epsilon: float | None = None
   # Standard deviation of initial weights and embeddings. Default: GPT-2's 0.02;
   # of the preset demo in proportion to the width, 0.02 * sqrt(768 / width), and
-  # of muon-kept twice that.
+  # of muon-hyperball twice that.
   init_std: float | None = None
   # Whether queries and keys go through an RMSNorm in each head.
   qk_norm: bool = False
@@ -77,17 +80,18 @@ class Config:
 
   # Optimizer.
 
-  # Optimizer of the weights.
+  # Optimizer of the weights. muon-hyperball is Muon's direction for hidden
+  # matrices, whose norms are kept (once named muon-kept).
   optimizer: Optimizer = 'merit'
   # Peak learning rate, after a linear warm-up and before a cosine to zero. The
-  # default of merit, lamb, muon and muon-kept is a constant over the root of
-  # the number of steps, that of adamw 1 / width, and that of lion 0.001.
+  # default of merit, lamb, muon and muon-hyperball is a constant over the root
+  # of the number of steps, that of adamw 1 / width, and that of lion 0.001.
   learning_rate: float | None = None
-  # muon and muon-kept: learning rate of the parameters that Adam updates
+  # muon and muon-hyperball: learning rate of the parameters that Adam updates
   # (embeddings, biases and norms), over --learning-rate. Default: 1, of
-  # muon-kept a third.
+  # muon-hyperball a third.
   adam_rate: float | None = None
-  # Weight decay; with muon-kept, of what Adam updates.
+  # Weight decay; with muon-hyperball, of what Adam updates.
   weight_decay: float | None = None
   # Parameters that decay. matrices leaves out biases and norms.
   decay: Literal['all', 'matrices'] = 'all'
@@ -113,9 +117,12 @@ class Config:
   ratios: tuple[Literal['weight', 'row', 'column'], ...] = (
     'weight', 'row', 'column',
   )  # fmt: skip
-  # merit, muon and muon-kept: whether the weights of query, key and value count
-  # as one matrix, as three, or as three for each head.
+  # merit, muon and muon-hyperball: whether the weights of query, key and value
+  # count as one matrix, as three, or as three for each head.
   qkv: Literal['fused', 'split', 'heads'] = 'fused'
+  # muon and muon-hyperball: data type of the products that orthogonalize, and
+  # of what moves between devices for them. Default: that of --dtype.
+  ns_dtype: Literal['float32', 'bfloat16'] | None = None
   # merit: largest size of an element of the update before the learning rate;
   # inf for no clip.
   clip_threshold: float = 1.0

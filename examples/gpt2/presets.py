@@ -8,6 +8,7 @@ from typing import Any
 
 from examples.gpt2.config import Config, UsageError, flag
 from examples.gpt2.model.config import proportional_init_std
+import merit_optax
 
 _RUN = dict(eval_every=100, eval_sequences=1024, checkpoint_every=100)
 _GPT2 = _RUN | dict(
@@ -57,7 +58,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # The learning rate of lion is a usual one and was not tuned. That of the others
 # follows the number of steps or the width. The b1 of muon is Optax's default;
-# that of muon-kept is lower, since 0.9 was better at every batch size in
+# that of muon-hyperball is lower, since 0.9 was better at every batch size in
 # examples/study.
 OPTIMIZERS: dict[str, dict[str, float]] = {
   'merit': dict(weight_decay=0.01, b1=0.9, b2=0.95),
@@ -65,13 +66,10 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
   'lamb': dict(weight_decay=0.01, b1=0.9, b2=0.95),
   'lion': dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   'muon': dict(weight_decay=0.1, b1=0.95, b2=0.95),
-  'muon-kept': dict(adam_rate=1 / 3, weight_decay=0.0, b1=0.9, b2=0.95),
+  'muon-hyperball': dict(adam_rate=1 / 3, weight_decay=0.0, b1=0.9, b2=0.95),
 }
 
-# Learning rate times the root of the number of steps. From 153 to 2,441 steps
-# the best rates of examples/study are within a factor of 1.5.
-_RATE_TIMES_ROOT = {'merit': 0.4, 'lamb': 0.45, 'muon': 0.5, 'muon-kept': 1.25}
-_FEWEST_STEPS = 150
+_FORMER_NAMES = {'muon-kept': 'muon-hyperball'}
 # That of adamw times the width: the best on the demo (width 128, of 0.7, 1 and
 # 1.4 times that), and of examples/study (width 64) at 305 and 610 steps.
 _ADAMW_RATE_TIMES_WIDTH = 1.0
@@ -112,7 +110,11 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
 # Settings that only some optimizers have.
 _ONLY_FOR = dict.fromkeys(
   ('trust_ratio', 'ratios', 'clip_threshold', 'min_norm'), ('merit',)
-) | {'qkv': ('merit', 'muon', 'muon-kept'), 'adam_rate': ('muon', 'muon-kept')}
+) | {
+  'qkv': ('merit', 'muon', 'muon-hyperball'),
+  'adam_rate': ('muon', 'muon-hyperball'),
+  'ns_dtype': ('muon', 'muon-hyperball'),
+}
 
 
 def resolve(config: Config) -> Config:
@@ -125,6 +127,8 @@ def resolve(config: Config) -> Config:
   Raises:
     UsageError: If a setting is out of its range, or does not fit another.
   """
+  optimizer = _FORMER_NAMES.get(config.optimizer, config.optimizer)
+  config = dataclasses.replace(config, optimizer=optimizer)
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
   if config.width is not None or config.architecture is not None:
@@ -207,15 +211,17 @@ def identity(config: Config) -> dict[str, Any]:
     for name, value in vars(config).items()
     if name not in _NOT_IDENTITY and value is not None
   }
+  # Runs from before something existed, or got its name, can resume.
   if config.dtype == 'float32':
-    # It decides nothing then, and runs from before it existed can resume.
-    del found['reduce_dtype']
+    del found['reduce_dtype']  # It decides nothing then.
+  former = {new: old for old, new in _FORMER_NAMES.items()}
+  found['optimizer'] = former.get(config.optimizer, config.optimizer)
   return found
 
 
 def _init_std(config: Config) -> float | None:
   """Returns the default of the initial weights; None is that of GPT-2."""
-  if config.optimizer == 'muon-kept':
+  if config.optimizer == 'muon-hyperball':
     return proportional_init_std(config.width, _KEPT_SIZE)
   if config.preset == 'demo':
     return proportional_init_std(config.width)
@@ -224,24 +230,12 @@ def _init_std(config: Config) -> float | None:
 
 def _default_rate(config: Config) -> float | None:
   """Returns the learning rate by steps or width; None if there is no rule."""
-  if config.optimizer in _RATE_TIMES_ROOT:
-    return starting_rate(config.optimizer, config.steps)
   if config.optimizer == 'adamw':
     return float(f'{_ADAMW_RATE_TIMES_WIDTH / config.width:.2g}')
-  return None
-
-
-def starting_rate(optimizer: str, steps: int) -> float:
-  """Returns the peak learning rate to start at, by the number of steps.
-
-  Args:
-    optimizer: ``merit``, ``lamb``, ``muon`` or ``muon-kept``, whose steps are
-      relative.
-    steps: Steps of the run; fewer than 150, for which there are no
-      measurements, get the learning rate of 150.
-  """
-  root = math.sqrt(max(steps, _FEWEST_STEPS))
-  return float(f'{_RATE_TIMES_ROOT[optimizer] / root:.2g}')
+  if config.optimizer == 'lion':
+    return None
+  name = config.optimizer.replace('-', '_')
+  return merit_optax.starting_learning_rate(name, config.steps)
 
 
 def _mlp_width(config: Config) -> int:

@@ -125,8 +125,13 @@ def _hash(model_folder: Path | None) -> str | None:
 
 def default_folder(config: Config, settings: dict[str, Any]) -> Path:
   """Returns the folder of a run, named after what decides its numbers."""
-  name = f'{config.preset}-{config.optimizer}-{digest(settings["config"])[:8]}'
-  return Path('runs') / name
+  end = digest(settings['config'])[:8]
+  former, named = (
+    Path('runs') / f'{config.preset}-{optimizer}-{end}'
+    for optimizer in (settings['config']['optimizer'], config.optimizer)
+  )
+  # A run from before its optimizer got its name goes on where it is.
+  return former if former.exists() else named
 
 
 def _train(

@@ -79,14 +79,14 @@ KEPT = Contender(
   'muon > merit > l2 > keep l2; adam 0.33',
   {'init_scale': 2.0},
   few_steps={'b1': 0.8},
-  rule='muon-kept',
+  rule='muon-hyperball',
 )
 """The best of ``compositions``: MERIT's ratios on Muon's direction, and the l2
 norm of each matrix kept, at twice the size in proportion to the width."""
 SIMPLER = dataclasses.replace(
   KEPT, name='Muon, norms kept', arm='muon > l2 > keep l2; adam 0.33'
 )
-"""Norms kept without MERIT's ratios, which is the trainer's ``muon-kept``."""
+"""Norms kept without MERIT's ratios, the trainer's ``muon-hyperball``."""
 STACKED_LAMB = Contender('LAMB, a ratio for the stack', 'lamb', 0.028)
 """``optax.lamb``, for which the layers that are scanned are one array."""
 

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 import pytest
 
 from examples.gpt2 import config as config_module
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
-  'adam_rate', 'unroll',
+  'adam_rate', 'ns_dtype', 'unroll',
 }  # fmt: skip
 
 
@@ -64,6 +64,14 @@ _OPTIONAL = {
     ),
     ({'qk_clip': 0.0}, ['--qk-clip', 'above 0', '0.0']),
     ({'adam_rate': 2.0}, ['--adam-rate', '--optimizer muon', 'merit']),
+    (
+      {'optimizer': 'merit', 'ns_dtype': 'bfloat16'},
+      ['--ns-dtype', 'muon or muon-hyperball', '--optimizer merit'],
+    ),
+    (
+      {'optimizer': 'adamw', 'ns_dtype': 'float32'},
+      ['--ns-dtype', 'muon or muon-hyperball', '--optimizer adamw'],
+    ),
     ({'init_std': 0.0}, ['--init-std', 'above 0', '0.0']),
     ({'qk_clip': math.nan}, ['--qk-clip', 'above 0', 'nan']),
     ({'qk_clip': 9.0, 'qk_clip_every': 0}, ['--qk-clip-every', 'at least 1']),
@@ -104,7 +112,8 @@ def test_a_setting_at_its_bound_is_taken(settings: dict):
 
 def test_each_choice_has_its_defaults():
   assert set(PRESETS) == set(typing.get_args(config_module.Preset))
-  assert set(OPTIMIZERS) == set(typing.get_args(config_module.Optimizer))
+  optimizers = set(typing.get_args(config_module.Optimizer))
+  assert set(OPTIMIZERS) == optimizers - {'muon-kept'}
 
 
 @pytest.mark.parametrize('preset', PRESETS)
@@ -114,8 +123,8 @@ def test_settings_not_given_come_from_preset_and_optimizer(
 ):
   config = resolve(Config(preset=preset, optimizer=optimizer))
   missing = {k for k, v in vars(config).items() if v is None}
-  own = {'adam_rate'} if optimizer == 'muon-kept' else set()
-  if preset == 'demo' or optimizer == 'muon-kept':
+  own = {'adam_rate'} if optimizer == 'muon-hyperball' else set()
+  if preset == 'demo' or optimizer == 'muon-hyperball':
     own.add('init_std')
   assert missing == _OPTIONAL - own
   of_preset = {k: v for k, v in PRESETS[preset].items() if k not in missing}
@@ -165,6 +174,7 @@ def test_the_mlp_follows_the_width(settings: dict, width: int):
     ('steps', 7),
     ('dtype', 'bfloat16'),
     ('optimizer', 'lamb'),
+    ('optimizer', 'muon-hyperball'),
     ('learning_rate', 0.1),
     ('decay', 'matrices'),
     ('ratios', ('row',)),
@@ -212,6 +222,40 @@ def test_the_dtype_of_sums_counts_where_it_decides_the_numbers():
   assert found[0] != found[1]
 
 
+def test_the_former_name_of_an_optimizer_is_accepted():
+  former, config = (
+    resolve(Config(optimizer=name)) for name in ('muon-kept', 'muon-hyperball')
+  )
+  assert former.optimizer == 'muon-hyperball'
+  assert former == config == resolve(config)
+
+
+# Hashes, as in names of folders, from before there was --ns-dtype, when
+# muon-hyperball was muon-kept. Other defaults make other ones.
+@pytest.mark.parametrize(
+  ('optimizer', 'dtype', 'before'),
+  [
+    ('muon-hyperball', 'float32', '97198aa5'),
+    ('muon-hyperball', 'bfloat16', 'cbeffa6b'),
+    ('muon', 'float32', '9d75f3de'),
+    ('muon', 'bfloat16', '022783d5'),
+  ],
+)
+def test_runs_from_before_can_resume(optimizer: str, dtype: str, before: str):
+  found = identity(resolve(Config(optimizer=optimizer, dtype=dtype)))
+  assert digest(found)[:8] == before
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_the_dtype_of_products_is_part_of_the_identity(dtype: str):
+  one, other = (
+    identity(resolve(Config(optimizer='muon', ns_dtype=x)))
+    for x in (None, dtype)
+  )
+  assert 'ns_dtype' not in one
+  assert other == one | {'ns_dtype': dtype}
+
+
 # Best learning rates of the study, at scale nano, by the number of steps: of
 # five batches with the same tokens, and of half and twice the tokens.
 @pytest.mark.parametrize(
@@ -219,7 +263,7 @@ def test_the_dtype_of_sums_counts_where_it_decides_the_numbers():
   [
     ('merit', [(153, 0.028), (305, 0.028), (305, 0.0198), (610, 0.014),
                (1221, 0.0099), (1220, 0.014), (2441, 0.007)]),
-    ('muon-kept', [(153, 0.12), (305, 0.0849), (305, 0.0849), (610, 0.06),
+    ('muon-hyperball', [(153, 0.12), (305, 0.0849), (305, 0.0849), (610, 0.06),
                    (1221, 0.03), (1220, 0.03), (2441, 0.0212)]),
     ('muon', [(153, 0.028), (305, 0.028), (610, 0.028), (1221, 0.014),
               (2441, 0.0099)]),

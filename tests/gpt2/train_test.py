@@ -13,7 +13,7 @@ import safetensors.numpy
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.evaluate import evaluate
-from examples.gpt2.presets import identity
+from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
@@ -117,6 +117,19 @@ def test_default_folders_differ_by_settings(tiny: Config):
   }
   assert len(names) == 2
   assert all(name.startswith('demo-merit-') for name in names)
+
+
+def test_a_run_of_an_optimizer_with_a_former_name_is_found(
+  tmp_path, monkeypatch: pytest.MonkeyPatch
+):
+  monkeypatch.chdir(tmp_path)
+  config = resolve(Config(optimizer='muon-kept'))
+  settings = {'config': identity(config)}
+  found = default_folder(config, settings)
+  assert found.name.startswith('demo-muon-hyperball-')
+  former = found.with_name(found.name.replace('hyperball', 'kept'))
+  former.mkdir(parents=True)
+  assert default_folder(config, settings) == former
 
 
 @pytest.mark.slow

@@ -179,6 +179,30 @@ def test_stacked_matrices_are_split_as_fsdp_splits_them(tmp_path: Path):
   assert muon['bytes sent per parameter'] > 1
 
 
+# The compiler takes a minute for products in float32.
+@pytest.mark.slow
+def test_whole_matrices_take_fewer_flops_and_bytes(tmp_path: Path):
+  out = tmp_path / 'update.json'
+  layers, rows, columns = 4, 512, 2048
+  # One of them by its former name.
+  names = ['muon', 'muon-hyperball', 'adam-hyperball', 'adam-kept']
+  done = _run(
+    '-m', 'benchmarks.pod_update', '--topologies', 'v5e:2x2', '--shape',
+    *map(str, (layers, rows, columns)), '--mesh', 'fsdp=2', '--optimizers',
+    *names, '--out', str(out),
+  )  # fmt: skip
+  assert done.returncode == 0, done.stderr
+  found = json.loads(out.read_text())['rows']
+  for row in found[2:]:
+    assert row['FLOPs per parameter'] == 0
+    assert row['bytes sent per parameter'] < 0.001
+  muon, hyperball = found[:2]
+  assert hyperball['collectives'] == 'all-reduce, all-to-all'
+  assert 0 < hyperball['FLOPs per parameter'] < muon['FLOPs per parameter']
+  sent = [row['bytes sent per parameter'] for row in (hyperball, muon)]
+  assert 0 < sent[0] < sent[1] / 5
+
+
 def test_a_mesh_that_does_not_divide_the_rows_is_refused():
   done = _run(
     '-m', 'benchmarks.pod_update', '--topologies', 'v5e:2x2', '--shape',

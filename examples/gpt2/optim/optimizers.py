@@ -141,44 +141,64 @@ def _specs(config: Config) -> Callable[[Any], Any]:
 
 def _muon(config: Config) -> optax.GradientTransformation:
   settings = _adam_settings(config)
-  learning_rate = settings['learning_rate']
+  rate, specs = settings['learning_rate'], _specs(config)
   adam_rate = 1.0 if config.adam_rate is None else config.adam_rate
-  muon = optax.contrib.muon(
-    learning_rate,
-    adam_learning_rate=lambda step: adam_rate * learning_rate(step),
-    beta=config.b1,
-    adam_b2=config.b2,
-    muon_weight_dimension_numbers=functools.partial(
-      muon_dimension_numbers, qkv=config.qkv
+  # Its state is that of optax.contrib.muon, which has a part of its own for the
+  # weight decay.
+  hidden = optax.chain(
+    merit_optax.scale_by_muon(
+      beta=config.b1,
+      ns_dtype=_ns_dtype(config),
+      weight_dimension_numbers=specs,
     ),
     # The size of Adam's updates, so that both share a learning rate.
-    consistent_rms=0.2,
-  )
-  # The decay of optax.contrib.muon takes no mask for what Adam updates.
-  decay = optax.add_decayed_weights(
-    lambda step: -config.weight_decay * learning_rate(step), settings['mask']
-  )
-  return optax.chain(muon, decay)
-
-
-def _muon_kept(config: Config) -> optax.GradientTransformation:
-  """Muon's direction; the norms of hidden matrices stay what they were."""
-  rate, specs = make_schedule(config), _specs(config)
-  hidden = optax.chain(
-    optax.contrib.scale_by_muon(beta=config.b1, weight_dimension_numbers=specs),
-    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=specs),
+    merit_optax.scale_by_shape(
+      lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+      weight_dimension_numbers=specs,
+    ),
+    optax.identity(),
     optax.scale_by_learning_rate(rate),
-    merit_optax.keep_matrix_norms(weight_dimension_numbers=specs),
   )
-  others = optax.chain(
-    merit_optax.scale_by_adam(OTHERS_B1, config.b2),
-    optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
-    optax.scale_by_learning_rate(lambda step: config.adam_rate * rate(step)),
+  others = optax.adamw(
+    lambda step: adam_rate * rate(step),
+    OTHERS_B1,
+    config.b2,
+    weight_decay=0.0,
+    nesterov=True,
   )
-  return optax.partition(
-    {'hidden': hidden, 'others': others},
-    functools.partial(hidden_or_others, qkv=config.qkv),
+  decay = optax.add_decayed_weights(
+    lambda step: -config.weight_decay * rate(step), settings['mask']
   )
+
+  def labels(params: Any) -> Any:
+    return jax.tree.map(
+      lambda is_hidden: 'muon' if is_hidden else 'adam',
+      merit_optax.hidden_matrices(params),
+    )
+
+  return optax.chain(
+    optax.partition({'muon': hidden, 'adam': others}, labels), decay
+  )
+
+
+def _muon_hyperball(config: Config) -> optax.GradientTransformation:
+  rate = make_schedule(config)
+  return merit_optax.muon_hyperball(
+    rate,
+    config.b1,
+    adam_learning_rate=lambda step: config.adam_rate * rate(step),
+    adam_b1=OTHERS_B1,
+    adam_b2=config.b2,
+    adam_weight_decay=config.weight_decay,
+    adam_weight_decay_mask=decay_mask(config),
+    weight_dimension_numbers=_specs(config),
+    ns_dtype=_ns_dtype(config),
+  )
+
+
+def _ns_dtype(config: Config) -> str:
+  """Returns the dtype of Muon's products, by default that of activations."""
+  return config.ns_dtype or config.dtype
 
 
 _OPTIMIZERS = {
@@ -187,5 +207,5 @@ _OPTIMIZERS = {
   'lamb': lambda config: optax.lamb(**_adam_settings(config)),
   'lion': lambda config: optax.lion(**_adam_settings(config)),
   'muon': _muon,
-  'muon-kept': _muon_kept,
+  'muon-hyperball': _muon_hyperball,
 }

@@ -135,7 +135,7 @@ def test_moments_lie_as_their_parameters(optimizer: str):
     name.startswith('blocks.') and name.endswith('kernel') for name in params
   )
   muon = 2 * len(params) - hidden
-  by_optimizer = {'lion': len(params), 'muon': muon, 'muon-kept': muon}
+  by_optimizer = {'lion': len(params), 'muon': muon, 'muon-hyperball': muon}
   assert moments == by_optimizer.get(optimizer, 2 * len(params))
   kernel = shapes.params['blocks']['mlp']['up']['kernel']
   assert kernel.sharding.spec == P(None, 'fsdp', 'tensor')

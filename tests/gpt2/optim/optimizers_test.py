@@ -1,5 +1,7 @@
+import functools
 import math
 
+import chex
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -11,11 +13,16 @@ import pytest
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import make_mesh, path_name
 from examples.gpt2.optim.optimizers import (
+  OTHERS_B1,
+  decay_mask,
   dimension_numbers,
+  hidden_or_others,
   is_matrix,
   make_optimizer,
   make_schedule,
   merit_settings,
+  muon_dimension_numbers,
+  with_clips,
 )
 from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.step import Trainer
@@ -139,7 +146,7 @@ def test_settings_reach_the_optimizer(optimizer: str):
     jax.tree.leaves(faster[0]), jax.tree.leaves(expected[0]), strict=True
   ):
     # A norm that is kept bends a step a little.
-    rtol, atol = (5e-3, 1e-6) if optimizer == 'muon-kept' else (1e-4, 1e-8)
+    rtol, atol = (5e-3, 1e-6) if optimizer == 'muon-hyperball' else (1e-4, 1e-8)
     np.testing.assert_allclose(one, 2 * other, rtol=rtol, atol=atol)
   for settings in ({'b1': 0.5}, {'b2': 0.5}):
     changed = _difference(updates(**settings)[1], expected[1])
@@ -164,7 +171,7 @@ def test_weight_decay_leaves_alone_what_it_shall(optimizer: str, decay: str):
   for name, changed in _difference(decayed, plain).items():
     decays = decay == 'all' or name.endswith(('kernel', 'embedding'))
     # The norm would undo it.
-    decays &= optimizer != 'muon-kept' or not name.endswith('kernel')
+    decays &= optimizer != 'muon-hyperball' or not name.endswith('kernel')
     assert (changed > 1e-5) == decays, name
     assert decays or changed == 0, name
     if decays and optimizer in ('adamw', 'lion', 'muon'):
@@ -359,9 +366,9 @@ def test_adam_beside_muon_has_a_rate_of_its_own():
 
 
 @pytest.mark.parametrize('qkv', ['fused', 'split', 'heads'])
-def test_muon_kept_keeps_the_norms_of_hidden_matrices(qkv: str):
+def test_hyperball_keeps_the_norms_of_hidden_matrices(qkv: str):
   params, gradients = _trees()
-  config = _config(optimizer='muon-kept', qkv=qkv, learning_rate=0.5)
+  config = _config(optimizer='muon-hyperball', qkv=qkv, learning_rate=0.5)
   updates = _updates(make_optimizer(config), params, gradients[:1])[0]
   before, after = (
     _named(x) for x in (params, jax.jit(optax.apply_updates)(params, updates))
@@ -375,6 +382,99 @@ def test_muon_kept_keeps_the_norms_of_hidden_matrices(qkv: str):
   embedding = 'token_embedding.embedding'
   sizes = [jnp.linalg.norm(x[embedding]) for x in (before, after)]
   assert abs(sizes[0] - sizes[1]) > 1e-3 * sizes[0]
+
+
+def _former(config: Config) -> optax.GradientTransformation:
+  """Returns what made muon and muon-hyperball before merit_optax had both."""
+  rate = make_schedule(config)
+  adam_rate = 1.0 if config.adam_rate is None else config.adam_rate
+  specs = functools.partial(dimension_numbers, qkv=config.qkv)
+  if config.optimizer == 'muon':
+    muon = optax.contrib.muon(
+      rate,
+      adam_learning_rate=lambda step: adam_rate * rate(step),
+      beta=config.b1,
+      adam_b2=config.b2,
+      muon_weight_dimension_numbers=functools.partial(
+        muon_dimension_numbers, qkv=config.qkv
+      ),
+      consistent_rms=0.2,
+    )
+    decay = optax.add_decayed_weights(
+      lambda step: -config.weight_decay * rate(step), decay_mask(config)
+    )
+    return with_clips(optax.chain(muon, decay), config)
+  hidden = optax.chain(
+    optax.contrib.scale_by_muon(beta=config.b1, weight_dimension_numbers=specs),
+    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=specs),
+    optax.scale_by_learning_rate(rate),
+    merit_optax.keep_matrix_norms(weight_dimension_numbers=specs),
+  )
+  others = optax.chain(
+    merit_optax.scale_by_adam(OTHERS_B1, config.b2),
+    optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
+    optax.scale_by_learning_rate(lambda step: adam_rate * rate(step)),
+  )
+  labels = functools.partial(hidden_or_others, qkv=config.qkv)
+  optimizer = optax.partition({'hidden': hidden, 'others': others}, labels)
+  return with_clips(optimizer, config)
+
+
+_MUONS = pytest.mark.parametrize('optimizer', ['muon', 'muon-hyperball'])
+
+
+@_MUONS
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {},
+    {'qkv': 'split', 'adam_rate': 0.25, 'weight_decay': 0.3},
+    {'qkv': 'heads', 'decay': 'matrices', 'weight_decay': 0.3},
+    {'qk_clip': 100.0, 'b1': 0.5, 'warmup_share': 0.5},
+  ],
+)
+def test_muon_is_what_it_was_when_optax_made_it(optimizer: str, settings: dict):
+  params, gradients = _trees()
+  config = _config(optimizer=optimizer, **settings)
+  made, former = make_optimizer(config), _former(config)
+  # So that checkpoints from before can be read.
+  states = [jax.eval_shape(x.init, params) for x in (made, former)]
+  chex.assert_trees_all_equal_structs(*states)
+  chex.assert_trees_all_equal_shapes_and_dtypes(*states)
+  for found, expected in zip(
+    _updates(made, params, gradients),
+    _updates(former, params, gradients),
+    strict=True,
+  ):
+    for name, x in _named(expected).items():
+      np.testing.assert_allclose(
+        _named(found)[name],
+        x,
+        rtol=0,
+        atol=1e-5 * jnp.abs(x).max(),
+        err_msg=name,
+      )
+
+
+@_MUONS
+def test_products_of_muon_can_be_in_bfloat16(optimizer: str):
+  params, gradients = _trees()
+
+  def updates(**settings):
+    config = _config(optimizer=optimizer, **settings)
+    return _updates(make_optimizer(config), params, gradients[:2])[1]
+
+  usual, rounded = updates(), updates(ns_dtype='bfloat16')
+  chex.assert_trees_all_equal(
+    updates(dtype='bfloat16', ns_dtype='float32'), usual
+  )
+  chex.assert_trees_all_equal(updates(dtype='bfloat16'), rounded)
+  for name, x in _named(usual).items():
+    change = jnp.linalg.norm(_named(rounded)[name] - x) / jnp.linalg.norm(x)
+    if name.endswith('.kernel'):
+      assert 1e-3 < change < 0.05, name
+    else:
+      assert change == 0, name
 
 
 def test_an_infinite_clip_threshold_is_no_clip():

@@ -21,7 +21,7 @@ from merit_optax import attention_statistics
 # A first token that makes something of the step infinite or not a number.
 _NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT = 61, 62, 63
 _KINDS = (_NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT)
-_SLOW = ('adamw', 'lamb', 'lion', 'muon', 'muon-kept')
+_SLOW = ('adamw', 'lamb', 'lion', 'muon', 'muon-hyperball')
 _MOST_OPTIMIZERS = pytest.mark.parametrize(
   'optimizer',
   [
