@@ -60,11 +60,11 @@ def clip_by_global_norm(
       return updates, state
     norm = _norm(jnp.stack(norms))
 
-    def scale(x: jax.Array) -> jax.Array:
-      clipped = widen(x) / norm * max_norm
-      return jnp.where(norm <= max_norm, x, clipped.astype(x.dtype))
-
-    return jax.tree.map(scale, updates), state
+    # Not a number stays that.
+    factor = jnp.where(norm <= max_norm, 1, max_norm / norm)
+    return jax.tree.map(
+      lambda x: (widen(x) * factor).astype(x.dtype), updates
+    ), state
 
   return optax.GradientTransformation(optax.init_empty_state, update_fn)
 

@@ -27,6 +27,7 @@ from merit_optax._newton_schulz import (
   orthogonalize,
 )
 from merit_optax._norms import widen
+from merit_optax._rounding import rounded
 from merit_optax._whole_matrices import (
   FROM_MESH,
   MeshAxes,
@@ -174,8 +175,16 @@ def scale_by_muon(
     del params
     axes = matrix_axes(weight_dimension_numbers, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
-    mu = optax.tree.update_moment(g, mu, beta, 1)
     count = optax.safe_increment(state.count)
+
+    def average(x: jax.Array, y: jax.Array) -> jax.Array:
+      # Every term is rounded. Compilers leave out the rounding of one product
+      # in a sum, not always of the same one: where a stack is made of it, it may
+      # be another one than where the stack is moved first.
+      return rounded(beta * x, count) + rounded((1 - beta) * y, count)
+
+    g = jax.tree.map(functools.partial(rounded, count=count), g)
+    mu = jax.tree.map(average, mu, g)
     new_state = optax.contrib.MuonState(
       count=count,
       mu=jax.tree.map(cast_like, mu, state.mu),
@@ -185,10 +194,11 @@ def scale_by_muon(
     m = optax.tree.bias_correction(mu, beta, ahead)
     if nesterov:
       g = optax.tree.bias_correction(g, beta, count)
-      m = optax.tree.update_moment(g, m, beta, 1)
+      m = jax.tree.map(average, m, g)
+    m = jax.tree.map(functools.partial(_round, dtype=ns_dtype), m)
     u = map_matrices(
       functools.partial(_orthogonalize, coefficients),
-      jax.tree.map(functools.partial(_round, dtype=ns_dtype), m),
+      m,
       axes,
       names,
       jnp.asarray(eps),

@@ -1,0 +1,23 @@
+"""Roundings that no compiler leaves out."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rounded(x: jax.Array, count: jax.Array) -> jax.Array:
+  """Returns an array as it is, rounded to its dtype.
+
+  A compiler may compute a product and a sum at once (fused multiply-add), and
+  whether it does so depends on what else it computes. It cannot if the bits of
+  the product are asked for. Complex numbers are returned without it.
+
+  Args:
+    x: Array of floats.
+    count: A number of steps, which is never negative. No compiler knows that.
+  """
+  if jnp.iscomplexobj(x):
+    return x
+  kind = jnp.dtype(f'int{8 * x.dtype.itemsize}')
+  zero = jnp.minimum(count, 0).astype(kind)
+  bits = jax.lax.bitcast_convert_type(x, kind) ^ zero
+  return jax.lax.bitcast_convert_type(bits, x.dtype)
