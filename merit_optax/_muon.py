@@ -179,8 +179,8 @@ def scale_by_muon(
 
     def average(x: jax.Array, y: jax.Array) -> jax.Array:
       # Every term is rounded. Compilers leave out the rounding of one product
-      # in a sum, not always of the same one: where a stack is made of it, it may
-      # be another one than where the stack is moved first.
+      # in a sum, not always of the same one: where a stack is made of it, it
+      # may be another one than where the stack is moved first.
       return rounded(beta * x, count) + rounded((1 - beta) * y, count)
 
     g = jax.tree.map(functools.partial(rounded, count=count), g)
