@@ -1,7 +1,6 @@
 """Muon's direction, with whole matrices on a mesh."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from merit_optax._newton_schulz import (
   orthogonalize,
 )
 from merit_optax._norms import widen
-from merit_optax._rounding import rounded
+from merit_optax._rounding import rounded, to_dtype
 from merit_optax._whole_matrices import (
   FROM_MESH,
   MeshAxes,
@@ -195,7 +194,7 @@ def scale_by_muon(
     if nesterov:
       g = optax.tree.bias_correction(g, beta, count)
       m = jax.tree.map(average, m, g)
-    m = jax.tree.map(functools.partial(_round, dtype=ns_dtype), m)
+    m = jax.tree.map(functools.partial(to_dtype, dtype=ns_dtype), m)
     u = map_matrices(
       functools.partial(_orthogonalize, coefficients),
       m,
@@ -242,12 +241,4 @@ def _orthogonalize(
   coefficients: tuple[Triple, ...], stack: jax.Array, eps: jax.Array
 ) -> jax.Array:
   dtype = stack.dtype
-  return _round(orthogonalize(stack, coefficients, eps, dtype), dtype)
-
-
-def _round(x: jax.Array, dtype: Any) -> jax.Array:
-  """Returns an array in some dtype, None for its own."""
-  if dtype == jnp.bfloat16:
-    # XLA may leave a conversion there and back out, in some programs.
-    x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-  return x if dtype is None else x.astype(dtype)
+  return to_dtype(orthogonalize(stack, coefficients, eps, dtype), dtype)

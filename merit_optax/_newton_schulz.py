@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from merit_optax._arguments import is_integer
 from merit_optax._norms import l2_norm, widen
+from merit_optax._rounding import to_dtype
 
 Triple: TypeAlias = tuple[float, float, float]
 Coefficients: TypeAlias = str | Triple | Sequence[Triple]
@@ -187,8 +188,8 @@ def _by_gram_matrix(
 def _product(x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """Multiplies matrices of one dtype, and sums in float32 or wider."""
   return jnp.matmul(
-    x.astype(dtype),
-    y.astype(dtype),
+    to_dtype(x, dtype),
+    to_dtype(y, dtype),
     # Accelerators would multiply float32 with fewer bits by default.
     precision=None if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST,
     preferred_element_type=x.dtype,

@@ -4,6 +4,14 @@ import jax
 import jax.numpy as jnp
 
 
+def to_dtype(x: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
+  """Returns an array in some dtype, ``None`` for its own."""
+  if dtype == jnp.bfloat16:
+    # XLA may leave a conversion there and back out, in some programs.
+    x = jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+  return x if dtype is None else x.astype(dtype)
+
+
 def rounded(x: jax.Array, count: jax.Array) -> jax.Array:
   """Returns an array as it is, rounded to its dtype.
 

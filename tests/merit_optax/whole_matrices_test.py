@@ -17,10 +17,11 @@ import merit_optax
 pytestmark = pytest.mark.usefixtures('full_compilation')
 
 _Spec = optax.contrib.MuonDimensionNumbers
-# Stacked and unstacked layers, heads, more and fewer matrices than devices.
+# Stacked and unstacked layers, heads, more and fewer matrices than devices. On
+# each device are 12 elements or more of the last axis, see mesh_test.
 _PARAMETERS = {
   'embedding': ((64, 32), P(('tensor', 'fsdp')), None),
-  'qkv': ((6, 32, 4, 3, 8), P(None, 'fsdp', 'tensor'), _Spec(1, (2, 4))),
+  'qkv': ((6, 32, 4, 3, 24), P(None, 'fsdp', 'tensor'), _Spec(1, (2, 4))),
   'down': ((6, 96, 32), P(None, 'tensor', 'fsdp'), _Spec(1, 2)),
   'layer_0': ((32, 96), P('fsdp', 'tensor'), _Spec()),
   'layer_1': ((32, 96), P('fsdp', 'tensor'), _Spec()),
