@@ -57,10 +57,9 @@ def per_update(
     change: Function from update and axes of its matrices to an update.
     weight_dimension_numbers: As the user gave them.
   """
-
-  def init_fn(params: optax.Params) -> optax.EmptyState:
-    check_params(weight_dimension_numbers, params)
-    return optax.EmptyState()
+  transform = per_parameter(
+    lambda update, _, axes: change(update, axes), weight_dimension_numbers
+  )
 
   def update_fn(
     updates: optax.Updates,
@@ -68,7 +67,7 @@ def per_update(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
-    axes = matrix_axes(weight_dimension_numbers, updates)
-    return jax.tree.map(change, updates, axes), state
+    changed, _ = transform.update(updates, state, updates)
+    return changed, state
 
-  return optax.GradientTransformation(init_fn, update_fn)
+  return optax.GradientTransformation(transform.init, update_fn)
