@@ -27,7 +27,7 @@ _orscale_l2 = functools.partial(_l2, min_ratio=0.5, max_ratio=1.5)
 
 
 def _muon():
-  return optax.contrib.scale_by_muon(
+  return merit_optax.scale_by_muon(
     weight_dimension_numbers=lambda p: jax.tree.map(lambda _: _SPEC, p)
   )
 

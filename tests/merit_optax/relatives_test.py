@@ -96,7 +96,7 @@ def _assert_follows(optimizer, rule, params=None, gradients=None):
 
 
 def _muon(nesterov=True, beta=_MOMENTUM):
-  return optax.contrib.scale_by_muon(
+  return merit_optax.scale_by_muon(
     beta=beta,
     nesterov=nesterov,
     weight_dimension_numbers=lambda p: jax.tree.map(lambda _: _Spec(-2, -1), p),
