@@ -12,6 +12,7 @@ import statistics
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tqdm
@@ -66,13 +67,34 @@ def _directions(
     beta=config.b1,
     weight_dimension_numbers=specs,
   )
+  theirs = optax.contrib.scale_by_muon(
+    beta=config.b1, weight_dimension_numbers=specs
+  )
   return {
-    'optax': optax.contrib.scale_by_muon(
-      beta=config.b1, weight_dimension_numbers=specs
-    ),
+    'optax': theirs,
+    'optax, other order of sums': _reversed(theirs),
     'float32': ours(),
     'bfloat16': ours(ns_dtype='bfloat16'),
   }
+
+
+def _reversed(
+  direction: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+  """Returns the same rule for matrices whose rows and columns are reversed.
+
+  It differs by the rounding of sums only, and so shows what rounding does.
+  """
+
+  def update(
+    updates: optax.Updates, state: Any, params: Any = None
+  ) -> tuple[optax.Updates, Any]:
+    updates, state = direction.update(
+      jax.tree.map(jnp.flip, updates), state, params
+    )
+    return jax.tree.map(jnp.flip, updates), state
+
+  return optax.GradientTransformation(direction.init, update)
 
 
 def main(args: list[str] | None = None) -> None:

@@ -52,11 +52,10 @@ NAMED_COEFFICIENTS = MappingProxyType(
   }
 )
 
-# In the Gram form a rounding error of the Gram matrix can be a negative
-# eigenvalue, which the iterations enlarge. Beyond this size, it would explode.
-_LARGEST_GRAM_ERROR = 0.1
-# With as many columns for each row, five iterations have fewer FLOPs in it.
-_GRAM_ASPECT = 1.5
+# In the Gram form, iterations enlarge a rounding error of the Gram matrix. Once
+# it would be larger than this, the matrix is multiplied, and its Gram matrix
+# computed anew.
+_LARGEST_GRAM_ERROR = 1e-4
 
 
 def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
@@ -126,8 +125,27 @@ def orthogonalize(
   """
   x = widen(x)
   x = x / (l2_norm(l2_norm(x, (2,)), (1,)) + eps)
-  if _has_gram_form(x.shape, coefficients, dtype):
-    return _by_gram_matrix(x, coefficients, dtype)
+  segments = _segments(coefficients, dtype)
+  if _are_fewer_flops(segments, x.shape):
+    iterate = functools.partial(_by_gram_matrices, segments, dtype)
+  else:
+    iterate = functools.partial(_plainly, coefficients, dtype)
+
+  def one_by_one(x: jax.Array) -> jax.Array:
+    # XLA on CPU multiplies single matrices faster than stacks of them.
+    each: jax.Array = jax.lax.map(lambda y: iterate(y[None])[0], x)
+    return each
+
+  orthogonal: jax.Array = jax.lax.platform_dependent(
+    x, cpu=one_by_one, default=iterate
+  )
+  return orthogonal
+
+
+def _plainly(
+  coefficients: tuple[Triple, ...], dtype: jnp.dtype, x: jax.Array
+) -> jax.Array:
+  """Iterates with the matrices themselves."""
 
   def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
     gram = _product(x, _adjoint(x), dtype)
@@ -137,52 +155,55 @@ def orthogonalize(
   return jax.lax.scan(iterate, x, _as_array(coefficients, x))[0]
 
 
-def _has_gram_form(
-  shape: tuple[int, ...],
-  coefficients: tuple[Triple, ...],
-  dtype: jnp.dtype,
+def _segments(
+  coefficients: tuple[Triple, ...], dtype: jnp.dtype
+) -> list[list[Triple]]:
+  """Returns runs of iterations in which errors of a Gram matrix stay small."""
+  segments: list[list[Triple]] = [[]]
+  for triple in coefficients:
+    growth = math.prod(a**2 for a, _, _ in segments[-1])
+    if jnp.finfo(dtype).eps * growth < _LARGEST_GRAM_ERROR:
+      segments[-1].append(triple)
+    else:
+      segments.append([triple])
+  return segments
+
+
+def _are_fewer_flops(
+  segments: list[list[Triple]], shape: tuple[int, ...]
 ) -> bool:
-  """Returns whether products of r x r matrices are fewer FLOPs, and stable."""
-  growth = math.prod(a**2 for a, _, _ in coefficients[:-1])
-  error = float(jnp.finfo(dtype).eps) * growth
-  return shape[2] >= _GRAM_ASPECT * shape[1] and error < _LARGEST_GRAM_ERROR
+  """Returns whether Gram matrices save FLOPs, counted in 2 r**3 a matrix."""
+  aspect = shape[2] / shape[1]
+  plain = sum(len(segment) * (2 * aspect + 1) for segment in segments)
+  gram = sum(2 * aspect + max(1, 4 * len(segment) - 3) for segment in segments)
+  return gram < plain
 
 
-def _by_gram_matrix(
-  x: jax.Array, coefficients: tuple[Triple, ...], dtype: jnp.dtype
+def _by_gram_matrices(
+  segments: list[list[Triple]], dtype: jnp.dtype, x: jax.Array
 ) -> jax.Array:
-  """Iterates with the Gram matrix, and multiplies the matrix once.
+  """Iterates with Gram matrices, and multiplies the matrix once a segment.
 
   Each iteration multiplies X by a polynomial of the Gram matrix. All of these
   commute, so that the next Gram matrix is the square of the polynomial times
   this one, and the product of all polynomials is applied in the end.
   """
   product = functools.partial(_product, dtype=dtype)
-  gram = product(x, _adjoint(x))
   eye = jnp.eye(x.shape[1], dtype=x.dtype)
 
-  def polynomial(gram: jax.Array, abc: jax.Array) -> jax.Array:
-    return abc[0] * eye + abc[1] * gram + abc[2] * product(gram, gram)
+  def polynomial(gram: jax.Array, triple: Triple) -> jax.Array:
+    a, b, c = triple
+    return a * eye + b * gram + c * product(gram, gram)
 
-  def iterate(
-    carry: tuple[jax.Array, jax.Array], abc: jax.Array
-  ) -> tuple[tuple[jax.Array, jax.Array], None]:
-    gram, total = carry
-    factor = polynomial(gram, abc)
-    gram = product(factor, product(factor, gram))
-    return (gram, product(factor, total)), None
-
-  first, *rest = _as_array(coefficients, x)
-  # The product of the polynomials so far.
-  total = polynomial(gram, first)
-  if rest:
-    gram = product(total, product(total, gram))
-    *middle, last = rest
-    (gram, total), _ = jax.lax.scan(
-      iterate, (gram, total), jnp.array(middle).reshape(-1, 3)
-    )
-    total = product(polynomial(gram, last), total)
-  return product(total, x)
+  for first, *rest in segments:
+    gram = product(x, _adjoint(x))
+    factor = total = polynomial(gram, first)
+    for triple in rest:
+      gram = product(factor, product(factor, gram))
+      factor = polynomial(gram, triple)
+      total = product(factor, total)
+    x = product(total, x)
+  return x
 
 
 def _product(x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
