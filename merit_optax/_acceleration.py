@@ -3,15 +3,16 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
   check_decays,
-  inexact_dtypes,
+  check_moment,
+  check_real,
   moment_dtype,
 )
 from merit_optax._norms import widen
@@ -96,14 +97,9 @@ def add_acceleration(
   weight = -0.5 if coefficient is None else coefficient * (1 - decay)
 
   def init_fn(params: optax.Params) -> AccelerationState:
-    dtypes = inexact_dtypes(params)
-    check_decays('decay', decay, dtypes if mu_dtype is None else set())
-    if mu_dtype is not None and any(
-      jnp.issubdtype(x, jnp.complexfloating) for x in dtypes
-    ):
-      raise ValueError(
-        f'mu_dtype must be None for complex parameters, got {mu_dtype}.'
-      )
+    params = as_arrays(params)
+    check_moment('decay', decay, mu_dtype, params)
+    check_real('mu_dtype', mu_dtype, params)
     return AccelerationState(optax.tree.zeros_like(params, dtype=mu_dtype))
 
   def update_fn(

@@ -4,13 +4,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from merit_optax import _arguments
+from merit_optax import _arguments, _moments
+from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
   check_decays,
-  inexact_dtypes,
+  check_moment,
+  check_real,
   moment_dtype,
+  without_overflow,
 )
 from merit_optax._norms import widen
 
@@ -107,15 +110,10 @@ def scale_by_adam(
   check_decays('b2', b2, set() if nu_dtype is None else {nu_dtype})
 
   def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
-    dtypes = inexact_dtypes(params)
-    check_decays('b1', b1, dtypes if mu_dtype is None else set())
-    check_decays('b2', b2, dtypes if nu_dtype is None else set())
-    if mu_dtype is not None and any(
-      jnp.issubdtype(x, jnp.complexfloating) for x in dtypes
-    ):
-      raise ValueError(
-        f'mu_dtype must be None for complex parameters, got {mu_dtype}.'
-      )
+    params = as_arrays(params)
+    check_moment('b1', b1, mu_dtype, params)
+    check_moment('b2', b2, nu_dtype, params)
+    check_real('mu_dtype', mu_dtype, params)
     return optax.ScaleByAdamState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
@@ -131,6 +129,7 @@ def scale_by_adam(
     g, mu, nu = jax.tree.map(widen, (updates, state.mu, state.nu))
     mu = optax.tree.update_moment(g, mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, nu, b2, 2)
+    nu = jax.tree.map(without_overflow, nu)
     count = optax.safe_increment(state.count)
     new_state = optax.ScaleByAdamState(
       count=count,
@@ -139,9 +138,9 @@ def scale_by_adam(
     )
     if bias_correction:
       ahead = optax.safe_increment(count) if nesterov else count
-      g = optax.tree.bias_correction(g, b1, count)
-      mu = optax.tree.bias_correction(mu, b1, ahead)
-      nu = optax.tree.bias_correction(nu, b2, count)
+      g = _moments.bias_correction(g, b1, count)
+      mu = _moments.bias_correction(mu, b1, ahead)
+      nu = _moments.bias_correction(nu, b2, count)
     if nesterov:
       mu = optax.tree.update_moment(g, mu, b1, 1)
     u = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu, nu)

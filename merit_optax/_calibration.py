@@ -15,7 +15,8 @@ from merit_optax._dimension_numbers import (
   matrix_axes,
 )
 from merit_optax._joined import join, split
-from merit_optax._norms import Norm, ratio, trust_ratios
+from merit_optax._leaves import as_arrays, with_update
+from merit_optax._norms import Norm, ratio, trust_ratios, widen
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
 # By their names, each infinite where one of its norms is zero.
@@ -54,6 +55,7 @@ def scale_by_relative_ratios(
   """
 
   def init_fn(params: optax.Params) -> CalibrationState:
+    params = as_arrays(params)
     check_params(weight_dimension_numbers, params)
     # Placeholders of optax.tree.map_params have no leaves.
     if not jax.tree.leaves(params):
@@ -72,6 +74,7 @@ def scale_by_relative_ratios(
   ) -> tuple[optax.Updates, CalibrationState]:
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
+    params = with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, params)
     ratios = jax.tree.map(ratios_of, updates, params, axes)
     first = jax.tree.map(
@@ -104,7 +107,7 @@ def _first_ratios(
   def first(name: str) -> jax.Array:
     # What would be zero if the update were a multiple of the parameter. It is
     # NaN where something is not finite.
-    rest = update - param / ratios[name]
+    rest = widen(update) - widen(param) / ratios[name]
     lengths = trust_ratios(rest, update, axes, (name,), norm=norm)[name]
     is_first = (before[name] == 0) & (lengths < _MOSTLY_DECAY)
     return jnp.where(is_first, ratios[name], before[name])

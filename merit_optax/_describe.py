@@ -19,9 +19,10 @@ from merit_optax._hidden import (
   hidden_dimension_numbers,
   masked_but_hidden,
 )
+from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
-from merit_optax._paths import path_names
+from merit_optax._paths import is_function, path_names
 from merit_optax._trust_ratio import check_ratios
 from merit_optax._whole_matrices import (
   FROM_MESH,
@@ -58,7 +59,10 @@ def describe(
     Text with one line per parameter, which holds its path, its shape, the
     number of matrices and their rows and columns (or the number of vectors and
     their length), which ratios apply (none: masked out, Adam's step with the
-    clip), and whether it is decayed.
+    clip), and whether it is decayed. A line below names parameters whose
+    matrices or vectors have one element: these cannot change sign, because a
+    step is at most the learning rate times their size, unless ``min_norm`` is
+    above zero.
 
   Raises:
     ValueError: If a spec or a mask does not fit the parameters, ``ratios`` or
@@ -72,6 +76,7 @@ def describe(
     b          (2,)    1 x 2      weight               yes
     w          (3, 2)  1 x 3 x 2  weight, row, column  yes
   """
+  params = as_arrays(params)
   settings: dict[str, Any] = {
     'weight_dimension_numbers': weight_dimension_numbers,
     'ratios': ratios,
@@ -80,7 +85,8 @@ def describe(
     'weight_decay': weight_decay,
   }
   rows = _rows(params, **settings)
-  return _table([('parameter', *_HEADER), *((k, *v) for k, v in rows.items())])
+  table = [('parameter', *_HEADER), *((k, *v) for k, v in rows.items())]
+  return _table(table) + _note_of_signs(rows)
 
 
 def describe_partition(
@@ -121,7 +127,8 @@ def describe_partition(
     w          matrix  (3, 2)  1 x 3 x 2  row     yes
   """
   _check_parts(parts)
-  if callable(param_labels):
+  params = as_arrays(params)
+  if is_function(param_labels, lambda x: x in list(parts)):
     param_labels = param_labels(params)
   # None is a label too, of parameters that nothing matched.
   labels = broadcast_prefix(
@@ -148,7 +155,7 @@ def describe_partition(
   table += [(k, str(v), *rows[k]) for k, v in label_of.items()]
   empty = [str(part) for part in parts if part not in label_of.values()]
   note = f'\nParts without a parameter: {", ".join(empty)}' if empty else ''
-  return _table(table) + note
+  return _table(table) + note + _note_of_signs(rows)
 
 
 def describe_hyperball(
@@ -189,6 +196,7 @@ def describe_hyperball(
     up/bias    others  (32,)    -           -
     up/kernel  hidden  (8, 32)  1 x 8 x 32  on one device
   """
+  params = as_arrays(params)
   matrices = masked_but_hidden(params, hidden)
   numbers = weight_dimension_numbers
   axes = matrix_axes(
@@ -288,6 +296,22 @@ def _matrices_and_ratios(
   sizes = (count, rows, columns) if axes.rows else (count, columns)
   names = ratios if axes.rows else ('weight',)
   return ' x '.join(map(str, sizes)), ', '.join(names)
+
+
+def _note_of_signs(rows: Mapping[str, tuple[str, ...]]) -> str:
+  """Returns a line about the parameters that cannot change sign."""
+  # Of 'count x rows x columns' or 'count x length', all but the count are 1.
+  names = [
+    name
+    for name, (_, matrices, *_) in rows.items()
+    if {*matrices.split(' x ')[1:]} == {'1'}
+  ]
+  if not names:
+    return ''
+  return (
+    '\nOf one element, which cannot change sign unless min_norm is above zero: '
+    f'{", ".join(names)}'
+  )
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

@@ -1,7 +1,6 @@
 """Which axes of a parameter are the rows and the columns of its matrices."""
 
 from collections.abc import Callable, Sequence
-import inspect
 from typing import Any, NamedTuple, TypeAlias
 import warnings
 
@@ -9,7 +8,13 @@ import jax
 import optax
 
 from merit_optax._arguments import is_integer
-from merit_optax._paths import find_nearest, path_namer
+from merit_optax._leaves import has_absent
+from merit_optax._paths import (
+  MISSING,
+  is_function,
+  nearest_entries,
+  path_namer,
+)
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 WeightDimensionNumbers: TypeAlias = (
@@ -19,7 +24,6 @@ WeightDimensionNumbers: TypeAlias = (
   | None
 )
 _NOT_GIVEN = object()
-_LIBRARIES = ('merit_optax', 'optax', 'jax', 'flax')
 
 
 class MatrixAxes(NamedTuple):
@@ -49,25 +53,19 @@ def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
   Raises:
     ValueError: If a parameter has no spec, or one that does not fit it.
   """
-  return _axes_of_each(_spec_finder(dimension_numbers, params), params)
-
-
-def _axes_of_each(
-  find_spec: Callable[[tuple[Any, ...]], Any], params: Any
-) -> Any:
-  """Returns the axes of each parameter, whose spec a function finds."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
   name = path_namer(params)
-
-  def axes(path: tuple[Any, ...], param: jax.Array) -> MatrixAxes:
+  specs, _ = _specs(dimension_numbers, params)
+  axes = []
+  for (path, param), spec in zip(leaves, specs, strict=True):
     try:
-      return _axes(len(param.shape), find_spec(path))
+      axes.append(_axes(len(param.shape), spec))
     except _SpecError as error:
       raise ValueError(
         f'weight_dimension_numbers of the parameter {name(path)!r} of '
         f'shape {param.shape} {error}.'
       ) from None
-
-  return jax.tree_util.tree_map_with_path(axes, params)
+  return jax.tree.unflatten(jax.tree.structure(params), axes)
 
 
 def check_params(dimension_numbers: Any, params: Any) -> None:
@@ -83,18 +81,24 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
 
   Warns:
     UserWarning: If nothing says which axes of a parameter with more than two
-      are its rows and columns.
+      are its rows and columns, or if a spec is of no parameter.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     return
-  find_spec = _spec_finder(dimension_numbers, params)
-  _axes_of_each(find_spec, params)
+  matrix_axes(dimension_numbers, params)
+  specs, unused = _specs(dimension_numbers, params)
+  if unused and not has_absent(params):
+    warnings.warn(
+      'weight_dimension_numbers has specs for what is no parameter: '
+      f'{", ".join(unused)}.',
+      stacklevel=2,
+    )
   name = path_namer(params)
   guessed = [
     f'{name(path)} {leaf.shape}'
-    for path, leaf in leaves
-    if len(leaf.shape) > 2 and find_spec(path) is _NOT_GIVEN
+    for (path, leaf), spec in zip(leaves, specs, strict=True)
+    if len(leaf.shape) > 2 and spec is _NOT_GIVEN
   ]
   if guessed:
     warnings.warn(
@@ -103,51 +107,21 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
       'attention kernels of shape (model, heads, head_dim), for example. Pass '
       'weight_dimension_numbers to say what they are; '
       'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
-      stacklevel=_level_of_the_caller(),
+      stacklevel=2,
     )
-
-
-def _level_of_the_caller() -> int:
-  """Returns the stacklevel, for its caller, of the code that uses optax."""
-  frame, level = inspect.currentframe(), 0
-  while frame is not None and frame.f_back is not None:
-    if frame.f_globals.get('__name__', '').split('.')[0] not in _LIBRARIES:
-      break
-    frame, level = frame.f_back, level + 1
-  return level
 
 
 class _SpecError(Exception):
   """What is wrong with a spec, to follow its name in a sentence."""
 
 
-def _spec_finder(
-  dimension_numbers: Any, params: Any
-) -> Callable[[tuple[Any, ...]], Any]:
-  """Returns a function from the path of a parameter to its spec."""
-  if _is_function(dimension_numbers):
+def _specs(dimension_numbers: Any, params: Any) -> tuple[list[Any], list[str]]:
+  """Returns the spec of each parameter, and the names that no parameter has."""
+  if is_function(dimension_numbers, _is_spec):
     dimension_numbers = dimension_numbers(params)
   if dimension_numbers is None:
-    return lambda path: _NOT_GIVEN
-  nearest = find_nearest(dimension_numbers, is_leaf=_is_spec)
-
-  def find(path: tuple[Any, ...]) -> Any:
-    try:
-      return nearest(path)
-    except KeyError:
-      message = (
-        'are missing: the tree of specs has no entry for it that is an '
-        'optax.contrib.MuonDimensionNumbers or None'
-      )
-      raise _SpecError(message) from None
-
-  return find
-
-
-def _is_function(dimension_numbers: Any) -> bool:
-  # A tree of specs may be callable too, if it has the type of an Equinox model.
-  leaves = jax.tree.leaves(dimension_numbers, is_leaf=_is_spec)
-  return callable(dimension_numbers) and not any(map(_is_spec, leaves))
+    return [_NOT_GIVEN] * len(jax.tree.leaves(params)), []
+  return nearest_entries(dimension_numbers, params, is_leaf=_is_spec)
 
 
 def _is_spec(x: Any) -> bool:
@@ -160,6 +134,11 @@ def _axes(ndim: int, spec: Any) -> MatrixAxes:
     return MatrixAxes(rows=(ndim - 2,), columns=(ndim - 1,))
   if spec is _NOT_GIVEN or spec is None:
     return MatrixAxes(rows=(), columns=tuple(range(ndim)))
+  if spec is MISSING:
+    raise _SpecError(
+      'are missing: the tree of specs has no entry for it that is an '
+      'optax.contrib.MuonDimensionNumbers or None'
+    )
   if not isinstance(spec, DimensionNumbers):
     raise _SpecError(
       f'must be an optax.contrib.MuonDimensionNumbers or None, got {spec!r}'

@@ -1,14 +1,14 @@
 """Dimension numbers of Flax modules, from the paths of their parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import re
 from typing import Any
 
 import jax
-import optax
 
 from merit_optax._arguments import check_patterns, is_integer
 from merit_optax._dimension_numbers import DimensionNumbers
+from merit_optax._leaves import as_arrays, has_absent
 from merit_optax._paths import path_namer
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
@@ -41,8 +41,10 @@ def flax_dimension_numbers(
     stacked.
 
   A stack of layers or experts that ``stacked`` does not name can look like an
-  attention or convolution kernel; :func:`merit_optax.describe` shows how each
-  parameter is treated.
+  attention or convolution kernel. The bias beside a kernel tells them apart:
+  one whose shape contradicts the name is refused, as is one that fits a stack
+  of layers too. Without a bias the name decides; :func:`merit_optax.describe`
+  shows how each parameter is treated.
 
   Args:
     params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
@@ -77,10 +79,15 @@ def flax_dimension_numbers(
     >>> print(specs['attention']['query']['kernel'])
     MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
   """
+  params = as_arrays(params)
   stacked, overrides = stacked or {}, overrides or {}
   _check_rules(stacked, overrides)
   unknown: list[str] = []
   name_of = path_namer(params)
+  shapes = {
+    name_of(path): tuple(param.shape)
+    for path, param in jax.tree_util.tree_leaves_with_path(params)
+  }
   unused = {*stacked, *overrides}
 
   def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
@@ -101,10 +108,14 @@ def flax_dimension_numbers(
     )
     if numbers is None:
       unknown.append(f'{name} {param.shape}')
+    elif name.endswith('kernel'):
+      bias = shapes.get(name.removesuffix('kernel') + 'bias')
+      if bias is not None and not _fits(bias, numbers, param.shape):
+        unknown.append(f'{name} {param.shape} beside a bias {bias}')
     return numbers
 
   specs = jax.tree_util.tree_map_with_path(spec, params)
-  if unused and not _has_masked(params):
+  if unused and not has_absent(params):
     raise ValueError(
       'stacked and overrides must match a path each, got patterns that match '
       f'none: {sorted(map(str, unused))}.'
@@ -114,7 +125,9 @@ def flax_dimension_numbers(
       f'params holds parameters that are not recognized: {", ".join(unknown)}. '
       'If axes count layers or experts, say so by stacked, such as '
       "stacked={'blocks/': 1}; otherwise give their dimension numbers by "
-      'overrides. (Under optax.inject_hyperparams, which calls functions with '
+      "overrides, such as overrides={'query/kernel': "
+      'MuonDimensionNumbers((0,), (1, 2))}. (Under '
+      'optax.inject_hyperparams, which calls functions with '
       "the step count, name 'weight_dimension_numbers' in static_args.)"
     )
   return specs
@@ -137,15 +150,6 @@ def _check_rules(stacked: Any, overrides: Any) -> None:
         f'overrides[{pattern!r}] must be an optax.contrib.MuonDimensionNumbers '
         f'or None, got {spec!r}.'
       )
-
-
-def _has_masked(params: Any) -> bool:
-  """Returns whether parameters were masked out of a tree."""
-
-  def is_masked(x: Any) -> bool:
-    return x is None or isinstance(x, optax.MaskedNode)
-
-  return any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked)))
 
 
 def _stacked_axes(
@@ -171,6 +175,20 @@ def _recognise(
   if num_rows is None:
     return None
   return DimensionNumbers(axes[:num_rows], axes[num_rows:])
+
+
+def _fits(
+  bias: tuple[int, ...], numbers: DimensionNumbers, shape: tuple[int, ...]
+) -> bool:
+  """Returns whether only this reading of a kernel explains its bias."""
+
+  # Axes that count layers may have another place in the bias.
+  def without(axes: Collection[int]) -> list[int]:
+    return sorted(n for axis, n in enumerate(shape) if axis not in axes)
+
+  has_heads = len(shape) == 3 and len(numbers.output_axis) == 2
+  is_stack = has_heads and sorted(bias) == without((1,))
+  return sorted(bias) == without(numbers.reduction_axis) and not is_stack
 
 
 def _num_row_axes(names: list[str], ndim: int) -> int | None:

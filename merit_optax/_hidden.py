@@ -9,6 +9,7 @@ import optax
 
 from merit_optax._dimension_numbers import DimensionNumbers
 from merit_optax._flax import VECTORS, flax_dimension_numbers
+from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask
 from merit_optax._paths import path_namer
 
@@ -59,6 +60,7 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   # Placeholders of optax.tree.map_params have no leaves.
   if not jax.tree.leaves(params):
     return params
+  params = as_arrays(params)
   name_of = path_namer(params)
   chosen = _chosen(params, hidden)
   named = {

@@ -16,8 +16,10 @@ from merit_optax._hidden import (
   hidden_matrices,
 )
 from merit_optax._keep_norms import keep_matrix_norms
+from merit_optax._leaves import as_arrays, with_update
 from merit_optax._muon import scale_by_muon
 from merit_optax._newton_schulz import Coefficients
+from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 from merit_optax._trust_ratio import scale_by_l2_norm_trust_ratio
 from merit_optax._whole_matrices import FROM_MESH, MeshAxes
 
@@ -366,4 +368,22 @@ def _with_adam(
       hidden_matrices(params, hidden),
     )
 
-  return optax.partition({'hidden': hidden_optimizer, 'others': others}, labels)
+  both = optax.partition({'hidden': hidden_optimizer, 'others': others}, labels)
+
+  def init_fn(params: optax.Params) -> optax.OptState:
+    return both.init(as_arrays(params))
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    if params is None:
+      raise ValueError(NO_PARAMS_MESSAGE)
+    # A partition takes no params with leaves that have no update.
+    params = with_update(params, updates)
+    updates, state = both.update(updates, state, params, **extra_args)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -12,8 +12,10 @@ from merit_optax._dimension_numbers import (
   matrix_axes,
 )
 from merit_optax._joined import join, split
+from merit_optax._leaves import as_arrays, with_update
 from merit_optax._norms import (
   NORMS,
+  common_dtype,
   largest_ratio,
   matrix_norms,
   ratio,
@@ -142,7 +144,7 @@ def keep_matrix_norms(
       jnp.nan,
       largest_ratio([ratio(now, next_)]),
     )
-    dtype = jnp.promote_types(update.dtype, param.dtype)
+    dtype = common_dtype(update, param)
     return (factor * moved - w).astype(dtype)
 
   stateless = per_parameter(keep, weight_dimension_numbers)
@@ -155,6 +157,7 @@ def keep_matrix_norms(
 
   def init_fn(params: optax.Params) -> KeepMatrixNormsState:
     stateless.init(params)
+    params = as_arrays(params)
     # Placeholders of optax.tree.map_params have no leaves.
     return KeepMatrixNormsState(
       join(all_norms(params) if jax.tree.leaves(params) else ())
@@ -167,6 +170,7 @@ def keep_matrix_norms(
   ) -> tuple[optax.Updates, KeepMatrixNormsState]:
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
+    params = with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, params)
     kept = split(state.radius, jax.eval_shape(all_norms, params))
     return jax.tree.map(keep, updates, params, axes, kept), state

@@ -8,41 +8,49 @@ import jax.numpy as jnp
 import numpy as np
 
 from merit_optax._dimension_numbers import matrix_axes
+from merit_optax._leaves import has_absent
+from merit_optax._paths import (
+  MISSING,
+  is_function,
+  nearest_entries,
+  path_namer,
+)
 
 
 def checked(name: str, mask: Any) -> Callable[[Any], Any]:
-  """Returns a mask as a function from parameters to a tree of booleans.
+  """Returns a mask as a function from parameters to a tree like them.
 
   Args:
     name: Name of the argument, for the message.
-    mask: Tree of booleans, or a function from parameters to one.
+    mask: Tree of booleans with the names of the parameters, or a prefix of it;
+      or a function from parameters to one.
 
   Returns:
-    A function that raises ``ValueError`` if the mask holds anything else, or is
-    itself a boolean. That is what becomes of a function that
-    ``optax.inject_hyperparams`` took for a schedule.
+    A function that raises ``ValueError`` if the mask holds anything else, does
+    not fit the parameters, or is itself a boolean. That is what becomes of a
+    function that ``optax.inject_hyperparams`` took for a schedule.
   """
 
   def check(params: Any) -> Any:
-    resolved = mask(params) if callable(mask) else mask
-    if _is_boolean(mask) or not all(
-      map(_is_boolean, jax.tree.leaves(resolved))
-    ):
+    resolved = mask(params) if is_function(mask, _is_boolean) else mask
+    leaves = jax.tree.leaves(resolved)
+    if _is_boolean(mask) or not all(map(_is_boolean, leaves)):
       raise ValueError(
-        f'{name} must be a tree of booleans like the parameters, or a function '
-        f'from parameters to one, got {resolved!r}. Under '
-        'optax.inject_hyperparams, which calls functions with the step count, '
-        f'name {name!r} in static_args.'
+        f'{name} must be a tree of booleans like the parameters, one for each '
+        'or for all of a branch, or a function from parameters to one, got '
+        f'{resolved!r}. Under optax.inject_hyperparams, which calls functions '
+        f'with the step count, name {name!r} in static_args.'
       )
-    return resolved
+    return broadcast_prefix(name, resolved, params)
 
   return check
 
 
 def broadcast_mask(name: str, mask: Any, params: Any) -> Any:
   """Returns a mask as a tree of the structure of the parameters."""
-  resolved = True if mask is None else checked(name, mask)(params)
-  return broadcast_prefix(name, resolved, params)
+  if mask is None:
+    return jax.tree.map(lambda _: True, params)
+  return checked(name, mask)(params)
 
 
 def broadcast_prefix(
@@ -62,17 +70,26 @@ def broadcast_prefix(
   Raises:
     ValueError: If it is no prefix of the parameters.
   """
-  try:
-    return jax.tree.map(
-      lambda entry, part: jax.tree.map(lambda _: entry, part),
-      prefix,
-      params,
-      is_leaf=is_leaf,
-    )
-  except (TypeError, ValueError) as error:
+  entries, unused = nearest_entries(prefix, params, is_leaf)
+  leaves, name_of = (
+    jax.tree_util.tree_leaves_with_path(params),
+    path_namer(params),
+  )
+  missing = [
+    name_of(path)
+    for (path, _), entry in zip(leaves, entries, strict=True)
+    if entry is MISSING
+  ]
+  # A tree for all parameters fits those of one part of a partition too, and
+  # placeholders of optax.tree.map_params have no leaves.
+  is_whole = leaves and not has_absent(params)
+  extra = unused if is_whole else []
+  if missing or extra:
     raise ValueError(
-      f'{name} must be a tree like params or a prefix of it: {error}'
-    ) from None
+      f'{name} must be a tree like params or a prefix of it, by the names of '
+      f'its entries: missing are {missing}, too many {extra}.'
+    )
+  return jax.tree.unflatten(jax.tree.structure(params), entries)
 
 
 def scaled_axes(
@@ -91,5 +108,7 @@ def scaled_axes(
 
 
 def _is_boolean(x: Any) -> bool:
-  is_array = isinstance(x, jax.Array) and x.dtype == jnp.bool_
-  return isinstance(x, (bool, np.bool_)) or is_array
+  is_array = isinstance(x, (jax.Array, np.ndarray))
+  return isinstance(x, (bool, np.bool_)) or (
+    is_array and x.dtype == jnp.bool_ and x.shape == ()
+  )

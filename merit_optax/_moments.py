@@ -1,8 +1,12 @@
 """Moments of gradients: their dtypes, and whether they decay in them."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
+
+from merit_optax._norms import common_dtype
 
 # A moment that should lose less than half a unit in its last place would round
 # back to its old value. (Units of the dtype's eps.)
@@ -29,10 +33,39 @@ def moment_dtype(
   return canonical
 
 
-def inexact_dtypes(params: optax.Params) -> set[jnp.dtype]:
+def check_moment(
+  name: str,
+  rate: jax.typing.ArrayLike,
+  dtype: jnp.dtype | None,
+  params: optax.Params,
+) -> None:
+  """Raises ``ValueError`` if a moment of the parameters would never decay.
+
+  Args:
+    name: Name of the decay rate, for the message.
+    rate: The decay rate.
+    dtype: dtype of the moment, ``None`` for that of each parameter.
+    params: Tree of arrays.
+  """
+  check_decays(name, rate, _inexact_dtypes(params) if dtype is None else set())
+
+
+def check_real(
+  name: str, dtype: jnp.dtype | None, params: optax.Params
+) -> None:
+  """Raises ``ValueError`` if a real dtype is given for complex parameters."""
+  is_complex = any(
+    jnp.issubdtype(x, jnp.complexfloating) for x in _inexact_dtypes(params)
+  )
+  if dtype is not None and is_complex:
+    raise ValueError(
+      f'{name} must be None for complex parameters, got {dtype}.'
+    )
+
+
+def _inexact_dtypes(params: optax.Params) -> set[jnp.dtype]:
   """Returns the dtypes of the parameters that have moments."""
-  # Placeholders of optax.tree.map_params have no dtype.
-  dtypes = {x.dtype for x in jax.tree.leaves(params) if hasattr(x, 'dtype')}
+  dtypes = {x.dtype for x in jax.tree.leaves(params)}
   return {x for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
 
 
@@ -53,11 +86,33 @@ def check_decays(
       )
 
 
+def bias_correction(moment: Any, decay: Any, count: jax.Array) -> Any:
+  """Returns a tree of moments corrected for their start at zero."""
+  # optax promotes the count implicitly.
+  with jax.numpy_dtype_promotion('standard'):
+    return optax.tree.bias_correction(moment, decay, count)
+
+
 def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns an array in the dtype of another."""
-  return x.astype(like.dtype)
+  """Returns a moment in the dtype of another, at most its largest number.
+
+  An infinity would stay for ever. One that a gradient holds is no overflow, and
+  is kept, so that it does not pass for a number.
+  """
+  if jnp.iscomplexobj(x):
+    return x.astype(like.dtype)
+  limit = float(jnp.finfo(like.dtype).max)
+  bounded = jnp.where(jnp.isinf(x), x, jnp.clip(x, -limit, limit))
+  return bounded.astype(like.dtype)
+
+
+def without_overflow(squares: jax.Array) -> jax.Array:
+  """Returns an average of squares, at most the largest number of its dtype."""
+  if jnp.iscomplexobj(squares):
+    return squares
+  return jnp.minimum(squares, jnp.finfo(squares.dtype).max)
 
 
 def cast_to_both(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """Returns an array in the dtype to which those of two others promote."""
-  return x.astype(jnp.promote_types(a.dtype, b.dtype))
+  return x.astype(common_dtype(a, b))

@@ -12,11 +12,14 @@ from merit_optax._dimension_numbers import (
   check_params,
   matrix_axes,
 )
+from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
+  bias_correction,
   cast_like,
   cast_to_both,
   check_decays,
-  inexact_dtypes,
+  check_moment,
+  check_real,
   moment_dtype,
 )
 from merit_optax._newton_schulz import (
@@ -155,11 +158,11 @@ def scale_by_muon(
   check_decays('beta', beta, set() if mu_dtype is None else {mu_dtype})
 
   def init_fn(params: optax.Params) -> optax.contrib.MuonState:
+    params = as_arrays(params)
     check_params(weight_dimension_numbers, params)
-    dtypes = inexact_dtypes(params)
-    check_decays('beta', beta, dtypes if mu_dtype is None else set())
-    for name, dtype in {'mu_dtype': mu_dtype, 'ns_dtype': ns_dtype}.items():
-      _check_real(name, dtype, dtypes)
+    check_moment('beta', beta, mu_dtype, params)
+    check_real('mu_dtype', mu_dtype, params)
+    check_real('ns_dtype', ns_dtype, params)
     return optax.contrib.MuonState(
       count=jnp.zeros([], jnp.int32),
       mu=optax.tree.zeros_like(params, dtype=mu_dtype),
@@ -190,9 +193,9 @@ def scale_by_muon(
       ns_coeffs=state.ns_coeffs,
     )
     ahead = optax.safe_increment(count) if nesterov else count
-    m = optax.tree.bias_correction(mu, beta, ahead)
+    m = bias_correction(mu, beta, ahead)
     if nesterov:
-      g = optax.tree.bias_correction(g, beta, count)
+      g = bias_correction(g, beta, count)
       m = jax.tree.map(average, m, g)
     m = jax.tree.map(functools.partial(to_dtype, dtype=ns_dtype), m)
     u = map_matrices(
@@ -218,17 +221,6 @@ def _products_dtype(dtype: jax.typing.DTypeLike | None) -> jnp.dtype | None:
   raise ValueError(
     f'ns_dtype must be None, float32 or bfloat16, got {dtype!r}.'
   )
-
-
-def _check_real(
-  name: str, dtype: jnp.dtype | None, dtypes: set[jnp.dtype]
-) -> None:
-  """Raises ``ValueError`` if a real dtype is given for complex parameters."""
-  is_complex = any(jnp.issubdtype(x, jnp.complexfloating) for x in dtypes)
-  if dtype is not None and is_complex:
-    raise ValueError(
-      f'{name} must be None for complex parameters, got {dtype}.'
-    )
 
 
 def _as_stored(coefficients: tuple[Triple, ...]) -> jax.Array:

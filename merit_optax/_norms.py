@@ -13,6 +13,8 @@ from merit_optax._dimension_numbers import MatrixAxes
 # Norms along some axes, which stay with size 1, so that any sharding of the
 # array passes through.
 Norm: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+# With fewer elements, compiling more takes longer than a run of them saves.
+_SMALL = 1 << 16
 RATIOS = ('weight', 'row', 'column')
 
 
@@ -31,7 +33,7 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   def by_default(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), **options)
 
-  if jnp.iscomplexobj(x):
+  if jnp.iscomplexobj(x) or x.size <= _SMALL:
     return by_default(x)
   largest: jax.Array = jax.lax.platform_dependent(
     x, cpu=on_cpu, default=by_default
@@ -104,9 +106,18 @@ def _norm_along_jvp(
 NORMS: Mapping[str, Norm] = MappingProxyType({'max': max_norm, 'l2': l2_norm})
 
 
-def widen(x: jax.Array) -> jax.Array:
+def widen(x: jax.typing.ArrayLike) -> jax.Array:
   """Returns an array in float32, or in its own dtype if that is wider."""
-  return jnp.asarray(x, jnp.promote_types(x.dtype, jnp.float32))
+  # Without a dtype first, as NumPy's 64 bits may not be enabled in JAX.
+  x = jnp.asarray(x)
+  return x.astype(common_dtype(x.dtype, jnp.float32))
+
+
+def common_dtype(*values: Any) -> jnp.dtype:
+  """Returns the dtype to which arrays or dtypes promote."""
+  # Where users forbid implicit promotions, this one is still explicit.
+  with jax.numpy_dtype_promotion('standard'):
+    return functools.reduce(jnp.promote_types, map(jnp.result_type, values))
 
 
 def matrix_norms(x: jax.Array, axes: MatrixAxes, norm: Norm) -> jax.Array:

@@ -1,33 +1,44 @@
 """Paths of parameters as text, and entries of prefix trees by path."""
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, TypeAlias
 
 import jax
 
 Path: TypeAlias = tuple[Any, ...]
+IsLeaf: TypeAlias = Callable[[Any], bool] | None
+MISSING = object()
 _VALUE = jax.tree_util.GetAttrKey('value')
 
 
-def path_namer(tree: Any) -> Callable[[Path], str]:
-  """Returns a function from a path to a leaf to text: 'blocks/0/kernel'."""
+def path_keyer(
+  tree: Any, is_leaf: IsLeaf = None
+) -> Callable[[Path], tuple[str, ...]]:
+  """Returns a function from the path of a leaf to the names along it.
+
+  The names do not tell the types of containers, so that a dict fits parameters
+  in an ``nnx.State``. A box around one array, such as an nnx variable or a
+  Linen parameter with metadata, has the name of the parameter.
+  """
   num_leaves = collections.Counter(
     path[:length]
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     for length in range(len(path))
   )
 
-  def name(path: Path) -> str:
-    # An nnx variable has the name of the parameter, and holds its value only.
-    is_variable = path[-1:] == (_VALUE,) and num_leaves[path[:-1]] == 1
-    return _join(path[:-1] if is_variable and len(path) > 1 else path)
+  def keys(path: Path) -> tuple[str, ...]:
+    is_box = path[-1:] == (_VALUE,) and num_leaves[path[:-1]] == 1
+    named = path[:-1] if is_box and len(path) > 1 else path
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in named)
 
-  return name
+  return keys
 
 
-def _join(path: Path) -> str:
-  return jax.tree_util.keystr(path, simple=True, separator='/')
+def path_namer(tree: Any) -> Callable[[Path], str]:
+  """Returns a function from the path of a leaf to text: 'blocks/0/kernel'."""
+  keys = path_keyer(tree)
+  return lambda path: '/'.join(keys(path))
 
 
 def path_names(params: Any) -> list[str]:
@@ -48,28 +59,51 @@ def path_names(params: Any) -> list[str]:
   return names
 
 
-def path_keys(path: Path) -> tuple[str, ...]:
-  """Returns the names along a path, whatever the types of its containers."""
-  # By name, so that a dict of specs fits parameters in an nnx.State.
-  return tuple(_join((key,)) for key in path)
+def nearest_entries(
+  prefix: Any, tree: Any, is_leaf: IsLeaf = None
+) -> tuple[list[Any], list[str]]:
+  """Returns the entry of a prefix tree at, or nearest above, each leaf.
 
+  Args:
+    prefix: Tree whose leaves stand for all that is below a path of that name.
+    tree: Tree of leaves.
+    is_leaf: What is a leaf of the prefix tree, though it looks like a tree.
 
-def find_nearest(
-  tree: Any, is_leaf: Callable[[Any], bool] | None = None
-) -> Callable[[Path], Any]:
-  """Returns a function from a path to the entry of a prefix tree above it."""
+  Returns:
+    An entry for each leaf of the tree, ``MISSING`` if there is none; and the
+    names of entries that are of no leaf.
+  """
+  keys_of_entry = path_keyer(prefix, is_leaf)
   entries = {
-    path_keys(path): entry
+    keys_of_entry(path): entry
     for path, entry in jax.tree_util.tree_leaves_with_path(
-      tree, is_leaf=is_leaf
+      prefix, is_leaf=is_leaf
     )
   }
+  keys_of_leaf = path_keyer(tree)
+  nearest = [
+    _nearest(keys_of_leaf(path), entries)
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+  found = [MISSING if key is None else entries[key] for key in nearest]
+  used = {*nearest}
+  return found, ['/'.join(key) for key in entries if key not in used]
 
-  def find(path: Path) -> Any:
-    keys = path_keys(path)
-    for length in range(len(keys), -1, -1):
-      if keys[:length] in entries:
-        return entries[keys[:length]]
-    raise KeyError(_join(path))
 
-  return find
+def _nearest(
+  keys: tuple[str, ...], entries: Container[tuple[str, ...]]
+) -> tuple[str, ...] | None:
+  """Returns the longest beginning that is an entry, ``None`` if none is."""
+  for length in range(len(keys), -1, -1):
+    if keys[:length] in entries:
+      return keys[:length]
+  return None
+
+
+def is_function(x: Any, is_entry: Callable[[Any], bool]) -> bool:
+  """Returns whether a value is a function from parameters to a prefix tree.
+
+  A tree of entries may be callable too, if it has the type of an Equinox model.
+  """
+  leaves = jax.tree.leaves(x, is_leaf=is_entry)
+  return callable(x) and not any(map(is_entry, leaves))

@@ -11,6 +11,7 @@ from merit_optax._dimension_numbers import (
   check_params,
   matrix_axes,
 )
+from merit_optax._leaves import as_arrays, with_update
 
 NO_PARAMS_MESSAGE = (
   'You are using a transformation that requires the current value of '
@@ -29,9 +30,11 @@ def per_parameter(
       update.
     weight_dimension_numbers: As the user gave them.
   """
+  # Not inlined, parameters of equal shapes are traced and lowered once.
+  change = jax.jit(change, static_argnums=2)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
-    check_params(weight_dimension_numbers, params)
+    check_params(weight_dimension_numbers, as_arrays(params))
     return optax.EmptyState()
 
   def update_fn(
@@ -41,6 +44,7 @@ def per_parameter(
   ) -> tuple[optax.Updates, optax.EmptyState]:
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
+    params = with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, params)
     return jax.tree.map(change, updates, params, axes), state
 

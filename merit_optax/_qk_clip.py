@@ -1,6 +1,6 @@
 """QK-clip: bounds attention logits by scaling the weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,8 +17,8 @@ from merit_optax._attention_heads import (
   matching,
   spread,
 )
-from merit_optax._norms import widen
-from merit_optax._paths import find_nearest, path_namer
+from merit_optax._norms import common_dtype, widen
+from merit_optax._paths import nearest_entries, path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
 
@@ -145,16 +145,20 @@ def qk_clip(
       return updates, state
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
-    find, name_of = find_nearest(max_logits), path_namer(params)
+    name_of = path_namer(params)
+    found, _ = nearest_entries(max_logits, params)
+    logits_of_each = jax.tree.unflatten(jax.tree.structure(params), found)
 
-    def clip(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
+    def clip(
+      path: Any, param: jax.Array, update: jax.Array, found: Any
+    ) -> jax.Array:
       name = name_of(path)
       sides = (matching(query, name), True), (matching(key, name), False)
       if all(heads is None for heads, _ in sides):
         return update
       factor = jnp.ones((), jnp.float32)
       try:
-        logits = _logits(find, path)
+        logits = _logits(found)
         for heads, is_query in sides:
           if heads is not None:
             scales = _scales(logits, threshold, num_key_heads, is_query)
@@ -166,7 +170,9 @@ def qk_clip(
         ) from None
       return _scaled_update(param, update, factor)
 
-    clipped = jax.tree_util.tree_map_with_path(clip, params, updates)
+    clipped = jax.tree_util.tree_map_with_path(
+      clip, params, updates, logits_of_each
+    )
     return clipped, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -176,11 +182,11 @@ def _is_count(x: Any) -> bool:
   return _arguments.is_integer(x) and x >= 1
 
 
-def _logits(find: Callable[[Any], Any], path: Any) -> jax.Array:
+def _logits(found: Any) -> jax.Array:
   """Returns the logits of a parameter's heads, on all devices."""
   try:
-    logits = jnp.asarray(find(path))
-  except (KeyError, TypeError):
+    logits = jnp.asarray(found)
+  except TypeError:  # Nothing is given for it, or no array.
     raise MisfitError(
       'expected an array of shape (heads,) or (layers, heads), such as '
       '.max_logit of attention_statistics, or a tree of them with one for it'
@@ -215,5 +221,6 @@ def _scaled_update(
   """Returns the update after which the parameter is scaled."""
   w = widen(param)
   scaled = factor * (w + widen(update)) - w
-  dtype = jnp.promote_types(param.dtype, update.dtype)
-  return jnp.where(factor == 1, update, scaled).astype(dtype)
+  return jnp.where(factor == 1, widen(update), scaled).astype(
+    common_dtype(param, update)
+  )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from merit_optax._paths import path_keys
+from merit_optax._paths import MISSING, nearest_entries
 
 _NUM_PARTS = 5  # Of the chain that MERIT is.
 
@@ -68,15 +68,14 @@ def settings_of_step(given: dict[str, Any], found: Found) -> dict[str, Any]:
 
 def leaves_with_moments(tree: Any, moments: Any) -> Any:
   """Returns a tree like the parameters, less those without a moment."""
-  names, all_names = (
-    {path_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)}
-    for x in (moments, tree)
-  )
-  if not names < all_names:  # No part of it: trees of other types, or wrong.
+  found, unknown = nearest_entries(moments, tree)
+  if unknown:  # Trees of other types, or wrong.
     return tree
-  return jax.tree_util.tree_map_with_path(
-    lambda path, x: x if path_keys(path) in names else optax.MaskedNode(), tree
-  )
+  leaves = [
+    optax.MaskedNode() if moment is MISSING else leaf
+    for leaf, moment in zip(jax.tree.leaves(tree), found, strict=True)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
 def _at(value: Any, states: Any, default: Any) -> Any:

@@ -10,7 +10,15 @@ import optax
 from merit_optax import _arguments
 from merit_optax._calibration import Ratios, scale_by_relative_ratios
 from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
-from merit_optax._norms import RATIOS, Norm, l2_norm, max_norm, trust_ratios
+from merit_optax._norms import (
+  RATIOS,
+  Norm,
+  common_dtype,
+  l2_norm,
+  max_norm,
+  trust_ratios,
+  widen,
+)
 from merit_optax._per_parameter import per_parameter
 
 
@@ -263,9 +271,8 @@ def _scale_by_trust_ratio(
     )
 
   def scale(update: jax.Array, param: jax.Array, parts: Ratios) -> jax.Array:
-    dtype = jnp.promote_types(update.dtype, param.dtype)
     ratio = _largest_ratio_within(parts.values(), min_ratio, max_ratio)
-    return (ratio * update).astype(dtype)
+    return (ratio * widen(update)).astype(common_dtype(update, param))
 
   if calibrate:
     return scale_by_relative_ratios(

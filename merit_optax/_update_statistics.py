@@ -11,7 +11,7 @@ from merit_optax._dimension_numbers import (
   WeightDimensionNumbers,
   matrix_axes,
 )
-from merit_optax._norms import NORMS, matrix_norms
+from merit_optax._norms import NORMS, matrix_norms, widen
 from merit_optax._paths import path_namer, path_names
 
 
@@ -64,7 +64,8 @@ def update_statistics(
 
 def update_to_weight(size: jax.Array, param_size: jax.Array) -> jax.Array:
   """Returns the ratio of two sizes, zero where nothing moves."""
-  return jnp.where(size > 0, size / param_size, size)
+  # No 0 / 0, which jax_debug_nans would take for a fault.
+  return jnp.where(size > 0, size / jnp.where(size > 0, param_size, 1), size)
 
 
 def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
@@ -128,7 +129,8 @@ def _leaf_statistics(
       f'{prefix}update_to_weight_min': jnp.min(of_each, initial=jnp.inf),
       f'{prefix}update_to_weight_max': jnp.max(of_each, initial=0),
     }
-  stays = (param + update).astype(param.dtype) == param
+  moved = widen(param) + widen(update)
+  stays = moved.astype(param.dtype) == param
   return result | {
     'unmoved_rows': jnp.mean(jnp.all(stays, axis=axes.columns)),
     'not_finite': jnp.mean(~jnp.isfinite(update)),

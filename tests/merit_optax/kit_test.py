@@ -128,10 +128,11 @@ def test_hyperball_is_its_formula():
   gradients = [jax.tree.map(jnp.sin, _tree(10 * i)) for i in (1, 2, 3)]
   for gradient in gradients:
     del gradient['b']
+  specs = {name: _SPECS[name] for name in params}
   hyperball = optax.chain(
-    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=_SPECS),
+    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=specs),
     optax.scale_by_learning_rate(_RATE),
-    merit_optax.keep_matrix_norms(weight_dimension_numbers=_SPECS),
+    merit_optax.keep_matrix_norms(weight_dimension_numbers=specs),
   )
   expected = {name: _matrices(name, w) for name, w in params.items()}
   radius = {

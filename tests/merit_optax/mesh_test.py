@@ -213,12 +213,7 @@ def test_norms_are_kept_on_a_mesh(norm, axis_type):
     state = optimizer.init(placed)
     gradients = jax.device_put(gradients, [shardings] * 2)
     *_, actual = _run(step, placed, state, gradients)
-  if norm == 'max':
-    _assert_same_bits(actual, expected)
-  else:  # Sums depend on their order.
-    chex.assert_trees_all_close(
-      *jax.device_get((actual, expected)), rtol=1e-4, atol=1e-6
-    )
+  _assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize(

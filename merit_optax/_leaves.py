@@ -1,0 +1,63 @@
+"""What may be a leaf of a tree of parameters."""
+
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from merit_optax._paths import path_namer
+
+
+def as_arrays(params: Any) -> Any:
+  """Returns parameters, with numbers as arrays.
+
+  Raises:
+    ValueError: If a leaf is neither an array (or its shape) nor a number, or
+      has a floating-point dtype of fewer than 16 bits.
+  """
+  name = path_namer(params)
+
+  def as_array(path: Any, x: Any) -> Any:
+    if isinstance(x, numbers.Number):
+      return jnp.asarray(x, jnp.result_type(x))
+    if not (hasattr(x, 'shape') and hasattr(x, 'dtype')):
+      raise ValueError(
+        f'params must hold arrays, got {x!r} as {name(path)!r}. Filter such '
+        'leaves out first, of an Equinox model by '
+        'eqx.filter(model, eqx.is_inexact_array).'
+      )
+    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2:
+      raise ValueError(
+        'params must have dtypes of 16 bits or more, got '
+        f'{x.dtype} for {name(path)!r}. Keep a copy in a wider dtype to update.'
+      )
+    return x
+
+  return jax.tree_util.tree_map_with_path(as_array, params)
+
+
+def with_update(params: Any, updates: Any) -> Any:
+  """Returns parameters as arrays, less those that have no update.
+
+  A function that is a leaf of a model has none, for example.
+  """
+  return as_arrays(
+    jax.tree.map(
+      lambda update, param: update if is_absent(update) else param,
+      updates,
+      params,
+      is_leaf=is_absent,
+    )
+  )
+
+
+def is_absent(x: Any) -> bool:
+  """Returns whether a parameter was left out, or masked out, of a tree."""
+  return x is None or isinstance(x, optax.MaskedNode)
+
+
+def has_absent(tree: Any) -> bool:
+  """Returns whether parameters were left out, or masked out, of a tree."""
+  return any(map(is_absent, jax.tree.leaves(tree, is_leaf=is_absent)))

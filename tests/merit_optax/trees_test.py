@@ -1,0 +1,318 @@
+"""Trees as people have them: boxes, callable models, numbers, other leaves."""
+
+import warnings
+
+import chex
+import equinox as eqx
+from flax import linen, nnx
+from flax.core import freeze
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import merit_optax
+
+_Spec = optax.contrib.MuonDimensionNumbers
+_PARAMS = {'w': jnp.ones((3, 2)), 'b': jnp.ones(2)}
+# All transforms that see parameters, one way or another.
+_TRANSFORMS = {
+  'merit': lambda: merit_optax.merit(0.1, weight_decay=0.1),
+  'adam_hyperball': lambda: merit_optax.adam_hyperball(0.1),
+  'muon_hyperball': lambda: merit_optax.muon_hyperball(0.1),
+  'initial radius': lambda: merit_optax.keep_matrix_norms(radius='initial'),
+  'calibrated': lambda: merit_optax.scale_by_l2_norm_trust_ratio(
+    calibrate=True
+  ),
+  'acceleration': merit_optax.add_acceleration,
+}
+
+
+def _step(optimizer, params, gradients):
+  updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+  return updates
+
+
+def _mlp():
+  return eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
+
+
+# Names.
+
+
+def _boxed():
+  init = linen.with_partitioning(linen.initializers.lecun_normal(), ('x', None))
+  layer = linen.Dense(2, kernel_init=init)
+  return layer.init(jax.random.key(0), jnp.ones((1, 4)))['params']
+
+
+def _linear_state():
+  return nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Param)
+
+
+@pytest.mark.parametrize('boxed', [_boxed, _linear_state])
+@pytest.mark.parametrize('specs_of, params_of', [(0, 0), (0, 1), (1, 0)])
+def test_specs_fit_parameters_in_boxes_and_out_of_them(
+  boxed, specs_of, params_of
+):
+  plain = {'kernel': jnp.ones((4, 2)), 'bias': jnp.ones(2)}
+  specs, params = ((boxed(), plain)[i] for i in (specs_of, params_of))
+  numbers = merit_optax.flax_dimension_numbers(specs)
+  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=numbers)
+  with warnings.catch_warnings(action='error'):
+    updates = _step(optimizer, params, params)
+  expected = _step(merit_optax.merit(0.1), params, params)
+  chex.assert_trees_all_equal(updates, expected)
+
+
+def test_an_optimizer_of_nnx_takes_specs_made_of_its_state():
+  model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+  specs = merit_optax.flax_dimension_numbers(nnx.state(model, nnx.Param))
+  merit = merit_optax.merit(0.02, weight_dimension_numbers=specs)
+  before = np.array(model.kernel[...])
+  optimizer = nnx.Optimizer(model, merit, wrt=nnx.Param)
+  gradients = nnx.grad(lambda m: m(jnp.ones(4)).sum())(model)
+  optimizer.update(model, gradients)
+  assert (np.array(model.kernel[...]) < before).all()
+
+
+def test_a_spec_of_no_parameter_is_named():
+  specs = {'w': _Spec(), 'b': None, 'typo': {'x': _Spec()}}
+  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
+  with pytest.warns(UserWarning, match='no parameter: typo/x'):
+    optimizer.init(_PARAMS)
+
+
+def test_specs_of_all_parameters_fit_each_part_of_a_partition():
+  part = merit_optax.merit(
+    0.1, weight_dimension_numbers={'w': _Spec(), 'b': None}
+  )
+  optimizer = optax.partition({'x': part, 'y': part}, {'w': 'x', 'b': 'y'})
+  with warnings.catch_warnings(action='error'):
+    optimizer.init(_PARAMS)
+
+
+# Masks.
+
+
+def _masked(argument, mask):
+  return merit_optax.merit(0.1, weight_decay=0.1, **{argument: mask})
+
+
+_MASKS = [
+  {'w': True, 'b': False},
+  freeze({'w': True, 'b': False}),
+  {'w': np.array(True), 'b': jnp.array(False)},
+  lambda params: {name: x.ndim > 1 for name, x in params.items()},
+]
+
+
+@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+@pytest.mark.parametrize('mask', _MASKS)
+@pytest.mark.parametrize('container', [dict, freeze])
+def test_masks_fit_by_name(argument, mask, container):
+  params = container(_PARAMS)
+  actual = _step(_masked(argument, mask), params, params)
+  expected = _step(_masked(argument, _MASKS[0]), _PARAMS, _PARAMS)
+  chex.assert_trees_all_equal(dict(actual), expected)
+
+
+@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+def test_a_model_of_booleans_is_a_mask_though_one_can_call_it(argument):
+  params = eqx.filter(_mlp(), eqx.is_inexact_array)
+  mask = jax.tree.map(lambda x: x.ndim > 1, params)
+  actual = _step(_masked(argument, mask), params, params)
+  expected = _step(_masked(argument, lambda _: mask), params, params)
+  chex.assert_trees_all_equal(actual, expected)
+  table = merit_optax.describe(params, **{argument: mask})
+  column = {'mask': 'no', 'trust_ratio_mask': 'none'}[argument]
+  assert [column in line.split() for line in table.splitlines()[1:]] == [
+    x.ndim == 1 for x in jax.tree.leaves(params)
+  ]
+
+
+def test_a_model_of_labels_is_no_function():
+  params = eqx.filter(_mlp(), eqx.is_inexact_array)
+  labels = jax.tree.map(lambda x: 'ab'[x.ndim == 1], params)
+  parts = {'a': None, 'b': None}
+  assert merit_optax.describe_partition(
+    params, labels, parts
+  ) == merit_optax.describe_partition(params, lambda _: labels, parts)
+
+
+@pytest.mark.parametrize(
+  'mask, message',
+  [
+    ({'w': True}, r"missing are \['b'\]"),
+    ({'w': True, 'b': True, 'c': True}, r"too many \['c'\]"),
+    ({'w': jnp.ones((3, 2), bool), 'b': True}, 'one for each'),
+    ({'w': 1, 'b': True}, 'tree of booleans'),
+    (True, 'static_args'),
+  ],
+)
+@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+def test_masks_that_do_not_fit_are_refused(argument, mask, message):
+  with pytest.raises(ValueError, match=f'^{argument} must.*{message}'):
+    _masked(argument, mask).init(_PARAMS)
+
+
+# Leaves.
+
+
+@pytest.mark.parametrize('make', _TRANSFORMS.values(), ids=_TRANSFORMS)
+def test_what_has_no_update_is_passed_over(make):
+  model = _mlp()  # With an activation as a leaf.
+  params, gradients = (
+    eqx.filter(x, eqx.is_inexact_array)
+    for x in (model, jax.tree.map(lambda x: x, model))
+  )
+  optimizer = make()
+  state = optimizer.init(params)
+  actual, _ = optimizer.update(gradients, state, model)
+  expected, _ = optimizer.update(gradients, state, params)
+  chex.assert_trees_all_equal(actual, expected)
+
+
+_TAKE_TREES = {
+  name: (lambda tree, make=make: make().init(tree))
+  for name, make in _TRANSFORMS.items()
+} | {
+  'describe': merit_optax.describe,
+  'describe_hyperball': merit_optax.describe_hyperball,
+  'hidden_matrices': merit_optax.hidden_matrices,
+  'flax_dimension_numbers': merit_optax.flax_dimension_numbers,
+}
+
+
+@pytest.mark.parametrize('take', _TAKE_TREES.values(), ids=_TAKE_TREES)
+def test_other_leaves_are_named(take):
+  tree = {'layer': {'kernel': jnp.ones((3, 2)), 'activation': jax.nn.relu}}
+  with pytest.raises(ValueError, match="got .* as 'layer/activation'"):
+    take(tree)
+  with pytest.raises(ValueError, match="float8_e4m3fn for 'kernel'"):
+    take({'kernel': jnp.ones((3, 2), jnp.float8_e4m3fn)})
+
+
+def test_numbers_are_arrays():
+  number, array = {'s': 2.0}, {'s': jnp.full((), 2.0)}
+  optimizer = merit_optax.merit(0.1, weight_decay=0.1)
+  states = [optimizer.init(x) for x in (number, array)]
+  chex.assert_trees_all_equal_shapes_and_dtypes(*states)
+  chex.assert_trees_all_equal(
+    _step(optimizer, number, number), _step(optimizer, array, array)
+  )
+
+
+# Dtypes.
+
+
+@hypothesis.given(
+  gradient=st.floats(1e2, 6e4),
+  dtype=st.sampled_from([jnp.float16, jnp.float32]),
+)
+def test_a_large_gradient_freezes_no_element(gradient, dtype):
+  if dtype == jnp.float32:
+    gradient *= 1e17
+  params = {'w': jnp.ones((2, 2), dtype)}
+  optimizer = merit_optax.merit(0.1)
+  gradients = jax.tree.map(lambda x: x * gradient, params)
+  _, state = optimizer.update(gradients, optimizer.init(params), params)
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+  decayed = state[0].nu['w']
+  _, state = optimizer.update(params, state, params)
+  assert (state[0].nu['w'] < decayed).all()
+
+
+@pytest.mark.parametrize('value', [np.nan, np.inf])
+def test_what_is_not_finite_stays_that(value):
+  params = {'w': jnp.ones((2, 2))}
+  gradients = {'w': params['w'].at[0, 0].set(value)}
+  updates = _step(merit_optax.merit(0.1), params, gradients)
+  assert not np.isfinite(updates['w'][0, 0])
+
+
+def test_arrays_of_numpy_warn_of_nothing():
+  gradients = {'w': np.ones((3, 2)), 'b': np.ones(2)}
+  with warnings.catch_warnings(action='error'):
+    updates = _step(merit_optax.merit(0.1), _PARAMS, gradients)
+  chex.assert_trees_all_equal(
+    updates, _step(merit_optax.merit(0.1), _PARAMS, _PARAMS)
+  )
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize('make', _TRANSFORMS.values(), ids=_TRANSFORMS)
+def test_promotion_may_be_forbidden(make, dtype):
+  params = {'w': jnp.ones((3, 2), dtype), 'b': jnp.ones(2, dtype)}
+  expected = _step(make(), params, params)
+  with jax.numpy_dtype_promotion('strict'):
+    actual = _step(make(), params, params)
+    merit_optax.update_statistics(actual, params)
+  chex.assert_trees_all_equal(actual, expected)
+
+
+def test_statistics_divide_nothing_by_zero():
+  zeros = {'b': jnp.zeros(3)}
+  with jax.debug_nans(True):
+    measured = merit_optax.update_statistics(zeros, zeros)
+  assert measured['b/update_to_weight'] == 0
+
+
+# One element.
+
+
+def test_describe_names_what_cannot_change_sign():
+  params = {'head': jnp.ones((4, 1)), 'bias': jnp.ones(1), 's': jnp.ones(())}
+  note = merit_optax.describe(params).splitlines()[-1]
+  assert note.endswith('above zero: bias, s')
+  bias = params['bias']
+  for min_norm, is_crossed in ((0.0, False), (0.1, True)):
+    value, optimizer = bias, merit_optax.merit(0.1, min_norm=min_norm)
+    state = optimizer.init(value)
+    for _ in range(100):
+      updates, state = optimizer.update(value + 1, state, value)
+      value = optax.apply_updates(value, updates)
+    assert (value < 0).all() == is_crossed
+
+
+# Kernels beside a bias.
+
+
+@pytest.mark.parametrize(
+  'name, kernel, bias',
+  [
+    ('value', (2, 16, 1), (2, 1)),  # Two critics.
+    ('out', (6, 8, 4), (6, 4)),  # Six layers.
+    ('query', (3, 8, 16), (16,)),  # A convolution with a window of three.
+    ('query', (8, 8, 4), (8, 4)),  # Heads, or eight layers.
+  ],
+)
+def test_a_name_that_the_bias_contradicts_is_refused(name, kernel, bias):
+  params = {name: {'kernel': jnp.ones(kernel), 'bias': jnp.ones(bias)}}
+  with pytest.raises(ValueError, match='beside a bias') as error:
+    merit_optax.flax_dimension_numbers(params)
+  assert str(kernel) in str(error.value)
+  if name != 'query':  # As the message advises.
+    merit_optax.flax_dimension_numbers(params, stacked={name: 1})
+
+
+@hypothesis.given(
+  model=st.integers(1, 9), heads=st.integers(1, 9), size=st.integers(1, 9)
+)
+def test_attention_with_biases_is_recognized(model, heads, size):
+  hypothesis.assume(model != heads)
+  shapes = {
+    'query': {'kernel': (model, heads, size), 'bias': (heads, size)},
+    'out': {'kernel': (heads, size, model), 'bias': (model,)},
+  }
+  params = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x, jnp.float32),
+    shapes,
+    is_leaf=lambda x: isinstance(x, tuple),
+  )
+  specs = merit_optax.flax_dimension_numbers(params)
+  assert specs['query']['kernel'] == _Spec((0,), (1, 2))
+  assert specs['out']['kernel'] == _Spec((0, 1), (2,))
