@@ -1,8 +1,9 @@
 """Statistics of what MERIT does to each parameter, for diagnostics steps."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 import functools
-from typing import Any
+import inspect
+from typing import Any, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import optax
 
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
-from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
+from merit_optax._dimension_numbers import MatrixAxes
 from merit_optax._masks import scaled_axes
 from merit_optax._merit import merit
 from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
@@ -23,30 +24,44 @@ from merit_optax._state import (
 from merit_optax._trust_ratio import check_ratios
 from merit_optax._update_statistics import align, by_name, update_to_weight
 
+_Arguments = ParamSpec('_Arguments')
+_Statistics: TypeAlias = Callable[[Any, Any, Any], dict[str, jax.Array]]
 _OF_ADAM = (
   *('b1', 'b2', 'eps', 'eps_root', 'mu_dtype', 'nu_dtype'),
   'bias_correction',
 )
 
 
-def merit_statistics(
-  learning_rate: optax.ScalarOrSchedule,
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.95,
-  eps: jax.typing.ArrayLike = 1e-6,
-  eps_root: jax.typing.ArrayLike = 0.0,
-  weight_decay: optax.ScalarOrSchedule = 0.0,
-  mask: Any | Callable[[optax.Params], Any] | None = None,
-  *,
-  mu_dtype: jax.typing.DTypeLike | None = None,
-  nu_dtype: jax.typing.DTypeLike | None = None,
-  bias_correction: bool = False,
-  clip_threshold: jax.typing.ArrayLike | None = 1.0,
-  ratios: Collection[str] = ('weight', 'row', 'column'),
-  trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
-  min_norm: jax.typing.ArrayLike = 0.0,
-  weight_dimension_numbers: WeightDimensionNumbers = None,
-) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
+def _takes_arguments_of(
+  optimizer: Callable[_Arguments, Any],
+) -> Callable[
+  [Callable[[dict[str, Any]], _Statistics]], Callable[_Arguments, _Statistics]
+]:
+  """Gives a function of settings the arguments of an optimizer."""
+  signature = inspect.signature(optimizer)
+
+  def decorate(
+    measure: Callable[[dict[str, Any]], _Statistics],
+  ) -> Callable[_Arguments, _Statistics]:
+    @functools.wraps(measure)
+    def statistics(
+      *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Statistics:
+      optimizer(*args, **kwargs)  # Checks the arguments.
+      given = signature.bind(*args, **kwargs)
+      given.apply_defaults()
+      return measure(given.arguments)
+
+    statistics.__signature__ = signature.replace(  # type: ignore[attr-defined]
+      return_annotation=_Statistics
+    )
+    return statistics
+
+  return decorate
+
+
+@_takes_arguments_of(merit)
+def merit_statistics(given: dict[str, Any]) -> _Statistics:  # noqa: D417
   r"""Creates a function that measures what MERIT does to each parameter.
 
   The function recomputes the step from gradients, state and parameters, so it
@@ -56,22 +71,8 @@ def merit_statistics(
   in the state.
 
   Args:
-    learning_rate: As given to the :func:`merit_optax.merit` to be measured,
-      like all other arguments.
-    b1: See ``merit``.
-    b2: See ``merit``.
-    eps: See ``merit``.
-    eps_root: See ``merit``.
-    weight_decay: See ``merit``.
-    mask: See ``merit``.
-    mu_dtype: See ``merit``.
-    nu_dtype: See ``merit``.
-    bias_correction: See ``merit``.
-    clip_threshold: See ``merit``.
-    ratios: See ``merit``.
-    trust_ratio_mask: See ``merit``.
-    min_norm: See ``merit``.
-    weight_dimension_numbers: See ``merit``.
+    *args: As given to the :func:`merit_optax.merit` to be measured.
+    **kwargs: Likewise.
 
   Returns:
     A function from ``(gradients, state, params)`` to a flat dictionary of
@@ -111,8 +112,6 @@ def merit_statistics(
     >>> print(measured['w/decided_by_row'], measured['w/update_to_weight'])
     0.0 0.125
   """
-  given = dict(locals())
-  merit(**given)  # Checks the arguments.
 
   def statistics(
     gradients: Any, state: Any, params: Any
