@@ -2,132 +2,79 @@
 
 import itertools
 import math
-import statistics
 
 from matplotlib.figure import Figure
 
-from examples.study import render
-from examples.study.contenders import MERIT
-from examples.study.plans import Plan, Result, gather
-from examples.study.points import find_rate, run_seeds
+from examples.study.analysis.figures import draw_lines
+from examples.study.analysis.logits import largest_share
+from examples.study.analysis.tables import Tables, format_loss, pivot
+from examples.study.optimizers import MERIT
+from examples.study.points import Point
+from examples.study.render import panels
 from examples.study.scales import Scale
+from examples.study.tuning.plans import Plan, gather
+from examples.study.tuning.points import find_rate, run_seeds
 
 TITLE = 'Threshold of the clip'
+TEXT = """\
+Multiples of the rate of MERIT as it is. Losses of two seeds; the largest share
+of a layer’s elements whose update was clipped, over seeds and diagnostics
+steps."""
 THRESHOLDS = (0.5, 1.0, 2.0, 5.0, math.inf)
 FACTORS = (1, 2, 4)
 """Multiples of the learning rate chosen."""
 _SEEDS = (1, 2)
 
-Outcome = dict[tuple[int, float], list[Result]]
-"""Results of all seeds by factor and threshold."""
 
-
-def plan(scale: Scale) -> Plan[Outcome]:
+def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics at the rate of MERIT, and beyond it."""
   tuned = yield from find_rate(scale, MERIT, scale.batch_size)
-  return (
-    yield from gather(
-      {
-        (factor, threshold): run_seeds(
-          scale,
-          MERIT,
-          factor * tuned.learning_rate,
-          _SEEDS,
-          clip_threshold=threshold,
-        )
-        for factor, threshold in itertools.product(FACTORS, THRESHOLDS)
-      }
-    )
-  )
-
-
-def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns losses and shares by threshold."""
-  rows = [
-    {'threshold': _name(threshold)}
-    | {
-      f'loss at {factor} × the rate': _format_losses(outcome[factor, threshold])
-      for factor in FACTORS
-    }
-    | {
-      f'most clipped at {factor} ×': format_share(
-        largest_share(outcome[factor, threshold])
+  points = yield from gather(
+    {
+      (threshold, factor): run_seeds(
+        scale,
+        MERIT,
+        scale.batch_size,
+        factor * tuned.learning_rate,
+        _SEEDS,
+        with_diagnostics=True,
+        clip_threshold=threshold,
       )
-      for factor in FACTORS
+      for threshold, factor in itertools.product(THRESHOLDS, FACTORS)
     }
-    for threshold in THRESHOLDS
+  )
+  return [
+    point.labelled(threshold=_name(threshold), factor=factor)
+    for (threshold, factor), point in points.items()
   ]
-  return (
-    f'Batch {scale.batch_size}, the rate of MERIT as it is. Losses of '
-    f'{len(_SEEDS)} seeds; the largest share of a layer’s elements whose '
-    'update was clipped, over seeds and diagnostics steps.\n\n'
-    + render.markdown(rows)
-    + f'\n\n{_verdict(outcome)}'
-  )
-
-
-def _verdict(outcome: Outcome) -> str:
-  """Returns at which rates the clip of the paper lowers the loss."""
-  told = []
-  for factor in FACTORS:
-    clipped, free = (
-      [x.loss for x in outcome[factor, threshold]]
-      for threshold in (1.0, math.inf)
-    )
-    if max(clipped) >= min(free):
-      words = 'they do not all end below those without a clip'
-    elif math.isinf(max(free)):
-      words = 'all seeds end below those without a clip, which diverge'
-    else:
-      gain = statistics.mean(free) - statistics.mean(clipped)
-      words = (
-        f'all seeds end below all without a clip, by {gain:.3f} in the mean'
-      )
-    told.append(f'at {factor} × the rate {words}')
-  return f'With the threshold of 1, {"; ".join(told)}.'
 
 
 def _name(threshold: float) -> str:
   return 'none' if math.isinf(threshold) else f'{threshold:g}'
 
 
-def _format_losses(results: list[Result]) -> str:
-  return ', '.join(render.format_loss(x.loss) for x in results)
+def tables(points: list[Point]) -> Tables:
+  """Returns losses and shares by threshold."""
+  return {
+    'losses': pivot(points, ['threshold'], 'factor', {'': _losses}),
+    'most clipped': pivot(points, ['threshold'], 'factor', {'': _share}),
+  }
 
 
-def largest_share(results: list[Result]) -> float:
-  """Returns the largest share of clipped elements of a layer.
-
-  It is NaN where a run diverged or was not measured.
-  """
-  shares = [
-    share
-    for result in results
-    for layers in result.diagnostics['clipped']
-    for share in layers
-  ]
-  has_diverged = any(math.isinf(x.loss) for x in results)
-  return math.nan if has_diverged or not shares else max(shares)
+def _losses(point: Point) -> str:
+  return ', '.join(map(format_loss, point.losses))
 
 
-def format_share(share: float) -> str:
-  """Returns a share as text."""
+def _share(point: Point) -> str:
+  share = largest_share(point)
   return 'diverged' if math.isnan(share) else f'{share:.1%}'
 
 
-def figure(outcome: Outcome, scale: Scale) -> Figure:
+def figure(points: list[Point]) -> Figure:
   """Draws the loss over the threshold, by factor of the rate."""
-  del scale
-  result, ((axes,),) = render.panels(1, 1)
+  result, ((axes,),) = panels(1, 1)
   result.set_size_inches(6, 3.5)
-  positions = range(len(THRESHOLDS))
-  for factor in FACTORS:
-    found = [outcome[factor, threshold] for threshold in THRESHOLDS]
-    means = [statistics.mean(x.loss for x in results) for results in found]
-    drawn = [x if math.isfinite(x) else math.nan for x in means]
-    axes.plot(positions, drawn, 'o-', label=f'{factor} × the rate')
-  axes.set_xticks(positions, map(_name, THRESHOLDS))
+  draw_lines(axes, points, 'threshold', by='factor')
   axes.set_xlabel('threshold of the clip')
-  axes.set_ylabel('validation loss')
   axes.legend()
   return result

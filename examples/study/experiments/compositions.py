@@ -5,95 +5,92 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.study import render
-from examples.study.contenders import ADAMW, KEPT, MUON, Contender
-from examples.study.differences import (
-  difference,
-  paired_difference,
-  sentence,
+from examples.study.analysis import figures
+from examples.study.analysis.intervals import difference
+from examples.study.analysis.tables import (
+  Tables,
+  compare,
+  loss,
+  pivot,
+  rate,
+  select,
 )
-from examples.study.plans import Plan, gather
-from examples.study.points import Point, find_point, judge, scale_rate
+from examples.study.chains import Chain
+from examples.study.optimizers import (
+  ADAMW,
+  HYPERBALL,
+  MUON,
+  WITH_RATIOS,
+  Optimizer,
+)
+from examples.study.points import Point
 from examples.study.scales import Scale
+from examples.study.tuning.plans import Plan, gather
+from examples.study.tuning.points import find_point, judge, scale_rate
 
 TITLE = 'Compositions'
-BASELINE = MUON.name
-"""What a composition has to beat."""
+TEXT = """\
+A direction, the size of its step, and whether the norm of each matrix is kept.
+All other parameters: Adam without bias correction at a third of the rate,
+unless said; AdamW and Muon are the trainer’s. At twice or four times the size,
+weights start so, and norms are kept so. Hyperball is Muon’s direction with the
+l2 norm kept, at twice the size unless said. The best two and Muon have fresh
+seeds of their own (confirmed), also at twice the batch."""
 _SEEDS, _MOST_SEEDS = 3, 8
 _FINALISTS = 2
 """Compositions that get more seeds, and are tried at twice the batch."""
-
 _SIZES = {
-  'l2 ratio': ('decay > l2', 0.02),
-  'max ratio': ('decay > max', 0.02),
-  'row or matrix ratio': ('decay > row', 0.02),
-  'MERIT’s ratios': ('decay > merit > clip', 0.028),
-  'l2 norm kept': ('l2 > keep l2', 0.06),
-  'max-norm kept': ('max > keep max', 0.06),
-  'MERIT’s ratios, l2 norm kept': ('merit > l2 > keep l2', 0.06),
+  'l2 ratio': (('decay', 'l2'), 0.02),
+  'max ratio': (('decay', 'max'), 0.02),
+  'row or matrix ratio': (('decay', 'row'), 0.02),
+  'MERIT’s ratios': (('decay', 'merit', 'clip'), 0.028),
+  'l2 norm kept': (('l2', 'keep l2'), 0.06),
+  'max-norm kept': (('max', 'keep max'), 0.06),
+  'MERIT’s ratios, l2 norm kept': (('merit', 'l2', 'keep l2'), 0.06),
 }
 """Parts after the direction, and a first guess of the rate, by name."""
 
-_INIT_SCALES = {'twice': 2.0, 'four times': 4.0}
-"""Sizes of the initial weights, over those in proportion to the width."""
 
-
-def _compositions() -> dict[str, Contender]:
-  directions = {'Adam': 'adamw', 'Muon': 'muon'}
-  found = [ADAMW, MUON] + [
-    Contender(
-      f'{direction}, {size}',
-      optimizer,
-      start,
-      f'{direction.lower()} > {parts}; adam 0.33',
-    )
-    for direction, optimizer in directions.items()
-    for size, (parts, start) in _SIZES.items()
-  ]
-  by_name = {x.name: x for x in found}
-  norm_kept = by_name['Muon, l2 norm kept']
-  with_ratios = by_name['Muon, MERIT’s ratios, l2 norm kept']
+def _compositions() -> dict[str, Optimizer]:
+  found = [ADAMW, MUON]
+  for direction, optimizer in {'Adam': 'adamw', 'Muon': 'muon'}.items():
+    for size, (parts, start) in _SIZES.items():
+      chain = Chain((direction.lower(), *parts), 'adam', 0.33)
+      found.append(Optimizer(f'{direction}, {size}', optimizer, start, chain))
+  *_, ratios = found
   found.append(
     dataclasses.replace(
-      with_ratios,
-      name=f'{with_ratios.name}; MERIT on the rest',
-      arm=with_ratios.arm.replace('; adam', '; merit'),
+      ratios,
+      name=f'{ratios.name}; MERIT on the rest',
+      chain=dataclasses.replace(ratios.chain, others='merit'),
     )
   )
-  found += _resized(MUON, norm_kept, with_ratios)
+  found += [_resized(MUON, 'twice', 2.0), HYPERBALL, WITH_RATIOS]
+  found += [
+    _resized(x, 'four times', 4.0) for x in (MUON, HYPERBALL, WITH_RATIOS)
+  ]
   return {x.name: x for x in found}
 
 
-def _resized(*contenders: Contender) -> list[Contender]:
-  found = [
-    dataclasses.replace(
-      contender,
-      name=f'{contender.name} at {size} the size',
-      settings={'init_scale': scale},
-    )
-    for contender in contenders
-    for size, scale in _INIT_SCALES.items()
-  ]
-  # The best of them under the name that it has elsewhere.
-  return [
-    KEPT if (x.arm, x.settings) == (KEPT.arm, KEPT.settings) else x
-    for x in found
-  ]
+def _resized(optimizer: Optimizer, words: str, size: float) -> Optimizer:
+  """Returns the same with other initial weights, and norms that are kept."""
+  name = f'{optimizer.name} at {words} the size'
+  resized = optimizer.with_settings(init_scale=size)
+  return dataclasses.replace(resized, name=name)
 
 
 COMPOSITIONS = _compositions()
 """What is compared, by name."""
 
-Outcome = tuple[dict[str, Point], dict[str, Point], dict[str, Point]]
-"""All points by name; the best with other seeds; those at twice the batch."""
 
-
-def plan(scale: Scale) -> Plan[Outcome]:
+def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all compositions, and the best of them again."""
   points = yield from gather(
     {name: _find_point(scale, name) for name in COMPOSITIONS}
   )
-  names = [*_best(points)[:_FINALISTS], BASELINE]
+  others = [name for name in points if name != MUON.name]
+  ranked = sorted(others, key=lambda name: points[name].mean)
+  names = [*ranked[:_FINALISTS], MUON.name]
   # On seeds that have not chosen them.
   confirmed = yield from gather(
     {
@@ -120,69 +117,51 @@ def plan(scale: Scale) -> Plan[Outcome]:
       for name in names
     }
   )
-  return points, confirmed, doubled
+  return [
+    *(points[name].labelled(role='all') for name in (MUON.name, *ranked)),
+    *(x.labelled(role='confirmed') for x in confirmed.values()),
+    *(x.labelled(role='confirmed') for x in doubled.values()),
+  ]
 
 
 def _find_point(
   scale: Scale, name: str, factor: int = 1, **options: Any
 ) -> Plan[Point]:
   """Plans a composition at a multiple of the batch size."""
-  options = {'num_seeds': _SEEDS} | options
   return find_point(
-    scale, COMPOSITIONS[name], factor * scale.batch_size, **options
+    scale,
+    COMPOSITIONS[name],
+    factor * scale.batch_size,
+    num_seeds=_SEEDS,
+    **options,
   )
 
 
-def _best(points: dict[str, Point]) -> list[str]:
-  """Returns the names of the compositions, the best first."""
-  names = [name for name in points if name != BASELINE]
-  return sorted(names, key=lambda name: points[name].mean)
+def tables(points: list[Point]) -> Tables:
+  """Returns all, and the best of them with seeds of their own."""
+  found = select(points, role='all')
+  baseline = found[0]
 
+  def over(point: Point) -> str:
+    return '' if point is baseline else str(difference(point, baseline))
 
-def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns a table of all, and what is known of the best."""
-  points, confirmed, doubled = outcome
-  size = scale.batch_size
-  rows = [
-    {
-      'hidden matrices': name,
-      f'loss, batch {size}': render.format_point(points[name]),
-      f'over {BASELINE}': ''
-      if name == BASELINE
-      else str(difference(points[name], points[BASELINE])),
-      'learning rate': render.format_learning_rate(points[name].tuned),
-    }
-    for name in [BASELINE, *_best(points)]
-  ]
-  finalists = [name for name in confirmed if name != BASELINE]
-  return '\n\n'.join(
-    [
-      'A direction, the size of its step, and whether the norm of each matrix '
-      'is kept. All other parameters: Adam without bias correction at a third '
-      'of the rate, unless said; AdamW and Muon are the trainer’s. At twice '
-      'or four times the size, weights start so, and norms are kept so. '
-      f'“{KEPT.name}” is Muon’s direction with MERIT’s ratios and the l2 norm '
-      'kept, at twice the size. The best two are compared seed by seed.',
-      render.markdown(rows),
-      *(
-        f'Batch {batch}, {len(of[name].losses)} seeds: '
-        + sentence(name, other, compare(of[name], of[other]))
-        for name, other, compare in (
-          *((x, BASELINE, difference) for x in finalists),
-          (*finalists, paired_difference),
-        )
-        for batch, of in ((size, confirmed), (2 * size, doubled))
-      ),
-    ]
-  )
-
-
-def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws each composition's loss over the baseline's."""
-  del scale
-  points, _, _ = outcome
-  found = {
-    name: difference(points[name], points[BASELINE]) for name in _best(points)
+  confirmed = select(points, role='confirmed')
+  first, second, *_ = (x['optimizer'] for x in confirmed)
+  pairs = [(first, MUON.name), (second, MUON.name), (first, second)]
+  differences = compare(confirmed, pairs, 'batch')
+  return {
+    'losses': pivot(
+      found,
+      ['optimizer'],
+      cells={'loss': loss, 'minus Muon': over, 'learning rate': rate},
+    ),
+    'confirmed': pivot(confirmed, ['optimizer'], 'batch'),
+    **{f'confirmed, {name}': rows for name, rows in differences.items()},
   }
-  colors = ['tab:red' if x.startswith('Muon') else 'tab:blue' for x in found]
-  return render.draw_differences(found, BASELINE, color=colors)
+
+
+def figure(points: list[Point]) -> Figure:
+  """Draws the difference of each composition from Muon."""
+  baseline, *others = select(points, role='all')
+  found = {x['optimizer']: difference(x, baseline) for x in others}
+  return figures.bars(found, MUON.name)

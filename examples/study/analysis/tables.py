@@ -1,0 +1,194 @@
+"""Tables of points: what is in a cell, and which cells there are."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import statistics
+from typing import Any, TypeAlias
+
+from examples.study.analysis.intervals import (
+  Difference,
+  difference,
+  paired_difference,
+)
+from examples.study.optimizers import HYPERBALL, WITH_RATIOS
+from examples.study.points import Point
+
+Rows: TypeAlias = list[dict[str, str]]
+"""Rows of a table: cells by the name of the column."""
+Tables: TypeAlias = dict[str, Rows]
+"""Tables by name."""
+
+
+def select(points: Iterable[Point], **labels: Any) -> list[Point]:
+  """Returns the points that have some labels."""
+  return [
+    point
+    for point in points
+    if all(point.labels.get(name) == x for name, x in labels.items())
+  ]
+
+
+def values(points: Iterable[Point], label: str) -> list[Any]:
+  """Returns the values of a label, each once, in order."""
+  return list(dict.fromkeys(point[label] for point in points))
+
+
+def format_loss(loss: float) -> str:
+  """Returns a loss as text."""
+  if not math.isfinite(loss):
+    return 'diverged'
+  return f'{loss:.3f}' if loss < 100 else f'{loss:.0e}'
+
+
+def format_sample(
+  sample: Sequence[float], form: Callable[[float], str] = format_loss
+) -> str:
+  """Returns mean and standard deviation of a sample, as far as there are."""
+  mean = statistics.mean(sample)
+  if not math.isfinite(mean):
+    failed = [x for x in sample if not math.isfinite(x)]
+    return f'{len(failed)} of {len(sample)} diverged'
+  if len(sample) < 2:
+    return f'{form(mean)} (one seed)'
+  return f'{form(mean)} ± {form(statistics.stdev(sample))}'
+
+
+def loss(point: Point) -> str:
+  """Returns mean and standard deviation over seeds as text."""
+  # Losses of some image models are a thousandth themselves.
+  if point.mean < 0.01:
+    return format_sample(point.losses, '{:.4f}'.format)
+  return format_sample(point.losses)
+
+
+def rate(point: Point) -> str:
+  """Returns the learning rate chosen, marked if it is at the edge.
+
+  A better one that was not chosen since it is unstable is named.
+  """
+  tuned = point.tuned
+  text = f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
+  if tuned.unstable_rate is None:
+    return text
+  return f'{text}; {tuned.unstable_rate:g} is unstable'
+
+
+def loss_and_rate(point: Point) -> str:
+  """Returns the losses of a point as text, and the learning rate."""
+  return f'{loss(point)} ({rate(point)})'
+
+
+def tuned_loss_and_rate(point: Point) -> str:
+  """Returns the loss of the tuning as text, and the learning rate."""
+  return f'{format_loss(point.tuned.loss)} ({rate(point)})'
+
+
+def by_rate(point: Point) -> str:
+  """Returns the losses of the tuning as text, each after its rate."""
+  return ', '.join(
+    f'{x:g}: {format_loss(y)}' for x, y in point.tuned.losses.items()
+  )
+
+
+TUNING = {'learning rate': rate, 'by learning rate': by_rate}
+"""Cells of a table of tunings."""
+
+
+def pivot(
+  points: Iterable[Point],
+  rows: Sequence[str],
+  columns: str | None = None,
+  cells: Mapping[str, Callable[[Point], str]] | None = None,
+) -> Rows:
+  """Returns a table with the value of a label in each column.
+
+  Args:
+    points: The points, of which each cell takes the last.
+    rows: Labels of a row.
+    columns: Label whose values are the columns; ``None`` for the names of the
+      cells.
+    cells: What is shown of a point, by name; the losses by default.
+  """
+  cells = cells or {'loss': loss}
+  found: dict[tuple[str, ...], dict[str, str]] = {}
+  for point in points:
+    key = tuple(_format_label(point[name]) for name in rows)
+    row = found.setdefault(key, dict(zip(rows, key, strict=True)))
+    for name, cell in cells.items():
+      row[_header(point, columns, name, len(cells) > 1)] = cell(point)
+  headers = dict.fromkeys(name for row in found.values() for name in row)
+  return [{x: row.get(x, '') for x in headers} for row in found.values()]
+
+
+def _header(
+  point: Point, columns: str | None, name: str, with_name: bool
+) -> str:
+  if columns is None:
+    return name
+  value = point[columns]
+  text = value if isinstance(value, str) else f'{columns} {value:g}'
+  return f'{text}, {name}' if with_name else text
+
+
+def _format_label(value: Any) -> str:
+  return value if isinstance(value, str) else f'{value:g}'
+
+
+def compare(
+  points: Iterable[Point],
+  pairs: Iterable[tuple[str, str]],
+  across: str,
+  of: str = 'optimizer',
+  paired: Callable[[str, str], bool] | None = None,
+) -> Tables:
+  """Returns differences of losses with their intervals.
+
+  Args:
+    points: The points.
+    pairs: Names of what is compared, the second subtracted from the first.
+    across: Label whose values are the columns.
+    of: Label of the names.
+    paired: Which pairs are compared seed by seed; by default Hyperball with
+      MERIT's ratios and without.
+
+  Returns:
+    A table ``'differences'``, and ``'detectable differences'`` with those that
+    80 % of such experiments would have detected.
+  """
+  found = {(point[of], point[across]): point for point in points}
+  across_values = dict.fromkeys(value for _, value in found)
+  paired = paired or _has_ratios_alone
+  rows, detectable = [], []
+  for pair in pairs:
+    name = f'{pair[0]} − {pair[1]}'
+    compared = {
+      value: (paired_difference if paired(*pair) else difference)(
+        *(found[x, value] for x in pair)
+      )
+      for value in across_values
+      if all((x, value) in found for x in pair)
+    }
+    if not compared:
+      continue
+    for table, form in ((rows, str), (detectable, format_detectable)):
+      table.append(
+        {'difference': name}
+        | {
+          value if isinstance(value, str) else f'{across} {value:g}': form(
+            compared[value]
+          )
+          if value in compared
+          else ''
+          for value in across_values
+        }
+      )
+  return {'differences': rows, 'detectable differences': detectable}
+
+
+def _has_ratios_alone(first: str, second: str) -> bool:
+  return {first, second} == {HYPERBALL.name, WITH_RATIOS.name}
+
+
+def format_detectable(found: Difference) -> str:
+  """Returns the smallest difference that is seen in 80 % of cases."""
+  return '' if math.isnan(found.detectable) else f'{found.detectable:.3f}'

@@ -1,0 +1,1 @@
+"""What is tuned, and how: learning rates, and one setting after the other."""
