@@ -13,17 +13,16 @@ from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import exit_on_error
 from examples.study.analysis import report
-from examples.study.archive.tables import ARCHIVE
+from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS
 from examples.study.points import Point
 from examples.study.scales import SCALES, Scale
 from examples.study.training.store import Store
 from examples.study.training.sweep import Sweep
-from examples.study.tuning.plans import Plan, count_trials, execute, gather
+from examples.study.tuning import Plan, count_trials, execute, gather
 
-Name = Literal['all', *EXPERIMENTS, 'report', *ARCHIVE]
+Name = Literal['all', *EXPERIMENTS, 'report', *cells.NAMES]
 _FOLDER = Path(__file__).parent
-_ARCHIVE = _FOLDER / 'archive'
 _FOR_TRAINER = (
   'data', 'mesh', 'micro_batch_size', 'dtype', 'remat', 'distributed',
   'coordinator', 'num_processes', 'process_id',
@@ -122,7 +121,7 @@ def study(settings: Settings) -> None:
     UsageError: If a setting is wrong, or results are of another text.
   """
   _check(settings)
-  if settings.name in ARCHIVE:
+  if settings.name in cells.NAMES:
     _print_archived(settings.name)
     return
   scale = _scale(settings)
@@ -146,10 +145,11 @@ def study(settings: Settings) -> None:
 
 
 def _print_archived(name: str) -> None:
-  print(report.archived_section(name, _ARCHIVE, _FOLDER / 'results'))
+  _, records = report.read_study(_FOLDER / 'results', 'nano')
+  print(report.archived_section(name, records))
   print(
     f'\n{name} is closed: these are its archived results. '
-    f'{_ARCHIVE / "README.md"} says which commit has the code that ran it.'
+    f'{cells.FOLDER / "README.md"} says which commit has the code that ran it.'
   )
 
 
@@ -232,8 +232,8 @@ def _report(settings: Settings, scale: Scale, store: Store) -> None:
   for path in report.write(folder, results, settings.scale):
     print(f'wrote {path}')
   if is_committed:
-    path = _ARCHIVE / 'RESULTS.md'
-    path.write_text(report.archive_text(_ARCHIVE, results))
+    path = cells.FOLDER / 'RESULTS.md'
+    path.write_text(report.archive_text(store.records))
     print(f'wrote {path}')
 
 

@@ -123,6 +123,29 @@ def bars(
   return figure
 
 
+def batches(
+  points: Sequence[Point],
+  others: Mapping[str, Sequence[Point]] | None = None,
+  x: str = 'variant',
+) -> Figure:
+  """Returns a figure of losses over batches, and of what was tried.
+
+  Args:
+    points: Points of optimizers at each batch.
+    others: Points that were tried, by the title of a panel.
+    x: Label of what was tried.
+  """
+  others = others or {}
+  figure, ((left, *panels_),) = panels(1, 1 + len(others))
+  over_batches(left, points)
+  left.legend(fontsize=6)
+  for (title, tried), axes in zip(others.items(), panels_, strict=True):
+    draw_lines(axes, tried, x, lambda point: point.tuned.loss)
+    axes.tick_params('x', rotation=90)
+    axes.set_title(title, fontsize=9)
+  return figure
+
+
 def draw_lead(
   axes: Any, points: Iterable[Point], first: str, second: str
 ) -> None:

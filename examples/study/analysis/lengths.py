@@ -1,10 +1,13 @@
 """What follows from runs of several lengths."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import math
+import statistics
 
 import numpy as np
+
+from examples.study.points import Point
 
 CLOSE = 0.02
 """Nats from a target that are close to it."""
@@ -57,3 +60,32 @@ def extrapolate(steps: int, loss: float, target: float) -> float:
   change = (target - loss) / _SLOPE
   most = math.log(_MOST_CHANGE)
   return steps * math.exp(min(max(change, -most), most))
+
+
+def steps_by_seed(
+  points: Iterable[Point],
+) -> dict[tuple[str, int], list[float]]:
+  """Returns the steps to the target of each seed, by optimizer and batch.
+
+  Args:
+    points: Points of all lengths, with the labels ``'steps'`` and ``'target'``.
+  """
+  lengths: dict[tuple[str, int], list[Point]] = {}
+  for point in points:
+    lengths.setdefault((point['optimizer'], point['batch']), []).append(point)
+  return {
+    key: [
+      steps_to(
+        dict(zip([x['steps'] for x in tried], losses, strict=True)),
+        tried[0]['target'],
+      )
+      for losses in zip(*(x.losses for x in tried), strict=True)
+    ]
+    for key, tried in lengths.items()
+  }
+
+
+def known_mean(by_seed: Sequence[float]) -> float:
+  """Returns the mean, NaN where the steps of a seed are not known."""
+  is_known = all(0 < x < math.inf for x in by_seed)
+  return statistics.mean(by_seed) if is_known else math.nan

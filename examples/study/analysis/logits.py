@@ -1,10 +1,11 @@
 """What trials with diagnostics tell about attention logits and the clip."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import math
 import statistics
 from typing import Any
 
+from examples.study.analysis.figures import draw_lines
 from examples.study.analysis.tables import format_loss
 from examples.study.points import Point
 from examples.study.render import COLORS
@@ -37,17 +38,6 @@ def _largest(point: Point, name: str, otherwise: float) -> float:
     for x in layers
   ]
   return max(found, default=otherwise)
-
-
-def last_layer(point: Point) -> float:
-  """Returns the largest logit of the last layer, over seeds and steps."""
-  if math.isinf(peak(point)):
-    return math.inf
-  return max(
-    layers[-1]
-    for result in point.fresh
-    for layers in result.diagnostics['max_attention_logit']
-  )
 
 
 def format_logit(logit: float) -> str:
@@ -98,3 +88,20 @@ def draw_logits(axes: Any, points: Iterable[Point]) -> None:
       )
   axes.set_yscale('symlog', linthresh=1.0)
   axes.set_xlabel('step')
+
+
+def draw_costs(axes: Any, points: Sequence[Point]) -> None:
+  """Draws what factors of the learning rate cost, but for what diverged."""
+  found = costs(points)
+  factors = sorted({x['factor'] for x in points})
+  draw_lines(
+    axes, points, 'factor', lambda x: found[x['optimizer'], x['factor']]
+  )
+  axes.set_xscale('log', base=2)
+  axes.set_xticks(factors, [f'{x:g} ×' for x in factors])
+  axes.set_xlabel('learning rate over the one chosen')
+  axes.set_ylabel('loss over that of the one chosen')
+  axes.set_title(
+    f'batch {points[0]["batch"]}, usual warm-up and b1', fontsize=9
+  )
+  axes.set_ylim(top=0.5)

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 
 from examples.gpt2.data.atomic import write_whole
 from examples.study.analysis.figures import draw_lead, over_batches
+from examples.study.analysis.logits import draw_costs
 from examples.study.analysis.tables import Tables, select
-from examples.study.archive.tables import ARCHIVE
+from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS
-from examples.study.experiments.rate_tolerance import draw_costs
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point, read_point
 from examples.study.render import markdown, panels
@@ -182,33 +182,22 @@ def _save(path: Path, figure: Figure) -> Path:
   return path
 
 
-def archive_text(folder: Path, results: Path) -> str:
+def archive_text(records: cells.Records) -> str:
   """Returns the tables of the experiments that are closed.
 
   Args:
-    folder: Folder of their points.
-    results: Folder of the results, whose scale ``nano`` has their trials.
+    records: Stored trials, of the scale ``nano``.
   """
   parts = [
     '# Results of closed experiments',
     'Written by `python -m examples.study report` from stored trials. '
-    '[What they are](README.md), and which code ran them.',
+    '[What they are](README.md), and which commit has the code that ran them.',
+    *(archived_section(name, records) for name in cells.NAMES),
   ]
-  for experiment in ARCHIVE:
-    parts.append(archived_section(experiment, folder, results))
   return '\n\n'.join(parts) + '\n'
 
 
-def archived_section(experiment: str, folder: Path, results: Path) -> str:
+def archived_section(name: str, records: cells.Records) -> str:
   """Returns the section of a closed experiment."""
-  title, words, _ = ARCHIVE[experiment]
-  tables = archived_tables(experiment, folder, results)
-  return section(title, words, tables, f'figures/{experiment}.png')
-
-
-def archived_tables(experiment: str, folder: Path, results: Path) -> Tables:
-  """Returns the tables of a closed experiment."""
-  _, records = read_study(results, 'nano')
-  trials = {key: read_result(x) for key, x in records.items()}
-  points = read_points(folder / f'{experiment}.jsonl', trials)
-  return ARCHIVE[experiment].tables(points)
+  title, words, tables = cells.read(name, records)
+  return section(title, words, tables, f'figures/{name}.png')

@@ -10,7 +10,7 @@ from examples.study.analysis.intervals import (
   difference,
   paired_difference,
 )
-from examples.study.optimizers import HYPERBALL, WITH_RATIOS
+from examples.study.optimizers import HYPERBALL, PAIRS, WITH_RATIOS
 from examples.study.points import Point
 
 Rows: TypeAlias = list[dict[str, str]]
@@ -50,14 +50,19 @@ def format_sample(
     return f'{len(failed)} of {len(sample)} diverged'
   if len(sample) < 2:
     return f'{form(mean)} (one seed)'
+  # Losses of some image models are a thousandth themselves.
+  if form is format_loss and mean < 0.01:
+    form = '{:.4f}'.format
   return f'{form(mean)} ± {form(statistics.stdev(sample))}'
+
+
+def format_number(x: float) -> str:
+  """Returns a number with three digits, or as a whole one."""
+  return f'{x:,.0f}' if x >= 100 else f'{x:.3g}'
 
 
 def loss(point: Point) -> str:
   """Returns mean and standard deviation over seeds as text."""
-  # Losses of some image models are a thousandth themselves.
-  if point.mean < 0.01:
-    return format_sample(point.losses, '{:.4f}'.format)
   return format_sample(point.losses)
 
 
@@ -81,6 +86,11 @@ def loss_and_rate(point: Point) -> str:
 def tuned_loss_and_rate(point: Point) -> str:
   """Returns the loss of the tuning as text, and the learning rate."""
   return f'{format_loss(point.tuned.loss)} ({rate(point)})'
+
+
+def label(name: str) -> Callable[[Point], str]:
+  """Returns the cell with the value of a label."""
+  return lambda point: _format_label(point[name])
 
 
 def by_rate(point: Point) -> str:
@@ -125,8 +135,7 @@ def _header(
 ) -> str:
   if columns is None:
     return name
-  value = point[columns]
-  text = value if isinstance(value, str) else f'{columns} {value:g}'
+  text = _column(columns, point[columns])
   return f'{text}, {name}' if with_name else text
 
 
@@ -134,59 +143,62 @@ def _format_label(value: Any) -> str:
   return value if isinstance(value, str) else f'{value:g}'
 
 
+def losses(points: Iterable[Point], columns: str = 'batch') -> Tables:
+  """Returns losses of optimizers, and the differences of ``PAIRS``."""
+  points = list(points)
+  names = [(x.name, y.name) for x, y in PAIRS]
+  return {
+    'losses': pivot(points, ['optimizer'], columns),
+    **compare(points, names, columns),
+  }
+
+
 def compare(
-  points: Iterable[Point],
-  pairs: Iterable[tuple[str, str]],
-  across: str,
-  of: str = 'optimizer',
-  paired: Callable[[str, str], bool] | None = None,
+  points: Iterable[Point], pairs: Iterable[tuple[str, str]], across: str
 ) -> Tables:
   """Returns differences of losses with their intervals.
 
+  Hyperball with MERIT's ratios and without are compared seed by seed.
+
   Args:
     points: The points.
-    pairs: Names of what is compared, the second subtracted from the first.
+    pairs: Names of optimizers, the second subtracted from the first.
     across: Label whose values are the columns.
-    of: Label of the names.
-    paired: Which pairs are compared seed by seed; by default Hyperball with
-      MERIT's ratios and without.
 
   Returns:
     A table ``'differences'``, and ``'detectable differences'`` with those that
     80 % of such experiments would have detected.
   """
-  found = {(point[of], point[across]): point for point in points}
-  across_values = dict.fromkeys(value for _, value in found)
-  paired = paired or _has_ratios_alone
+  found = {(point['optimizer'], point[across]): point for point in points}
+  columns = {y: _column(across, y) for _, y in found}
   rows, detectable = [], []
   for pair in pairs:
-    name = f'{pair[0]} − {pair[1]}'
     compared = {
-      value: (paired_difference if paired(*pair) else difference)(
-        *(found[x, value] for x in pair)
-      )
-      for value in across_values
+      column: _difference(found[pair[0], value], found[pair[1], value])
+      for value, column in columns.items()
       if all((x, value) in found for x in pair)
     }
     if not compared:
       continue
-    for table, form in ((rows, str), (detectable, format_detectable)):
-      table.append(
-        {'difference': name}
-        | {
-          value if isinstance(value, str) else f'{across} {value:g}': form(
-            compared[value]
-          )
-          if value in compared
-          else ''
-          for value in across_values
-        }
-      )
+    name = {'difference': f'{pair[0]} − {pair[1]}'}
+    empty = dict.fromkeys(columns.values(), '')
+    texts = {column: str(x) for column, x in compared.items()}
+    limits = {column: format_detectable(x) for column, x in compared.items()}
+    rows.append(name | empty | texts)
+    detectable.append(name | empty | limits)
   return {'differences': rows, 'detectable differences': detectable}
 
 
-def _has_ratios_alone(first: str, second: str) -> bool:
-  return {first, second} == {HYPERBALL.name, WITH_RATIOS.name}
+def _difference(first: Point, second: Point) -> Difference:
+  is_paired = {first['optimizer'], second['optimizer']} == {
+    HYPERBALL.name,
+    WITH_RATIOS.name,
+  }
+  return (paired_difference if is_paired else difference)(first, second)
+
+
+def _column(label: str, value: Any) -> str:
+  return value if isinstance(value, str) else f'{label} {value:g}'
 
 
 def format_detectable(found: Difference) -> str:

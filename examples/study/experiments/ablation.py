@@ -5,21 +5,13 @@ import math
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures
+from examples.study.analysis import figures, tables as t
 from examples.study.analysis.intervals import Difference, paired_difference
-from examples.study.analysis.tables import (
-  Tables,
-  format_detectable,
-  loss,
-  pivot,
-  rate,
-)
 from examples.study.chains import Chain
 from examples.study.optimizers import MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_point
+from examples.study.tuning import Case, Plan, gather
 
 TITLE = 'Ablations'
 TEXT = """\
@@ -51,43 +43,32 @@ _SEEDS = 10
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans the changes, each with a tuning of its own."""
   num_seeds = _SEEDS if scale.num_seeds > 1 else scale.num_seeds
-  full = yield from find_point(
-    scale, MERIT, scale.batch_size, num_seeds=num_seeds
-  )
+  full = yield from Case(scale, MERIT, scale.batch_size).find_point(num_seeds)
+  start = full.tuned.learning_rate
   changed = yield from gather(
     {
-      name: find_point(
+      name: Case(
         scale,
         dataclasses.replace(MERIT, name=name, settings=settings),
         scale.batch_size,
-        num_seeds=num_seeds,
-        start=full.tuned.learning_rate,
-        stride=1,
-      )
+      ).find_point(num_seeds, start)
       for name, settings in CHANGES.items()
     }
   )
   return [full, *changed.values()]
 
 
-def tables(points: list[Point]) -> Tables:
+def tables(points: list[Point]) -> t.Tables:
   """Returns the losses, and what each part is worth."""
   found = _differences(points)
-  rows = pivot(
-    points,
-    ['optimizer'],
-    cells={
-      'loss': loss,
-      'minus MERIT': lambda x: str(found.get(x['optimizer'], '')),
-      'detectable': lambda x: (
-        format_detectable(found[x['optimizer']])
-        if x['optimizer'] in found
-        else ''
-      ),
-      'learning rate': rate,
-    },
-  )
-  return {'losses': rows}
+  limits = {name: t.format_detectable(x) for name, x in found.items()}
+  cells = {
+    'loss': t.loss,
+    'minus MERIT': lambda x: str(found.get(x['optimizer'], '')),
+    'detectable': lambda x: limits.get(x['optimizer'], ''),
+    'learning rate': t.rate,
+  }
+  return {'losses': t.pivot(points, ['optimizer'], cells=cells)}
 
 
 def _differences(points: list[Point]) -> dict[str, Difference]:

@@ -1,17 +1,13 @@
 """Attention logits at the learning rates chosen and above, with bounds too."""
 
-import itertools
-
 from matplotlib.figure import Figure
 
-from examples.study.analysis.logits import draw_logits, loss_and_peak
-from examples.study.analysis.tables import Tables, pivot, select, values
+from examples.study.analysis import logits, tables as t
 from examples.study.optimizers import COMPARED
 from examples.study.points import Point
 from examples.study.render import panels
 from examples.study.scales import Scale
-from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rate, run_seeds
+from examples.study.tuning import Case, Plan, plan_multiples
 
 TITLE = 'Attention logits'
 TEXT = """\
@@ -32,46 +28,29 @@ _SEEDS = {'none': (1, 2), 'QK-norm': (1,), 'QK-clip': (1,)}
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics, at rates chosen without a bound."""
-  rates = yield from gather(
-    {x.name: find_rate(scale, x, scale.batch_size) for x in COMPARED}
-  )
-  points = yield from gather(
-    {
-      (x.name, bound, factor): run_seeds(
-        scale,
-        x,
-        scale.batch_size,
-        factor * rates[x.name].learning_rate,
-        _SEEDS[bound],
-        with_diagnostics=True,
-        **BOUNDS[bound],
-      )
-      for x, bound, factor in itertools.product(COMPARED, BOUNDS, FACTORS)
-    }
-  )
-  return [
-    point.labelled(bound=bound, factor=factor)
-    for (_, bound, factor), point in points.items()
-  ]
-
-
-def tables(points: list[Point]) -> Tables:
-  """Returns losses and largest logits."""
-  cells = {'': loss_and_peak}
-  return {
-    'losses and logits': pivot(points, ['optimizer', 'bound'], 'factor', cells)
+  cases = {
+    (x.name, bound): (Case(scale, x, scale.batch_size, changes), _SEEDS[bound])
+    for x in COMPARED
+    for bound, changes in BOUNDS.items()
   }
+  points = yield from plan_multiples(list(cases.values()), FACTORS)
+  bounds = [bound for _, bound in cases for _ in FACTORS]
+  return [x.labelled(bound=y) for x, y in zip(points, bounds, strict=True)]
+
+
+def tables(points: list[Point]) -> t.Tables:
+  """Returns losses and largest logits."""
+  cells = {'': logits.loss_and_peak}
+  rows = t.pivot(points, ['optimizer', 'bound'], 'factor', cells)
+  return {'losses and logits': rows}
 
 
 def figure(points: list[Point]) -> Figure:
   """Draws the largest logit over training, by factor and bound."""
-  bounds, factors = (values(points, name) for name in ('bound', 'factor'))
-  result, all_axes = panels(
-    len(bounds), len(factors), sharex=True, sharey='row'
-  )
-  for bound, row in zip(bounds, all_axes, strict=True):
-    for factor, axes in zip(factors, row, strict=True):
-      draw_logits(axes, select(points, bound=bound, factor=factor))
+  result, all_axes = panels(3, 3, sharex=True, sharey='row')
+  for bound, row in zip(BOUNDS, all_axes, strict=True):
+    for factor, axes in zip(FACTORS, row, strict=True):
+      logits.draw_logits(axes, t.select(points, bound=bound, factor=factor))
       axes.set_title(f'{factor} × the rate, bound: {bound}', fontsize=9)
     row[0].set_ylabel('largest logit')
   all_axes[0, 0].legend(fontsize=7)

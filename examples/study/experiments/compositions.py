@@ -1,20 +1,11 @@
 """Optimizers taken apart: direction, size of the step, norm kept."""
 
 import dataclasses
-from typing import Any
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures
+from examples.study.analysis import figures, tables as t
 from examples.study.analysis.intervals import difference
-from examples.study.analysis.tables import (
-  Tables,
-  compare,
-  loss,
-  pivot,
-  rate,
-  select,
-)
 from examples.study.chains import Chain
 from examples.study.optimizers import (
   ADAMW,
@@ -25,8 +16,7 @@ from examples.study.optimizers import (
 )
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_point, judge, scale_rate
+from examples.study.tuning import Case, Plan, gather, scale_rate
 
 TITLE = 'Compositions'
 TEXT = """\
@@ -75,8 +65,9 @@ def _compositions() -> dict[str, Optimizer]:
 def _resized(optimizer: Optimizer, words: str, size: float) -> Optimizer:
   """Returns the same with other initial weights, and norms that are kept."""
   name = f'{optimizer.name} at {words} the size'
-  resized = optimizer.with_settings(init_scale=size)
-  return dataclasses.replace(resized, name=name)
+  return dataclasses.replace(
+    optimizer.with_settings(init_scale=size), name=name
+  )
 
 
 COMPOSITIONS = _compositions()
@@ -85,83 +76,56 @@ COMPOSITIONS = _compositions()
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all compositions, and the best of them again."""
+  cases, doubled = (
+    {
+      name: Case(scale, x, factor * scale.batch_size)
+      for name, x in COMPOSITIONS.items()
+    }
+    for factor in (1, 2)
+  )
   points = yield from gather(
-    {name: _find_point(scale, name) for name in COMPOSITIONS}
+    {name: x.find_point(_SEEDS) for name, x in cases.items()}
   )
   others = [name for name in points if name != MUON.name]
   ranked = sorted(others, key=lambda name: points[name].mean)
-  names = [*ranked[:_FINALISTS], MUON.name]
-  # On seeds that have not chosen them.
+  finalists = [*ranked[:_FINALISTS], MUON.name]
+  tuned = {name: points[name].tuned for name in finalists}
   confirmed = yield from gather(
-    {
-      name: judge(
-        scale,
-        COMPOSITIONS[name],
-        scale.batch_size,
-        points[name].tuned,
-        _MOST_SEEDS,
-        first_seed=_SEEDS + 1,
+    # On seeds that have not chosen them.
+    {x: cases[x].judge(y, _MOST_SEEDS, _SEEDS + 1) for x, y in tuned.items()}
+    | {
+      f'{x}, doubled': doubled[x].find_point(
+        _SEEDS, scale_rate(y.learning_rate, 2)
       )
-      for name in names
-    }
-  )
-  doubled = yield from gather(
-    {
-      name: _find_point(
-        scale,
-        name,
-        2,
-        start=scale_rate(points[name].tuned.learning_rate, 2),
-        stride=1,
-      )
-      for name in names
+      for x, y in tuned.items()
     }
   )
   return [
     *(points[name].labelled(role='all') for name in (MUON.name, *ranked)),
     *(x.labelled(role='confirmed') for x in confirmed.values()),
-    *(x.labelled(role='confirmed') for x in doubled.values()),
   ]
 
 
-def _find_point(
-  scale: Scale, name: str, factor: int = 1, **options: Any
-) -> Plan[Point]:
-  """Plans a composition at a multiple of the batch size."""
-  return find_point(
-    scale,
-    COMPOSITIONS[name],
-    factor * scale.batch_size,
-    num_seeds=_SEEDS,
-    **options,
-  )
-
-
-def tables(points: list[Point]) -> Tables:
+def tables(points: list[Point]) -> t.Tables:
   """Returns all, and the best of them with seeds of their own."""
-  found = select(points, role='all')
-  baseline = found[0]
+  baseline, *_ = found = t.select(points, role='all')
 
   def over(point: Point) -> str:
     return '' if point is baseline else str(difference(point, baseline))
 
-  confirmed = select(points, role='confirmed')
-  first, second, *_ = (x['optimizer'] for x in confirmed)
+  confirmed = t.select(points, role='confirmed')
+  first, second, *_ = t.values(confirmed, 'optimizer')
   pairs = [(first, MUON.name), (second, MUON.name), (first, second)]
-  differences = compare(confirmed, pairs, 'batch')
+  cells = {'loss': t.loss, 'minus Muon': over, 'learning rate': t.rate}
   return {
-    'losses': pivot(
-      found,
-      ['optimizer'],
-      cells={'loss': loss, 'minus Muon': over, 'learning rate': rate},
-    ),
-    'confirmed': pivot(confirmed, ['optimizer'], 'batch'),
-    **{f'confirmed, {name}': rows for name, rows in differences.items()},
+    'losses': t.pivot(found, ['optimizer'], cells=cells),
+    'confirmed': t.pivot(confirmed, ['optimizer'], 'batch'),
+    **t.compare(confirmed, pairs, 'batch'),
   }
 
 
 def figure(points: list[Point]) -> Figure:
   """Draws the difference of each composition from Muon."""
-  baseline, *others = select(points, role='all')
+  baseline, *others = t.select(points, role='all')
   found = {x['optimizer']: difference(x, baseline) for x in others}
   return figures.bars(found, MUON.name)

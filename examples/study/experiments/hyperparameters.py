@@ -2,24 +2,20 @@
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures
+from examples.study.analysis import figures, tables as t
 from examples.study.analysis.lengths import fit_power
-from examples.study.analysis.tables import (
-  TUNING,
-  Rows,
-  Tables,
-  format_loss,
-  pivot,
-  select,
-  values,
-)
 from examples.study.optimizers import COMPARED, MERIT, WITH_RATIOS, Optimizer
 from examples.study.points import Point, Tuned
 from examples.study.render import COLORS, label_decades, panels
 from examples.study.scales import Scale
-from examples.study.tuning.lengths import find_length_rates, middle_batch
-from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rate, find_rates
+from examples.study.tuning import (
+  Case,
+  Plan,
+  find_length_rates,
+  find_rates,
+  gather,
+  middle_batch,
+)
 
 TITLE = 'Learning rates'
 TEXT = """\
@@ -39,73 +35,71 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 def _plan_axes(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   batches = yield from find_rates(scale, optimizer)
-  middle = middle_batch(scale)
-  own_width = scale.run('adamw', middle, 1.0).config.width
-  widths = scale.widths if optimizer in _WIDENED else ()
   found = yield from gather(
     {
-      'length': find_length_rates(scale, optimizer, batches[middle]),
-      'width': gather(
-        {
-          x: find_rate(
-            scale,
-            optimizer,
-            middle,
-            start=batches[middle].learning_rate,
-            stride=1,
-            width=x,
-          )
-          for x in widths
-          if x != own_width
-        }
+      'length': find_length_rates(
+        scale, optimizer, batches[middle_batch(scale)]
+      ),
+      'width': _find_width_rates(
+        scale, optimizer, batches[middle_batch(scale)]
       ),
     }
   )
-  axes = {'batch': batches} | found
-  if widths:
-    axes['width'] = {**axes['width'], own_width: batches[middle]}
   return [
-    _point(optimizer, axis, value, tuned)
-    for axis, tunings in axes.items()
-    for value, tuned in sorted(tunings.items())
+    Point(
+      {
+        'optimizer': optimizer.name,
+        'varied': axis,
+        'value': value,
+        'steps': tuned.results[0].steps,
+      },
+      tuned,
+    )
+    for axis, tunings in {'batch': batches, **found}.items()
+    for value, tuned in tunings.items()
   ]
 
 
-def _point(
-  optimizer: Optimizer, axis: str, value: float, tuned: Tuned
-) -> Point:
-  return Point(
+def _find_width_rates(
+  scale: Scale, optimizer: Optimizer, tuned: Tuned
+) -> Plan[dict[int, Tuned]]:
+  """Plans to choose rates for other widths, from the one of the scale."""
+  if optimizer not in _WIDENED:
+    return {}
+  size = middle_batch(scale)
+  own = scale.run('adamw', size, 1.0).config.width
+  found = yield from gather(
     {
-      'optimizer': optimizer.name,
-      'varied': axis,
-      'value': value,
-      'steps': tuned.results[0].steps,
-    },
-    tuned,
-  )
-
-
-def tables(points: list[Point]) -> Tables:
-  """Returns the rates by steps, widths and lengths."""
-  by_steps = _by_steps(points)
-  tuning = {
-    'learning rate': TUNING['learning rate'],
-    'loss': lambda x: format_loss(x.tuned.loss),
-    'by learning rate': TUNING['by learning rate'],
-  }
-  return {
-    'rates by steps': pivot(
-      by_steps,
-      ['optimizer', 'varied'],
-      'steps',
-      {'': lambda x: f'{x.tuned.learning_rate:g}'},
-    ),
-    'lines': _lines(by_steps),
-    **{
-      f'{axis}s': pivot(
-        select(points, varied=axis), ['optimizer', 'value'], cells=tuning
+      x: Case(scale, optimizer, size, {'width': x}).find_rate(
+        tuned.learning_rate
       )
-      for axis in ('width', 'length')
+      for x in scale.widths
+      if x != own
+    }
+  )
+  return dict(sorted((found | {own: tuned}).items()))
+
+
+def tables(points: list[Point]) -> t.Tables:
+  """Returns the rates by steps, widths and lengths."""
+  rates = {'': lambda x: f'{x.tuned.learning_rate:g}'}
+  cells = {
+    'learning rate': t.rate,
+    'loss': lambda x: t.format_loss(x.tuned.loss),
+    'by learning rate': t.by_rate,
+  }
+  by_axis = {x: t.select(points, varied=x) for x in ('width', 'length')}
+  return {
+    'rates by steps': t.pivot(
+      _by_steps(points), ['optimizer', 'varied'], 'steps', rates
+    ),
+    'lines': [
+      {'optimizer': name, 'learning rate': _line(points, name)}
+      for name in t.values(points, 'optimizer')
+    ],
+    **{
+      f'{axis}s': t.pivot(found, ['optimizer', 'value'], cells=cells)
+      for axis, found in by_axis.items()
     },
   }
 
@@ -115,27 +109,24 @@ def _by_steps(points: list[Point]) -> list[Point]:
   return sorted(found, key=lambda x: x['steps'])
 
 
-def _fit(points: list[Point]) -> tuple[float, float]:
-  return fit_power((x['steps'], x.tuned.learning_rate) for x in points)
+def _fit(points: list[Point], name: str) -> tuple[float, float]:
+  own = t.select(_by_steps(points), optimizer=name)
+  return fit_power((x['steps'], x.tuned.learning_rate) for x in own)
 
 
-def _lines(points: list[Point]) -> Rows:
-  rows = []
-  for name in (x.name for x in COMPARED):
-    at_1000, power = _fit(select(points, optimizer=name))
-    line = f'{at_1000:.2g} × (steps / 1000)^{power:.2f}'
-    rows.append({'optimizer': name, 'learning rate': line})
-  return rows
+def _line(points: list[Point], name: str) -> str:
+  at_1000, power = _fit(points, name)
+  return f'{at_1000:.2g} × (steps / 1000)^{power:.2f}'
 
 
 def figure(points: list[Point]) -> Figure:
   """Draws rates by steps, and losses by rate for each width."""
   result, ((first, *others),) = panels(1, 1 + len(_WIDENED))
-  for name in values(points, 'optimizer'):
-    own = select(_by_steps(points), optimizer=name)
+  for name in t.values(points, 'optimizer'):
+    own = t.select(_by_steps(points), optimizer=name)
     steps = [x['steps'] for x in own]
     rates = [x.tuned.learning_rate for x in own]
-    at_1000, power = _fit(own)
+    at_1000, power = _fit(points, name)
     line = [at_1000 * (x / 1000) ** power for x in steps]
     first.loglog(steps, rates, 'o', color=COLORS[name], label=name)
     first.loglog(steps, line, color=COLORS[name], lw=0.8)
@@ -146,7 +137,7 @@ def figure(points: list[Point]) -> Figure:
   first.set_ylim(top=10 * first.get_ylim()[1])  # Leaves room for the legend.
   first.legend(fontsize=7, loc='upper right')
   for optimizer, axes in zip(_WIDENED, others, strict=True):
-    widths = select(points, optimizer=optimizer.name, varied='width')
+    widths = t.select(points, optimizer=optimizer.name, varied='width')
     figures.draw_tunings(axes, widths, by='value')
     axes.set_title(f'{optimizer.name}, by width', fontsize=9)
     axes.legend(fontsize=7)

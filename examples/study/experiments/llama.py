@@ -1,22 +1,14 @@
 """Whether the order of the optimizers holds with Llama's architecture."""
 
+import dataclasses
+
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures
-from examples.study.analysis.tables import (
-  Tables,
-  compare,
-  loss_and_rate,
-  pivot,
-  select,
-  tuned_loss_and_rate,
-)
-from examples.study.optimizers import COMPARED, PAIRS, Optimizer
+from examples.study.analysis import figures, tables as t
+from examples.study.optimizers import COMPARED, Optimizer
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rate, judge
-from examples.study.tuning.stages import initial_weights
+from examples.study.tuning import Case, Plan, gather, initial_weights
 
 TITLE = 'Llama'
 TEXT = """\
@@ -40,64 +32,50 @@ def _plan_pair(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   """Plans the points of an optimizer with both architectures."""
   batch_size = scale.batch_sizes[-1]
   gpt2 = yield from initial_weights(scale, optimizer, batch_size)
-  tunings = yield from gather(
-    {
-      size: find_rate(
-        scale,
-        gpt2.best,
-        batch_size,
-        start=gpt2.point.tuned.learning_rate,
-        stride=1,
-        architecture='llama',
-        init_scale=size,
-      )
-      for size in _SIZES
-    }
-  )
+  cases = {
+    size: Case(
+      scale,
+      gpt2.best,
+      batch_size,
+      {'architecture': 'llama', 'init_scale': size},
+    )
+    for size in _SIZES
+  }
+  start = gpt2.point.tuned.learning_rate
+  tunings = yield from gather({x: y.find_rate(start) for x, y in cases.items()})
   size = min(tunings, key=lambda x: tunings[x].loss)
-  llama = yield from judge(
-    scale,
-    gpt2.best,
-    batch_size,
-    tunings[size],
-    scale.seeds_at(batch_size),
-    architecture='llama',
-    init_scale=size,
-  )
+  llama = yield from cases[size].judge(tunings[size])
+  llama = llama.labelled(model='Llama', size=size, role='best')
   own_size = gpt2.best.settings.get('init_scale', 1.0)
-  best = [
+  return [
     gpt2.point.labelled(model='GPT-2', size=own_size, role='best'),
-    llama.labelled(model='Llama', size=size, role='best'),
-  ]
-  return best + [
-    Point({**llama.labels, 'size': size, 'role': 'tried'}, tuned)
-    for size, tuned in tunings.items()
-  ]
-
-
-def tables(points: list[Point]) -> Tables:
-  """Returns the losses, and which differences both architectures show."""
-  best = select(points, role='best')
-  names = [(x.name, y.name) for x, y in PAIRS]
-  return {
-    'losses': pivot(best, ['optimizer'], 'model'),
-    'learning rates': pivot(best, ['optimizer'], 'model', {'': loss_and_rate}),
-    'initial weights': pivot(
-      best, ['optimizer'], 'model', {'': lambda x: f'{x["size"]:g} ×'}
+    llama,
+    *(
+      dataclasses.replace(llama, tuned=y, fresh=()).labelled(
+        size=x, role='tried'
+      )
+      for x, y in tunings.items()
     ),
-    **compare(best, names, 'model'),
-    'tried with the Llama': pivot(
-      select(points, role='tried'),
-      ['optimizer'],
-      'size',
-      {'': tuned_loss_and_rate},
+  ]
+
+
+def tables(points: list[Point]) -> t.Tables:
+  """Returns the losses, and which differences both architectures show."""
+  best, tried = (t.select(points, role=x) for x in ('best', 'tried'))
+  rows = ['optimizer']
+  return {
+    **t.losses(best, 'model'),
+    'learning rates': t.pivot(best, rows, 'model', {'': t.rate}),
+    'initial weights': t.pivot(best, rows, 'model', {'': t.label('size')}),
+    'tried with the Llama': t.pivot(
+      tried, rows, 'size', {'': t.tuned_loss_and_rate}
     ),
   }
 
 
 def figure(points: list[Point]) -> Figure:
   """Draws the tunings, a panel for each architecture."""
-  best = select(points, role='best')
+  best = t.select(points, role='best')
   return figures.tunings(
-    {model: select(best, model=model) for model in ('GPT-2', 'Llama')}
+    {model: t.select(best, model=model) for model in ('GPT-2', 'Llama')}
   )

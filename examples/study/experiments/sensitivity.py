@@ -2,20 +2,10 @@
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures
-from examples.study.analysis.tables import (
-  Tables,
-  compare,
-  pivot,
-  select,
-  tuned_loss_and_rate,
-)
-from examples.study.optimizers import PAIRS
+from examples.study.analysis import figures, tables as t
 from examples.study.points import Point
-from examples.study.render import panels
 from examples.study.scales import Scale
-from examples.study.tuning.plans import Plan
-from examples.study.tuning.stages import compare as compare_all, warmup_and_b1
+from examples.study.tuning import Plan, compare_all, warmup_and_b1
 
 TITLE = 'Warm-up and b1 tuned too'
 TEXT = """\
@@ -33,33 +23,22 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   return compare_all(warmup_and_b1, scale)
 
 
-def tables(points: list[Point]) -> Tables:
+def tables(points: list[Point]) -> t.Tables:
   """Returns losses, their differences, and what was tried."""
-  chosen = select(points, role='best')
-  names = [(x.name, y.name) for x, y in PAIRS]
+  best, tried = (t.select(points, role=x) for x in ('best', 'tried'))
   return {
-    'losses': pivot(chosen, ['optimizer'], 'batch'),
-    **compare(chosen, names, 'batch'),
-    'chosen': pivot(
-      chosen, ['optimizer'], 'batch', {'': lambda x: x['variant']}
-    ),
-    'tried': pivot(
-      select(points, role='tried'),
-      ['optimizer', 'variant'],
-      'batch',
-      {'': tuned_loss_and_rate},
+    **t.losses(best),
+    'chosen': t.pivot(best, ['optimizer'], 'batch', {'': t.label('variant')}),
+    'tried': t.pivot(
+      tried, ['optimizer', 'variant'], 'batch', {'': t.tuned_loss_and_rate}
     ),
   }
 
 
 def figure(points: list[Point]) -> Figure:
-  """Draws loss over batch, and what each variant changes at the largest one."""
-  result, ((left, right),) = panels(1, 2)
-  figures.over_batches(left, select(points, role='best'))
-  left.legend(fontsize=6)
+  """Draws loss over batch, and what was tried at the largest one."""
   size = points[-1]['batch']
-  tried = select(points, role='tried', batch=size)
-  figures.draw_lines(right, tried, 'variant', lambda x: x.tuned.loss)
-  right.tick_params('x', rotation=90)
-  right.set_title(f'batch {size}, one seed')
-  return result
+  tried = t.select(points, role='tried', batch=size)
+  return figures.batches(
+    t.select(points, role='best'), {f'batch {size}, one seed': tried}
+  )

@@ -5,25 +5,28 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis.figures import finite
+from examples.study.analysis import figures, tables as t
 from examples.study.analysis.lengths import (
   CLOSE,
   extrapolate,
   fit_power,
+  known_mean,
+  steps_by_seed,
   steps_to,
 )
-from examples.study.analysis.tables import Rows, Tables, select, values
 from examples.study.optimizers import COMPARED, PAPER, Optimizer
 from examples.study.points import Point
-from examples.study.render import COLORS, panels
 from examples.study.scales import Scale
-from examples.study.trial import Result, Trial
-from examples.study.tuning.coordinates import Search
-from examples.study.tuning.lengths import find_length_rates, middle_batch
-from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rates
-from examples.study.tuning.rates import round_rate
-from examples.study.tuning.stages import warmup_and_b1
+from examples.study.trial import Result
+from examples.study.tuning import (
+  Case,
+  Plan,
+  find_length_rates,
+  find_rates,
+  gather,
+  middle_batch,
+  warmup_and_b1,
+)
 
 TITLE = 'Steps to a loss'
 TEXT = """\
@@ -32,9 +35,7 @@ interpolation between runs of up to five lengths: the mean of two seeds, and
 each of them. The loss is the highest of AdamW, LAMB and MERIT at one batch,
 rounded up. Warm-up and b1 are those that suit an optimizer best at the batch
 and at equal tokens. The learning rate of a length follows the power of the
-steps that fits the rates chosen for other lengths. Rates by √2 around it were
-tried with one seed at the length closest to the target, where that is not the
-one of equal tokens: “missed” is by how much the better of them is lower."""
+steps that fits the rates chosen for other lengths."""
 _SEEDS = (1, 2)
 _MOST_TRIES = 4
 """Lengths of training beside that of equal tokens."""
@@ -46,28 +47,24 @@ _ROUNDED_TO = 0.05
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs whose length is chosen until they end at the target."""
   sizes = scale.batch_sizes[::2]
-  found = yield from gather(
+  searches = yield from gather(
     {
-      'tuned': gather(
-        {
-          (x.name, size): warmup_and_b1(scale, x, size)
-          for x in COMPARED
-          for size in (*sizes, scale.batch_size)
-        }
-      ),
-      'powers': gather({x.name: _power(scale, x) for x in COMPARED}),
+      (x.name, size): warmup_and_b1(scale, x, size)
+      for x in COMPARED
+      for size in (*sizes, scale.batch_size)
     }
   )
-  tuned, powers = found['tuned'], found['powers']
-  losses = [tuned[x.name, scale.batch_size].point.mean for x in PAPER]
-  target = choose_target(losses)
+  powers = yield from gather({x.name: _power(scale, x) for x in COMPARED})
+  target = choose_target(
+    [searches[x.name, scale.batch_size].point.mean for x in PAPER]
+  )
   points = yield from gather(
     {
-      (x.name, size): _find_steps(
-        scale, tuned[x.name, size], target, powers[x.name]
+      (name, size): _find_steps(
+        Case(scale, search.best, size), search.point, target, powers[name]
       )
-      for x in COMPARED
-      for size in sizes
+      for (name, size), search in searches.items()
+      if size in sizes
     }
   )
   return [point for found in points.values() for point in found]
@@ -94,37 +91,21 @@ def choose_target(losses: list[float]) -> float:
 
 
 def _find_steps(
-  scale: Scale, search: Search, target: float, power: float
+  case: Case, point: Point, target: float, power: float
 ) -> Plan[list[Point]]:
   """Plans to find the length of training that ends at the target."""
-  point = search.point
-  size, seeds = point['batch'], _SEEDS[: len(point.losses)]
-  full = scale.num_steps(size)
+  seeds = _SEEDS[: len(point.losses)]
+  full = case.scale.num_steps(case.batch_size)
   # Scales without fresh seeds take what chose the rate.
-  judges = point.fresh or point.tuned.chosen
-  found = {full: judges[: len(seeds)]}
-
-  def trial(steps: int, seed: int, factor: float = 1.0) -> Trial:
-    rate = point.tuned.learning_rate * (steps / full) ** power * factor
-    return search.best.trial(
-      scale, size, round_rate(rate), seed=seed, steps=steps
-    )
-
+  found = {full: (point.fresh or point.tuned.chosen)[: len(seeds)]}
   while (steps := _next_steps(_means(found), target, full)) is not None:
-    results = yield [trial(steps, seed) for seed in seeds]
-    found[steps] = tuple(results)
-  means = _means(found)
-  last = min(means, key=lambda x: abs(means[x] - target))
-  around: list[Result] = []
-  if last != full:
-    around = yield [trial(last, seeds[0], x) for x in (0.5**0.5, 2**0.5)]
-  labels = {**point.labels, 'target': target}
-  tried = [
-    Point({**labels, 'steps': steps, 'role': 'length'}, None, found[steps])
-    for steps in sorted(found)
+    rate = point.tuned.learning_rate * (steps / full) ** power
+    tried = yield from case.run_seeds(rate, seeds, steps=steps)
+    found[steps] = tried.fresh
+  return [
+    Point({**point.labels, 'target': target, 'steps': x}, None, found[x])
+    for x in sorted(found)
   ]
-  neighbors = {**labels, 'steps': last, 'role': 'other rates'}
-  return [*tried, Point(neighbors, None, tuple(around))] if around else tried
 
 
 def _means(found: dict[int, tuple[Result, ...]]) -> dict[int, float]:
@@ -153,108 +134,68 @@ def _next_steps(
   return None if steps in means else steps
 
 
-def steps_by_seed(points: list[Point]) -> dict[tuple[str, int], list[float]]:
-  """Returns steps to the target of each seed, by optimizer and batch."""
-  tried: dict[tuple[str, int], list[Point]] = {}
-  for point in select(points, role='length'):
-    tried.setdefault((point['optimizer'], point['batch']), []).append(point)
-  return {
-    key: [
-      steps_to({x['steps']: x.losses[i] for x in lengths}, lengths[0]['target'])
-      for i in range(len(lengths[0].losses))
-    ]
-    for key, lengths in tried.items()
-  }
-
-
-def tables(points: list[Point]) -> Tables:
+def tables(points: list[Point]) -> t.Tables:
   """Returns the steps, and by what factor a larger batch saves them."""
   found = steps_by_seed(points)
-  first, *others = values(points, 'batch')
-  names = values(points, 'optimizer')
-  target = points[0]['target']
-  if math.isinf(target):
-    return {}
-  means = {key: _known_mean(x) for key, x in found.items()}
+  first, *_ = sizes = t.values(points, 'batch')
+  names = t.values(points, 'optimizer')
+
+  def times(over_first: bool) -> t.Rows:
+    return [
+      {'optimizer': name}
+      | {
+        f'batch {x}': f'{_times(found, name, first, x, over_first):.1f} ×'
+        for x in sizes
+      }
+      for name in names
+    ]
+
   return {
-    f'steps to a loss of {target:g}': [
+    f'steps to a loss of {points[0]["target"]:g}': [
       {'optimizer': name}
-      | {f'batch {x}': _format(found[name, x]) for x in (first, *others)}
+      | {f'batch {x}': _format(found[name, x]) for x in sizes}
       for name in names
     ],
-    f'steps at batch {first} over those at': [
-      {'optimizer': name}
-      | {
-        f'batch {x}': f'{means[name, first] / means[name, x]:.1f} ×'
-        for x in others
-      }
-      for name in names
-    ],
-    f'tokens over those at batch {first}': [
-      {'optimizer': name}
-      | {
-        f'batch {x}': f'{means[name, x] * x / means[name, first] / first:.1f} ×'
-        for x in others
-      }
-      for name in names
-    ],
-    'missed': _missed(points),
+    f'steps at batch {first} over those at': times(over_first=False),
+    f'tokens over those at batch {first}': times(over_first=True),
   }
 
 
-def _known_mean(by_seed: list[float]) -> float:
-  """Returns the mean, NaN where the steps of a seed are not known."""
-  known = all(0 < x < math.inf for x in by_seed)
-  return statistics.mean(by_seed) if known else math.nan
+def _times(
+  found: dict[tuple[str, int], list[float]],
+  name: str,
+  first: int,
+  size: int,
+  in_tokens: bool,
+) -> float:
+  """Returns the steps that a batch saves, or the tokens that it costs."""
+  saved = known_mean(found[name, first]) / known_mean(found[name, size])
+  return size / first / saved if in_tokens else saved
 
 
 def _format(by_seed: list[float]) -> str:
-  if math.isnan(_known_mean(by_seed)):
+  if math.isnan(known_mean(by_seed)):
     return 'not known'
   each = ', '.join(f'{x:,.0f}' for x in by_seed)
   return f'{statistics.mean(by_seed):,.0f} ({each})'
 
 
-def _missed(points: list[Point]) -> Rows:
-  """Returns how far the learning rates of other lengths may be off."""
-  rows = []
-  for point in select(points, role='other rates'):
-    (used,) = select(
-      points,
-      role='length',
-      **{x: point[x] for x in ('optimizer', 'batch', 'steps')},
-    )
-    better = used.losses[0] - min(point.losses)
-    rows.append(
-      {
-        'optimizer': point['optimizer'],
-        'batch': f'{point["batch"]}',
-        'steps': f'{point["steps"]:,}',
-        'missed': f'{max(0.0, better):.3f}',
-      }
-    )
-  return rows
-
-
 def figure(points: list[Point]) -> Figure:
-  """Draws steps over batch, and how many times fewer a larger batch takes."""
-  result, ((left, right),) = panels(1, 2)
+  """Draws steps over batch."""
+  result, ((axes,),) = figures.panels(1, 1)
+  result.set_size_inches(6, 3.5)
   found = steps_by_seed(points)
-  sizes = values(points, 'batch')
-  for name in values(points, 'optimizer'):
-    steps = finite(_known_mean(found[name, x]) for x in sizes)
-    left.plot(sizes, steps, 'o-', color=COLORS[name], label=name)
-    saved = [steps[0] / x for x in steps]
-    right.plot(sizes, saved, 'o-', color=COLORS[name])
-  perfect = [x / sizes[0] for x in sizes]
-  right.plot(sizes, perfect, ':', color='gray', label='perfect scaling')
-  for axes in (left, right):
-    axes.set_xscale('log', base=2)
-    axes.set_yscale('log', base=2)
-    axes.set_xticks(sizes, map(str, sizes))
-    axes.set_xlabel('global batch, sequences')
-    axes.yaxis.set_major_formatter('{x:g}')
-  left.set_ylabel(f'steps to a loss of {points[0]["target"]:g}')
-  right.set_ylabel(f'steps at batch {sizes[0]} over steps')
-  left.legend(fontsize=7)
+  each = {(x['optimizer'], x['batch']): x for x in points}
+  figures.draw_lines(
+    axes,
+    each.values(),
+    'batch',
+    lambda x: known_mean(found[x['optimizer'], x['batch']]),
+  )
+  axes.set_xscale('log', base=2)
+  axes.set_yscale('log', base=2)
+  axes.yaxis.set_major_formatter('{x:g}')
+  axes.set_xlabel('global batch, sequences')
+  axes.set_ylabel(f'steps to a loss of {points[0]["target"]:g}')
+  axes.legend(fontsize=7)
   return result

@@ -2,21 +2,11 @@
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures
-from examples.study.analysis.tables import (
-  Tables,
-  compare,
-  pivot,
-  select,
-  tuned_loss_and_rate,
-)
-from examples.study.experiments.batch_scaling import largest_batches
-from examples.study.optimizers import HYPERBALL, PAIRS
+from examples.study.analysis import figures, tables as t
+from examples.study.optimizers import HYPERBALL
 from examples.study.points import Point
-from examples.study.render import panels
 from examples.study.scales import Scale
-from examples.study.tuning.plans import Plan
-from examples.study.tuning.stages import compare as compare_all, initial_weights
+from examples.study.tuning import Plan, compare_all, initial_weights
 
 TITLE = 'Initial weights tuned too'
 TEXT = """\
@@ -34,25 +24,17 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   return compare_all(initial_weights, scale)
 
 
-def tables(points: list[Point]) -> Tables:
+def tables(points: list[Point]) -> t.Tables:
   """Returns losses, their differences, and what was tried."""
-  chosen = select(points, role='best')
-  names = [(x.name, y.name) for x, y in PAIRS]
+  cells = {'': t.tuned_loss_and_rate}
   return {
-    'losses': pivot(chosen, ['optimizer'], 'batch'),
-    **compare(chosen, names, 'batch'),
-    'largest batches': largest_batches(chosen),
-    'tried': pivot(
-      _by_size(points),
-      ['batch', 'optimizer'],
-      'variant',
-      {'': tuned_loss_and_rate},
-    ),
+    **t.losses(t.select(points, role='best')),
+    'tried': t.pivot(_tried(points), ['batch', 'optimizer'], 'variant', cells),
   }
 
 
-def _by_size(points: list[Point]) -> list[Point]:
-  tried = select(points, role='tried')
+def _tried(points: list[Point]) -> list[Point]:
+  tried = t.select(points, role='tried')
   own = [x for x in tried if x['optimizer'] != HYPERBALL.name]
   return sorted(own, key=lambda x: (x['batch'], x['variant']))
 
@@ -60,12 +42,7 @@ def _by_size(points: list[Point]) -> list[Point]:
 def figure(points: list[Point]) -> Figure:
   """Draws loss over batch, and over the size at the two largest ones."""
   sizes = sorted({x['batch'] for x in points})[-2:]
-  result, ((left, *others),) = panels(1, 1 + len(sizes))
-  figures.over_batches(left, select(points, role='best'))
-  left.legend(fontsize=6)
-  for size, axes in zip(sizes, others, strict=True):
-    tried = select(_by_size(points), batch=size)
-    figures.draw_lines(axes, tried, 'variant', lambda x: x.tuned.loss)
-    axes.set_xlabel('standard deviation over 0.02 × √(768 / width)')
-    axes.set_title(f'batch {size}, one seed')
-  return result
+  return figures.batches(
+    t.select(points, role='best'),
+    {f'batch {x}, one seed': t.select(_tried(points), batch=x) for x in sizes},
+  )

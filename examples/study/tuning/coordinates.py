@@ -6,8 +6,8 @@ from typing import NamedTuple, TypeAlias
 from examples.study.optimizers import Optimizer
 from examples.study.points import Point, Tuned
 from examples.study.scales import Scale
+from examples.study.tuning.cases import Case
 from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rate, judge
 
 PROMISING = 0.005
 """Nats by which a variant may be worse at the learning rate of the best one,
@@ -110,9 +110,7 @@ def search(scale: Scale, found: Search, coordinate: Coordinate) -> Plan[Search]:
   chosen = optimizers[best(tried)]
   if chosen is found.best:
     return Search(tried, chosen, found.point)
-  point = yield from judge(
-    scale, chosen, size, tried[best(tried)], scale.seeds_at(size)
-  )
+  point = yield from Case(scale, chosen, size).judge(tried[best(tried)])
   return Search(tried, chosen, point)
 
 
@@ -140,7 +138,7 @@ def tune(
   limit = lowest.loss + promising
   tuned = yield from gather(
     {
-      name: find_rate(scale, x, size, start=start, stride=1, seeds=seeds)
+      name: Case(scale, x, size).find_rate(start, seeds=seeds)
       for name, x in proposed.items()
       if name not in screened or screened[name].loss <= limit
     }

@@ -3,8 +3,8 @@
 from examples.study.optimizers import Optimizer
 from examples.study.points import Tuned
 from examples.study.scales import Scale
+from examples.study.tuning.cases import Case, scale_rate
 from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rate, scale_rate
 
 SHARES = (0.5, 2.0)
 """Lengths of training over that of the scale."""
@@ -18,28 +18,20 @@ def middle_batch(scale: Scale) -> int:
 def find_length_rates(
   scale: Scale, optimizer: Optimizer, tuned: Tuned
 ) -> Plan[dict[float, Tuned]]:
-  """Plans to choose rates for other lengths.
-
-  Args:
-    scale: Size of the study.
-    optimizer: The optimizer.
-    tuned: Its tuning at the middle batch.
+  """Plans to choose rates for other lengths, from the one at equal tokens.
 
   Returns:
-    Tunings by length over that of the scale, this one among them.
+    Tunings by length over that of the scale, the given one among them.
   """
   size = middle_batch(scale)
+  cases = {
+    x: Case(scale, optimizer, size, {'steps': scale.num_steps(size, x)})
+    for x in SHARES
+  }
   found = yield from gather(
     {
-      share: find_rate(
-        scale,
-        optimizer,
-        size,
-        start=scale_rate(tuned.learning_rate, 1 / share),
-        stride=1,
-        steps=scale.num_steps(size, share),
-      )
-      for share in SHARES
+      share: case.find_rate(scale_rate(tuned.learning_rate, 1 / share))
+      for share, case in cases.items()
     }
   )
   return dict(sorted((found | {1.0: tuned}).items()))

@@ -17,6 +17,7 @@ from examples.study.optimizers import (
 )
 from examples.study.points import Point
 from examples.study.scales import Scale
+from examples.study.tuning.cases import Case, find_rates
 from examples.study.tuning.coordinates import (
   Coordinate,
   Search,
@@ -26,7 +27,6 @@ from examples.study.tuning.coordinates import (
   tune,
 )
 from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.points import find_rate, find_rates, judge
 
 AS_IT_IS = 'as it is'
 INITIAL_WEIGHTS = Coordinate(
@@ -44,7 +44,7 @@ Stage: TypeAlias = Callable[[Scale, Optimizer, int], Plan[Search]]
 """Plans to tune an optimizer at a batch size."""
 
 
-def compare(stage: Stage, scale: Scale) -> Plan[list[Point]]:
+def compare_all(stage: Stage, scale: Scale) -> Plan[list[Point]]:
   """Plans a stage for all optimizers at every batch.
 
   Hyperball takes all but the learning rate from that with MERIT's ratios.
@@ -76,15 +76,11 @@ def _without_ratios(scale: Scale, found: Search) -> Plan[Search]:
     name=HYPERBALL.name,
     chain=dataclasses.replace(chain, parts=parts),
   )
-  tuned = yield from find_rate(
-    scale,
-    optimizer,
-    size,
-    start=found.point.tuned.learning_rate,
-    stride=1,
-    seeds=scale.tuning_seeds[:1],
+  case = Case(scale, optimizer, size)
+  tuned = yield from case.find_rate(
+    found.point.tuned.learning_rate, seeds=scale.tuning_seeds[:1]
   )
-  point = yield from judge(scale, optimizer, size, tuned, scale.seeds_at(size))
+  point = yield from case.judge(tuned)
   return Search({'as with ratios': tuned}, optimizer, point)
 
 
@@ -109,9 +105,7 @@ def warmup_and_b1(
     tried |= yield from tune(scale, proposed, size, tried[best(tried)])
     optimizers |= proposed
   name = best(tried)
-  point = yield from judge(
-    scale, optimizers[name], size, tried[name], scale.seeds_at(size)
-  )
+  point = yield from Case(scale, optimizers[name], size).judge(tried[name])
   return Search(tried, optimizers[name], point)
 
 
