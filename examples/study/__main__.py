@@ -15,7 +15,6 @@ from examples.gpt2.run.command import exit_on_error
 from examples.study.analysis import report
 from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS
-from examples.study.points import Point
 from examples.study.scales import SCALES, Scale
 from examples.study.training.store import Store
 from examples.study.training.sweep import Sweep
@@ -23,6 +22,7 @@ from examples.study.tuning import Plan, count_trials, execute, gather
 
 Name = Literal['all', *EXPERIMENTS, 'report', *cells.NAMES]
 _FOLDER = Path(__file__).parent
+_RESULTS = _FOLDER / 'results'
 _FOR_TRAINER = (
   'data', 'mesh', 'micro_batch_size', 'dtype', 'remat', 'distributed',
   'coordinator', 'num_processes', 'process_id',
@@ -132,8 +132,7 @@ def study(settings: Settings) -> None:
       f'--together {settings.together} needs one process and --jobs 1, got '
       f'{jax.process_count()} and {jobs}.'
     )
-  folder = settings.results or _FOLDER / 'results'
-  store = Store(folder / f'{settings.scale}.jsonl')
+  store = Store((settings.results or _RESULTS) / f'{settings.scale}.jsonl')
   if settings.plan_only:
     _print_cost(settings, scale, store)
     return
@@ -145,7 +144,7 @@ def study(settings: Settings) -> None:
 
 
 def _print_archived(name: str) -> None:
-  _, records = report.read_study(_FOLDER / 'results', 'nano')
+  records = Store(_RESULTS / 'nano.jsonl').records
   print(report.archived_section(name, records))
   print(
     f'\n{name} is closed: these are its archived results. '
@@ -224,26 +223,22 @@ def _plan(name: str, scale: Scale) -> Plan[Any]:
 
 def _report(settings: Settings, scale: Scale, store: Store) -> None:
   """Writes the points of experiments that are complete, and the report."""
-  results = store.path.parent
+  folder = store.path.parent / settings.scale
+  complete = {
+    name: execute(experiment.plan(scale), store.results)
+    for name, experiment in EXPERIMENTS.items()
+    if not count_trials(experiment.plan(scale), store.result)
+  }
+  report.write_points(folder, complete)
+  found = report.read_points(folder, store)
   is_committed = settings.scale == 'nano' and settings.results is None
-  for name, points in _complete(scale, store).items():
-    report.write_points(results / settings.scale / f'{name}.jsonl', points)
-  folder = _FOLDER if is_committed else results / settings.scale
-  for path in report.write(folder, results, settings.scale):
+  page = _FOLDER if is_committed else folder
+  for path in report.write(page, settings.scale, found, store):
     print(f'wrote {path}')
   if is_committed:
     path = cells.FOLDER / 'RESULTS.md'
     path.write_text(report.archive_text(store.records))
     print(f'wrote {path}')
-
-
-def _complete(scale: Scale, store: Store) -> dict[str, list[Point]]:
-  """Returns the points of the experiments whose trials are all there."""
-  return {
-    name: execute(experiment.plan(scale), store.results)
-    for name, experiment in EXPERIMENTS.items()
-    if not count_trials(experiment.plan(scale), store.result)
-  }
 
 
 if __name__ == '__main__':

@@ -54,9 +54,3 @@ def label_decades(axis: Any) -> None:
   axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
   axis.set_major_formatter('{x:g}')
   axis.set_minor_locator(NullLocator())
-
-
-def legend_below(figure: Figure, axes: Any) -> None:
-  """Puts the labels of one panel below all of them, where no line is."""
-  handles, labels = axes.get_legend_handles_labels()
-  figure.legend(handles, labels, loc='outside lower center', ncols=len(labels))

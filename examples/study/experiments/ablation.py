@@ -3,9 +3,7 @@
 import dataclasses
 import math
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.analysis.intervals import Difference, paired_difference
 from examples.study.chains import Chain
 from examples.study.optimizers import MERIT
@@ -74,8 +72,3 @@ def tables(points: list[Point]) -> t.Tables:
 def _differences(points: list[Point]) -> dict[str, Difference]:
   full, *changed = points
   return {x['optimizer']: paired_difference(x, full) for x in changed}
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws what each change loses."""
-  return figures.bars(_differences(points), MERIT.name)

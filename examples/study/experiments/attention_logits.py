@@ -2,10 +2,9 @@
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import logits, tables as t
+from examples.study.analysis import figures, logits, tables as t
 from examples.study.optimizers import COMPARED
 from examples.study.points import Point
-from examples.study.render import panels
 from examples.study.scales import Scale
 from examples.study.tuning import Case, Plan, plan_multiples
 
@@ -47,10 +46,10 @@ def tables(points: list[Point]) -> t.Tables:
 
 def figure(points: list[Point]) -> Figure:
   """Draws the largest logit over training, by factor and bound."""
-  result, all_axes = panels(3, 3, sharex=True, sharey='row')
+  result, all_axes = figures.panels(3, 3, sharex=True, sharey='row')
   for bound, row in zip(BOUNDS, all_axes, strict=True):
     for factor, axes in zip(FACTORS, row, strict=True):
-      logits.draw_logits(axes, t.select(points, bound=bound, factor=factor))
+      figures.draw_logits(axes, t.select(points, bound=bound, factor=factor))
       axes.set_title(f'{factor} × the rate, bound: {bound}', fontsize=9)
     row[0].set_ylabel('largest logit')
   all_axes[0, 0].legend(fontsize=7)

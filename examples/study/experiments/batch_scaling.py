@@ -1,8 +1,6 @@
 """Final loss against global batch, at equal tokens."""
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.optimizers import STACKED_LAMB, Optimizer, compared
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -54,10 +52,3 @@ def tables(points: list[Point]) -> t.Tables:
 
 def _over_rule(point: Point) -> str:
   return f'{point.tuned.learning_rate / point["rule"]:.2g} ×'
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws loss over batch."""
-  return figures.batches(
-    [x for x in points if x['optimizer'] != STACKED_LAMB.name]
-  )

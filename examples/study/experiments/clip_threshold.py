@@ -2,9 +2,7 @@
 
 import math
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, logits, tables as t
+from examples.study.analysis import logits, tables as t
 from examples.study.optimizers import MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -40,12 +38,3 @@ def tables(points: list[Point]) -> t.Tables:
     'losses': t.pivot(points, ['threshold'], 'factor', losses),
     'most clipped': t.pivot(points, ['threshold'], 'factor', shares),
   }
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws the loss over the threshold, by factor of the rate."""
-  result, ((axes,),) = figures.panels(1, 1)
-  result.set_size_inches(6, 3.5)
-  figures.draw_lines(axes, points, 'threshold', by='factor')
-  axes.legend()
-  return result

@@ -138,7 +138,7 @@ def figure(points: list[Point]) -> Figure:
   first.legend(fontsize=7, loc='upper right')
   for optimizer, axes in zip(_WIDENED, others, strict=True):
     widths = t.select(points, optimizer=optimizer.name, varied='width')
-    figures.draw_tunings(axes, widths, by='value')
+    figures.draw_tunings(axes, widths, 'value')
     axes.set_title(f'{optimizer.name}, by width', fontsize=9)
     axes.legend(fontsize=7)
   return result

@@ -2,9 +2,7 @@
 
 import dataclasses
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.optimizers import COMPARED, Optimizer
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -71,11 +69,3 @@ def tables(points: list[Point]) -> t.Tables:
       tried, rows, 'size', {'': t.tuned_loss_and_rate}
     ),
   }
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws the tunings, a panel for each architecture."""
-  best = t.select(points, role='best')
-  return figures.tunings(
-    {model: t.select(best, model=model) for model in ('GPT-2', 'Llama')}
-  )

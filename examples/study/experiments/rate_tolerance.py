@@ -43,6 +43,6 @@ def figure(points: list[Point]) -> Figure:
   """Draws the cost over the factor."""
   result, ((axes,),) = figures.panels(1, 1)
   result.set_size_inches(6, 3.5)
-  logits.draw_costs(axes, points)
+  figures.draw_costs(axes, points)
   axes.legend(fontsize=7)
   return result

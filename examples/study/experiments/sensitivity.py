@@ -1,8 +1,6 @@
 """Loss against batch size, with warm-up and b1 tuned for each optimizer too."""
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import Plan, compare_all, warmup_and_b1
@@ -33,12 +31,3 @@ def tables(points: list[Point]) -> t.Tables:
       tried, ['optimizer', 'variant'], 'batch', {'': t.tuned_loss_and_rate}
     ),
   }
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws loss over batch, and what was tried at the largest one."""
-  size = points[-1]['batch']
-  tried = t.select(points, role='tried', batch=size)
-  return figures.batches(
-    t.select(points, role='best'), {f'batch {size}, one seed': tried}
-  )

@@ -1,8 +1,6 @@
 """Loss against batch size, with the size of the initial weights tuned too."""
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.optimizers import HYPERBALL
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -37,12 +35,3 @@ def _tried(points: list[Point]) -> list[Point]:
   tried = t.select(points, role='tried')
   own = [x for x in tried if x['optimizer'] != HYPERBALL.name]
   return sorted(own, key=lambda x: (x['batch'], x['variant']))
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws loss over batch, and over the size at the two largest ones."""
-  sizes = sorted({x['batch'] for x in points})[-2:]
-  return figures.batches(
-    t.select(points, role='best'),
-    {f'batch {x}, one seed': t.select(_tried(points), batch=x) for x in sizes},
-  )
