@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from examples.study import runner
-from examples.study.plans import execute, gather
-from examples.study.runner import Runner, RunsFailedError
 from examples.study.scales import SCALES
-from examples.study.store import Store
+from examples.study.training import sweep
+from examples.study.training.store import Store
+from examples.study.training.sweep import Sweep, TrialsFailedError
+from examples.study.tuning.plans import execute, gather
 
 _SLOW, _BAD = 1.0, 0.03
 
@@ -36,9 +36,9 @@ def trained(monkeypatch) -> list[float]:
       'corpus_sha256': 'c',
     }
 
-  monkeypatch.setattr(runner, '_train_with_log', train)
+  monkeypatch.setattr(sweep, '_train_with_log', train)
   monkeypatch.setattr(
-    runner,
+    sweep,
     '_start_workers',
     lambda jobs, work: concurrent.futures.ThreadPoolExecutor(jobs),
   )
@@ -55,8 +55,8 @@ def _descend(rate, steps):
 
 def _run(plans, folder):
   store = Store(folder / 'results.jsonl')
-  with Runner(store, folder / 'work', 2, 9) as runner:
-    return execute(gather(plans), runner)
+  with Sweep(store, folder / 'work', 2, 9) as run_all:
+    return execute(gather(plans), run_all)
 
 
 def test_what_follows_a_run_does_not_wait_for_other_runs(trained, tmp_path):
@@ -97,15 +97,15 @@ def test_a_run_that_fails_costs_only_what_follows_it(trained, tmp_path):
     # One of its runs is a's, and may be there before this asks for it.
     'b': _descend(0.01, 3),
   }
-  with pytest.raises(RunsFailedError, match=r"1 of 5 .*ValueError\('bad'\)"):
+  with pytest.raises(TrialsFailedError, match=r"1 of 5 .*ValueError\('bad'\)"):
     _run(plans, tmp_path)
   assert sorted(trained) == [0.0025, 0.005, 0.01, 0.02]
 
 
 def test_runs_that_belong_together_are_waited_for(trained, tmp_path):
   runs = [SCALES['nano'].run('lamb', 8, rate) for rate in (0.3, 0.2, 0.1)]
-  with Runner(Store(tmp_path / 'r.jsonl'), tmp_path, 2, 3) as runner:
-    assert [x.loss for x in runner(runs)] == [0.3, 0.2, 0.1]
+  with Sweep(Store(tmp_path / 'r.jsonl'), tmp_path, 2, 3) as run_all:
+    assert [x.loss for x in run_all(runs)] == [0.3, 0.2, 0.1]
 
 
 def test_a_killed_process_costs_no_result_that_is_there(
@@ -120,11 +120,11 @@ def test_a_killed_process_costs_no_result_that_is_there(
         raise concurrent.futures.BrokenExecutor('killed')
       return super().submit(*args, **options)
 
-  monkeypatch.setattr(runner, '_start_workers', lambda jobs, work: Broken(jobs))
+  monkeypatch.setattr(sweep, '_start_workers', lambda jobs, work: Broken(jobs))
   plans = {
     x: _descend(rate, 2) for x, rate in (('a', 0.1), ('b', 0.2), ('c', 3))
   }
-  with pytest.raises(RunsFailedError, match='killed'):
+  with pytest.raises(TrialsFailedError, match='killed'):
     _run(plans, tmp_path)
   assert sorted(trained) == [0.1, 0.2, 3]
   assert len(Store(tmp_path / 'results.jsonl').records) == 3

@@ -4,26 +4,34 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from examples.study.plans import Result, execute
+from examples.study.points import Tuned
 from examples.study.scales import SCALES
-from examples.study.tuning import Tuned, select
+from examples.study.trial import Result, make_result
+from examples.study.tuning.plans import execute
+from examples.study.tuning.rates import select
 
 _SCALE = SCALES['nano']
 _SEEDS = _SCALE.tuning_seeds
 
 
+def _tuned(losses, rate):
+  """Returns a tuning of one seed, with losses by learning rate."""
+  results = [Result('', x, 0, 100, y) for x, y in losses.items()]
+  return Tuned(tuple(results), rate)
+
+
 def test_the_edge_is_told():
-  losses = {1.0: {0: 2.0}, 2.0: {0: 1.0}, 4.0: {0: 3.0}}
-  assert [x for x in losses if Tuned(losses, x).is_at_edge] == [1.0, 4.0]
+  losses = {1.0: 2.0, 2.0: 1.0, 4.0: 3.0}
+  assert [x for x in losses if _tuned(losses, x).is_at_edge] == [1.0, 4.0]
 
 
-def test_a_better_rate_before_a_cliff_is_told():
-  losses = {1.0: {0: 2.0}, 2.0: {0: 1.5}, 4.0: {0: 1.55}, 8.0: {0: 3.0}}
-  assert Tuned(losses, 1.0).before_cliff is None
-  losses[4.0] = {0: 1.7}
-  assert Tuned(losses, 1.0).before_cliff == 2.0
+def test_a_better_rate_that_is_unstable_is_told():
+  losses = {1.0: 2.0, 2.0: 1.5, 4.0: 1.55, 8.0: 3.0}
+  assert _tuned(losses, 1.0).unstable_rate is None
+  losses[4.0] = 1.7
+  assert _tuned(losses, 1.0).unstable_rate == 2.0
   # Larger ones were chosen by a seed that is not here.
-  assert Tuned(losses, 4.0).before_cliff is None
+  assert _tuned(losses, 4.0).unstable_rate is None
 
 
 def _select(loss, start, stride=2, **options):
@@ -32,7 +40,9 @@ def _select(loss, start, stride=2, **options):
 
   def run_all(runs):
     asked.extend((x.config.learning_rate, x.config.seed) for x in runs)
-    return [Result(loss(*pair), {}) for pair in asked[len(asked) - len(runs) :]]
+    return [
+      make_result(x, loss(x.config.learning_rate, x.config.seed)) for x in runs
+    ]
 
   def run(rate, seed):
     return _SCALE.run('merit', 128, rate, seed=seed)
@@ -54,7 +64,7 @@ def test_a_rate_is_chosen_by_the_mean_of_two_seeds(best, start, noise, stride):
 
   selected, asked = _select(loss, start, stride)
   assert len(asked) == len(set(asked))
-  # With cliffs on both sides of it, all rates are too high.
+  # With unstable ones on both sides of it, all rates are too high.
   assert math.log2(selected.learning_rate / start) - best <= 0.5
   assert math.log2(selected.learning_rate / start) - best >= -1.3
   seeds = {seed for rate, seed in asked if rate == selected.learning_rate}
@@ -62,18 +72,18 @@ def test_a_rate_is_chosen_by_the_mean_of_two_seeds(best, start, noise, stride):
   assert not selected.is_at_edge
 
 
-def test_a_rate_before_a_cliff_is_not_chosen():
+def test_an_unstable_rate_is_not_chosen():
   def loss(rate, seed):
     # The best rate is 0.1, but beyond it the second seed falls off.
     return 1.0 if rate > 0.11 and seed else abs(math.log2(rate / 0.1)) / 10
 
   selected, _ = _select(loss, 0.1)
   assert selected.learning_rate == pytest.approx(0.1 / math.sqrt(2), rel=0.01)
-  assert selected.before_cliff == pytest.approx(0.1, rel=0.01)
-  # Where seeds differ by more than that rise, it is no cliff.
-  selected, _ = _select(loss, 0.1, cliff=1.0)
+  assert selected.unstable_rate == pytest.approx(0.1, rel=0.01)
+  # Where seeds differ by more than that rise, it is stable.
+  selected, _ = _select(loss, 0.1, margin=1.0)
   assert selected.learning_rate == pytest.approx(0.1, rel=0.01)
-  assert selected.before_cliff is None
+  assert selected.unstable_rate is None
 
 
 @pytest.mark.parametrize('stride', [1, 2])
@@ -88,7 +98,7 @@ def test_a_tuning_without_an_optimum_ends(loss, stride):
 
 @pytest.mark.parametrize('stride', [1, 2])
 @pytest.mark.parametrize('beyond', [math.inf, 3.0])
-def test_a_start_beyond_the_cliff_leads_back(beyond, stride):
+def test_a_start_that_is_unstable_leads_back(beyond, stride):
   def loss(rate, seed):
     if rate > 0.03:
       return beyond + rate

@@ -1,4 +1,5 @@
 import json
+import math
 from pathlib import Path
 import tempfile
 
@@ -8,9 +9,9 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices import processes
-from examples.study.plans import Result
 from examples.study.scales import SCALES
-from examples.study.store import Store
+from examples.study.training.store import Store
+from examples.study.trial import read_result
 
 _RUNS = [
   SCALES['nano'].run(optimizer, size, rate, seed=seed)
@@ -51,7 +52,9 @@ def test_a_result_is_in_the_file_at_once(tmp_path):
   assert store.result(run) is None
   store.add(_record(run, loss=None))
   for each in (store, Store(path)):
-    assert each.results([run]) == [Result(float('inf'), {'step': [1]})]
+    (found,) = each.results([run])
+    assert found == read_result(_record(run, loss=None))
+    assert math.isinf(found.loss)
 
 
 def test_all_processes_hear_of_the_end(path, monkeypatch):

@@ -1,13 +1,15 @@
+import dataclasses
 import math
 
-from examples.study.plans import (
+from examples.study.chains import Chain
+from examples.study.scales import SCALES
+from examples.study.trial import make_result
+from examples.study.tuning.plans import (
   Independent,
-  Result,
-  count_runs,
+  count_trials,
   execute,
   gather,
 )
-from examples.study.scales import SCALES
 
 _SCALE = SCALES['nano']
 
@@ -27,7 +29,7 @@ def _descend(rate, steps):
 
 
 def _rates_as_losses(runs):
-  return [Result(run.config.learning_rate, {}) for run in runs]
+  return [make_result(run, run.config.learning_rate) for run in runs]
 
 
 def test_gathered_plans_ask_at_the_same_time_and_get_their_own_results():
@@ -52,7 +54,10 @@ def test_gathered_plans_go_on_while_others_wait():
     rates = [run.config.learning_rate for run in runs]
     if missing := set(rates) - set(order):
       order.append(min(missing))
-    return [Result(rate, {}) if rate in order else None for rate in rates]
+    return [
+      make_result(run, rate) if rate in order else None
+      for run, rate in zip(runs, rates, strict=True)
+    ]
 
   inner = {'c': _descend(0.7, 3), 'd': _descend(0.6, 2)}
   plans = {
@@ -85,33 +90,37 @@ def test_runs_are_counted_once_and_without_those_that_are_known():
 
   def known(run):
     is_known = run.config.learning_rate == 0.25
-    return Result(1.0, {}) if is_known else None
+    return make_result(run, 1.0) if is_known else None
 
-  assert count_runs(plan(), known) == 2
-  assert count_runs(plan(), lambda run: Result(1.0, {})) == 0
+  assert count_trials(plan(), known) == 2
+  assert count_trials(plan(), lambda run: make_result(run, 1.0)) == 0
 
 
 def test_a_key_follows_what_decides_the_numbers():
-  runs = [
+  l2, others = Chain(('muon', 'l2')), Chain(('muon', 'l2'), 'adam', 0.33)
+  trials = [
     _run(1.0),
     _run(1.0, seed=1),
     _run(1.0, weight_decay=0.5),
     _run(1.0, with_diagnostics=True),
     _run(1.0, steps=610),
     _run(1.0, init_std=0.02),
-    _run(1.0, measure='rows'),
     _SCALE.run('merit', 128, 1.0),
-    _SCALE.run('merit', 128, 1.0, arm='l2'),
     _SCALE.run('merit', 128, 1.0, clip_threshold=math.inf),
-    _run(1.0, task='masked'),
-    _run(1.0, first=_run(1.0)),
-    _run(1.0, first=_run(0.5)),
-    _run(1.0, first=_run(1.0), fresh_moments=True),
+    *(
+      _SCALE.run('merit', 128, 1.0, chain=chain)
+      for chain in (
+        l2,
+        others,
+        dataclasses.replace(others, rates=(('head', 0.1),)),
+        dataclasses.replace(others, schedule='linear'),
+      )
+    ),
   ]
-  assert len({run.key for run in runs}) == len(runs)
+  assert len({x.key for x in trials}) == len(trials)
   assert _run(1.0, unroll=1).key == _run(1.0).key
   # What has its default is left out, so that a new setting changes no key.
-  assert 'qkv' not in runs[0].identity
+  assert 'qkv' not in trials[0].identity
 
 
 def test_tokens_are_equal_and_schedules_end():

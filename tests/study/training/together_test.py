@@ -3,11 +3,13 @@ from pathlib import Path
 
 import pytest
 
-from examples.study import together
-from examples.study.runner import Runner
-from examples.study.runs import train
+from examples.study.chains import Chain
+from examples.study.optimizers import WITH_RATIOS
 from examples.study.scales import SCALES, Scale
-from examples.study.store import Store
+from examples.study.training import together
+from examples.study.training.store import Store
+from examples.study.training.sweep import Sweep
+from examples.study.training.train import train
 
 
 @pytest.fixture
@@ -26,12 +28,7 @@ def scale(tmp_path: Path) -> Scale:
   ('optimizer', 'changes'),
   [
     ('merit', {}),
-    pytest.param(
-      'muon',
-      {'arm': 'muon > merit > l2 > keep l2; adam 0.33'},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param('adamw', {'task': 'masked'}, marks=pytest.mark.slow),
+    pytest.param('muon', {'chain': WITH_RATIOS.chain}, marks=pytest.mark.slow),
   ],
 )
 def test_losses_are_those_of_runs_that_are_trained_alone(
@@ -64,7 +61,7 @@ def test_runs_that_differ_otherwise_are_not_trained_together(scale: Scale):
   alone = [
     scale.run('merit', 16, 1),
     scale.run('adamw', 8, 1),
-    scale.run('merit', 8, 1, arm='adam'),
+    scale.run('merit', 8, 1, chain=Chain(('adam',))),
     scale.run('merit', 8, 1, with_diagnostics=True),
     scale.run('merit', 8, 2, with_diagnostics=True),
     scale.run('merit', 8, 1, weight_decay=0.1),
@@ -78,8 +75,8 @@ def test_a_runner_trains_them_together(scale: Scale, tmp_path: Path):
   runs = [scale.run('merit', 8, x) for x in (0.01, 0.1)]
   runs.append(scale.run('merit', 16, 0.1))
   store = Store(tmp_path / 'results.jsonl')
-  with Runner(store, tmp_path / 'work', 1, 3, at_once=2) as runner:
-    results = runner(runs)
+  with Sweep(store, tmp_path / 'work', 1, 3, at_once=2) as sweep:
+    results = sweep(runs)
   counts = [store.records[run.key].get('together') for run in runs]
   assert counts == [2, 2, None]
   assert Store(store.path).results(runs) == results
