@@ -121,12 +121,15 @@ def pivot(
   """
   cells = cells or {'loss': loss}
   found: dict[tuple[str, ...], dict[str, str]] = {}
+  headers = list(rows)
   for point in points:
     key = tuple(_format_label(point[name]) for name in rows)
     row = found.setdefault(key, dict(zip(rows, key, strict=True)))
     for name, cell in cells.items():
-      row[_header(point, columns, name, len(cells) > 1)] = cell(point)
-  headers = dict.fromkeys(name for row in found.values() for name in row)
+      header = _header(point, columns, name, len(cells) > 1)
+      headers.append(header)
+      row[header] = cell(point)
+  headers = list(dict.fromkeys(headers))
   return [{x: row.get(x, '') for x in headers} for row in found.values()]
 
 
@@ -185,7 +188,8 @@ def compare(
     texts = {column: str(x) for column, x in compared.items()}
     limits = {column: format_detectable(x) for column, x in compared.items()}
     rows.append(name | empty | texts)
-    detectable.append(name | empty | limits)
+    if any(limits.values()):
+      detectable.append(name | empty | limits)
   return {'differences': rows, 'detectable differences': detectable}
 
 

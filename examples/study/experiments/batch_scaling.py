@@ -10,8 +10,9 @@ TITLE = 'Loss against batch size'
 TEXT = """\
 The usual settings: a warm-up of 10 %, a b1 of 0.9 (with Muon and Hyperball
 0.95), initial weights in proportion to the width (with Hyperball twice that).
-Learning rates are chosen for each optimizer and batch; mean and standard
-deviation over fresh seeds."""
+At the scale mini, a warm-up of 30 % and a b1 of 0.8 (with Hyperball 10 % and
+0.8). Learning rates are chosen for each optimizer and batch; mean and standard
+deviation over fresh seeds, if there are any."""
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:

@@ -76,8 +76,8 @@ def _tables(store: Store) -> dict[str, list[dict[str, str]]]:
 def _quoted(page: str):
   """Yields names of tables, and the rows that a page quotes of them.
 
-  A comment before a table names what it quotes. The first columns say which
-  row; all others are columns of the quoted table, by name.
+  A comment before a table names what it quotes. The name of the first column
+  has those that say which row it is, with ``and`` between them.
   """
   lines = (_ROOT / page).read_text().splitlines()
   for i, line in enumerate(lines):
@@ -101,17 +101,13 @@ def test_pages_say_what_the_tables_say(nano, page):
 def _assert_quoted(row: dict[str, str], table: list[dict[str, str]]) -> None:
   """Asserts that a row has the cells that a row of a table has."""
   first, *others = row
+  names = first.split(' and ')
   key = _plain(row[first])
-  found = [x for x in table if key in (_key(x, 1), _key(x, 2))]
-  assert len(found) == 1, key
+  (found,) = [
+    x for x in table if key == ', '.join(filter(None, (x[y] for y in names)))
+  ]
   for name in others:
-    if row[name]:
-      assert row[name] == found[0][name], (key, name)
-
-
-def _key(row: dict[str, str], count: int) -> str:
-  """Returns the first cells of a row as text."""
-  return ', '.join(itertools.islice(row.values(), count))
+    assert row[name] == found[name], (key, name)
 
 
 def _plain(cell: str) -> str:
