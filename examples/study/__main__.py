@@ -38,64 +38,48 @@ class Settings:
   trainer.
   """
 
+  # Experiment; report only writes figures and RESULTS.md from the results. Of
+  # experiments that are closed, the archived results are printed.
   name: Annotated[Name, tyro.conf.Positional] = 'all'
-  """Experiment; report only writes figures and RESULTS.md from the results. Of
-  experiments that are closed, the archived results are printed."""
-
+  # Size: nano and mini for CPU cores, micro for one GPU, small and medium are
+  # the paper's (OpenWebText in nanoGPT's format, see --data).
   scale: Literal[*SCALES] = 'nano'
-  """Size: nano and mini for CPU cores, micro for one GPU, small and medium are
-  the paper's (OpenWebText in nanoGPT's format, see --data)."""
-
+  # Folder of the results: SCALE.jsonl has a line for each trial; the folder
+  # SCALE has the points of each experiment, figures and RESULTS.md. Default:
+  # results/ beside this command, with the report of nano beside it.
   results: Path | None = None
-  """Folder of the results: SCALE.jsonl has a line for each trial; the folder
-  SCALE has the points of each experiment, figures and RESULTS.md. Default:
-  results/ beside this command, with the report of nano beside it."""
-
+  # Folder of unfinished runs, with their logs and checkpoints.
   work: Path = Path('runs/study')
-  """Folder of unfinished runs, with their logs and checkpoints."""
-
+  # Runs at once, each on a CPU core of its own. Default: as many as cores at
+  # the scales nano and mini, else 1, which takes all devices.
   jobs: int | None = None
-  """Runs at once, each on a CPU core of its own. Default: as many as cores at
-  the scales nano and mini, else 1, which takes all devices."""
-
+  # Runs to train as one program where they differ in learning rate and seed
+  # alone, for an accelerator that one of them does not fill; with --jobs 1.
   together: int = 1
-  """Runs to train as one program where they differ in learning rate and seed
-  alone, for an accelerator that one of them does not fill; with --jobs 1."""
-
+  # Steps of every run, to try a scale out.
   steps: int | None = None
-  """Steps of every run, to try a scale out."""
-
+  # Whether to only count the runs and their cost.
   plan_only: bool = False
-  """Whether to only count the runs and their cost."""
-
+  # Text or tokens. Default: the scale's.
   data: str | None = None
-  """Text or tokens. Default: the scale's."""
-
+  # Device mesh, as for the trainer.
   mesh: str | None = None
-  """Device mesh, as for the trainer."""
-
+  # Sequences that each shard of a batch processes at once. Default: the
+  # scale's, or as many as its memory holds by an estimate.
   micro_batch_size: int | None = None
-  """Sequences that each shard of a batch processes at once. Default: the
-  scale's, or as many as its memory holds by an estimate."""
-
+  # Data type of activations.
   dtype: Literal['float32', 'bfloat16'] | None = None
-  """Data type of activations."""
-
+  # What the backward pass recomputes to save memory (rematerialization).
   remat: Remat | None = None
-  """What the backward pass recomputes to save memory (rematerialization)."""
-
+  # Whether other processes take part, as for the trainer. Default: auto.
   distributed: Literal['auto', 'on', 'off'] | None = None
-  """Whether other processes take part, as for the trainer. Default: auto."""
-
+  # Address and port of process 0, such as '10.0.0.1:1234', for processes that
+  # jax does not find.
   coordinator: str | None = None
-  """Address and port of process 0, such as '10.0.0.1:1234', for processes that
-  jax does not find."""
-
+  # Number of processes, with --coordinator.
   num_processes: int | None = None
-  """Number of processes, with --coordinator."""
-
+  # Number of this process, from 0, with --coordinator.
   process_id: int | None = None
-  """Number of this process, from 0, with --coordinator."""
 
 
 def main(args: list[str] | None = None) -> None:

@@ -86,10 +86,7 @@ def is_unstable(
 ) -> bool:
   """Returns whether the next larger rate is worse by more than the margin.
 
-  Args:
-    losses: Losses at a learning rate, by seed.
-    larger: Those at the next larger one; one seed is enough.
-    margin: Instability margin, nats.
+  Losses are by seed, and those of one seed are enough.
   """
   return any(
     larger.get(seed, -math.inf) > x + margin for seed, x in losses.items()
@@ -152,15 +149,7 @@ class Point:
 
 
 def read_point(line: Mapping[str, Any], results: Mapping[str, Result]) -> Point:
-  """Returns the point of a stored line.
-
-  Args:
-    line: Its JSON values.
-    results: Results of trials by their keys.
-
-  Raises:
-    KeyError: If a trial has no result.
-  """
+  """Returns the point of a stored line, with results of trials by key."""
   tuned = None
   if 'tuning' in line:
     trials = tuple(results[key] for key in line['tuning'])

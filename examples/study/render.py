@@ -28,15 +28,6 @@ def markdown(rows: list[dict[str, str]]) -> str:
   return '\n'.join('| ' + ' | '.join(line) + ' |' for line in lines)
 
 
-def read_markdown(text: str) -> list[dict[str, str]]:
-  """Returns the rows of a table, by the names of the columns."""
-  names, _, *rows = [
-    [cell.strip() for cell in line.strip().strip('|').split('|')]
-    for line in text.strip().splitlines()
-  ]
-  return [dict(zip(names, row, strict=True)) for row in rows]
-
-
 def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
   """Returns a figure and its axes, shape (rows, columns)."""
   return plt.subplots(

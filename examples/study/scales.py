@@ -50,15 +50,6 @@ class Scale:
   has_few_steps: bool = False
   steps: int | None = None
 
-  def is_large(self, batch_size: int) -> bool:
-    """Returns whether a batch is one of the two largest."""
-    return batch_size in self.batch_sizes[-2:]
-
-  def seeds_at(self, batch_size: int) -> int:
-    """Returns how many fresh seeds judge: two more at the largest batches."""
-    has_more = self.is_large(batch_size) and self.num_seeds > 1
-    return self.num_seeds + 2 if has_more else self.num_seeds
-
   def num_steps(self, batch_size: int, share: float = 1.0) -> int:
     """Returns the steps of a run on a share of the tokens of the scale."""
     return round(share * self.run('adamw', batch_size, 1.0).config.steps)
@@ -79,17 +70,9 @@ class Scale:
   ) -> Trial:
     """Returns a trial, by default with initial weights in proportion to width.
 
-    Args:
-      optimizer: Name of the trainer's optimizer.
-      batch_size: Global batch, sequences.
-      learning_rate: Peak learning rate.
-      chain: The study's own optimizer, if it is to replace that.
-      with_diagnostics: Whether to measure attention and updates.
-      init_scale: Standard deviation of the initial weights over the one in
-        proportion to the width, where ``init_std`` is not given.
-      steps: Steps of the run; those that make the tokens of the scale by
-        default.
-      **changes: Settings of the trainer.
+    ``init_scale`` is their standard deviation over that, where ``init_std`` is
+    not given; ``steps`` are those that make the tokens of the scale by default;
+    and ``changes`` are settings of the trainer.
     """
     settings = self.settings | {'weight_decay': DECAY} | changes
     config = resolve(

@@ -8,11 +8,11 @@ from examples.study.analysis.intervals import difference
 from examples.study.analysis.logits import costs
 from examples.study.analysis.tables import select, values
 from examples.study.points import Point
-from examples.study.render import COLORS, label_decades, panels
+from examples.study.render import COLORS, panels
 
 __all__ = [
-  'draw_costs', 'draw_lead', 'draw_lines', 'draw_logits', 'draw_tunings',
-  'label_batches', 'panels',
+  'draw_costs', 'draw_lead', 'draw_lines', 'draw_logits', 'label_batches',
+  'panels',
 ]  # fmt: skip
 
 
@@ -54,25 +54,6 @@ def label_batches(axes: Any, points: Iterable[Point]) -> None:
   axes.set_xscale('log', base=2)
   axes.set_xticks(sizes, map(str, sizes))
   axes.set_xlabel('global batch, sequences')
-
-
-def draw_tunings(axes: Any, points: Sequence[Point], by: str) -> None:
-  """Draws losses over learning rates, a line for each value of a label."""
-  for point in points:
-    losses = point.tuned.losses
-    axes.plot(
-      list(losses), _finite(losses.values()), 'o-', ms=3, label=point[by]
-    )
-  # Cuts off those far above.
-  found = [y for x in points for y in x.tuned.losses.values()]
-  low, middle = sorted(found)[0], sorted(found)[len(found) // 2]
-  if math.isfinite(middle):
-    span = middle - low + 0.05
-    axes.set_ylim(low - 0.1 * span, low + 3 * span)
-  axes.set_xscale('log')
-  label_decades(axes.xaxis)
-  axes.set_xlabel('learning rate')
-  axes.set_ylabel('validation loss')
 
 
 def draw_lead(

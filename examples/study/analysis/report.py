@@ -27,10 +27,7 @@ Found = dict[str, list[Point]]
 def write_points(folder: Path, complete: Found) -> None:
   """Writes points as JSON lines, a file for each experiment.
 
-  Args:
-    folder: Where the files go.
-    complete: Points of the experiments that are complete; files of others are
-      removed.
+  Files of experiments that are not complete are removed.
   """
   folder.mkdir(parents=True, exist_ok=True)
   for name in EXPERIMENTS:
@@ -43,12 +40,7 @@ def write_points(folder: Path, complete: Found) -> None:
 
 
 def read_points(folder: Path, store: Store) -> Found:
-  """Returns the points in files of JSON lines.
-
-  Args:
-    folder: Where the files are.
-    store: Results of their trials.
-  """
+  """Returns the points in files of JSON lines."""
   trials = {key: read_result(x) for key, x in store.records.items()}
   paths = {name: folder / f'{name}.jsonl' for name in EXPERIMENTS}
   return {
@@ -67,13 +59,7 @@ def all_tables(found: Found) -> dict[str, Tables]:
 
 
 def text(name: str, found: Found, store: Store) -> str:
-  """Returns the text of RESULTS.md.
-
-  Args:
-    name: Name of the scale.
-    found: Points of experiments that are complete.
-    store: Results of all trials.
-  """
+  """Returns the text of RESULTS.md of a scale."""
   parts = [
     f'# Results at scale {name}',
     f'Written by `python -m examples.study report --scale {name}` from the '
@@ -129,14 +115,7 @@ def _provenance(found: Found, records: list[dict[str, Any]]) -> str:
 
 
 def write(folder: Path, name: str, found: Found, store: Store) -> list[Path]:
-  """Writes RESULTS.md and its figures, and returns the files written.
-
-  Args:
-    folder: Where they go.
-    name: As for :func:`text`.
-    found: As for :func:`text`.
-    store: As for :func:`text`.
-  """
+  """Writes RESULTS.md and its figures, and returns the files written."""
   drawn = {
     x: EXPERIMENTS[x].figure(points)
     for x, points in found.items()
@@ -175,11 +154,7 @@ def _summary(found: Found) -> Figure:
 
 
 def archive_text(records: cells.Records) -> str:
-  """Returns the tables of the experiments that are closed.
-
-  Args:
-    records: Stored trials, of the scale ``nano``.
-  """
+  """Returns the tables of the experiments that are closed."""
   parts = [
     '# Results of closed experiments',
     'Written by `python -m examples.study report` from stored trials. '

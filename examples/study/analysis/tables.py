@@ -78,11 +78,6 @@ def rate(point: Point) -> str:
   return f'{text}; {tuned.unstable_rate:g} is unstable'
 
 
-def loss_and_rate(point: Point) -> str:
-  """Returns the losses of a point as text, and the learning rate."""
-  return f'{loss(point)} ({rate(point)})'
-
-
 def tuned_loss_and_rate(point: Point) -> str:
   """Returns the loss of the tuning as text, and the learning rate."""
   return f'{format_loss(point.tuned.loss)} ({rate(point)})'
@@ -110,40 +105,36 @@ def pivot(
   columns: str | None = None,
   cells: Mapping[str, Callable[[Point], str]] | None = None,
 ) -> Rows:
-  """Returns a table with the value of a label in each column.
+  """Returns a table with a row for each value of some labels.
 
   Args:
-    points: The points, of which each cell takes the last.
+    points: The points.
     rows: Labels of a row.
-    columns: Label whose values are the columns; ``None`` for the names of the
-      cells.
+    columns: Label with a column for each value; by default columns are those of
+      ``cells``.
     cells: What is shown of a point, by name; the losses by default.
   """
-  cells = cells or {'loss': loss}
   found: dict[tuple[str, ...], dict[str, str]] = {}
   headers = list(rows)
   for point in points:
     key = tuple(_format_label(point[name]) for name in rows)
     row = found.setdefault(key, dict(zip(rows, key, strict=True)))
-    for name, cell in cells.items():
-      header = _header(point, columns, name, len(cells) > 1)
+    for name, cell in (cells or {'loss': loss}).items():
+      header = _column(columns, point[columns]) if columns else name
       headers.append(header)
       row[header] = cell(point)
-  headers = list(dict.fromkeys(headers))
-  return [{x: row.get(x, '') for x in headers} for row in found.values()]
-
-
-def _header(
-  point: Point, columns: str | None, name: str, with_name: bool
-) -> str:
-  if columns is None:
-    return name
-  text = _column(columns, point[columns])
-  return f'{text}, {name}' if with_name else text
+  return [
+    {x: row.get(x, '') for x in dict.fromkeys(headers)}
+    for row in found.values()
+  ]
 
 
 def _format_label(value: Any) -> str:
   return value if isinstance(value, str) else f'{value:g}'
+
+
+def _column(label: str, value: Any) -> str:
+  return value if isinstance(value, str) else f'{label} {value:g}'
 
 
 def losses(points: Iterable[Point], columns: str = 'batch') -> Tables:
@@ -199,10 +190,6 @@ def _difference(first: Point, second: Point) -> Difference:
     WITH_RATIOS.name,
   }
   return (paired_difference if is_paired else difference)(first, second)
-
-
-def _column(label: str, value: Any) -> str:
-  return value if isinstance(value, str) else f'{label} {value:g}'
 
 
 def format_detectable(found: Difference) -> str:

@@ -30,12 +30,7 @@ Records: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 
 def read(name: str, records: Records) -> tuple[str, str, Tables]:
-  """Returns title and text of a closed experiment, and its tables.
-
-  Args:
-    name: One of ``NAMES``.
-    records: Stored trials, of the scale ``nano``.
-  """
+  """Returns title and text of a closed experiment, and its tables."""
   lines = (FOLDER / f'{name}.jsonl').read_text().splitlines()
   head, *cells = map(json.loads, lines)
   found: dict[str, dict[str, dict[str, str]]] = {}
@@ -69,11 +64,9 @@ def _compute(cell: Mapping[str, Any], records: Records) -> str:
 
 
 def _value(record: Mapping[str, Any], of: Sequence[Sequence[str]]) -> Any:
-  """Returns what a trial found, or a product.
+  """Returns what a trial found, or a product of such numbers.
 
-  Args:
-    record: The stored trial.
-    of: Names on the way to each factor; of a list, the last value is taken.
+  ``of`` has the names on the way to each; of a list, the last value is taken.
   """
   factors = []
   for path in of:

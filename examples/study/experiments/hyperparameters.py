@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.analysis.lengths import fit_power
 from examples.study.optimizers import COMPARED, MERIT, WITH_RATIOS, Optimizer
 from examples.study.points import Point, Tuned
@@ -120,25 +120,20 @@ def _line(points: list[Point], name: str) -> str:
 
 
 def figure(points: list[Point]) -> Figure:
-  """Draws rates by steps, and losses by rate for each width."""
-  result, ((first, *others),) = panels(1, 1 + len(_WIDENED))
+  """Draws rates by steps, and the lines through their logarithms."""
+  result, ((axes,),) = panels(1, 1)
+  result.set_size_inches(6, 3.5)
   for name in t.values(points, 'optimizer'):
     own = t.select(_by_steps(points), optimizer=name)
     steps = [x['steps'] for x in own]
     rates = [x.tuned.learning_rate for x in own]
     at_1000, power = _fit(points, name)
     line = [at_1000 * (x / 1000) ** power for x in steps]
-    first.loglog(steps, rates, 'o', color=COLORS[name], label=name)
-    first.loglog(steps, line, color=COLORS[name], lw=0.8)
-  for axis in (first.xaxis, first.yaxis):
+    axes.loglog(steps, rates, 'o', color=COLORS[name], label=name)
+    axes.loglog(steps, line, color=COLORS[name], lw=0.8)
+  for axis in (axes.xaxis, axes.yaxis):
     label_decades(axis)
-  first.set_xlabel('steps')
-  first.set_ylabel('learning rate')
-  first.set_ylim(top=10 * first.get_ylim()[1])  # Leaves room for the legend.
-  first.legend(fontsize=7, loc='upper right')
-  for optimizer, axes in zip(_WIDENED, others, strict=True):
-    widths = t.select(points, optimizer=optimizer.name, varied='width')
-    figures.draw_tunings(axes, widths, 'value')
-    axes.set_title(f'{optimizer.name}, by width', fontsize=9)
-    axes.legend(fontsize=7)
+  axes.set_xlabel('steps')
+  axes.set_ylabel('learning rate')
+  axes.legend(fontsize=7)
   return result

@@ -28,23 +28,20 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 def _plan_pair(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   """Plans the points of an optimizer with both architectures."""
-  batch_size = scale.batch_sizes[-1]
-  gpt2 = yield from initial_weights(scale, optimizer, batch_size)
+  usual = Case(scale, optimizer, scale.batch_sizes[-1])
+  gpt2 = yield from initial_weights(usual)
   cases = {
-    size: Case(
-      scale,
-      gpt2.best,
-      batch_size,
-      {'architecture': 'llama', 'init_scale': size},
+    x: dataclasses.replace(
+      gpt2.best, changes={'architecture': 'llama', 'init_scale': x}
     )
-    for size in _SIZES
+    for x in _SIZES
   }
   start = gpt2.point.tuned.learning_rate
   tunings = yield from gather({x: y.find_rate(start) for x, y in cases.items()})
   size = min(tunings, key=lambda x: tunings[x].loss)
   llama = yield from cases[size].judge(tunings[size])
   llama = llama.labelled(model='Llama', size=size, role='best')
-  own_size = gpt2.best.settings.get('init_scale', 1.0)
+  own_size = gpt2.best.optimizer.settings.get('init_scale', 1.0)
   return [
     gpt2.point.labelled(model='GPT-2', size=own_size, role='best'),
     llama,

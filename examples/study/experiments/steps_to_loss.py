@@ -49,7 +49,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   sizes = scale.batch_sizes[::2]
   searches = yield from gather(
     {
-      (x.name, size): warmup_and_b1(scale, x, size)
+      (x.name, size): warmup_and_b1(Case(scale, x, size))
       for x in COMPARED
       for size in (*sizes, scale.batch_size)
     }
@@ -60,9 +60,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   )
   points = yield from gather(
     {
-      (name, size): _find_steps(
-        Case(scale, search.best, size), search.point, target, powers[name]
-      )
+      (name, size): _find_steps(search.best, search.point, target, powers[name])
       for (name, size), search in searches.items()
       if size in sizes
     }
@@ -135,42 +133,26 @@ def _next_steps(
 
 
 def tables(points: list[Point]) -> t.Tables:
-  """Returns the steps, and by what factor a larger batch saves them."""
+  """Returns the steps, and how many times the tokens a larger batch costs."""
   found = steps_by_seed(points)
-  first, *_ = sizes = t.values(points, 'batch')
+  first, *others = sizes = t.values(points, 'batch')
+  tokens = {(name, x): x * known_mean(y) for (name, x), y in found.items()}
   names = t.values(points, 'optimizer')
-
-  def times(over_first: bool) -> t.Rows:
-    return [
-      {'optimizer': name}
-      | {
-        f'batch {x}': f'{_times(found, name, first, x, over_first):.1f} ×'
-        for x in sizes
-      }
-      for name in names
-    ]
-
   return {
     f'steps to a loss of {points[0]["target"]:g}': [
       {'optimizer': name}
       | {f'batch {x}': _format(found[name, x]) for x in sizes}
       for name in names
     ],
-    f'steps at batch {first} over those at': times(over_first=False),
-    f'tokens over those at batch {first}': times(over_first=True),
+    f'tokens over those at batch {first}': [
+      {'optimizer': name}
+      | {
+        f'batch {x}': f'{tokens[name, x] / tokens[name, first]:.1f} ×'
+        for x in others
+      }
+      for name in names
+    ],
   }
-
-
-def _times(
-  found: dict[tuple[str, int], list[float]],
-  name: str,
-  first: int,
-  size: int,
-  in_tokens: bool,
-) -> float:
-  """Returns the steps that a batch saves, or the tokens that it costs."""
-  saved = known_mean(found[name, first]) / known_mean(found[name, size])
-  return size / first / saved if in_tokens else saved
 
 
 def _format(by_seed: list[float]) -> str:

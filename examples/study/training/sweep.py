@@ -1,8 +1,9 @@
 """Trains many trials, several at once, and stores their results."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import concurrent.futures
 import contextlib
+import itertools
 import multiprocessing
 import os
 from pathlib import Path
@@ -79,18 +80,18 @@ class Sweep:
     """
     missing = {x.key: x for x in trials if x.key not in self._store.records}
     if self._executor is None:
-      for key, record in self._train_here(list(missing.values())):
-        self._keep(key, record)
-    elif not isinstance(trials, Independent):
-      for key, record in self._train(missing):
-        self._keep(key, record)
-    else:
-      self._submit(missing)
+      done = self._train_here(list(missing.values()))
+    elif isinstance(trials, Independent):
       asked = [x.key for x in trials]
       # Otherwise, what is there already may lead to further trials.
-      if missing and asked == self._asked:
-        self._keep(*next(self._train(missing)))
+      is_again = asked == self._asked
       self._asked = asked
+      self._submit(missing)
+      done = itertools.islice(self._train(missing), 1 if is_again else 0)
+    else:
+      done = self._train(missing)
+    for key, record in done:
+      self._keep(key, record)
     return [self._store.result(trial) for trial in trials]
 
   def _keep(self, key: str, record: dict[str, Any]) -> None:
@@ -102,11 +103,19 @@ class Sweep:
     self._bar.update()
 
   def _submit(self, trials: dict[str, Trial]) -> None:
+    """Submits trials, which fail if a process was killed and so ended them all.
+
+    Then results that are there already can still be stored.
+    """
     for key, trial in trials.items():
-      if self._executor is not None and key not in self._futures:
-        self._futures[key] = _submit(
-          self._executor, _train_with_log, trial, self._work
-        )
+      if key in self._futures:
+        continue
+      try:
+        future = self._executor.submit(_train_with_log, trial, self._work)
+      except concurrent.futures.BrokenExecutor as error:
+        future = concurrent.futures.Future()
+        future.set_exception(error)
+      self._futures[key] = future
 
   def _train(
     self, trials: dict[str, Trial]
@@ -137,23 +146,6 @@ class Sweep:
         yield alike[0].key, train(alike[0], self._work)
       else:
         yield from ((x['key'], x) for x in together.train(alike))
-
-
-def _submit(
-  executor: concurrent.futures.Executor,
-  function: Callable[..., Any],
-  *args: Any,
-) -> concurrent.futures.Future[Any]:
-  """Submits a call, which fails if a process was killed and so ended them all.
-
-  Then results that are there already can still be stored.
-  """
-  try:
-    return executor.submit(function, *args)
-  except concurrent.futures.BrokenExecutor as error:
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-    future.set_exception(error)
-    return future
 
 
 def _train_with_log(trial: Trial, work: Path) -> dict[str, Any]:

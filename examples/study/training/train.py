@@ -48,13 +48,7 @@ def train(trial: Trial, work: Path) -> dict[str, Any]:
 def make_record(
   trial: Trial, found: dict[str, Any], seconds: float
 ) -> dict[str, Any]:
-  """Returns the record of a trial, JSON values.
-
-  Args:
-    trial: The trial.
-    found: What came out; it has a ``'loss'``.
-    seconds: How long it took.
-  """
+  """Returns the record of a trial of which this was found, JSON values."""
   settings = {k: v for k, v in trial.identity.items() if k not in trial.label}
   return {
     **trial.label,

@@ -29,6 +29,16 @@ class Case:
   batch_size: int
   changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+  @property
+  def is_large(self) -> bool:
+    """Whether the batch is one of the two largest."""
+    return self.batch_size in self.scale.batch_sizes[-2:]
+
+  def with_settings(self, **settings: Any) -> 'Case':
+    """Returns the same with other settings of the optimizer."""
+    optimizer = self.optimizer.with_settings(**settings)
+    return dataclasses.replace(self, optimizer=optimizer)
+
   def trial(self, learning_rate: float, seed: int, **changes: Any) -> Trial:
     """Returns a trial."""
     return self.optimizer.trial(
@@ -70,12 +80,13 @@ class Case:
 
     Args:
       tuned: What was chosen.
-      num_seeds: Number of seeds; by default that of the scale at this batch.
-        With none, the loss of the tuning judges.
+      num_seeds: Number of seeds; by default that of the scale, two more at the
+        two largest batches. With none, the loss of the tuning judges.
       first_seed: The first of them.
     """
     if num_seeds is None:
-      num_seeds = self.scale.seeds_at(self.batch_size)
+      count = self.scale.num_seeds
+      num_seeds = count + 2 if self.is_large and count > 1 else count
     seeds = range(first_seed, first_seed + num_seeds)
     point = yield from self.run_seeds(tuned.learning_rate, seeds)
     return dataclasses.replace(point, tuned=tuned)
@@ -165,11 +176,8 @@ def plan_multiples(
 
 
 def scale_rate(learning_rate: float, factor: float) -> float:
-  """Returns a first guess for another batch, or for another number of steps.
+  """Returns a first guess for a batch that is so many times as large.
 
-  Args:
-    learning_rate: The rate chosen for one.
-    factor: The other batch over that one, or the steps of that one over the
-      other's.
+  Or for one over so many times the steps.
   """
   return learning_rate * math.sqrt(factor)

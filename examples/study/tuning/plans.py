@@ -68,9 +68,7 @@ def count_trials(
 ) -> int:
   """Returns how many trials a plan will still ask for, about.
 
-  Args:
-    plan: A plan that nobody has started.
-    known: Function from a trial to its result, None if it has none yet.
+  ``known`` returns the result of a trial, None if it has none yet.
   """
   missing = set()
 

@@ -13,7 +13,7 @@ from examples.study.analysis.logits import costs, peak
 from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS, steps_to_loss
 from examples.study.points import Point
-from examples.study.render import markdown, read_markdown
+from examples.study.render import markdown
 from examples.study.training.store import Store
 from examples.study.trial import Result, make_result
 from examples.study.tuning.plans import execute
@@ -73,6 +73,15 @@ def _tables(store: Store) -> dict[str, list[dict[str, str]]]:
   }
 
 
+def _read_markdown(text: str) -> list[dict[str, str]]:
+  """Returns the rows of a table, by the names of the columns."""
+  names, _, *rows = [
+    [cell.strip() for cell in line.strip('|').split('|')]
+    for line in text.splitlines()
+  ]
+  return [dict(zip(names, row, strict=True)) for row in rows]
+
+
 def _quoted(page: str):
   """Yields names of tables, and the rows that a page quotes of them.
 
@@ -86,7 +95,7 @@ def _quoted(page: str):
       table = itertools.takewhile(
         lambda x: x.startswith('|'), lines[i + 1 + (not lines[i + 1]) :]
       )
-      yield name, read_markdown('\n'.join(table))
+      yield name, _read_markdown('\n'.join(table))
 
 
 @pytest.mark.parametrize('page', _PAGES)
@@ -124,7 +133,7 @@ def test_enough_is_quoted():
 
 def test_a_table_is_read_as_it_was_written():
   rows = [{'a': '1', 'b': ''}, {'a': '', 'b': '2 [1, 3]'}]
-  assert read_markdown(markdown(rows)) == rows
+  assert _read_markdown(markdown(rows)) == rows
 
 
 def test_what_is_not_complete_is_told(tmp_path):

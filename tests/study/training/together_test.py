@@ -5,7 +5,7 @@ import pytest
 
 from examples.study.chains import Chain
 from examples.study.optimizers import WITH_RATIOS
-from examples.study.scales import SCALES, Scale
+from examples.study.scales import Scale
 from examples.study.training import together
 from examples.study.training.store import Store
 from examples.study.training.sweep import Sweep
@@ -13,15 +13,8 @@ from examples.study.training.train import train
 
 
 @pytest.fixture
-def scale(tmp_path: Path) -> Scale:
-  """A scale of four-step runs on a text of its own."""
-  text = tmp_path / 'text.txt'
-  text.write_text('The quick brown fox jumps over the lazy dog.\n' * 400)
-  settings = SCALES['nano'].settings | dict(
-    data=str(text), cache_dir=tmp_path / 'cache', num_layers=1, width=16,
-    num_heads=2, context_length=16, eval_sequences=12, micro_batch_size=None,
-  )  # fmt: skip
-  return dataclasses.replace(SCALES['nano'], settings=settings, steps=4)
+def scale(scale: Scale) -> Scale:
+  return dataclasses.replace(scale, steps=4)
 
 
 @pytest.mark.parametrize(

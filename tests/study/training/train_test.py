@@ -1,35 +1,17 @@
 import dataclasses
 import json
 import os
-from pathlib import Path
-import pickle
 import signal
 
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.loop import Loop, StoppedError
 from examples.study.chains import Chain
-from examples.study.scales import SCALES
 from examples.study.training.store import Store
 from examples.study.training.sweep import Sweep, TrialsFailedError
 from examples.study.training.train import train
 from examples.study.trial import read_result
-
-
-@pytest.fixture
-def scale(tmp_path: Path):
-  """A scale of two-step runs on a text of its own."""
-  text = tmp_path / 'text.txt'
-  text.write_text('The quick brown fox jumps over the lazy dog.\n' * 400)
-  nano = SCALES['nano']
-  settings = nano.settings | dict(
-    data=str(text), cache_dir=tmp_path / 'cache', num_layers=1, width=16,
-    num_heads=2, context_length=16, eval_sequences=8, unroll=1,
-    micro_batch_size=None,
-  )  # fmt: skip
-  return dataclasses.replace(nano, settings=settings, steps=2)
 
 
 def test_a_run_leaves_its_loss_and_diagnostics(scale, tmp_path):
@@ -81,14 +63,6 @@ def test_finished_runs_are_not_repeated(scale, tmp_path, monkeypatch):
   monkeypatch.delattr('examples.study.training.sweep.train')
   with Sweep(store, tmp_path / 'work', 1, 0) as sweep:
     assert sweep(runs) == first
-
-
-@pytest.mark.parametrize(
-  'error', [StoppedError('x', 15), NotFiniteError('x', 7)]
-)
-def test_what_ends_a_run_travels_between_processes(error):
-  copy = pickle.loads(pickle.dumps(error))
-  assert (str(copy), vars(copy)) == (str(error), vars(error))
 
 
 @pytest.mark.parametrize('method', ['_evaluate', '_save'])

@@ -8,6 +8,7 @@ import pytest
 from examples.study.optimizers import ADAMW, COMPARED, HYPERBALL, WITH_RATIOS
 from examples.study.scales import SCALES
 from examples.study.trial import make_result
+from examples.study.tuning.cases import Case
 from examples.study.tuning.coordinates import Coordinate, search
 from examples.study.tuning.plans import execute
 from examples.study.tuning.stages import (
@@ -137,9 +138,9 @@ def test_a_further_setting_is_searched_from_the_best_so_far():
     ]
 
   def plan():
-    first = yield from warmup_and_b1(_SCALE, ADAMW, _LARGE)
-    return (yield from search(_SCALE, first, decay))
+    first = yield from warmup_and_b1(Case(_SCALE, ADAMW, _LARGE))
+    return (yield from search(first, decay))
 
   found = execute(plan(), run_all)
-  assert found.best.settings == {'b1': 0.8, 'weight_decay': 0.1}
+  assert found.best.optimizer.settings == {'b1': 0.8, 'weight_decay': 0.1}
   assert list(found.tried) == ['0.01', '0', '0.1', '1']
