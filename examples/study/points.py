@@ -23,7 +23,7 @@ class Tuned:
   """The trials of a tuning, and the learning rate that was chosen.
 
   Attributes:
-    results: What came out, with seeds that judge nothing.
+    results: What came out, with seeds that are used for nothing else.
     learning_rate: The learning rate chosen.
     margin: Instability margin, nats.
   """

@@ -26,8 +26,8 @@ class Scale:
     batch_sizes: Global batches, sequences, the smallest first.
     batch_size: The one of experiments that do not vary it.
     widths: Widths of the residual stream, of which learning rates are compared.
-    tuning_seeds: Seeds that choose learning rates, and judge nothing.
-    num_seeds: Runs that judge a learning rate; 0 for the loss of the tuning.
+    tuning_seeds: Seeds that choose learning rates, and nothing else.
+    num_seeds: Fresh seeds of each result; 0 for the loss of the tuning.
     stride: Factor between the first rates of a tuning, as a power of √2.
     on_one_core: Whether a run takes a CPU core, so that several run at once.
     finds_rules: Whether it found the rules for starting learning rates, so that

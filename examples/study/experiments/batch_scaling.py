@@ -30,7 +30,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 def _plan_batches(scale: Scale, optimizer: Optimizer) -> Plan[dict[int, Point]]:
   rates = yield from find_rates(scale, optimizer)
   points = yield from gather(
-    {x: Case(scale, optimizer, x).judge(tuned) for x, tuned in rates.items()}
+    {x: Case(scale, optimizer, x).evaluate(tuned) for x, tuned in rates.items()}
   )
   rules = {x: optimizer.rule_rate(scale, x) for x in points}
   return {

@@ -39,7 +39,7 @@ def _plan_pair(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   start = gpt2.point.tuned.learning_rate
   tunings = yield from gather({x: y.find_rate(start) for x, y in cases.items()})
   size = min(tunings, key=lambda x: tunings[x].loss)
-  llama = yield from cases[size].judge(tunings[size])
+  llama = yield from cases[size].evaluate(tunings[size])
   llama = llama.labelled(model='Llama', size=size, role='best')
   own_size = gpt2.best.optimizer.settings.get('init_scale', 1.0)
   return [

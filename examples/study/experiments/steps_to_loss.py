@@ -3,9 +3,7 @@
 import math
 import statistics
 
-from matplotlib.figure import Figure
-
-from examples.study.analysis import figures, tables as t
+from examples.study.analysis import tables as t
 from examples.study.analysis.lengths import (
   CLOSE,
   extrapolate,
@@ -160,24 +158,3 @@ def _format(by_seed: list[float]) -> str:
     return 'not known'
   each = ', '.join(f'{x:,.0f}' for x in by_seed)
   return f'{statistics.mean(by_seed):,.0f} ({each})'
-
-
-def figure(points: list[Point]) -> Figure:
-  """Draws steps over batch."""
-  result, ((axes,),) = figures.panels(1, 1)
-  result.set_size_inches(6, 3.5)
-  found = steps_by_seed(points)
-  each = {(x['optimizer'], x['batch']): x for x in points}
-  figures.draw_lines(
-    axes,
-    each.values(),
-    'batch',
-    lambda x: known_mean(found[x['optimizer'], x['batch']]),
-  )
-  axes.set_xscale('log', base=2)
-  axes.set_yscale('log', base=2)
-  axes.yaxis.set_major_formatter('{x:g}')
-  axes.set_xlabel('global batch, sequences')
-  axes.set_ylabel(f'steps to a loss of {points[0]["target"]:g}')
-  axes.legend(fontsize=7)
-  return result

@@ -1,4 +1,4 @@
-"""A case: an optimizer at a batch size, to be tuned and judged."""
+"""A case: an optimizer at a batch size, to be tuned and evaluated."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -73,7 +73,7 @@ class Case:
       self.trial, start, seeds or self.scale.tuning_seeds, stride, margin
     )
 
-  def judge(
+  def evaluate(
     self, tuned: Tuned, num_seeds: int | None = None, first_seed: int = 1
   ) -> Plan[Point]:
     """Plans to repeat the learning rate chosen with fresh seeds.
@@ -81,7 +81,7 @@ class Case:
     Args:
       tuned: What was chosen.
       num_seeds: Number of seeds; by default that of the scale, two more at the
-        two largest batches. With none, the loss of the tuning judges.
+        two largest batches. With none, the loss of the tuning counts.
       first_seed: The first of them.
     """
     if num_seeds is None:
@@ -94,9 +94,9 @@ class Case:
   def find_point(
     self, num_seeds: int | None = None, start: float | None = None
   ) -> Plan[Point]:
-    """Plans to choose a learning rate, and to judge it by fresh seeds."""
+    """Plans to choose a learning rate, and to evaluate it with fresh seeds."""
     tuned = yield from self.find_rate(start)
-    return (yield from self.judge(tuned, num_seeds))
+    return (yield from self.evaluate(tuned, num_seeds))
 
   def run_seeds(
     self, learning_rate: float, seeds: Sequence[int], **changes: Any

@@ -1,6 +1,7 @@
 """Coordinate search: one setting after the other, from the best so far."""
 
 from collections.abc import Mapping
+import dataclasses
 from typing import NamedTuple, TypeAlias
 
 from examples.study.points import Point, Tuned
@@ -23,7 +24,7 @@ class Search(NamedTuple):
   Attributes:
     tried: Tunings of the values of the last coordinate.
     best: The case with the best of them.
-    point: That one, judged by fresh seeds.
+    point: That one, evaluated with fresh seeds.
   """
 
   tried: Tunings
@@ -42,7 +43,8 @@ class Search(NamedTuple):
     return [*tried, chosen]
 
 
-class Coordinate(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Coordinate:
   """Values of a setting, of which neighbors of the best so far are tried.
 
   Attributes:
@@ -55,13 +57,17 @@ class Coordinate(NamedTuple):
 
   setting: str
   values: tuple[float, ...]
-  usual: float
-  form: str
-  promising: float
+  usual: float = 1.0
+  form: str = '{:g}'
+  promising: float = PROMISING
 
   def value(self, case: Case) -> float:
     """Returns the value of a case."""
     return case.optimizer.settings.get(self.setting, self.usual)
+
+  def changed(self, case: Case, value: float) -> Case:
+    """Returns a case with another value."""
+    return case.with_settings(**{self.setting: value})
 
   def name(self, case: Case) -> str:
     """Returns what the value of a case is called."""
@@ -70,9 +76,28 @@ class Coordinate(NamedTuple):
   def neighbors(self, case: Case) -> Cases:
     """Returns the same case with this value and the next ones."""
     i = self.values.index(self.value(case))
-    values = self.values[max(0, i - 1) : i + 2]
-    cases = [case.with_settings(**{self.setting: x}) for x in values]
+    cases = [self.changed(case, x) for x in self.values[max(0, i - 1) : i + 2]]
     return {self.name(x): x for x in cases}
+
+
+class GroupRate(Coordinate):
+  """Learning rates of a group of parameters, of a chain that has others.
+
+  ``setting`` is one of :data:`examples.study.chains.GROUPS`.
+  """
+
+  def value(self, case: Case) -> float:
+    """Returns the rate over that of the hidden matrices."""
+    chain = case.optimizer.chain
+    return dict(chain.rates).get(self.setting, chain.others_rate)
+
+  def changed(self, case: Case, value: float) -> Case:
+    """Returns a case with another rate."""
+    chain = case.optimizer.chain
+    rates = dict(chain.rates) | {self.setting: value}
+    chain = dataclasses.replace(chain, rates=tuple(sorted(rates.items())))
+    optimizer = dataclasses.replace(case.optimizer, chain=chain)
+    return dataclasses.replace(case, optimizer=optimizer)
 
 
 def best(tunings: Tunings) -> str:
@@ -83,8 +108,8 @@ def best(tunings: Tunings) -> str:
 def search(found: Search, coordinate: Coordinate) -> Plan[Search]:
   """Plans to tune a further setting of what was the best so far.
 
-  Returns what was tried of its values. Fresh seeds judge the best one, unless
-  it is that from before.
+  Returns what was tried of its values. The best is evaluated with fresh seeds,
+  unless it is that from before.
   """
   name = coordinate.name(found.best)
   cases = {name: found.best}
@@ -98,7 +123,7 @@ def search(found: Search, coordinate: Coordinate) -> Plan[Search]:
   chosen = cases[best(tried)]
   if chosen is found.best:
     return Search(tried, chosen, found.point)
-  point = yield from chosen.judge(tried[best(tried)])
+  point = yield from chosen.evaluate(tried[best(tried)])
   return Search(tried, chosen, point)
 
 

@@ -35,7 +35,7 @@ def select(
   Args:
     make_trial: Function from a learning rate and a seed to the trial with them.
     start: A first guess.
-    seeds: Seeds that choose the rate; they should judge nothing.
+    seeds: Seeds that choose the rate; they should be used for nothing else.
     stride: Factor between the first rates, as a power of √2.
     margin: Instability margin, nats.
   """

@@ -61,7 +61,7 @@ def _without_ratios(found: Search) -> Plan[Search]:
   tuned = yield from case.find_rate(
     found.point.tuned.learning_rate, seeds=scale.tuning_seeds[:1]
   )
-  point = yield from case.judge(tuned)
+  point = yield from case.evaluate(tuned)
   return Search({'as with ratios': tuned}, case, point)
 
 
@@ -81,7 +81,7 @@ def warmup_and_b1(case: Case) -> Plan[Search]:
     tried |= yield from coordinates.tune(proposed, tried)
     cases |= proposed
   name = best(tried)
-  point = yield from cases[name].judge(tried[name])
+  point = yield from cases[name].evaluate(tried[name])
   return Search(tried, cases[name], point)
 
 

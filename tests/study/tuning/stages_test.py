@@ -1,4 +1,4 @@
-"""What is chosen for each optimizer, and who judges it."""
+"""What is chosen for each optimizer, and evaluated with fresh seeds."""
 
 import functools
 import math
@@ -9,7 +9,11 @@ from examples.study.optimizers import ADAMW, COMPARED, HYPERBALL, WITH_RATIOS
 from examples.study.scales import SCALES
 from examples.study.trial import make_result
 from examples.study.tuning.cases import Case
-from examples.study.tuning.coordinates import Coordinate, search
+from examples.study.tuning.coordinates import (
+  Coordinate,
+  GroupRate,
+  search,
+)
 from examples.study.tuning.plans import execute
 from examples.study.tuning.stages import (
   compare_all,
@@ -144,3 +148,21 @@ def test_a_further_setting_is_searched_from_the_best_so_far():
   found = execute(plan(), run_all)
   assert found.best.optimizer.settings == {'b1': 0.8, 'weight_decay': 0.1}
   assert list(found.tried) == ['0.01', '0', '0.1', '1']
+
+
+def test_the_rate_of_a_group_is_a_coordinate():
+  rates = GroupRate('embeddings', (0.1, 0.33, 1.0, 3.0))
+
+  def run_all(trials):
+    return [
+      make_result(x, abs(dict(x.chain.rates).get('embeddings', 0.33) - 1.0))
+      for x in trials
+    ]
+
+  def plan():
+    first = yield from warmup_and_b1(Case(_SCALE, HYPERBALL, _LARGE))
+    return (yield from search(first, rates))
+
+  found = execute(plan(), run_all)
+  assert found.best.optimizer.chain.rates == (('embeddings', 1.0),)
+  assert list(found.tried) == ['0.33', '0.1', '1', '3']
