@@ -25,12 +25,10 @@ class Tuned:
   Attributes:
     results: What came out, with seeds that are used for nothing else.
     learning_rate: The learning rate chosen.
-    margin: Instability margin, nats.
   """
 
   results: tuple[Result, ...]
   learning_rate: float
-  margin: float = MARGIN
 
   @functools.cached_property
   def by_seed(self) -> dict[float, dict[int, float]]:
@@ -68,7 +66,7 @@ class Tuned:
     if best <= self.learning_rate or not larger:
       return None
     losses, next_losses = self.by_seed[best], self.by_seed[min(larger)]
-    return best if is_unstable(losses, next_losses, self.margin) else None
+    return best if is_unstable(losses, next_losses) else None
 
   @property
   def is_at_edge(self) -> bool:
@@ -82,14 +80,14 @@ class Tuned:
 
 
 def is_unstable(
-  losses: Mapping[int, float], larger: Mapping[int, float], margin: float
+  losses: Mapping[int, float], larger: Mapping[int, float]
 ) -> bool:
-  """Returns whether the next larger rate is worse by more than the margin.
+  """Returns whether the next larger rate is worse by more than ``MARGIN``.
 
   Losses are by seed, and those of one seed are enough.
   """
   return any(
-    larger.get(seed, -math.inf) > x + margin for seed, x in losses.items()
+    larger.get(seed, -math.inf) > x + MARGIN for seed, x in losses.items()
   )
 
 
@@ -143,7 +141,6 @@ class Point:
     line: dict[str, Any] = {'labels': dict(self.labels)}
     if self.tuned is not None:
       line['learning_rate'] = self.tuned.learning_rate
-      line['margin'] = self.tuned.margin
       line['tuning'] = [x.key for x in self.tuned.results]
     return line | {'fresh': [x.key for x in self.fresh]}
 
@@ -153,5 +150,5 @@ def read_point(line: Mapping[str, Any], results: Mapping[str, Result]) -> Point:
   tuned = None
   if 'tuning' in line:
     trials = tuple(results[key] for key in line['tuning'])
-    tuned = Tuned(trials, line['learning_rate'], line['margin'])
+    tuned = Tuned(trials, line['learning_rate'])
   return Point(line['labels'], tuned, tuple(results[x] for x in line['fresh']))

@@ -80,7 +80,6 @@ class Result:
       each diagnostics step: ``step``, ``train_loss`` and, with an entry for
       each layer in turn, ``max_attention_logit``, ``attention_entropy`` and, of
       MERIT, ``clipped``.
-    measured: What archived trials measured of their final weights.
   """
 
   key: str
@@ -89,14 +88,13 @@ class Result:
   steps: int
   loss: float
   diagnostics: Mapping[str, list[Any]] = dataclasses.field(default_factory=dict)
-  measured: Any = None
 
 
-def make_result(trial: Trial, loss: float, **others: Any) -> Result:
+def make_result(trial: Trial, loss: float) -> Result:
   """Returns the result of a trial with some loss."""
   config = trial.config
   return Result(
-    trial.key, config.learning_rate, config.seed, config.steps, loss, **others
+    trial.key, config.learning_rate, config.seed, config.steps, loss
   )
 
 
@@ -111,5 +109,4 @@ def read_result(record: Mapping[str, Any]) -> Result:
     record['config'].get('steps', 0),
     math.inf if has_diverged else loss,
     record['diagnostics'],
-    None if has_diverged else record.get('measured'),
   )

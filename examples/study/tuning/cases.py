@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from examples.study.optimizers import Optimizer
-from examples.study.points import MARGIN, Point, Tuned
+from examples.study.points import Point, Tuned
 from examples.study.scales import Scale
 from examples.study.trial import Trial
 from examples.study.tuning.plans import Plan, gather
@@ -51,43 +51,34 @@ class Case:
     )
 
   def find_rate(
-    self,
-    start: float | None = None,
-    stride: int = 1,
-    seeds: Sequence[int] | None = None,
-    margin: float = MARGIN,
+    self, start: float | None = None, seeds: Sequence[int] | None = None
   ) -> Plan[Tuned]:
     """Plans to choose a learning rate.
 
     Args:
-      start: First guess of the learning rate. Without one, that is by the
-        optimizer's rule, or its own, and the stride that of the scale.
-      stride: Of :func:`examples.study.tuning.rates.select`.
+      start: First guess of the learning rate, around which rates are √2 apart.
+        By default that of the optimizer's rule, or its own, and the factor
+        between rates that of the scale.
       seeds: Seeds that choose; those of the scale by default.
-      margin: Instability margin, nats.
     """
+    stride = 1
     if start is None:
       rule = self.optimizer.rule_rate(self.scale, self.batch_size)
       start, stride = rule or self.optimizer.start, self.scale.stride
-    return select(
-      self.trial, start, seeds or self.scale.tuning_seeds, stride, margin
-    )
+    return select(self.trial, start, seeds or self.scale.tuning_seeds, stride)
 
-  def evaluate(
-    self, tuned: Tuned, num_seeds: int | None = None, first_seed: int = 1
-  ) -> Plan[Point]:
+  def evaluate(self, tuned: Tuned, num_seeds: int | None = None) -> Plan[Point]:
     """Plans to repeat the learning rate chosen with fresh seeds.
 
     Args:
       tuned: What was chosen.
       num_seeds: Number of seeds; by default that of the scale, two more at the
         two largest batches. With none, the loss of the tuning counts.
-      first_seed: The first of them.
     """
     if num_seeds is None:
       count = self.scale.num_seeds
       num_seeds = count + 2 if self.is_large and count > 1 else count
-    seeds = range(first_seed, first_seed + num_seeds)
+    seeds = range(1, 1 + num_seeds)
     point = yield from self.run_seeds(tuned.learning_rate, seeds)
     return dataclasses.replace(point, tuned=tuned)
 

@@ -34,7 +34,7 @@ def test_a_better_rate_that_is_unstable_is_told():
   assert _tuned(losses, 4.0).unstable_rate is None
 
 
-def _select(loss, start, stride=2, **options):
+def _select(loss, start, stride=2):
   """Returns what is chosen for a loss of learning rate and seed."""
   asked = []
 
@@ -47,7 +47,7 @@ def _select(loss, start, stride=2, **options):
   def run(rate, seed):
     return _SCALE.run('merit', 128, rate, seed=seed)
 
-  return execute(select(run, start, _SEEDS, stride, **options), run_all), asked
+  return execute(select(run, start, _SEEDS, stride), run_all), asked
 
 
 @hypothesis.example(best=-1, start=0.01, noise=0, stride=1)
@@ -80,10 +80,6 @@ def test_an_unstable_rate_is_not_chosen():
   selected, _ = _select(loss, 0.1)
   assert selected.learning_rate == pytest.approx(0.1 / math.sqrt(2), rel=0.01)
   assert selected.unstable_rate == pytest.approx(0.1, rel=0.01)
-  # Where seeds differ by more than that rise, it is stable.
-  selected, _ = _select(loss, 0.1, margin=1.0)
-  assert selected.learning_rate == pytest.approx(0.1, rel=0.01)
-  assert selected.unstable_rate is None
 
 
 @pytest.mark.parametrize('stride', [1, 2])
