@@ -31,7 +31,7 @@ PYTEST := $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
 ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
   tests/gpt2/run/checkpoints_test.py tests/gpt2/run/folder_test.py \
   tests/gpt2/run/resume_test.py tests/study/main_test.py \
-  tests/study/runs_test.py
+  tests/study/training/train_test.py
 
 # Frameworks that examples/clients has a recipe for.
 CLIENTS ?= maxtext kauldron levanter easydel

@@ -12,14 +12,17 @@ from examples.gpt2.config import Config, Remat, UsageError, flag
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices import hardware, processes
 from examples.gpt2.run.command import exit_on_error
-from examples.study import report
-from examples.study.plans import Plan, count_runs, execute, gather
-from examples.study.runner import Runner
+from examples.study.analysis import report
+from examples.study.archive import cells
+from examples.study.experiments import EXPERIMENTS
 from examples.study.scales import SCALES, Scale
-from examples.study.store import Store
+from examples.study.training.store import Store
+from examples.study.training.sweep import Sweep
+from examples.study.tuning import Plan, count_trials, execute, gather
 
-Name = Literal['all', *report.EXPERIMENTS, 'report']
+Name = Literal['all', *EXPERIMENTS, 'report', *cells.NAMES]
 _FOLDER = Path(__file__).parent
+_RESULTS = _FOLDER / 'results'
 _FOR_TRAINER = (
   'data', 'mesh', 'micro_batch_size', 'dtype', 'remat', 'distributed',
   'coordinator', 'num_processes', 'process_id',
@@ -30,68 +33,53 @@ _FOR_TRAINER = (
 class Settings:
   """Runs an experiment of the paper, and writes its figures and RESULTS.md.
 
-  Runs that have a result are not repeated, so a killed study goes on where it
-  was, and experiments share runs. The flags after --plan-only go to the
+  Trials that have a result are not repeated, so a killed study goes on where it
+  was, and experiments share trials. The flags after --plan-only go to the
   trainer.
   """
 
+  # Experiment; report only writes figures and RESULTS.md from the results. Of
+  # experiments that are closed, the archived results are printed.
   name: Annotated[Name, tyro.conf.Positional] = 'all'
-  """Experiment; report only writes figures and RESULTS.md from the results."""
-
+  # Size: nano and mini for CPU cores, micro for one GPU, small and medium are
+  # the paper's (OpenWebText in nanoGPT's format, see --data).
   scale: Literal[*SCALES] = 'nano'
-  """Size: nano and mini for CPU cores, micro for one GPU, small and medium are
-  the paper's (OpenWebText in nanoGPT's format, see --data)."""
-
+  # Folder of the results: SCALE.jsonl has a line for each trial; the folder
+  # SCALE has the points of each experiment, figures and RESULTS.md. Default:
+  # results/ beside this command, with the report of nano beside it.
   results: Path | None = None
-  """Folder of the results: SCALE.jsonl has a line for each run, and the folder
-  SCALE the figures and RESULTS.md. Default: results/ beside this command, with
-  the report of nano beside it."""
-
+  # Folder of unfinished runs, with their logs and checkpoints.
   work: Path = Path('runs/study')
-  """Folder of unfinished runs, with their logs and checkpoints."""
-
+  # Runs at once, each on a CPU core of its own. Default: as many as cores at
+  # the scales nano and mini, else 1, which takes all devices.
   jobs: int | None = None
-  """Runs at once, each on a CPU core of its own. Default: as many as cores at
-  the scales nano and mini, else 1, which takes all devices."""
-
+  # Runs to train as one program where they differ in learning rate and seed
+  # alone, for an accelerator that one of them does not fill; with --jobs 1.
   together: int = 1
-  """Runs to train as one program where they differ in learning rate and seed
-  alone, for an accelerator that one of them does not fill; with --jobs 1."""
-
+  # Steps of every run, to try a scale out.
   steps: int | None = None
-  """Steps of every run, to try a scale out."""
-
+  # Whether to only count the runs and their cost.
   plan_only: bool = False
-  """Whether to only count the runs and their cost."""
-
+  # Text or tokens. Default: the scale's.
   data: str | None = None
-  """Text or tokens. Default: the scale's."""
-
+  # Device mesh, as for the trainer.
   mesh: str | None = None
-  """Device mesh, as for the trainer."""
-
+  # Sequences that each shard of a batch processes at once. Default: the
+  # scale's, or as many as its memory holds by an estimate.
   micro_batch_size: int | None = None
-  """Sequences that each shard of a batch processes at once. Default: the
-  scale's, or as many as its memory holds by an estimate."""
-
+  # Data type of activations.
   dtype: Literal['float32', 'bfloat16'] | None = None
-  """Data type of activations."""
-
+  # What the backward pass recomputes to save memory (rematerialization).
   remat: Remat | None = None
-  """What the backward pass recomputes to save memory (rematerialization)."""
-
+  # Whether other processes take part, as for the trainer. Default: auto.
   distributed: Literal['auto', 'on', 'off'] | None = None
-  """Whether other processes take part, as for the trainer. Default: auto."""
-
+  # Address and port of process 0, such as '10.0.0.1:1234', for processes that
+  # jax does not find.
   coordinator: str | None = None
-  """Address and port of process 0, such as '10.0.0.1:1234', for processes that
-  jax does not find."""
-
+  # Number of processes, with --coordinator.
   num_processes: int | None = None
-  """Number of processes, with --coordinator."""
-
+  # Number of this process, from 0, with --coordinator.
   process_id: int | None = None
-  """Number of this process, from 0, with --coordinator."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -111,12 +99,15 @@ def main(args: list[str] | None = None) -> None:
 
 
 def study(settings: Settings) -> None:
-  """Trains the runs that have no result, and writes the report.
+  """Trains the trials that have no result, and writes the report.
 
   Raises:
     UsageError: If a setting is wrong, or results are of another text.
   """
   _check(settings)
+  if settings.name in cells.NAMES:
+    _print_archived(settings.name)
+    return
   scale = _scale(settings)
   processes.connect(_largest(scale))
   jobs = _num_jobs(settings, scale)
@@ -125,8 +116,7 @@ def study(settings: Settings) -> None:
       f'--together {settings.together} needs one process and --jobs 1, got '
       f'{jax.process_count()} and {jobs}.'
     )
-  folder = settings.results or _FOLDER / 'results'
-  store = Store(folder / f'{settings.scale}.jsonl')
+  store = Store((settings.results or _RESULTS) / f'{settings.scale}.jsonl')
   if settings.plan_only:
     _print_cost(settings, scale, store)
     return
@@ -134,9 +124,16 @@ def study(settings: Settings) -> None:
     with store.locked():
       _print_cost(settings, scale, store)
       _train(settings, scale, store, jobs)
-  is_committed = settings.scale == 'nano' and settings.results is None
-  report_folder = _FOLDER if is_committed else folder / settings.scale
-  processes.on_first(_report, report_folder, settings.scale, scale, store)
+  processes.on_first(_report, settings, scale, store)
+
+
+def _print_archived(name: str) -> None:
+  records = Store(_RESULTS / 'nano.jsonl').records
+  print(report.archived_section(name, records))
+  print(
+    f'\n{name} is closed: these are its archived results. '
+    f'{cells.FOLDER / "README.md"} says which commit has the code that ran it.'
+  )
 
 
 def _check(settings: Settings) -> None:
@@ -164,16 +161,16 @@ def _scale(settings: Settings) -> Scale:
 
 
 def _largest(scale: Scale) -> Config:
-  """Returns the settings of a run at the largest batch."""
+  """Returns the settings of a trial at the largest batch."""
   return scale.run('merit', scale.batch_sizes[-1], 1.0).config
 
 
 def _num_jobs(settings: Settings, scale: Scale) -> int:
-  """Returns how many runs to train at once."""
+  """Returns how many trials to train at once."""
   takes_all = bool(settings.mesh) or jax.process_count() > 1
   if takes_all and settings.jobs not in (None, 1):
     raise UsageError(
-      'With --mesh or several processes a run takes all devices: --jobs must '
+      'With --mesh or several processes a trial takes all devices: --jobs must '
       f'be 1, got {settings.jobs}.'
     )
   if settings.jobs or takes_all or not scale.on_one_core:
@@ -182,10 +179,10 @@ def _num_jobs(settings: Settings, scale: Scale) -> int:
 
 
 def _print_cost(settings: Settings, scale: Scale, store: Store) -> None:
-  """Prints how many runs are left, and how long they take."""
-  count = count_runs(_plan(settings.name, scale), store.result)
+  """Prints how many trials are left, and how long they take."""
+  count = count_trials(_plan(settings.name, scale), store.result)
   seconds = [x['seconds'] for x in store.records.values()]
-  text = f'{settings.name}, {settings.scale}: about {count} runs left'
+  text = f'{settings.name}, {settings.scale}: about {count} trials left'
   if seconds:
     median = statistics.median(seconds)
     text += (
@@ -196,21 +193,35 @@ def _print_cost(settings: Settings, scale: Scale, store: Store) -> None:
 
 
 def _train(settings: Settings, scale: Scale, store: Store, jobs: int) -> None:
-  """Trains the runs that have no result."""
+  """Trains the trials that have no result."""
   store.check_text(load_tokens(_largest(scale)).sha256)
-  count = count_runs(_plan(settings.name, scale), store.result)
-  with Runner(store, settings.work, jobs, count, settings.together) as runner:
-    execute(_plan(settings.name, scale), runner)
+  count = count_trials(_plan(settings.name, scale), store.result)
+  with Sweep(store, settings.work, jobs, count, settings.together) as sweep:
+    execute(_plan(settings.name, scale), sweep)
 
 
 def _plan(name: str, scale: Scale) -> Plan[Any]:
-  modules = report.EXPERIMENTS
-  names = modules if name in ('all', 'report') else [name]
-  return gather({x: modules[x].plan(scale) for x in names})
+  names = EXPERIMENTS if name in ('all', 'report') else [name]
+  return gather({x: EXPERIMENTS[x].plan(scale) for x in names})
 
 
-def _report(folder: Path, name: str, scale: Scale, store: Store) -> None:
-  for path in report.write(folder, name, scale, store):
+def _report(settings: Settings, scale: Scale, store: Store) -> None:
+  """Writes the points of experiments that are complete, and the report."""
+  folder = store.path.parent / settings.scale
+  complete = {
+    name: execute(experiment.plan(scale), store.results)
+    for name, experiment in EXPERIMENTS.items()
+    if not count_trials(experiment.plan(scale), store.result)
+  }
+  report.write_points(folder, complete)
+  found = report.read_points(folder, store)
+  is_committed = settings.scale == 'nano' and settings.results is None
+  page = _FOLDER if is_committed else folder
+  for path in report.write(page, settings.scale, found, store):
+    print(f'wrote {path}')
+  if is_committed:
+    path = cells.FOLDER / 'RESULTS.md'
+    path.write_text(report.archive_text(store.records))
     print(f'wrote {path}')
 
 

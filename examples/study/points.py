@@ -1,32 +1,128 @@
-"""Points of comparison: a tuned optimizer at a batch size, with seeds."""
+"""Points: trials that make a cell of a table, with what the cell is about.
 
-from collections.abc import Callable, Sequence
+A stored point is a line of JSON with its labels and the keys of its trials;
+their numbers are in the lines of the trials themselves.
+"""
+
+from collections.abc import Mapping
 import dataclasses
+import functools
 import math
 import statistics
 from typing import Any
 
-from examples.study.contenders import Contender
-from examples.study.plans import Plan, Result, Run, gather
-from examples.study.scales import Scale
-from examples.study.tuning import CLIFF, Tuned, round_rate, select
+from examples.study.trial import Result
+
+MARGIN = 0.1
+"""Instability margin: nats by which the loss may rise at the next larger
+learning rate, where seeds deviate by much less than that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+  """The trials of a tuning, and the learning rate that was chosen.
+
+  Attributes:
+    results: What came out, with seeds that are used for nothing else.
+    learning_rate: The learning rate chosen.
+  """
+
+  results: tuple[Result, ...]
+  learning_rate: float
+
+  @functools.cached_property
+  def by_seed(self) -> dict[float, dict[int, float]]:
+    """Losses by learning rate, the smallest first, and by seed."""
+    found: dict[float, dict[int, float]] = {}
+    for x in sorted(self.results, key=lambda x: x.learning_rate):
+      found.setdefault(x.learning_rate, {})[x.seed] = x.loss
+    return found
+
+  @property
+  def losses(self) -> dict[float, float]:
+    """Mean over the seeds that were run, by learning rate."""
+    return {x: statistics.mean(y.values()) for x, y in self.by_seed.items()}
+
+  @property
+  def loss(self) -> float:
+    """The loss at the learning rate chosen."""
+    return self.losses[self.learning_rate]
+
+  @property
+  def chosen(self) -> tuple[Result, ...]:
+    """Results at the learning rate chosen."""
+    return tuple(
+      x for x in self.results if x.learning_rate == self.learning_rate
+    )
+
+  @property
+  def unstable_rate(self) -> float | None:
+    """A better learning rate that was not chosen, since it is unstable.
+
+    None if the one chosen is the best, or was chosen by further seeds.
+    """
+    best = min(self.losses, key=self.losses.__getitem__)
+    larger = [rate for rate in self.by_seed if rate > best]
+    if best <= self.learning_rate or not larger:
+      return None
+    losses, next_losses = self.by_seed[best], self.by_seed[min(larger)]
+    return best if is_unstable(losses, next_losses) else None
+
+  @property
+  def is_at_edge(self) -> bool:
+    """Whether the one chosen is the smallest or the largest that was tried."""
+    return self.learning_rate in (min(self.by_seed), max(self.by_seed))
+
+  def of_seed(self, seed: int) -> 'Tuned':
+    """Returns the trials of one seed alone."""
+    kept = tuple(x for x in self.results if x.seed == seed)
+    return dataclasses.replace(self, results=kept)
+
+
+def is_unstable(
+  losses: Mapping[int, float], larger: Mapping[int, float]
+) -> bool:
+  """Returns whether the next larger rate is worse by more than ``MARGIN``.
+
+  Losses are by seed, and those of one seed are enough.
+  """
+  return any(
+    larger.get(seed, -math.inf) > x + MARGIN for seed, x in losses.items()
+  )
 
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-  """What came out at a batch size.
+  """What came out of an optimizer under some conditions.
 
   Attributes:
-    name: Name of the contender.
-    batch_size: Global batch, sequences.
-    tuned: Losses by learning rate, and the one chosen.
-    losses: Final losses at that, of seeds that took no part in the tuning.
+    labels: What it is about, such as ``'optimizer'`` and ``'batch'``.
+    tuned: What chose its learning rate, if anything did.
+    fresh: Results of seeds that took no part in the tuning.
   """
 
-  name: str
-  batch_size: int
-  tuned: Tuned
-  losses: tuple[float, ...]
+  labels: Mapping[str, Any]
+  tuned: Tuned | None = None
+  fresh: tuple[Result, ...] = ()
+
+  def __getitem__(self, name: str) -> Any:
+    return self.labels[name]
+
+  def labelled(self, **labels: Any) -> 'Point':
+    """Returns the same with further labels."""
+    return dataclasses.replace(self, labels={**self.labels, **labels})
+
+  @property
+  def results(self) -> tuple[Result, ...]:
+    """Results of all its trials."""
+    return (*(self.tuned.results if self.tuned else ()), *self.fresh)
+
+  @property
+  def losses(self) -> tuple[float, ...]:
+    """Losses of fresh seeds; that of the tuning if there are none."""
+    if self.fresh or self.tuned is None:
+      return tuple(x.loss for x in self.fresh)
+    return (self.tuned.loss,)
 
   @property
   def mean(self) -> float:
@@ -39,217 +135,20 @@ class Point:
     is_known = len(self.losses) > 1 and math.isfinite(self.mean)
     return statistics.stdev(self.losses) if is_known else math.nan
 
-
-def find_point(
-  scale: Scale,
-  contender: Contender,
-  batch_size: int,
-  *,
-  num_seeds: int | None = None,
-  start: float | None = None,
-  stride: int | None = None,
-  **changes: Any,
-) -> Plan[Point]:
-  """Plans to choose a learning rate, and to judge it by fresh seeds.
-
-  Args:
-    scale: Size of the study.
-    contender: The optimizer.
-    batch_size: Global batch, sequences.
-    num_seeds: Runs that judge; those of the scale by default.
-    start: First guess of the learning rate; by the contender's rule, or its
-      own, by default.
-    stride: Of :func:`examples.study.tuning.select`; that of the scale by
-      default.
-    **changes: Further settings, as for :meth:`Scale.run`.
-  """
-  tuned = yield from find_rate(
-    scale, contender, batch_size, start=start, stride=stride, **changes
-  )
-  return (
-    yield from judge(scale, contender, batch_size, tuned, num_seeds, **changes)
-  )
+  @property
+  def line(self) -> dict[str, Any]:
+    """JSON values: what is stored."""
+    line: dict[str, Any] = {'labels': dict(self.labels)}
+    if self.tuned is not None:
+      line['learning_rate'] = self.tuned.learning_rate
+      line['tuning'] = [x.key for x in self.tuned.results]
+    return line | {'fresh': [x.key for x in self.fresh]}
 
 
-def find_rate(
-  scale: Scale,
-  contender: Contender,
-  batch_size: int,
-  *,
-  start: float | None = None,
-  stride: int | None = None,
-  seeds: Sequence[int] | None = None,
-  cliff: float = CLIFF,
-  **changes: Any,
-) -> Plan[Tuned]:
-  """Plans to choose a learning rate.
-
-  Args:
-    scale: Size of the study.
-    contender: The optimizer.
-    batch_size: Global batch, sequences.
-    start: First guess of the learning rate; by the contender's rule, or its
-      own, by default.
-    stride: Of :func:`examples.study.tuning.select`; that of the scale by
-      default.
-    seeds: Seeds that choose; those of the scale by default.
-    cliff: Of :func:`examples.study.tuning.select`.
-    **changes: Further settings, as for :meth:`Scale.run`.
-  """
-
-  def run(learning_rate: float, seed: int) -> Run:
-    return contender.run(scale, batch_size, learning_rate, seed=seed, **changes)
-
-  return select(
-    run,
-    start or contender.rule_rate(scale, batch_size) or contender.start,
-    seeds or scale.tuning_seeds,
-    stride or scale.stride,
-    cliff,
-  )
-
-
-def judge(
-  scale: Scale,
-  contender: Contender,
-  batch_size: int,
-  tuned: Tuned,
-  num_seeds: int | None = None,
-  first_seed: int = 1,
-  **changes: Any,
-) -> Plan[Point]:
-  """Plans to repeat the learning rate chosen with fresh seeds.
-
-  Args:
-    scale: Size of the study.
-    contender: The optimizer.
-    batch_size: Global batch, sequences.
-    tuned: What was chosen.
-    num_seeds: Number of seeds; that of the scale by default. With none, the
-      loss of the tuning judges.
-    first_seed: The first of them.
-    **changes: Further settings, as for :meth:`Scale.run`.
-  """
-  num_seeds = scale.num_seeds if num_seeds is None else num_seeds
-
-  def run(learning_rate: float, seed: int) -> Run:
-    return contender.run(scale, batch_size, learning_rate, seed=seed, **changes)
-
-  seeds = range(first_seed, first_seed + num_seeds)
-  losses = yield from repeat(run, tuned, seeds)
-  return Point(contender.name, batch_size, tuned, losses)
-
-
-def repeat(
-  make_run: Callable[[float, int], Run], tuned: Tuned, seeds: Sequence[int]
-) -> Plan[tuple[float, ...]]:
-  """Plans to repeat the learning rate chosen with some seeds.
-
-  Args:
-    make_run: Function from a learning rate and a seed to the run with them.
-    tuned: What was chosen.
-    seeds: The seeds; with none, the loss of the tuning is returned.
-  """
-  results = yield [make_run(tuned.learning_rate, seed) for seed in seeds]
-  return tuple(result.loss for result in results) or (tuned.loss,)
-
-
-def run_seeds(
-  scale: Scale,
-  contender: Contender,
-  learning_rate: float,
-  seeds: Sequence[int],
-  **changes: Any,
-) -> Plan[list[Result]]:
-  """Plans runs with diagnostics, at the batch that most experiments share."""
-  return (
-    yield [
-      contender.run(
-        scale,
-        scale.batch_size,
-        round_rate(learning_rate),
-        with_diagnostics=True,
-        seed=seed,
-        **changes,
-      )
-      for seed in seeds
-    ]
-  )
-
-
-def measure_seeds(
-  scale: Scale,
-  contender: Contender,
-  batch_size: int,
-  learning_rate: float,
-  measure: str,
-  num_seeds: int,
-  **changes: Any,
-) -> Plan[list[Result]]:
-  """Plans to measure the final weights of fresh seeds.
-
-  Args:
-    scale: Size of the study.
-    contender: The optimizer.
-    batch_size: Global batch, sequences.
-    learning_rate: Peak learning rate.
-    measure: Of the :class:`Run`.
-    num_seeds: Number of seeds, at least one.
-    **changes: Further settings, as for :meth:`Scale.run`.
-  """
-  return (
-    yield [
-      contender.run(
-        scale, batch_size, learning_rate, seed=seed, measure=measure, **changes
-      )
-      for seed in range(1, 1 + max(1, num_seeds))
-    ]
-  )
-
-
-def find_rates(scale: Scale, contender: Contender) -> Plan[dict[int, Tuned]]:
-  """Plans to choose a learning rate for every batch size of the scale.
-
-  It begins at the one of experiments that do not vary it. From there, the rate
-  of a batch is the first guess for the next, moved as the rule, if it has one.
-  """
-  middle = scale.batch_sizes.index(scale.batch_size)
-  first = yield from find_rate(scale, contender, scale.batch_size)
-  outward = {
-    'smaller': scale.batch_sizes[:middle][::-1],
-    'larger': scale.batch_sizes[middle + 1 :],
-  }
-  found = yield from gather(
-    {
-      side: _find_next_rates(scale, contender, sizes, first)
-      for side, sizes in outward.items()
-    }
-  )
-  rates = {scale.batch_size: first} | found['smaller'] | found['larger']
-  return {size: rates[size] for size in scale.batch_sizes}
-
-
-def _find_next_rates(
-  scale: Scale, contender: Contender, sizes: Sequence[int], first: Tuned
-) -> Plan[dict[int, Tuned]]:
-  found: dict[int, Tuned] = {}
-  previous, tuned = scale.batch_size, first
-  for size in sizes:
-    start = scale_rate(tuned.learning_rate, size / previous)
-    rules = [contender.rule_rate(scale, x) for x in (size, previous)]
-    if all(rules):
-      start = tuned.learning_rate * rules[0] / rules[1]
-    tuned = yield from find_rate(scale, contender, size, start=start, stride=1)
-    found[size], previous = tuned, size
-  return found
-
-
-def scale_rate(learning_rate: float, factor: float) -> float:
-  """Returns a first guess for another batch, or for another number of steps.
-
-  Args:
-    learning_rate: The rate chosen for one.
-    factor: The other batch over that one, or the steps of that one over the
-      other's.
-  """
-  return learning_rate * math.sqrt(factor)
+def read_point(line: Mapping[str, Any], results: Mapping[str, Result]) -> Point:
+  """Returns the point of a stored line, with results of trials by key."""
+  tuned = None
+  if 'tuning' in line:
+    trials = tuple(results[key] for key in line['tuning'])
+    tuned = Tuned(trials, line['learning_rate'])
+  return Point(line['labels'], tuned, tuple(results[x] for x in line['fresh']))

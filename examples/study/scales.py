@@ -7,14 +7,15 @@ from typing import Any
 from examples.gpt2.config import Config
 from examples.gpt2.model.config import proportional_init_std
 from examples.gpt2.presets import resolve
-from examples.study.plans import Run
+from examples.study.chains import Chain
+from examples.study.trial import Trial
 
 DECAY = 0.01
 """Weight decay of all runs, but where it is varied."""
 _DIAGNOSTICS_STEPS = 20
 
 
-# Compared by identity, so that runs can be cached.
+# Compared by identity, so that trials can be cached.
 @dataclasses.dataclass(frozen=True, eq=False)
 class Scale:
   """What all runs of a study share.
@@ -25,8 +26,8 @@ class Scale:
     batch_sizes: Global batches, sequences, the smallest first.
     batch_size: The one of experiments that do not vary it.
     widths: Widths of the residual stream, of which learning rates are compared.
-    tuning_seeds: Seeds that choose learning rates, and judge nothing.
-    num_seeds: Runs that judge a learning rate; 0 for the loss of the tuning.
+    tuning_seeds: Seeds that choose learning rates, and nothing else.
+    num_seeds: Fresh seeds of each result; 0 for the loss of the tuning.
     stride: Factor between the first rates of a tuning, as a power of √2.
     on_one_core: Whether a run takes a CPU core, so that several run at once.
     finds_rules: Whether it found the rules for starting learning rates, so that
@@ -49,26 +50,11 @@ class Scale:
   has_few_steps: bool = False
   steps: int | None = None
 
-  @property
-  def init_std(self) -> float:
-    """Standard deviation of the initial weights, in proportion to the width."""
-    return self.run('adamw', self.batch_size, 1.0).config.init_std
-
-  def is_large(self, batch_size: int) -> bool:
-    """Returns whether a batch is one of the two largest."""
-    return batch_size in self.batch_sizes[-2:]
-
-  def seeds_at(self, batch_size: int) -> int:
-    """Returns how many fresh seeds judge: two more at the largest batches."""
-    return self.num_seeds + 2 * (
-      self.is_large(batch_size) and self.num_seeds > 1
-    )
-
   def num_steps(self, batch_size: int, share: float = 1.0) -> int:
     """Returns the steps of a run on a share of the tokens of the scale."""
     return round(share * self.run('adamw', batch_size, 1.0).config.steps)
 
-  # Plans ask for a run many times, and scales live as long as the program.
+  # Plans ask for a trial many times, and scales live as long as the program.
   @functools.cache  # noqa: B019
   def run(
     self,
@@ -76,35 +62,17 @@ class Scale:
     batch_size: int,
     learning_rate: float,
     *,
-    arm: str = '',
+    chain: Chain | None = None,
     with_diagnostics: bool = False,
-    attention: str = 'softmax',
-    task: str = 'gpt',
-    first: Run | None = None,
-    fresh_moments: bool = False,
     init_scale: float = 1.0,
     steps: int | None = None,
-    measure: str = '',
     **changes: Any,
-  ) -> Run:
-    """Returns a run, by default with initial weights in proportion to width.
+  ) -> Trial:
+    """Returns a trial, by default with initial weights in proportion to width.
 
-    Args:
-      optimizer: Name of the optimizer.
-      batch_size: Global batch, sequences.
-      learning_rate: Peak learning rate.
-      arm: Name of the study's own optimizer, if it is to replace that.
-      with_diagnostics: Whether to measure attention and updates.
-      attention: Of the :class:`Run`.
-      task: Of the :class:`Run`.
-      first: Of the :class:`Run`.
-      fresh_moments: Of the :class:`Run`.
-      init_scale: Standard deviation of the initial weights over the one in
-        proportion to the width, where ``init_std`` is not given.
-      steps: Steps of the run; those that make the tokens of the scale by
-        default.
-      measure: Of the :class:`Run`.
-      **changes: Settings of the trainer.
+    ``init_scale`` is their standard deviation over that, where ``init_std`` is
+    not given; ``steps`` are those that make the tokens of the scale by default;
+    and ``changes`` are settings of the trainer.
     """
     settings = self.settings | {'weight_decay': DECAY} | changes
     config = resolve(
@@ -124,16 +92,7 @@ class Scale:
     config = dataclasses.replace(
       config, steps=steps, eval_every=steps, watch_every=every
     )
-    return Run(
-      config,
-      arm,
-      with_diagnostics,
-      attention,
-      task,
-      first,
-      fresh_moments,
-      measure,
-    )
+    return Trial(config, chain, with_diagnostics)
 
 
 _OPEN_WEB_TEXT = dict(

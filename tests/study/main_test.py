@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 
-from examples.study import __main__ as command, report
+from examples.study import __main__ as command
+from examples.study.analysis import report
 
 _TINY_STUDY = Path(__file__).parent / 'tiny_study.py'
 
@@ -19,8 +20,8 @@ _TINY_STUDY = Path(__file__).parent / 'tiny_study.py'
 def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   command.main(['--plan-only', '--results', str(tmp_path / 'results')])
   text = capsys.readouterr().out
-  count = int(re.search(r'about (\d+) runs left', text)[1])
-  assert 1000 < count < 3000
+  count = int(re.search(r'about (\d+) trials left', text)[1])
+  assert 800 < count < 3000
   assert not (tmp_path / 'results').exists()
 
 
@@ -64,7 +65,7 @@ def start(tmp_path: Path):
     with (tmp_path / f'{name}.log').open('w') as log:
       return subprocess.Popen(
         [
-          sys.executable, _TINY_STUDY, 'mechanism', '--steps', '3',
+          sys.executable, _TINY_STUDY, 'batch-scaling', '--steps', '3',
           '--data', '.', *flags,
         ],
         cwd=tmp_path,
@@ -104,9 +105,9 @@ def _assert_results(folder: Path, scale: str) -> list[dict]:
   assert all(5 < x['loss'] < 7 for x in records)
   text = (folder / scale / 'RESULTS.md').read_text()
   # As the experiment has them, where the file is sorted.
-  losses = ', '.join(f'{x["loss"]:.3f}' for x in reversed(records))
-  assert text.splitlines()[-1] == losses
-  assert (folder / scale / 'figures/mechanism.png').is_file()
+  losses = [f'| {x["loss"]:.3f} (one seed) |' for x in reversed(records)]
+  assert text.splitlines()[-2:] == losses
+  assert (folder / scale / 'figures/batch-scaling.png').is_file()
   return records
 
 
@@ -115,15 +116,16 @@ def test_an_experiment_runs_from_beginning_to_end(
 ):
   tiny = runpy.run_path(str(_TINY_STUDY))
   monkeypatch.setattr(command, 'SCALES', tiny['SCALES'])
-  monkeypatch.setattr(report, 'EXPERIMENTS', tiny['EXPERIMENTS'])
+  for module in (command, report):
+    monkeypatch.setattr(module, 'EXPERIMENTS', tiny['EXPERIMENTS'])
   monkeypatch.chdir(tmp_path)
   command.main([
-    'mechanism', '--steps', '3', '--data', '.', '--jobs', '1', '--mesh',
+    'batch-scaling', '--steps', '3', '--data', '.', '--jobs', '1', '--mesh',
     'tensor=2', '--results', 'results',
   ])  # fmt: skip
   _assert_results(tmp_path / 'results', 'nano')
   output = capsys.readouterr().out
-  assert 'about 2 runs left' in output
+  assert 'about 2 trials left' in output
   assert output.count('wrote') == 2
 
 
@@ -147,17 +149,20 @@ def test_of_two_processes_the_first_has_the_results(start_pair, tmp_path):
 
 
 @pytest.mark.slow
-def test_if_the_first_process_cannot_sort_both_end(start_pair, tmp_path):
-  (tmp_path / 'results0' / '.nano.jsonl.partial').mkdir(parents=True)
+def test_if_the_first_process_cannot_write_both_end(start_pair, tmp_path):
+  folder = tmp_path / 'results0'
+  (folder / '.nano.jsonl.partial').mkdir(parents=True)
   assert [x.wait() for x in start_pair()] == [2, 2]
-
-
-@pytest.mark.slow
-def test_if_the_first_process_cannot_start_both_end(start_pair, tmp_path):
-  (tmp_path / 'results0').mkdir()
-  with (tmp_path / 'results0' / '.nano.jsonl.lock').open('wb') as lock:
+  with (folder / '.nano.jsonl.lock').open('wb') as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert [x.wait() for x in start_pair()] == [2, 2]
   for i in range(2):
     log = (tmp_path / f'process{i}.log').read_text()
     assert 'in use by another study' in log
+
+
+def test_of_closed_experiments_the_results_are_printed(capsys):
+  command.main(['mechanism'])
+  text = capsys.readouterr().out
+  assert '| attention | 1.604 ± 0.022 (0.0156) |' in text
+  assert 'which commit has the code' in text

@@ -8,22 +8,26 @@ from pathlib import Path
 
 from matplotlib import pyplot
 
-from examples.study import __main__ as command, report
+from examples.study import __main__ as command
+from examples.study.analysis import report
+from examples.study.analysis.tables import pivot
+from examples.study.points import Point
 
 
 class _TwoRuns:
-  TITLE = 'Two learning rates'
+  TITLE, TEXT = 'Two learning rates', 'Of one seed.'
 
   @staticmethod
   def plan(scale):
-    return (yield [scale.run('adamw', 8, x) for x in (0.02, 0.01)])
+    results = yield [scale.run('adamw', 8, x) for x in (0.02, 0.01)]
+    return [Point({'n': str(i)}, None, (x,)) for i, x in enumerate(results)]
 
   @staticmethod
-  def section(results, scale):
-    return ', '.join(f'{result.loss:.3f}' for result in results)
+  def tables(points):
+    return {'losses': [{'loss': x['loss']} for x in pivot(points, ['n'])]}
 
   @staticmethod
-  def figure(results, scale):
+  def figure(points):
     return pyplot.figure()
 
 
@@ -36,9 +40,9 @@ SCALES = {
   name: dataclasses.replace(scale, settings=scale.settings | _SETTINGS)
   for name, scale in command.SCALES.items()
 }
-EXPERIMENTS = {'mechanism': _TwoRuns}
+EXPERIMENTS = {'batch-scaling': _TwoRuns}
 
 if __name__ == '__main__':
   command.SCALES = SCALES
-  report.EXPERIMENTS = EXPERIMENTS
+  command.EXPERIMENTS = report.EXPERIMENTS = EXPERIMENTS
   command.main()

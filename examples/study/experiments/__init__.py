@@ -1,1 +1,34 @@
-"""The experiments of the study, each a plan, a section and a figure."""
+"""The experiments: what each one trains, and its tables.
+
+An experiment is a module with ``TITLE`` and ``TEXT``, a ``plan`` from a scale
+to points, and ``tables`` and a ``figure`` of these points.
+"""
+
+from typing import Any
+
+from examples.study.experiments import (
+  ablation,
+  attention_logits,
+  batch_scaling,
+  clip_threshold,
+  hyperparameters,
+  llama,
+  rate_tolerance,
+  sensitivity,
+  steps_to_loss,
+  tuned_initialization,
+)
+
+EXPERIMENTS: dict[str, Any] = {
+  'batch-scaling': batch_scaling,
+  'sensitivity': sensitivity,
+  'tuned-initialization': tuned_initialization,
+  'steps-to-loss': steps_to_loss,
+  'attention-logits': attention_logits,
+  'rate-tolerance': rate_tolerance,
+  'hyperparameters': hyperparameters,
+  'ablation': ablation,
+  'clip-threshold': clip_threshold,
+  'llama': llama,
+}
+"""Modules by the name of the command."""

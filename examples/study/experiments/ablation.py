@@ -2,101 +2,73 @@
 
 import dataclasses
 import math
-from typing import Any
 
-from matplotlib.figure import Figure
-
-from examples.study import render
-from examples.study.contenders import MERIT
-from examples.study.differences import Difference, paired_difference
-from examples.study.plans import Plan, gather
-from examples.study.points import Point, find_point
+from examples.study.analysis import tables as t
+from examples.study.analysis.intervals import Difference, paired_difference
+from examples.study.chains import Chain
+from examples.study.optimizers import MERIT
+from examples.study.points import Point
 from examples.study.scales import Scale
+from examples.study.tuning import Case, Plan, gather
 
 TITLE = 'Ablations'
-WEIGHT_ONLY = 'weight-wise ratio only'
-ARMS: dict[str, dict[str, Any]] = {
+TEXT = """\
+Each change tuned around MERIT’s learning rate, then ten fresh seeds. Losses are
+compared seed by seed; beside each difference is the smallest that 80 % of such
+experiments would have detected."""
+CHANGES = {
   'no clip': {'clip_threshold': math.inf},
   'no weight-wise floor': {'ratios': ('row', 'column')},
-  WEIGHT_ONLY: {'ratios': ('weight',)},
-  'l2 norms, element-wise': {'arm': 'adam > decay > l2 merit > clip'},
+  'weight-wise ratio only': {'ratios': ('weight',)},
+  'l2 norms, element-wise': {
+    'chain': Chain(('adam', 'decay', 'l2 merit', 'clip'))
+  },
   'trust ratio on matrices only': {'trust_ratio': 'matrices'},
   'min_norm 0.01': {'min_norm': 0.01},
-  'decay outside the ratio': {'arm': 'adam > merit > clip > decay'},
+  'decay outside the ratio': {
+    'chain': Chain(('adam', 'merit', 'clip', 'decay'))
+  },
   'no weight decay': {'weight_decay': 0.0},
   'weight decay 0.1': {'weight_decay': 0.1},
   'Q, K, V split': {'qkv': 'split'},
   'Q, K, V per head': {'qkv': 'heads'},
 }
-"""Settings of the arms, by name; Q, K and V are fused where not said else."""
+"""Settings by name; Q, K and V are fused where not said else."""
 # Enough to see 0.01: parts are worth little here, the paper saw 0.024.
 _SEEDS = 10
 
-Outcome = tuple[Point, dict[str, Point]]
-"""MERIT as it is, and the arms by name."""
 
-
-def plan(scale: Scale) -> Plan[Outcome]:
-  """Plans the arms, each with a tuning of its own."""
+def plan(scale: Scale) -> Plan[list[Point]]:
+  """Plans the changes, each with a tuning of its own."""
   num_seeds = _SEEDS if scale.num_seeds > 1 else scale.num_seeds
-  full = yield from find_point(
-    scale, MERIT, scale.batch_size, num_seeds=num_seeds
-  )
-  arms = yield from gather(
+  full = yield from Case(scale, MERIT, scale.batch_size).find_point(num_seeds)
+  start = full.tuned.learning_rate
+  changed = yield from gather(
     {
-      name: find_point(
+      name: Case(
         scale,
         dataclasses.replace(MERIT, name=name, settings=settings),
         scale.batch_size,
-        num_seeds=num_seeds,
-        start=full.tuned.learning_rate,
-        stride=1,
-      )
-      for name, settings in ARMS.items()
+      ).find_point(num_seeds, start)
+      for name, settings in CHANGES.items()
     }
   )
-  return full, arms
+  return [full, *changed.values()]
 
 
-def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns a table of the arms, and of what each is worth."""
-  full, arms = outcome
-  found = _differences(outcome)
-  rows = [
-    {
-      'arm': point.name,
-      'loss': render.format_point(point),
-      'over MERIT': str(found.get(point.name, '')),
-      'could be seen': _detectable(found.get(point.name)),
-      'learning rate': render.format_learning_rate(point.tuned),
-    }
-    for point in (full, *arms.values())
-  ]
-  return '\n\n'.join(
-    [
-      f'Batch {scale.batch_size}; each arm tuned around MERIT’s learning rate, '
-      f'then {len(full.losses)} seeds. Differences are taken seed by seed; '
-      'beside each is the smallest that four of five such experiments would '
-      'show.',
-      render.markdown(rows),
-    ]
-  )
+def tables(points: list[Point]) -> t.Tables:
+  """Returns the losses, and what each part is worth."""
+  found = _differences(points)
+  limits = {name: t.format_detectable(x) for name, x in found.items()}
+  cells = {
+    'loss': t.loss,
+    'minus MERIT': lambda x: str(found.get(x['optimizer'], '')),
+    'detectable': lambda x: limits.get(x['optimizer'], ''),
+    'learning rate': t.rate,
+  }
+  return {'losses': t.pivot(points, ['optimizer'], cells=cells)}
 
 
-def _detectable(found: Difference | None) -> str:
-  if found is None or math.isnan(found.detectable):
-    return ''
-  return f'{found.detectable:.3f}'
-
-
-def _differences(outcome: Outcome) -> dict[str, Difference]:
-  full, arms = outcome
-  return {name: paired_difference(x, full) for name, x in arms.items()}
-
-
-def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws what each arm loses."""
-  del scale
-  return render.draw_differences(
-    _differences(outcome), MERIT.name, color=render.COLORS[MERIT.name]
-  )
+def _differences(points: list[Point]) -> dict[str, Difference]:
+  full, *changed = points
+  return {x['optimizer']: paired_difference(x, full) for x in changed}

@@ -1,167 +1,68 @@
 """Whether the order of the optimizers holds with Llama's architecture."""
 
-from typing import NamedTuple
+import dataclasses
 
-from matplotlib.figure import Figure
-
-from examples.study import render
-from examples.study.contenders import CONTENDERS, Contender
-from examples.study.differences import leaders
-from examples.study.experiments import batch_scaling, tuned_initialization
-from examples.study.plans import Plan, gather
-from examples.study.points import Point, find_rate, judge
+from examples.study.analysis import tables as t
+from examples.study.optimizers import COMPARED, Optimizer
+from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Tuned
+from examples.study.tuning import Case, Plan, gather, initial_weights
 
 TITLE = 'Llama'
-GPT2, LLAMA = 'GPT-2', 'Llama'
+TEXT = """\
+The largest batch. RMSNorm, rotary positions, SwiGLU, no biases; layers, width,
+vocabulary and tied head are those of the GPT-2; a layer has about as many
+parameters. Warm-up and b1 are those that suit an optimizer best with GPT-2 at
+this batch. Learning rate and standard deviation of the initial weights (1 or
+2 × that in proportion to the width) are chosen for each architecture, those of
+the Llama by the mean of two seeds."""
 _SIZES = (1.0, 2.0)
 """Deviations of Llama's initial weights, over that in proportion to width."""
 
 
-class Outcome(NamedTuple):
-  """What came out at the largest batch.
-
-  Attributes:
-    points: Points by architecture and contender.
-    sizes: Sizes of the initial weights that were chosen, likewise.
-    tunings: Losses of Llama by learning rate, by contender and size.
-  """
-
-  points: dict[tuple[str, str], Point]
-  sizes: dict[tuple[str, str], float]
-  tunings: dict[tuple[str, float], Tuned]
-
-
-def plan(scale: Scale) -> Plan[Outcome]:
+def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans to choose Llama's rates and sizes, from the rates of GPT-2."""
-  found = yield from gather({x.name: _plan_pair(scale, x) for x in CONTENDERS})
-  outcome = Outcome({}, {}, {})
-  for pair in found.values():
-    for merged, part in zip(outcome, pair, strict=True):
-      merged.update(part)
-  return outcome
+  found = yield from gather({x.name: _plan_pair(scale, x) for x in COMPARED})
+  return [point for points in found.values() for point in points]
 
 
-def _plan_pair(scale: Scale, contender: Contender) -> Plan[Outcome]:
-  """Plans what comes out of a contender."""
-  batch_size = scale.batch_sizes[-1]
-  gpt2 = yield from tuned_initialization.plan_best(scale, contender, batch_size)
-  tunings = yield from gather(
-    {
-      size: find_rate(
-        scale,
-        gpt2.best,
-        batch_size,
-        start=gpt2.point.tuned.learning_rate,
-        stride=1,
-        architecture='llama',
-        init_scale=size,
-      )
-      for size in _SIZES
-    }
-  )
-  size = min(tunings, key=lambda x: tunings[x].loss)
-  point = yield from judge(
-    scale,
-    gpt2.best,
-    batch_size,
-    tunings[size],
-    scale.seeds_at(batch_size),
-    architecture='llama',
-    init_scale=size,
-  )
-  name = contender.name
-  return Outcome(
-    {(GPT2, name): gpt2.point, (LLAMA, name): point},
-    {(GPT2, name): gpt2.best.init_scale, (LLAMA, name): size},
-    {(name, size): tuned for size, tuned in tunings.items()},
-  )
-
-
-def section(outcome: Outcome, scale: Scale) -> str:
-  """Returns the losses, and which differences both architectures show."""
-  rows = [
-    {'optimizer': x.name}
-    | {
-      name: render.format_with_rate(outcome.points[name, x.name])
-      for name in (GPT2, LLAMA)
-    }
-    | {
-      f'{name}’s initial weights': f'{outcome.sizes[name, x.name]:g} ×'
-      for name in (GPT2, LLAMA)
-    }
-    | {
-      f'Llama at {size:g} ×, tuning': render.format_loss(
-        outcome.tunings[x.name, size].loss
-      )
-      for size in _SIZES
-    }
-    for x in CONTENDERS
-  ]
-  config = scale.run(
-    'adamw', scale.batch_sizes[-1], 1.0, architecture='llama'
-  ).config
-  return '\n\n'.join(
-    [
-      f'Batch {config.batch_size}. RMSNorm, rotary positions, SwiGLU with '
-      f'{config.mlp_width} hidden features, no biases; layers, width, '
-      'vocabulary and tied head are those of the GPT-2; a layer has about '
-      'as many parameters. Warm-up and b1 are those that suit an optimizer '
-      'best with GPT-2 at this batch. Learning rate and standard deviation of '
-      'the initial weights, over that in proportion to the width, are chosen '
-      'for each architecture. Mean and standard deviation over seeds, and the '
-      'learning rate; at the right, the mean of the two seeds that chose '
-      'Llama’s deviation:',
-      render.markdown(rows),
-      *(
-        f'{architecture}: {_compare(outcome, architecture)}'
-        for architecture in (GPT2, LLAMA)
-      ),
-      _advice(outcome),
-    ]
-  )
-
-
-def _compare(outcome: Outcome, architecture: str) -> str:
-  """Returns whether each optimizer differs from the next best one."""
-  points = [outcome.points[architecture, x.name] for x in CONTENDERS]
-  return batch_scaling.in_order(points)
-
-
-def _advice(outcome: Outcome) -> str:
-  """Returns whether what is best for GPT-2 is best for a Llama too."""
-  best = {
-    architecture: [
-      x.name
-      for x in leaders(
-        [outcome.points[architecture, y.name] for y in CONTENDERS]
-      )
-    ]
-    for architecture in (GPT2, LLAMA)
+def _plan_pair(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
+  """Plans the points of an optimizer with both architectures."""
+  usual = Case(scale, optimizer, scale.batch_sizes[-1])
+  gpt2 = yield from initial_weights(usual)
+  cases = {
+    x: dataclasses.replace(
+      gpt2.best, changes={'architecture': 'llama', 'init_scale': x}
+    )
+    for x in _SIZES
   }
-  if not all(best.values()):
-    return 'Of what carries over nothing is known: with each a seed diverged.'
-  text = 'Lowest loss, and all that are not detectably higher: '
-  text += '; '.join(f'{x} {", ".join(names)}' for x, names in best.items())
-  lost = [x for x in best[GPT2] if x not in best[LLAMA]]
-  if lost:
-    return f'{text}. Choose the optimizer again for a Llama.'
-  return (
-    f'{text}. What is best for {GPT2} is best for this {LLAMA} too; choose '
-    'learning rate and initial weights again.'
-  )
+  start = gpt2.point.tuned.learning_rate
+  tunings = yield from gather({x: y.find_rate(start) for x, y in cases.items()})
+  size = min(tunings, key=lambda x: tunings[x].loss)
+  llama = yield from cases[size].evaluate(tunings[size])
+  llama = llama.labelled(model='Llama', size=size, role='best')
+  own_size = gpt2.best.optimizer.settings.get('init_scale', 1.0)
+  return [
+    gpt2.point.labelled(model='GPT-2', size=own_size, role='best'),
+    llama,
+    *(
+      dataclasses.replace(llama, tuned=y, fresh=()).labelled(
+        size=x, role='tried'
+      )
+      for x, y in tunings.items()
+    ),
+  ]
 
 
-def figure(outcome: Outcome, scale: Scale) -> Figure:
-  """Draws the tunings, a panel for each architecture."""
-  del scale
-  return render.draw_tunings(
-    {
-      architecture: {
-        x.name: outcome.points[architecture, x.name].tuned for x in CONTENDERS
-      }
-      for architecture in (GPT2, LLAMA)
-    },
-    sharey=False,
-  )
+def tables(points: list[Point]) -> t.Tables:
+  """Returns the losses, and which differences both architectures show."""
+  best, tried = (t.select(points, role=x) for x in ('best', 'tried'))
+  rows = ['optimizer']
+  return {
+    **t.losses(best, 'model'),
+    'learning rates': t.pivot(best, rows, 'model', {'': t.rate}),
+    'initial weights': t.pivot(best, rows, 'model', {'': t.label('size')}),
+    'tried with the Llama': t.pivot(
+      tried, rows, 'size', {'': t.tuned_loss_and_rate}
+    ),
+  }

@@ -1,0 +1,1 @@
+"""Intervals, tables and figures, made of stored lines alone."""

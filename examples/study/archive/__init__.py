@@ -1,0 +1,1 @@
+"""Experiments that are closed: points, and the tables made of them."""

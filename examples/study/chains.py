@@ -1,0 +1,217 @@
+"""Optimizers of the study, as chains of parts."""
+
+from collections.abc import Callable, Mapping
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.gpt2.config import Config
+from examples.gpt2.devices.sharding import path_name
+from examples.gpt2.optim.optimizers import (
+  OTHERS_B1,
+  decay_mask,
+  dimension_numbers,
+  hidden_or_others,
+  make_schedule,
+  with_clips,
+)
+import merit_optax
+
+GROUPS = ('embeddings', 'head', 'vectors')
+"""What is no hidden matrix: embeddings, an untied head, gains and biases."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+  """A chain for hidden matrices, and an optimizer for all other parameters.
+
+  The text of a chain, such as ``'muon > l2 > keep l2; adam 0.33'``, is a part
+  of the keys of trials.
+
+  Attributes:
+    parts: Names of the parts, in order; those of ``PARTS``. The learning rate
+      comes last, but before a norm that is kept.
+    others: Optimizer of all other parameters, a name of ``OTHERS``; if empty,
+      the parts update everything.
+    others_rate: Its learning rate over that of the hidden matrices.
+    rates: Learning rates of some of ``GROUPS`` in place of that, by name.
+    schedule: Learning rate over the steps, a name of ``SCHEDULES``.
+
+  Raises:
+    ValueError: If a name is not accepted.
+  """
+
+  parts: tuple[str, ...]
+  others: str = ''
+  others_rate: float = 1.0
+  rates: tuple[tuple[str, float], ...] = ()
+  schedule: str = 'cosine'
+
+  def __post_init__(self) -> None:
+    _check('parts', self.parts, PARTS)
+    _check('others', (self.others,), ('', *OTHERS))
+    _check('rates', tuple(name for name, _ in self.rates), GROUPS)
+    _check('schedule', (self.schedule,), SCHEDULES)
+
+  def __str__(self) -> str:
+    text = ' > '.join(self.parts)
+    if self.others:
+      text += f'; {self.others} {self.others_rate}'
+    text += ''.join(f', {name} {rate}' for name, rate in self.rates)
+    return text + (
+      '' if self.schedule == 'cosine' else f'; schedule {self.schedule}'
+    )
+
+  def make(self, config: Config) -> optax.GradientTransformation:
+    """Returns the optimizer, with the clips of the trainer's.
+
+    Args:
+      config: Resolved settings.
+    """
+    hidden = self._chain(self.parts, 1.0, config)
+    if not self.others:
+      return with_clips(hidden, config)
+    own_rates = dict(self.rates)
+    others = {
+      group: self._chain(
+        OTHERS[self.others], own_rates.get(group, self.others_rate), config
+      )
+      for group in GROUPS
+    }
+    labels = functools.partial(_labels, qkv=config.qkv)
+    return with_clips(
+      optax.partition({'hidden': hidden, **others}, labels), config
+    )
+
+  def _chain(
+    self, names: tuple[str, ...], rate: float, config: Config
+  ) -> optax.GradientTransformation:
+    """Returns the chain of some parts, with the learning rate among them."""
+    schedule = SCHEDULES[self.schedule](config)
+    parts = [PARTS[name](config) for name in names]
+    kept = [name for name in names if name.startswith('keep')]
+    parts.insert(
+      len(parts) - len(kept),
+      optax.scale_by_learning_rate(lambda step: rate * schedule(step)),
+    )
+    return optax.chain(*parts)
+
+
+def _check(
+  field: str, names: tuple[str, ...], accepted: Mapping[str, Any] | tuple
+) -> None:
+  unknown = sorted(set(names) - set(accepted))
+  if unknown:
+    raise ValueError(
+      f'{field} has unknown names: {", ".join(unknown)}; accepted are '
+      f'{", ".join(accepted)}.'
+    )
+
+
+def _labels(params: Any, qkv: str) -> Any:
+  """Returns a tree of labels: hidden matrices, and the groups of others."""
+
+  def label(path: Any, _: Any, kind: str) -> str:
+    name = path_name(path)
+    if kind == 'hidden':
+      return kind
+    if 'embedding' in name:
+      return 'embeddings'
+    return 'head' if name == 'head.kernel' else 'vectors'
+
+  kinds = hidden_or_others(params, qkv)
+  return jax.tree.map_with_path(label, params, kinds)
+
+
+def _with_specs(
+  make: Callable[..., Any], **options: Any
+) -> Callable[[Config], optax.GradientTransformation]:
+  """Returns a part that is told which axes of a parameter form a matrix."""
+  return lambda config: make(
+    **options,
+    weight_dimension_numbers=functools.partial(
+      dimension_numbers, qkv=config.qkv
+    ),
+  )
+
+
+def _size_of_adam(rows: int, columns: int) -> float:
+  """Returns what gives an orthogonal matrix the size of Adam's updates."""
+  return 0.2 * math.sqrt(max(rows, columns))
+
+
+_ALL_RATIOS = ('weight', 'row', 'column')
+_l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
+_max_ratio = merit_optax.scale_by_max_norm_trust_ratio
+PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
+  'adam': lambda x: merit_optax.scale_by_adam(x.b1, x.b2),
+  'adam corrected': lambda x: optax.scale_by_adam(x.b1, x.b2, eps=1e-6),
+  'adam others': lambda x: merit_optax.scale_by_adam(OTHERS_B1, x.b2),
+  'adam others corrected': lambda x: optax.scale_by_adam(
+    OTHERS_B1, x.b2, eps=1e-6
+  ),
+  'muon': lambda x: _with_specs(merit_optax.scale_by_muon, beta=x.b1)(x),
+  'decay': lambda x: optax.add_decayed_weights(x.weight_decay, decay_mask(x)),
+  'rms': _with_specs(merit_optax.scale_by_shape, factor=_size_of_adam),
+  'l2': _with_specs(_l2_ratio),
+  'max': _with_specs(_max_ratio, ratios=('weight',)),
+  'row': _with_specs(_max_ratio, ratios=('weight', 'row')),
+  'merit': _with_specs(_max_ratio, ratios=_ALL_RATIOS),
+  'l2 merit': _with_specs(_l2_ratio, ratios=_ALL_RATIOS),
+  'clip': lambda x: merit_optax.elementwise_clip(x.clip_threshold),
+  'keep l2': _with_specs(merit_optax.keep_matrix_norms, norm='l2'),
+  'keep max': _with_specs(merit_optax.keep_matrix_norms, norm='max'),
+}
+"""Parts by name. Directions: ``adam`` (without bias correction), ``adam
+corrected``, ``muon``. Sizes: ``rms``, that of Adam's updates; ``l2`` and
+``max``, the ratio of the matrix; ``row``, the larger of that and the row's;
+``merit``, the largest of matrix, row and column; ``l2 merit``, the same in l2
+norms. Others: ``decay``, ``clip``, ``keep l2`` and ``keep max``."""
+
+OTHERS: dict[str, tuple[str, ...]] = {
+  'adam': ('adam others',),
+  'adam corrected': ('adam others corrected',),
+  'merit': ('adam others', 'decay', 'merit', 'clip'),
+}
+"""Parts for all other parameters, by name."""
+
+
+def _after_warmup(
+  shape: Callable[[jax.Array], jax.Array],
+) -> Callable[[Config], optax.Schedule]:
+  """Returns schedules: linear warm-up, then a function of the share done."""
+
+  def make(config: Config) -> optax.Schedule:
+    peak, warmup = (
+      config.learning_rate,
+      round(config.warmup_share * config.steps),
+    )
+    rest = max(1, config.steps - warmup)
+    return optax.join_schedules(
+      [
+        # As the trainer's.
+        optax.linear_schedule(peak / max(1, warmup), peak, warmup),
+        lambda step: peak * shape(jnp.minimum(step / rest, 1.0)),
+      ],
+      [warmup],
+    )
+
+  return make
+
+
+_COOLDOWN = 0.3
+SCHEDULES: dict[str, Callable[[Config], optax.Schedule]] = {
+  'cosine': make_schedule,
+  'linear': _after_warmup(lambda x: 1 - x),
+  '1-sqrt': _after_warmup(lambda x: 1 - jnp.sqrt(x)),
+  'wsd': _after_warmup(
+    lambda x: 1 - jnp.sqrt(jnp.clip((x - 1) / _COOLDOWN + 1, 0, 1))
+  ),
+}
+"""Learning rates over the steps, by name: after a linear warm-up a cosine to
+zero, a line, 1 - √share, or constant (WSD) with 1 - √share at the end."""

@@ -1,0 +1,1 @@
+"""Trains trials, several at once, and stores what came out."""

@@ -1,0 +1,21 @@
+"""What is tuned, and how: learning rates, and one setting after the other."""
+
+from examples.study.tuning.cases import (
+  Case,
+  find_rates,
+  plan_multiples,
+  scale_rate,
+)
+from examples.study.tuning.lengths import find_length_rates, middle_batch
+from examples.study.tuning.plans import Plan, count_trials, execute, gather
+from examples.study.tuning.stages import (
+  compare_all,
+  initial_weights,
+  warmup_and_b1,
+)
+
+__all__ = [
+  'Case', 'Plan', 'compare_all', 'count_trials', 'execute',
+  'find_length_rates', 'find_rates', 'gather', 'initial_weights',
+  'middle_batch', 'plan_multiples', 'scale_rate', 'warmup_and_b1',
+]  # fmt: skip

@@ -1,0 +1,174 @@
+"""A case: an optimizer at a batch size, to be tuned and evaluated."""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any
+
+from examples.study.optimizers import Optimizer
+from examples.study.points import Point, Tuned
+from examples.study.scales import Scale
+from examples.study.trial import Trial
+from examples.study.tuning.plans import Plan, gather
+from examples.study.tuning.rates import round_rate, select
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """An optimizer at a batch size.
+
+  Attributes:
+    scale: Size of the study.
+    optimizer: The optimizer.
+    batch_size: Global batch, sequences.
+    changes: Further settings, as for :meth:`Scale.run`.
+  """
+
+  scale: Scale
+  optimizer: Optimizer
+  batch_size: int
+  changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  @property
+  def is_large(self) -> bool:
+    """Whether the batch is one of the two largest."""
+    return self.batch_size in self.scale.batch_sizes[-2:]
+
+  def with_settings(self, **settings: Any) -> 'Case':
+    """Returns the same with other settings of the optimizer."""
+    optimizer = self.optimizer.with_settings(**settings)
+    return dataclasses.replace(self, optimizer=optimizer)
+
+  def trial(self, learning_rate: float, seed: int, **changes: Any) -> Trial:
+    """Returns a trial."""
+    return self.optimizer.trial(
+      self.scale,
+      self.batch_size,
+      round_rate(learning_rate),
+      seed=seed,
+      **self.changes,
+      **changes,
+    )
+
+  def find_rate(
+    self, start: float | None = None, seeds: Sequence[int] | None = None
+  ) -> Plan[Tuned]:
+    """Plans to choose a learning rate.
+
+    Args:
+      start: First guess of the learning rate, around which rates are √2 apart.
+        By default that of the optimizer's rule, or its own, and the factor
+        between rates that of the scale.
+      seeds: Seeds that choose; those of the scale by default.
+    """
+    stride = 1
+    if start is None:
+      rule = self.optimizer.rule_rate(self.scale, self.batch_size)
+      start, stride = rule or self.optimizer.start, self.scale.stride
+    return select(self.trial, start, seeds or self.scale.tuning_seeds, stride)
+
+  def evaluate(self, tuned: Tuned, num_seeds: int | None = None) -> Plan[Point]:
+    """Plans to repeat the learning rate chosen with fresh seeds.
+
+    Args:
+      tuned: What was chosen.
+      num_seeds: Number of seeds; by default that of the scale, two more at the
+        two largest batches. With none, the loss of the tuning counts.
+    """
+    if num_seeds is None:
+      count = self.scale.num_seeds
+      num_seeds = count + 2 if self.is_large and count > 1 else count
+    seeds = range(1, 1 + num_seeds)
+    point = yield from self.run_seeds(tuned.learning_rate, seeds)
+    return dataclasses.replace(point, tuned=tuned)
+
+  def find_point(
+    self, num_seeds: int | None = None, start: float | None = None
+  ) -> Plan[Point]:
+    """Plans to choose a learning rate, and to evaluate it with fresh seeds."""
+    tuned = yield from self.find_rate(start)
+    return (yield from self.evaluate(tuned, num_seeds))
+
+  def run_seeds(
+    self, learning_rate: float, seeds: Sequence[int], **changes: Any
+  ) -> Plan[Point]:
+    """Plans trials of some seeds at a learning rate."""
+    results = yield [self.trial(learning_rate, x, **changes) for x in seeds]
+    labels = {'optimizer': self.optimizer.name, 'batch': self.batch_size}
+    return Point(labels, None, tuple(results))
+
+
+def find_rates(scale: Scale, optimizer: Optimizer) -> Plan[dict[int, Tuned]]:
+  """Plans to choose a learning rate for every batch size of the scale.
+
+  It begins at the one of experiments that do not vary it. From there, the rate
+  of a batch is the first guess for the next, moved as the rule, if it has one.
+  """
+  middle = scale.batch_sizes.index(scale.batch_size)
+  first = yield from Case(scale, optimizer, scale.batch_size).find_rate()
+  found = yield from gather(
+    {
+      'smaller': _find_next_rates(
+        scale, optimizer, scale.batch_sizes[middle::-1], first
+      ),
+      'larger': _find_next_rates(
+        scale, optimizer, scale.batch_sizes[middle:], first
+      ),
+    }
+  )
+  return dict(sorted((found['smaller'] | found['larger']).items()))
+
+
+def _find_next_rates(
+  scale: Scale, optimizer: Optimizer, sizes: Sequence[int], first: Tuned
+) -> Plan[dict[int, Tuned]]:
+  previous, *others = sizes
+  found = {previous: first}
+  for size in others:
+    rate = found[previous].learning_rate
+    start = scale_rate(rate, size / previous)
+    rules = [optimizer.rule_rate(scale, x) for x in (size, previous)]
+    if all(rules):
+      start = rate * rules[0] / rules[1]
+    found[size] = yield from Case(scale, optimizer, size).find_rate(start)
+    previous = size
+  return found
+
+
+def plan_multiples(
+  cases: Sequence[tuple[Case, Sequence[int]]], factors: Sequence[float]
+) -> Plan[list[Point]]:
+  """Plans multiples of learning rates, with diagnostics.
+
+  Args:
+    cases: Cases, and the seeds of each. The rates are chosen without their
+      changes of the settings.
+    factors: Multiples of the rate chosen, a label of the points.
+  """
+  optimizers = {x.optimizer.name: x for x, _ in cases}
+  rates = yield from gather(
+    {
+      name: dataclasses.replace(x, changes={}).find_rate()
+      for name, x in optimizers.items()
+    }
+  )
+  points = yield from gather(
+    {
+      (i, factor): case.run_seeds(
+        factor * rates[case.optimizer.name].learning_rate,
+        seeds,
+        with_diagnostics=True,
+      )
+      for i, (case, seeds) in enumerate(cases)
+      for factor in factors
+    }
+  )
+  return [x.labelled(factor=factor) for (_, factor), x in points.items()]
+
+
+def scale_rate(learning_rate: float, factor: float) -> float:
+  """Returns a first guess for a batch that is so many times as large.
+
+  Or for one over so many times the steps.
+  """
+  return learning_rate * math.sqrt(factor)

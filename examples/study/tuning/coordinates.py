@@ -1,0 +1,156 @@
+"""Coordinate search: one setting after the other, from the best so far."""
+
+from collections.abc import Mapping
+import dataclasses
+from typing import NamedTuple, TypeAlias
+
+from examples.study.points import Point, Tuned
+from examples.study.tuning.cases import Case
+from examples.study.tuning.plans import Plan, gather
+
+PROMISING = 0.005
+"""Nats by which a variant may be worse at the learning rate of the best one,
+and gets its own nevertheless. (At the two largest batches all do.)"""
+
+Tunings: TypeAlias = dict[str, Tuned]
+"""Tunings of one seed, by the name of the variant."""
+Cases: TypeAlias = Mapping[str, Case]
+"""Variants of an optimizer at a batch size, by name."""
+
+
+class Search(NamedTuple):
+  """What was tried of an optimizer at a batch size.
+
+  Attributes:
+    tried: Tunings of the values of the last coordinate.
+    best: The case with the best of them.
+    point: That one, evaluated with fresh seeds.
+  """
+
+  tried: Tunings
+  best: Case
+  point: Point
+
+  @property
+  def points(self) -> list[Point]:
+    """What was tried, and what was the best of it, as points."""
+    labels = self.point.labels
+    tried = [
+      Point({**labels, 'role': 'tried', 'variant': name}, tuned)
+      for name, tuned in self.tried.items()
+    ]
+    chosen = self.point.labelled(role='best', variant=best(self.tried))
+    return [*tried, chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Coordinate:
+  """Values of a setting, of which neighbors of the best so far are tried.
+
+  Attributes:
+    setting: Keyword of :meth:`Scale.run`.
+    values: The values, the smallest first.
+    usual: The one of optimizers that do not say.
+    form: How a value is written, as for :meth:`str.format`.
+    promising: As ``PROMISING``, for these values.
+  """
+
+  setting: str
+  values: tuple[float, ...]
+  usual: float = 1.0
+  form: str = '{:g}'
+  promising: float = PROMISING
+
+  def value(self, case: Case) -> float:
+    """Returns the value of a case."""
+    return case.optimizer.settings.get(self.setting, self.usual)
+
+  def changed(self, case: Case, value: float) -> Case:
+    """Returns a case with another value."""
+    return case.with_settings(**{self.setting: value})
+
+  def name(self, case: Case) -> str:
+    """Returns what the value of a case is called."""
+    return self.form.format(self.value(case))
+
+  def neighbors(self, case: Case) -> Cases:
+    """Returns the same case with this value and the next ones."""
+    i = self.values.index(self.value(case))
+    cases = [self.changed(case, x) for x in self.values[max(0, i - 1) : i + 2]]
+    return {self.name(x): x for x in cases}
+
+
+class GroupRate(Coordinate):
+  """Learning rates of a group of parameters, of a chain that has others.
+
+  ``setting`` is one of :data:`examples.study.chains.GROUPS`.
+  """
+
+  def value(self, case: Case) -> float:
+    """Returns the rate over that of the hidden matrices."""
+    chain = case.optimizer.chain
+    return dict(chain.rates).get(self.setting, chain.others_rate)
+
+  def changed(self, case: Case, value: float) -> Case:
+    """Returns a case with another rate."""
+    chain = case.optimizer.chain
+    rates = dict(chain.rates) | {self.setting: value}
+    chain = dataclasses.replace(chain, rates=tuple(sorted(rates.items())))
+    optimizer = dataclasses.replace(case.optimizer, chain=chain)
+    return dataclasses.replace(case, optimizer=optimizer)
+
+
+def best(tunings: Tunings) -> str:
+  """Returns the name of the variant with the lowest loss."""
+  return min(tunings, key=lambda name: tunings[name].loss)
+
+
+def search(found: Search, coordinate: Coordinate) -> Plan[Search]:
+  """Plans to tune a further setting of what was the best so far.
+
+  Returns what was tried of its values. The best is evaluated with fresh seeds,
+  unless it is that from before.
+  """
+  name = coordinate.name(found.best)
+  cases = {name: found.best}
+  tried = {name: found.tried[best(found.tried)]}
+  # The next values, and those beyond where one of them is the best.
+  for _ in coordinate.values[1:]:
+    around = coordinate.neighbors(cases[best(tried)])
+    proposed = {x: y for x, y in around.items() if x not in tried}
+    tried |= yield from tune(proposed, tried, coordinate.promising)
+    cases |= proposed
+  chosen = cases[best(tried)]
+  if chosen is found.best:
+    return Search(tried, chosen, found.point)
+  point = yield from chosen.evaluate(tried[best(tried)])
+  return Search(tried, chosen, point)
+
+
+def tune(
+  proposed: Cases, tried: Tunings, promising: float = PROMISING
+) -> Plan[Tunings]:
+  """Plans to tune proposals; at smaller batches only those that promise.
+
+  They are tuned around the learning rate of the best that was tried so far.
+  """
+  lowest = tried[best(tried)]
+  start, limit = lowest.learning_rate, lowest.loss + promising
+  small = {x: y for x, y in proposed.items() if not y.is_large}
+  screened: Tunings = yield from gather(
+    {name: _screen(case, start) for name, case in small.items()}
+  )
+  tuned = yield from gather(
+    {
+      name: case.find_rate(start, seeds=case.scale.tuning_seeds[:1])
+      for name, case in proposed.items()
+      if name not in screened or screened[name].loss <= limit
+    }
+  )
+  return screened | tuned
+
+
+def _screen(case: Case, learning_rate: float) -> Plan[Tuned]:
+  """Plans a trial at one learning rate."""
+  results = yield [case.trial(learning_rate, case.scale.tuning_seeds[0])]
+  return Tuned(tuple(results), learning_rate)

@@ -1,0 +1,134 @@
+"""What the comparison with everything tuned tunes, stage by stage.
+
+First warm-up and b1, from the usual ones; then the standard deviation of the
+initial weights.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import TypeAlias
+
+from examples.gpt2.presets import OPTIMIZERS
+from examples.study.optimizers import COMPARED, HYPERBALL, WITH_RATIOS
+from examples.study.points import Point
+from examples.study.scales import Scale
+from examples.study.tuning import coordinates
+from examples.study.tuning.cases import Case, find_rates
+from examples.study.tuning.coordinates import Cases, Search, Tunings, best
+from examples.study.tuning.plans import Plan, gather
+
+AS_IT_IS = 'as it is'
+INITIAL_WEIGHTS = coordinates.Coordinate(
+  'init_scale', (1.0, 2.0, 4.0), 1.0, '{:g} ×', promising=0.02
+)
+"""Deviations of the initial weights, over that in proportion to the width;
+larger ones want higher rates."""
+_LONG_WARMUP = 0.3
+_WARMUP = f'warm-up {_LONG_WARMUP:.0%}'
+_B1 = (0.4, 0.6, 0.8, 0.9, 0.95)
+# Those that are tried anyway.
+_FIRST_B1 = (0.8, 0.9, 0.95)
+
+Stage: TypeAlias = Callable[[Case], Plan[Search]]
+"""Plans to tune an optimizer at a batch size."""
+
+
+def compare_all(stage: Stage, scale: Scale) -> Plan[list[Point]]:
+  """Plans a stage for all optimizers at every batch.
+
+  Hyperball takes all but the learning rate from that with MERIT's ratios.
+  """
+  sizes = scale.batch_sizes
+  found = yield from gather(
+    {(x.name, y): stage(Case(scale, x, y)) for x in COMPARED for y in sizes}
+  )
+  plain = yield from gather(
+    {
+      (HYPERBALL.name, size): _without_ratios(found[WITH_RATIOS.name, size])
+      for size in sizes
+    }
+  )
+  return [point for x in (found | plain).values() for point in x.points]
+
+
+def _without_ratios(found: Search) -> Plan[Search]:
+  """Plans Hyperball without MERIT's ratios, else as with them."""
+  theirs, scale = found.best.optimizer, found.best.scale
+  parts = tuple(x for x in theirs.chain.parts if x != 'merit')
+  chain = dataclasses.replace(theirs.chain, parts=parts)
+  ours = dataclasses.replace(theirs, name=HYPERBALL.name, chain=chain)
+  case = dataclasses.replace(found.best, optimizer=ours)
+  tuned = yield from case.find_rate(
+    found.point.tuned.learning_rate, seeds=scale.tuning_seeds[:1]
+  )
+  point = yield from case.evaluate(tuned)
+  return Search({'as with ratios': tuned}, case, point)
+
+
+def initial_weights(case: Case) -> Plan[Search]:
+  """Plans to tune the initial weights, with the best warm-up and b1."""
+  found = yield from warmup_and_b1(case)
+  return (yield from coordinates.search(found, INITIAL_WEIGHTS))
+
+
+def warmup_and_b1(case: Case) -> Plan[Search]:
+  """Plans to tune warm-up and b1 of an optimizer at a batch size."""
+  rates = yield from find_rates(case.scale, case.optimizer)
+  usual = rates[case.batch_size].of_seed(case.scale.tuning_seeds[0])
+  cases, tried = {AS_IT_IS: case}, {AS_IT_IS: usual}
+  for propose in (_one_change, _smaller_b1, _smaller_b1, _both):
+    proposed = propose(case, tried)
+    tried |= yield from coordinates.tune(proposed, tried)
+    cases |= proposed
+  name = best(tried)
+  point = yield from cases[name].evaluate(tried[name])
+  return Search(tried, cases[name], point)
+
+
+def _one_change(case: Case, tried: Tunings) -> Cases:
+  """Returns what is tried of an optimizer at every batch.
+
+  At the two largest, also other rates of what Adam updates beside Muon.
+  """
+  del tried  # Of no variant yet.
+  found = {_WARMUP: case.with_settings(warmup_share=_LONG_WARMUP)}
+  for name, b1 in _names_of_b1(case).items():
+    if b1 in _FIRST_B1 and name != AS_IT_IS:
+      found[name] = case.with_settings(b1=b1)
+  if case.is_large and case.optimizer.optimizer == 'muon':
+    for factor in (0.25, 4.0):
+      other = case.optimizer.with_others_rate(factor)
+      found[f'rest at {factor:g} ×'] = dataclasses.replace(
+        case, optimizer=other
+      )
+  return found
+
+
+def _smaller_b1(case: Case, tried: Tunings) -> Cases:
+  """Returns the next smaller b1, if the smallest tried is the best."""
+  names = _names_of_b1(case)
+  lowest = _best_b1(names, tried)
+  smaller = [x for x in names if names[x] < names[lowest]]
+  if not smaller or smaller[-1] in tried:
+    return {}
+  return {smaller[-1]: case.with_settings(b1=names[smaller[-1]])}
+
+
+def _both(case: Case, tried: Tunings) -> Cases:
+  """Returns a long warm-up with the best b1, if each lowers the loss alone."""
+  names = _names_of_b1(case)
+  lowest = _best_b1(names, tried)
+  if lowest == AS_IT_IS or tried[_WARMUP].loss >= tried[AS_IT_IS].loss:
+    return {}
+  both = case.with_settings(warmup_share=_LONG_WARMUP, b1=names[lowest])
+  return {f'{_WARMUP} and {lowest}': both}
+
+
+def _names_of_b1(case: Case) -> dict[str, float]:
+  """Returns the values of b1 by name, the smallest first."""
+  usual = OPTIMIZERS[case.optimizer.optimizer]['b1']
+  return {AS_IT_IS if x == usual else f'b1 {x:g}': x for x in _B1}
+
+
+def _best_b1(names: dict[str, float], tried: Tunings) -> str:
+  return best({x: tried[x] for x in names if x in tried})

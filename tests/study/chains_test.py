@@ -1,0 +1,194 @@
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.transformer import shapes
+from examples.gpt2.optim import optimizers
+from examples.gpt2.presets import resolve
+from examples.study.chains import PARTS, SCHEDULES, Chain
+from examples.study.optimizers import HYPERBALL, MUON_HYPERBALL
+from examples.study.scales import SCALES
+
+
+def _random(*shape, seed=0):
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _config(optimizer='merit', rate=0.1, **changes):
+  return SCALES['nano'].run(optimizer, 128, rate, **changes).config
+
+
+def _model():
+  """Returns parameters of a small GPT-2, and gradients."""
+  config = ModelConfig(
+    vocab_size=64, context_length=8, num_layers=2, num_heads=2, width=8,
+    mlp_width=16,
+  )  # fmt: skip
+  params = jax.tree.map(
+    lambda x: jnp.asarray(_random(*x.shape, seed=x.size)), shapes(config)
+  )
+  return params, jax.tree.map(
+    lambda x: jnp.asarray(_random(*x.shape, seed=x.size + 1)), params
+  )
+
+
+def _update(optimizer, params, gradients):
+  state = optimizer.init(params)
+  return jax.jit(optimizer.update)(gradients, state, params)[0]
+
+
+def test_the_parts_of_merit_make_merit():
+  config, (params, gradients) = _config(), _model()
+  chex.assert_trees_all_close(
+    _update(
+      Chain(('adam', 'decay', 'merit', 'clip')).make(config), params, gradients
+    ),
+    _update(optimizers.make_optimizer(config), params, gradients),
+    rtol=1e-5,
+    atol=1e-7,
+  )
+
+
+def test_what_is_recommended_is_the_chain_up_to_two_settings():
+  params, gradients = _model()
+  config = MUON_HYPERBALL.trial(SCALES['nano'], 128, 0.05, seed=0).config
+  assert (config.b1, config.weight_decay) == (0.9, 0.0)
+  config = dataclasses.replace(config, adam_rate=0.33)
+  chex.assert_trees_all_close(
+    _update(HYPERBALL.chain.make(config), params, gradients),
+    _update(optimizers.make_optimizer(config), params, gradients),
+    rtol=1e-5,
+    atol=1e-6,
+  )
+  default = resolve(dataclasses.replace(config, init_std=None))
+  assert config.init_std == default.init_std
+
+
+_QUICK = {'keep l2': 'merit', 'keep max': 'adam', 'row': 'adam corrected'}
+
+
+@pytest.mark.parametrize(
+  ('part', 'others'),
+  [
+    pytest.param(
+      part,
+      _QUICK.get(part, 'adam'),
+      marks=() if part in _QUICK else pytest.mark.slow,
+    )
+    for part in PARTS
+  ],
+)
+def test_every_part_updates_everything(part: str, others: str):
+  is_direction = part.startswith(('adam', 'muon'))
+  names = (part,) if is_direction else ('muon', part)
+  config, (params, gradients) = _config('muon', 0.05), _model()
+  updates = _update(Chain(names, others).make(config), params, gradients)
+  for name, x in jax.tree.leaves_with_path(updates):
+    assert np.isfinite(x).all(), name
+    assert np.abs(x).max() > 0, name
+  new = optax.apply_updates(params, updates)
+  old_LIO, new_LIO = (x['blocks']['mlp']['up']['kernel'] for x in (params, new))
+  norms = {'keep l2': jnp.linalg.norm, 'keep max': _max_norm}
+  if part in norms:
+    kept = [[float(norms[part](x)) for x in y] for y in (new_LIO, old_LIO)]
+    np.testing.assert_allclose(*kept, rtol=1e-5)
+
+
+def _max_norm(matrix):
+  return jnp.abs(matrix).max()
+
+
+def test_the_text_of_a_chain_is_that_of_stored_trials():
+  chain = Chain(('muon', 'merit', 'l2', 'keep l2'), 'adam', 0.33)
+  assert str(chain) == 'muon > merit > l2 > keep l2; adam 0.33'
+  assert str(Chain(('adam', 'merit'))) == 'adam > merit'
+  quarter = dataclasses.replace(chain, others_rate=0.25 * 0.33)
+  assert str(quarter).endswith('; adam 0.0825')
+  own = dataclasses.replace(chain, rates=(('head', 0.1),), schedule='wsd')
+  assert str(own).endswith('; adam 0.33, head 0.1; schedule wsd')
+
+
+def test_groups_of_parameters_have_rates_of_their_own():
+  config, (params, gradients) = _config('muon', 0.05), _model()
+
+  def updates(**fields):
+    chain = Chain(('muon', 'l2'), 'adam', **fields)
+    return _update(chain.make(config), params, gradients)
+
+  usual, quarter = updates(), updates(others_rate=0.25)
+  own = updates(rates=(('embeddings', 0.25), ('vectors', 0.5)))
+  for x, factor in ((quarter, 4), (own, 4)):
+    chex.assert_trees_all_close(
+      jax.tree.map(lambda x, y=factor: y * x, x['token_embedding']),
+      usual['token_embedding'],
+      rtol=1e-5,
+    )
+  chex.assert_trees_all_close(
+    jax.tree.map(lambda x: 2 * x, own['final_norm']),
+    usual['final_norm'],
+    rtol=1e-5,
+  )
+  up = ('blocks', 'mlp', 'up', 'kernel')
+  for x in (quarter, own):
+    chex.assert_trees_all_equal(*(_at(y, up) for y in (x, usual)))
+
+
+def _at(tree, path):
+  for name in path:
+    tree = tree[name]
+  return tree
+
+
+@pytest.mark.parametrize('name', SCHEDULES)
+def test_schedules_warm_up_alike_and_end_at_zero(name):
+  config = _config('merit', 0.5)
+  schedule, cosine = (SCHEDULES[x](config) for x in (name, 'cosine'))
+  warmup = round(config.warmup_share * config.steps)
+  for step in range(warmup + 1):
+    assert schedule(step) == pytest.approx(float(cosine(step)))
+  rates = [float(schedule(step)) for step in range(warmup, config.steps + 1)]
+  assert rates == sorted(rates, reverse=True)
+  assert rates[-1] == pytest.approx(0, abs=1e-6)
+  assert len(set(rates[: len(rates) // 2])) > 1 or name == 'wsd'
+
+
+@pytest.mark.parametrize(
+  ('fields', 'message'),
+  [
+    ({'parts': ('adamw', 'l2')}, 'parts .*: adamw; accepted are adam,'),
+    ({'others': 'sgd'}, 'others .*: sgd; accepted are .*adam'),
+    ({'rates': (('tail', 1.0),)}, 'rates .*: tail; accepted are embeddings'),
+    ({'schedule': 'step'}, 'schedule .*: step; accepted are cosine'),
+  ],
+)
+def test_unknown_names_are_refused(fields, message):
+  with pytest.raises(ValueError, match=message):
+    Chain(**{'parts': ('muon',)} | fields)
+
+
+def test_qk_clip_follows_a_chain():
+  chain, config = Chain(('muon', 'l2'), 'adam'), _config()
+  params, gradients = _model()
+  bounded = _config(qk_clip=1.0)
+  optimizer = chain.make(bounded)
+  heads = params['blocks']['attention']['qkv']['kernel'].shape[2]
+  updates, _ = jax.jit(optimizer.update)(
+    gradients,
+    optimizer.init(params),
+    params,
+    max_logits=jnp.full((2, heads), 4.0),
+  )
+  plain = _update(chain.make(config), params, gradients)
+  clipped_LDHXK, free_LDHXK = (
+    optax.apply_updates(params, x)['blocks']['attention']['qkv']['kernel']
+    for x in (updates, plain)
+  )
+  # Queries and keys by the root of the excess, values not at all.
+  scales_X1 = jnp.array([0.5, 0.5, 1.0])[:, None]
+  chex.assert_trees_all_close(clipped_LDHXK, scales_X1 * free_LDHXK, rtol=1e-5)

@@ -1,0 +1,159 @@
+import json
+import math
+from pathlib import Path
+import tempfile
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.devices import processes
+from examples.study.scales import SCALES
+from examples.study.training.store import Store
+from examples.study.trial import read_result
+
+_RUNS = [
+  SCALES['nano'].run(optimizer, size, rate, seed=seed)
+  for optimizer in ('merit', 'adamw')
+  for size in (128, 16)
+  for rate in (0.1, 0.02)
+  for seed in (1, 0)
+]
+
+
+def _record(run, **changes):
+  return {
+    **run.label,
+    'loss': 2.0,
+    'config': {},
+    'corpus_sha256': 'abc',
+    'diagnostics': {'step': [1]},
+    'seconds': 1.0,
+    'versions': {'python': '3.11.7'},
+    **changes,
+  }
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+  """A file with the results of all runs."""
+  path = tmp_path / 'results' / 'nano.jsonl'
+  store = Store(path)
+  with store.locked():
+    for run in _RUNS:
+      store.add(_record(run))
+  return path
+
+
+def test_a_result_is_in_the_file_at_once(tmp_path):
+  path = tmp_path / 'results' / 'nano.jsonl'
+  store, run = Store(path), _RUNS[0]
+  assert store.result(run) is None
+  store.add(_record(run, loss=None))
+  for each in (store, Store(path)):
+    (found,) = each.results([run])
+    assert found == read_result(_record(run, loss=None))
+    assert math.isinf(found.loss)
+
+
+def test_all_processes_hear_of_the_end(path, monkeypatch):
+  told, on_first = [], processes.on_first
+  store = Store(path)
+  with store.locked():
+    monkeypatch.setattr(
+      processes, 'on_first', lambda x, *y: told.append(x) or on_first(x, *y)
+    )
+  assert [function.__name__ for function in told] == ['close']
+
+
+def test_a_line_begins_with_what_a_reader_looks_for(path):
+  line = json.loads(path.read_text().splitlines()[0])
+  assert list(line.items())[1:7] == [
+    ('optimizer', 'adamw'), ('arm', ''), ('batch_size', 16),
+    ('learning_rate', 0.02), ('seed', 0), ('loss', 2.0),
+  ]  # fmt: skip
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(st.permutations(_RUNS))
+def test_a_new_run_adds_one_line_whatever_came_before(runs):
+  with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / 'nano.jsonl'
+    store = Store(path)
+    with store.locked():
+      for run in runs[1:]:
+        store.add(_record(run))
+    before = path.read_text().splitlines()
+    with store.locked():
+      store.add(_record(runs[0]))
+    after = path.read_text().splitlines()
+  assert [x for x in after if x in before] == before
+  assert len(after) == len(before) + 1 == len(_RUNS)
+  ranks = [list(json.loads(line).values())[1:6] for line in after]
+  assert ranks == sorted(ranks)
+
+
+@pytest.mark.parametrize('share', [0.0, 0.1, 0.5, 1.0])
+def test_a_torn_last_line_is_dropped_and_its_run_repeated(path, share):
+  lines = path.read_bytes().splitlines(keepends=True)
+  # Without the last bracket at most.
+  cut = max(1, round(share * (len(lines[-1]) - 2)))
+  path.write_bytes(b''.join([*lines[:-1], lines[-1][:cut]]))
+  with pytest.warns(UserWarning, match=f'{path}: the last line is incomplete'):
+    store = Store(path)
+    (lost,) = [run for run in _RUNS if store.result(run) is None]
+    with store.locked():
+      assert path.read_bytes() == b''.join(lines[:-1])
+      store.add(_record(lost))
+  assert path.read_bytes() == b''.join(lines)
+
+
+def test_a_last_line_without_its_end_of_line_is_kept(path):
+  content = path.read_bytes()
+  path.write_bytes(content[:-1])
+  with Store(path).locked():
+    pass
+  assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize('line', ['{', '[]', '{}', '', 'null', '<<<<<<< HEAD'])
+def test_a_damaged_line_is_named(path, line):
+  lines = path.read_text().splitlines()
+  path.write_text('\n'.join([lines[0], line, *lines[2:]]) + '\n')
+  with pytest.raises(UsageError, match=f'{path}, line 2: damaged'):
+    Store(path)
+
+
+def test_a_second_record_of_a_run_is_refused(path):
+  with path.open('a') as file:
+    file.write(path.read_text().splitlines()[0] + '\n')
+  with pytest.raises(UsageError, match=f'line {len(_RUNS) + 1}: a second'):
+    Store(path)
+
+
+def test_results_of_another_text_are_refused(path):
+  store = Store(path)
+  store.check_text('abc')
+  with pytest.raises(UsageError, match='another text.*trained with 3.11.7'):
+    store.check_text('def')
+
+
+def test_one_study_at_a_time_has_the_results(path):
+  with (
+    Store(path).locked(),
+    pytest.raises(UsageError, match='in use by another study'),
+    Store(path).locked(),
+  ):
+    pass
+  with Store(path).locked(), Store(path.with_name('micro.jsonl')).locked():
+    pass
+
+
+def test_another_study_s_new_results_are_seen_once_it_has_ended(path):
+  path.unlink()
+  first, second = Store(path), Store(path)
+  with first.locked():
+    first.add(_record(_RUNS[0]))
+  with second.locked():
+    assert second.result(_RUNS[0]) is not None
