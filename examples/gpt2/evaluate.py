@@ -15,8 +15,9 @@ import tyro
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import validation_batch
 from examples.gpt2.data.documents import load_corpus
+from examples.gpt2.data.shards import TokenFiles, find_files, open_files
 from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
-from examples.gpt2.data.tokens import check_length, map_tokens
+from examples.gpt2.data.tokens import check_length
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.files import Model, load_model
 from examples.gpt2.model.loss import sequence_losses
@@ -107,11 +108,11 @@ def evaluate(
   return Evaluation(loss, count, count * config.context_length, per_byte)
 
 
-def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
+def _read(data: str, model: Model) -> tuple[TokenFiles | np.ndarray, int]:
   """Returns the held-out tokens, and the bytes of their text or 0."""
-  path = Path(data).expanduser() / 'val.bin'
-  if path.is_file():
-    return map_tokens(path), 0
+  paths = find_files(Path(data).expanduser())['val']
+  if paths:
+    return open_files(paths, model.num_tokens), 0
   if model.tokenizer is None:
     raise UsageError(
       f'--data {data} holds no val.bin, and the model has no tokenizer for '
@@ -131,7 +132,7 @@ def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
 
 
 def _check_fits(
-  model: Model, tokens: np.ndarray, length: int, data: str
+  model: Model, tokens: TokenFiles | np.ndarray, length: int, data: str
 ) -> None:
   """Raises ``UsageError`` for what the model cannot be measured on."""
   config = model.config
@@ -141,9 +142,11 @@ def _check_fits(
       f'positions that the model has learned, got {length}.'
     )
   check_length('validation', tokens, length)
-  if tokens.max() >= model.num_tokens:
+  chunks = [tokens] if isinstance(tokens, np.ndarray) else tokens.chunks()
+  largest = max(int(chunk.max()) for chunk in chunks)
+  if largest >= model.num_tokens:
     raise UsageError(
-      f'--data {data} holds the token {tokens.max()}, but the model has '
+      f'--data {data} holds the token {largest}, but the model has '
       f'{model.num_tokens} tokens: its text was tokenized for another model.'
     )
 

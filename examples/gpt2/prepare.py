@@ -12,13 +12,15 @@ import tyro
 from examples.gpt2.config import UsageError, check_at_least
 from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.documents import DocumentReader
+from examples.gpt2.data.shards import PARTS, open_files
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
   MAX_VOCAB_SIZE,
+  num_identifiers,
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.data.tokens import PARTS, map_tokens, write_tokens
+from examples.gpt2.data.tokens import write_tokens
 from examples.gpt2.run.command import exit_on_error, table
 
 _GPT2_VOCAB_SIZE = 50257
@@ -99,7 +101,8 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
         'empty: give more text to --data, or another --validation-share than '
         '{}.'.format(*documents, config.validation_share)
       )
-    tokens = [len(map_tokens(folder / part)) for part in PARTS]
+    size = num_identifiers(tokenizer)
+    tokens = [len(open_files([folder / f'{x}.bin'], size)) for x in PARTS]
   counts = '{:,} to train on, {:,} held out'
   return {
     'documents': counts.format(*documents)

@@ -116,7 +116,7 @@ def test_the_trainer_reads_the_result(config: PrepareConfig, tmp_path: Path):
   )
   tokens = load_tokens(resolve(settings))
   assert tokens.vocab_size == 300
-  assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
+  assert tokens.tokenizer.decode(tokens.train[:]).startswith('the number')
 
 
 def test_what_was_made_is_counted(config: PrepareConfig):
@@ -262,7 +262,7 @@ def test_a_vocabulary_of_the_largest_size_with_a_gap_is_taken(config, tmp_path):
   )
   tokens = load_tokens(resolve(settings))
   assert tokens.vocab_size == 65536
-  assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
+  assert tokens.tokenizer.decode(tokens.train[:]).startswith('the number')
 
 
 @pytest.mark.parametrize(

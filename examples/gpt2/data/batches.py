@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from examples.gpt2.config import Config
+from examples.gpt2.data.shards import TokenFiles, read_windows
 from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
 
 
@@ -28,7 +29,7 @@ def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def training_batch(
-  tokens: np.ndarray, config: Config, step: int, mesh: Mesh
+  tokens: TokenFiles | np.ndarray, config: Config, step: int, mesh: Mesh
 ) -> jax.Array:
   """Makes the batch of a step: random windows, by seed and step alone."""
   generator = np.random.default_rng((config.seed, step))
@@ -38,7 +39,7 @@ def training_batch(
 
 
 def validation_batch(
-  tokens: np.ndarray, config: Config, mesh: Mesh
+  tokens: TokenFiles | np.ndarray, config: Config, mesh: Mesh
 ) -> tuple[jax.Array, int]:
   """Makes the batch of an evaluation, and counts its sequences.
 
@@ -57,16 +58,18 @@ def validation_batch(
 
 
 def _make_batch(
-  tokens: np.ndarray, starts: np.ndarray, config: Config, mesh: Mesh
+  tokens: TokenFiles | np.ndarray,
+  starts: np.ndarray,
+  config: Config,
+  mesh: Mesh,
 ) -> jax.Array:
   """Makes an array over all devices, with any number of micro-batches."""
   _, rows, length = batch_shape(config, mesh).shape
-  windows = np.lib.stride_tricks.sliding_window_view(tokens, length)
   starts_AB = starts.reshape(-1, rows)
   return jax.make_array_from_callback(
     (*starts_AB.shape, length),
     batch_sharding(mesh),
     # Called for the devices of this process alone; T is not sharded.
-    lambda index: windows[starts_AB[index[:2]]].astype(np.int32),
+    lambda index: read_windows(tokens, starts_AB[index[:2]], length),
     dtype=np.int32,
   )

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 from pathlib import Path
 import shutil
 from typing import Any
@@ -19,31 +20,36 @@ import tqdm
 from examples.gpt2.config import Config, UsageError, digest
 from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.documents import Corpus, load_corpus
+from examples.gpt2.data.shards import (
+  PARTS,
+  TokenFiles,
+  find_files,
+  open_files,
+)
 from examples.gpt2.data.tokenizer import (
-  TOKEN_DTYPE,
   encode,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
 )
 from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.storage import as_path, file_system, is_remote
 
-PARTS = ('train.bin', 'val.bin')  # To train on, and held out.
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
 _DOCUMENTS_AT_ONCE = 128
-_TOKENS_AT_ONCE = 1 << 24
+_VERSION = ('size', 'generation', 'etag', 'ETag', 'updated', 'LastModified')
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """Tokens of a run, memory-mapped."""
+  """Tokens of a run."""
 
   source: str  # Where they came from, for people.
   num_bytes: int  # Size of the text, or of the token files.
   sha256: str  # Hash of the text, or of the token files.
-  train: np.ndarray  # uint16, shape (tokens,).
-  validation: np.ndarray  # uint16, shape (tokens,).
+  train: TokenFiles
+  validation: TokenFiles
   tokenizer: tokenizers.Tokenizer | None  # Of the text, where there is one.
   vocab_size: int  # Number that all token identifiers are below.
   # Of the frequencies of all tokens, nats a token: the loss of the best model
@@ -74,13 +80,14 @@ def load_tokens(config: Config) -> Tokens:
 
 
 def _load(config: Config) -> Tokens:
-  folder = Path(config.data).expanduser()
-  missing = [name for name in PARTS if not (folder / name).is_file()]
+  folder = as_path(config.data)
+  files = find_files(folder)
+  missing = [part for part in PARTS if not files[part]]
   if not missing:
     return _open_folder(folder, config)
   if len(missing) < len(PARTS):
     raise UsageError(
-      f'--data {config.data} holds token files, but no {missing[0]}.'
+      f'--data {config.data} holds token files, but no {missing[0]}.bin.'
     )
   corpus = load_corpus(config.data)
   key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
@@ -95,23 +102,19 @@ def _load(config: Config) -> Tokens:
 
 
 def _open_folder(folder: Path, config: Config) -> Tokens:
-  """Opens a folder with train.bin, val.bin and perhaps tokenizer.json."""
+  """Opens a folder with token files of both parts, perhaps a tokenizer."""
   vocab_size, tokenizer = config.vocab_size, None
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     vocab_size = num_identifiers(tokenizer)
-  train, validation = (map_tokens(folder / name) for name in PARTS)
+  paths = find_files(folder)
+  train, validation = (open_files(paths[part], vocab_size) for part in PARTS)
   check_length('training', train, config.context_length)
   check_length('validation', validation, config.context_length)
-  statistics = _cached_statistics(folder, config.cache_dir)
-  if statistics['largest_token'] >= vocab_size:
-    raise UsageError(
-      f'--data {config.data} holds the token {statistics["largest_token"]}, '
-      f'but its vocabulary has {vocab_size} tokens: give a larger --vocab-size.'
-    )
+  statistics = _cached_statistics([train, validation], vocab_size, config)
   return Tokens(
     source=str(folder),
-    num_bytes=train.nbytes + validation.nbytes,
+    num_bytes=sum(x.num_bytes for x in (train, validation)),
     sha256=statistics['sha256'],
     train=train,
     validation=validation,
@@ -121,23 +124,25 @@ def _open_folder(folder: Path, config: Config) -> Tokens:
   )
 
 
-def map_tokens(path: Path) -> np.ndarray:
-  """Maps a token file into memory: uint16, shape (tokens,)."""
-  size = path.stat().st_size
-  if not size or size % TOKEN_DTYPE.itemsize:
-    raise UsageError(
-      f'{path} has {size} bytes: expected uint16 tokens, an even number.'
-    )
-  return np.memmap(path, TOKEN_DTYPE, mode='r')
-
-
-def check_length(part: str, tokens: np.ndarray, length: int) -> None:
+def check_length(part: str, tokens: TokenFiles, length: int) -> None:
   """Raises ``UsageError`` where tokens are too few for a sequence."""
   if len(tokens) <= length:
     raise UsageError(
       f'The {part} part of --data has {len(tokens)} tokens, too few for a '
       f'sequence of --context-length {length} and its last target: give more '
       'text or a shorter context.'
+    )
+
+
+def check_below(tokens: np.ndarray, vocab_size: int, source: object) -> None:
+  """Raises ``UsageError`` for tokens that are not in a vocabulary."""
+  largest, smallest = int(tokens.max()), int(tokens.min())
+  if smallest < 0:
+    raise UsageError(f'--data {source} holds the token {smallest}.')
+  if largest >= vocab_size:
+    raise UsageError(
+      f'--data {source} holds the token {largest}, but its vocabulary has '
+      f'{vocab_size} tokens: give a larger --vocab-size, if these are tokens.'
     )
 
 
@@ -154,7 +159,9 @@ def write_tokens(
   tokenizer.save(str(folder / _TOKENIZER))
   documents, counts = iter(documents), [0, 0]
   with contextlib.ExitStack() as stack:
-    files = [stack.enter_context((folder / x).open('wb')) for x in PARTS]
+    files = [
+      stack.enter_context((folder / f'{x}.bin').open('wb')) for x in PARTS
+    ]
     while group := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
       for i, file in enumerate(files):
         texts = [text for part, text in group if part == PARTS[i]]
@@ -165,10 +172,12 @@ def write_tokens(
 
 def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
   """Tokenizes a corpus, all or nothing, unless the folder has its tokens."""
-  if _is_whole(folder, config.cache_dir):
+  if _is_whole(folder, config):
     return
   if folder.exists():
-    warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
+    # Releases before 0.2.0 wrote no such file.
+    if (folder / _STATISTICS).exists():
+      warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
     shutil.rmtree(folder)
   documents = [(PARTS[0], text) for text in corpus.train]
   documents += [(PARTS[1], text) for text in corpus.validation]
@@ -176,57 +185,81 @@ def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
     with new_folder(folder) as scratch:
       tokenizer = train_tokenizer(corpus.train, config.vocab_size)
       write_tokens(scratch, tokenizer, tqdm.tqdm(documents, 'tokenizing'))
-      (scratch / _STATISTICS).write_text(json.dumps(_statistics(scratch)))
+      written = json.dumps(_statistics(*_open_cached(scratch)))
+      (scratch / _STATISTICS).write_text(written)
   except OSError:
     if not folder.is_dir():  # Another run may have been quicker.
       raise
 
 
-def _is_whole(folder: Path, cache_dir: Path) -> bool:
+def _open_cached(folder: Path) -> tuple[list[TokenFiles], int]:
+  """Opens both parts of a folder of the cache, and counts its vocabulary."""
+  size = num_identifiers(read_tokenizer(folder / _TOKENIZER))
+  return [open_files([folder / f'{x}.bin'], size) for x in PARTS], size
+
+
+def _is_whole(folder: Path, config: Config) -> bool:
   """Returns whether a cached folder holds what was written to it.
 
   An error of the disk is raised: it is no damage, and the cache is shared.
   """
   try:
-    read_tokenizer(folder / _TOKENIZER)
     written = json.loads((folder / _STATISTICS).read_text())
-    return written == _cached_statistics(folder, cache_dir)
+    return written == _cached_statistics(*_open_cached(folder), config)
   except (FileNotFoundError, ValueError):
     return False
 
 
-def _cached_statistics(folder: Path, cache_dir: Path) -> dict[str, Any]:
-  """Counts the tokens of a folder, once for the very same files.
+def _cached_statistics(
+  parts: list[TokenFiles], vocab_size: int, config: Config
+) -> dict[str, Any]:
+  """Counts the tokens of files, once for the very same ones.
 
   Files are the same where path, size and times of the last change are.
   """
-  paths = [(folder / name).resolve() for name in PARTS]
-  stats = [(str(path), path.stat()) for path in paths]
-  key = digest([(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats])
-  cache = cache_dir.expanduser() / 'statistics' / f'{key[:16]}.json'
-  with contextlib.suppress(OSError, ValueError):
-    return json.loads(cache.read_text())
-  statistics = _statistics(folder)
+  key = digest([_stamp(x.path) for part in parts for x in part.shards])
+  cache = config.cache_dir.expanduser() / 'statistics' / f'{key[:16]}.json'
+  with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    statistics = json.loads(cache.read_text())
+    if statistics['largest_token'] < vocab_size:
+      return statistics
+  statistics = _statistics(parts, vocab_size)
   with contextlib.suppress(OSError):  # The next run then counts again.
     cache.parent.mkdir(parents=True, exist_ok=True)
     cache.write_text(json.dumps(statistics))
   return statistics
 
 
-def _statistics(folder: Path) -> dict[str, Any]:
-  """Reads all tokens of a folder: the largest, a hash, and their entropy."""
-  counts = np.zeros(np.iinfo(TOKEN_DTYPE).max + 1, np.int64)
+def _stamp(path: Path) -> list[Any]:
+  """Returns what tells apart the versions of a file."""
+  if is_remote(path):
+    info = file_system(path).info(os.fspath(path))
+    return [str(path), *(str(info.get(name)) for name in _VERSION)]
+  stat = path.stat()
+  times = stat.st_mtime_ns, stat.st_ctime_ns
+  return [str(path.resolve()), stat.st_size, *times]
+
+
+def _statistics(parts: list[TokenFiles], vocab_size: int) -> dict[str, Any]:
+  """Reads all tokens: the largest, a hash, and their entropy."""
+  counts = np.zeros(vocab_size, np.int64)
   sha256 = hashlib.sha256()
-  for name in PARTS:
-    tokens = map_tokens(folder / name)
-    sha256.update(f'{len(tokens)} tokens'.encode())
-    chunks = np.array_split(tokens, len(tokens) // _TOKENS_AT_ONCE + 1)
-    for chunk in tqdm.tqdm(chunks, f'counting tokens of {name}', delay=2):
-      sha256.update(chunk)
-      counts += np.bincount(chunk, minlength=len(counts))
-  probabilities = counts[counts > 0] / counts.sum()
+  for part in parts:
+    sha256.update(f'{len(part)} tokens'.encode())
+    with tqdm.tqdm(desc='counting tokens', total=len(part), delay=2) as bar:
+      for chunk in part.chunks():
+        check_below(chunk, vocab_size, part.shards[0].path.parent)
+        sha256.update(chunk)
+        counts += np.bincount(chunk, minlength=vocab_size)
+        bar.update(chunk.size)
   return {
     'largest_token': int(np.flatnonzero(counts)[-1]),
     'sha256': sha256.hexdigest(),
-    'unigram_entropy': float(-np.sum(probabilities * np.log(probabilities))),
+    'unigram_entropy': entropy(counts),
   }
+
+
+def entropy(counts: np.ndarray) -> float:
+  """Returns the entropy of frequencies, in nats."""
+  probabilities = counts[counts > 0] / counts.sum()
+  return float(-np.sum(probabilities * np.log(probabilities)))
