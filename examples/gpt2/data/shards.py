@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import itertools
-import os
 from pathlib import Path
 import re
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.storage import file_system, is_remote, read_ranges
+from examples.gpt2.data.files import file_size
+from examples.gpt2.storage import is_remote, read_ranges
 
 PARTS = ('train', 'val')  # To train on, and held out.
 
@@ -39,11 +39,6 @@ _SAMPLE = 1 << 16
 def token_dtype(vocab_size: int) -> np.dtype:
   """Returns the type of tokens in files: uint16, or uint32 if need be."""
   return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
-
-
-def file_size(path: Path) -> int:
-  """Returns the bytes of a file, on a disk or in an object store."""
-  return file_system(path).info(os.fspath(path))['size']
 
 
 @dataclasses.dataclass(frozen=True)
