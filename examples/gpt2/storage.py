@@ -1,15 +1,22 @@
-"""Where files are: on a disk, or in an object store (gs://, s3://)."""
+"""Where files are: on a disk, or in an object store (gs://, s3://).
 
-from collections.abc import Sequence
+Paths of stores have the methods of ``pathlib``. What goes beyond them, because
+a store keeps whole objects and has neither folders nor locks, is here.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
 import importlib.util
 import os
 from pathlib import Path
 import re
+import tempfile
 
 from etils import epath
 import fsspec
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data import atomic
 
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
@@ -58,14 +65,30 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
 
 def is_remote(path: Path) -> bool:
-  """Returns whether a path of :func:`as_path` is in an object store."""
-  return isinstance(path, epath.Path)
+  """Returns whether a path is in an object store."""
+  return '://' in os.fspath(path)
 
 
 def file_system(path: Path) -> fsspec.AbstractFileSystem:
   """Returns fsspec's interface to what holds a path."""
   scheme, is_url, _ = os.fspath(path).partition('://')
   return fsspec.filesystem(scheme if is_url else 'file')
+
+
+@contextlib.contextmanager
+def os_errors(path: Path) -> Iterator[None]:
+  """Raises as ``OSError`` what a store's own libraries raise.
+
+  Those have errors of their own for credentials and for a store that is away.
+  """
+  try:
+    yield
+  except (OSError, UsageError):
+    raise
+  except Exception as error:
+    if not is_remote(path):
+      raise
+    raise OSError(f'{path}: {type(error).__name__}: {error}') from error
 
 
 def read_ranges(
@@ -87,9 +110,10 @@ def read_ranges(
   if not paths:
     return []
   ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-  parts = file_system(paths[0]).cat_ranges(
-    [os.fspath(path) for path in paths], list(offsets), ends, on_error='raise'
-  )
+  with os_errors(paths[0]):
+    parts = file_system(paths[0]).cat_ranges(
+      [os.fspath(path) for path in paths], list(offsets), ends, on_error='raise'
+    )
   for path, part, offset, size in zip(
     paths, parts, offsets, sizes, strict=True
   ):
@@ -99,3 +123,82 @@ def read_ranges(
         f'{size} could be read.'
       )
   return parts
+
+
+def make_folder(path: Path) -> None:
+  """Makes a folder on a disk; a store has none, and buckets are not made."""
+  if not is_remote(path):
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def create(path: Path, content: bytes) -> None:
+  """Writes an object of a store; ``FileExistsError`` if it is there."""
+  with os_errors(path):
+    file_system(path).pipe_file(os.fspath(path), content, mode='create')
+
+
+def write_whole(path: Path, content: bytes) -> None:
+  """Writes a file, whole or not at all, in place of one that is there."""
+  if not is_remote(path):
+    atomic.write_whole(path, content)
+    return
+  with os_errors(path):
+    file_system(path).pipe_file(os.fspath(path), content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+  """Gives a scratch file on a disk, which becomes the file if all goes well."""
+  if not is_remote(path):
+    with atomic.whole_file(path) as scratch:
+      yield scratch
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    scratch = Path(folder, path.name)
+    yield scratch
+    with os_errors(path):
+      file_system(path).put_file(str(scratch), os.fspath(path))
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+  """Gives a scratch folder on a disk, which becomes the one if all goes well.
+
+  In a store, its files come one by one, the largest first: those that say what
+  the others are come last. Raises ``FileExistsError`` where the folder holds
+  something.
+  """
+  if not is_remote(path):
+    with atomic.new_folder(path) as scratch:
+      yield scratch
+    return
+  with os_errors(path):
+    if path.exists():
+      raise FileExistsError(
+        f'{path} is there: choose another folder, or delete it.'
+      )
+  with tempfile.TemporaryDirectory() as folder:
+    yield Path(folder)
+    upload(Path(folder), path)
+
+
+def upload(folder: Path, path: Path) -> None:
+  """Copies the files of a folder on a disk into one in a store."""
+  files = [file for file in folder.rglob('*') if file.is_file()]
+  with os_errors(path):
+    for file in sorted(files, key=lambda file: -file.stat().st_size):
+      target = path / file.relative_to(folder).as_posix()
+      file_system(path).put_file(str(file), os.fspath(target))
+
+
+@contextlib.contextmanager
+def on_disk(path: Path) -> Iterator[Path]:
+  """Gives a file on a disk: the file itself, or a copy of one in a store."""
+  if not is_remote(path):
+    yield path
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    copy = Path(folder, path.name)
+    with os_errors(path):
+      file_system(path).get_file(os.fspath(path), str(copy))
+    yield copy
