@@ -21,6 +21,8 @@ from examples.gpt2.data import atomic
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
 
+_LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
+
 # What other hosts have written would not be seen.
 for _scheme in ('gs', 'gcs', 's3'):
   fsspec.config.conf.setdefault(_scheme, {})['use_listings_cache'] = False
@@ -76,19 +78,18 @@ def file_system(path: Path) -> fsspec.AbstractFileSystem:
 
 
 @contextlib.contextmanager
-def os_errors(path: Path) -> Iterator[None]:
-  """Raises as ``OSError`` what a store's own libraries raise.
+def os_errors() -> Iterator[None]:
+  """Raises as ``OSError`` what the libraries of stores raise.
 
   Those have errors of their own for credentials and for a store that is away.
   """
   try:
     yield
-  except (OSError, UsageError):
-    raise
   except Exception as error:
-    if not is_remote(path):
+    library = type(error).__module__.partition('.')[0]
+    if library not in _LIBRARIES or isinstance(error, OSError):
       raise
-    raise OSError(f'{path}: {type(error).__name__}: {error}') from error
+    raise OSError(f'{type(error).__name__}: {error}') from error
 
 
 def read_ranges(
@@ -110,7 +111,7 @@ def read_ranges(
   if not paths:
     return []
   ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-  with os_errors(paths[0]):
+  with os_errors():
     parts = file_system(paths[0]).cat_ranges(
       [os.fspath(path) for path in paths], list(offsets), ends, on_error='raise'
     )
@@ -131,9 +132,23 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
+def move(path: Path, target: Path) -> None:
+  """Moves a file or folder within a disk, or object by object in a store."""
+  if not is_remote(path):
+    os.rename(path, target)
+    return
+  with os_errors():
+    store = file_system(path)
+    # One by one: some stores take the folder itself for an object.
+    objects = store.find(os.fspath(path))
+    source, goal = (os.fspath(x).partition('://')[2] for x in (path, target))
+    store.copy(objects, [goal + name.removeprefix(source) for name in objects])
+    store.rm(objects)
+
+
 def create(path: Path, content: bytes) -> None:
   """Writes an object of a store; ``FileExistsError`` if it is there."""
-  with os_errors(path):
+  with os_errors():
     file_system(path).pipe_file(os.fspath(path), content, mode='create')
 
 
@@ -142,7 +157,7 @@ def write_whole(path: Path, content: bytes) -> None:
   if not is_remote(path):
     atomic.write_whole(path, content)
     return
-  with os_errors(path):
+  with os_errors():
     file_system(path).pipe_file(os.fspath(path), content)
 
 
@@ -156,7 +171,7 @@ def whole_file(path: Path) -> Iterator[Path]:
   with tempfile.TemporaryDirectory() as folder:
     scratch = Path(folder, path.name)
     yield scratch
-    with os_errors(path):
+    with os_errors():
       file_system(path).put_file(str(scratch), os.fspath(path))
 
 
@@ -172,7 +187,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     with atomic.new_folder(path) as scratch:
       yield scratch
     return
-  with os_errors(path):
+  with os_errors():
     if path.exists():
       raise FileExistsError(
         f'{path} is there: choose another folder, or delete it.'
@@ -185,7 +200,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 def upload(folder: Path, path: Path) -> None:
   """Copies the files of a folder on a disk into one in a store."""
   files = [file for file in folder.rglob('*') if file.is_file()]
-  with os_errors(path):
+  with os_errors():
     for file in sorted(files, key=lambda file: -file.stat().st_size):
       target = path / file.relative_to(folder).as_posix()
       file_system(path).put_file(str(file), os.fspath(target))
@@ -199,6 +214,6 @@ def on_disk(path: Path) -> Iterator[Path]:
     return
   with tempfile.TemporaryDirectory() as folder:
     copy = Path(folder, path.name)
-    with os_errors(path):
+    with os_errors():
       file_system(path).get_file(os.fspath(path), str(copy))
     yield copy

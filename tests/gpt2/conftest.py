@@ -1,10 +1,12 @@
 from collections.abc import Callable, Iterator
+import contextlib
 import itertools
 import json
 from pathlib import Path
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 
@@ -114,6 +116,63 @@ def _serve(command: list[str], port: int, page: str) -> Iterator[str]:
     server.wait()
 
 
+class Proxy:
+  """What clients see of an emulator: it can fail, and be slow.
+
+  Attributes:
+    status: HTTP status of all answers; None for those of the emulator.
+    delay: Seconds before each part of a request is handed on.
+    requests: First lines of what was asked for.
+  """
+
+  def __init__(self, port: int):
+    self._port = port
+    self._listener = socket.create_server(('127.0.0.1', 0))
+    self.address = f'http://127.0.0.1:{self._listener.getsockname()[1]}'
+    self.heal()
+    threading.Thread(target=self._accept, daemon=True).start()
+
+  def heal(self) -> None:
+    self.status: int | None = None
+    self.delay = 0.0
+    self.requests: list[str] = []
+
+  def close(self) -> None:
+    self._listener.close()
+
+  def _accept(self) -> None:
+    with contextlib.suppress(OSError):
+      while True:
+        client = self._listener.accept()[0]
+        threading.Thread(target=self._serve, args=[client], daemon=True).start()
+
+  def _serve(self, client: socket.socket) -> None:
+    with (
+      contextlib.suppress(OSError),
+      client,
+      socket.create_connection(('127.0.0.1', self._port)) as server,
+    ):
+      back = threading.Thread(target=_copy, args=[server, client], daemon=True)
+      back.start()
+      while content := client.recv(1 << 16):
+        self.requests.append(content.split(b'\r\n')[0].decode(errors='replace'))
+        if self.status is not None:
+          client.sendall(
+            f'HTTP/1.1 {self.status} failed\r\nContent-Length: 0\r\n'
+            'Connection: close\r\n\r\n'.encode()
+          )
+          return
+        time.sleep(self.delay)
+        server.sendall(content)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    while content := source.recv(1 << 16):
+      target.sendall(content)
+    target.shutdown(socket.SHUT_WR)
+
+
 @pytest.fixture(scope='session')
 def gs_emulator() -> Iterator[str]:
   """Starts an emulator of Google Cloud Storage; gives its address."""
@@ -140,23 +199,28 @@ def s3_emulator() -> Iterator[str]:
 
 
 @pytest.fixture(scope='session')
-def store_environment(
+def start_store(
   request: pytest.FixtureRequest,
-) -> Iterator[Callable[[str], str]]:
-  """Points all that reads stores to the emulators; gives their addresses.
+) -> Iterator[Callable[[str], Proxy]]:
+  """Points all that reads stores to emulators, by proxies that it gives.
 
-  They cannot be changed within a process: clients keep what they were first
-  told.
+  They stay for all tests: clients keep the address that they were first told.
   """
+  proxies: dict[str, Proxy] = {}
   with pytest.MonkeyPatch.context() as patch:
 
-    def start(scheme: str) -> str:
-      address = request.getfixturevalue(f'{scheme}_emulator')
-      for name, value in _environment(scheme, address).items():
-        patch.setenv(name, value)
-      return address
+    def start(scheme: str) -> Proxy:
+      if scheme not in proxies:
+        address = request.getfixturevalue(f'{scheme}_emulator')
+        proxies[scheme] = Proxy(int(address.rpartition(':')[2]))
+        environment = _environment(scheme, proxies[scheme].address)
+        for name, value in environment.items():
+          patch.setenv(name, value)
+      return proxies[scheme]
 
     yield start
+  for proxy in proxies.values():
+    proxy.close()
 
 
 def _environment(scheme: str, address: str) -> dict[str, str]:
@@ -182,12 +246,13 @@ def _environment(scheme: str, address: str) -> dict[str, str]:
 
 @pytest.fixture
 def make_bucket(
-  store_environment: Callable[[str], str],
+  start_store: Callable[[str], Proxy],
 ) -> Callable[[str], str]:
   """Makes an empty bucket of a scheme, 'gs' or 's3', and returns its URL."""
 
   def make(scheme: str) -> str:
-    address, name = store_environment(scheme), f'bucket-{next(_BUCKETS)}'
+    address = start_store(scheme).address
+    name = f'bucket-{next(_BUCKETS)}'
     if scheme == 'gs':
       content = json.dumps({'name': name}).encode()
       _request(f'{address}/storage/v1/b?project=test', 'POST', content)
@@ -204,3 +269,12 @@ def bucket(
 ) -> str:
   """The URL of an empty bucket, in each kind of store."""
   return make_bucket(request.param)
+
+
+@pytest.fixture
+def proxy(bucket: str, start_store: Callable[[str], Proxy]) -> Iterator[Proxy]:
+  """What stands before the store of ``bucket``, to make it fail."""
+  found = start_store(bucket.partition(':')[0])
+  found.heal()
+  yield found
+  found.heal()

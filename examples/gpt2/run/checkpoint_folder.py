@@ -1,14 +1,20 @@
 """The folder of a run's checkpoints: which there are, and which stay."""
 
+import contextlib
 import json
 import math
 import os
 from pathlib import Path
-import shutil
 from typing import Any
 
-from examples.gpt2.run.folder import unused_path
+from etils import epath
+import orbax.checkpoint as ocp
 
+from examples.gpt2.run import orbax_s3
+from examples.gpt2.run.folder import unused_path
+from examples.gpt2.storage import as_path, is_remote, make_folder, move
+
+_COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 # What Orbax raises for files that are truncated, missing or garbled.
 DAMAGE = (
   AttributeError, FileNotFoundError, KeyError, TypeError, ValueError,
@@ -16,16 +22,23 @@ DAMAGE = (
 
 
 class CheckpointFolder:
-  """Checkpoints on disk, each a folder that is named by its step.
+  """Checkpoints, each in a folder that is named by its step.
+
+  On a disk, Orbax gives a checkpoint its name once it is whole. In a store,
+  where that would copy it, it writes a last file that says so.
 
   All methods but ``path`` and ``record`` are for process 0.
   """
 
   def __init__(self, root: Path, keep: int):
-    self.root = root.absolute()
+    self.is_remote = is_remote(as_path(root))
+    place = as_path(root) if self.is_remote else as_path(root).absolute()
+    self.root = epath.Path(place)
+    if os.fspath(self.root).startswith('s3://'):
+      orbax_s3.install()
     self._keep = keep
 
-  def path(self, step: int) -> Path:
+  def path(self, step: int) -> epath.Path:
     """Returns the folder of a checkpoint."""
     return self.root / str(step)
 
@@ -35,14 +48,29 @@ class CheckpointFolder:
 
   def steps(self) -> list[int]:
     """Returns the steps that have a checkpoint, in order."""
-    names = [path.name for path in self.root.iterdir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    folders = self._folders()
+    return sorted(int(x.name) for x in folders if self._is_whole(x))
+
+  def _folders(self) -> list[epath.Path]:
+    """Returns the folders of checkpoints, whole or not."""
+    if not self.root.exists():
+      return []
+    return [path for path in self.root.iterdir() if path.name.isdecimal()]
+
+  def _is_whole(self, folder: epath.Path) -> bool:
+    if not self.is_remote:
+      return True
+    return (folder / _COMMITTED).exists()
 
   def clean_up(self) -> None:
     """Makes the folder, and deletes what failed or killed saves left."""
-    self.root.mkdir(parents=True, exist_ok=True)
-    for unfinished in self.root.glob('*.orbax-checkpoint-tmp*'):
-      shutil.rmtree(unfinished, ignore_errors=True)
+    make_folder(self.root)
+    unfinished = [x for x in self._folders() if not self._is_whole(x)]
+    if not self.is_remote:
+      unfinished += self.root.glob('*.orbax-checkpoint-tmp*')
+    for path in unfinished:
+      with contextlib.suppress(OSError):
+        path.rmtree()
 
   def delete_old(self) -> None:
     """Deletes all checkpoints but the last ones and the best."""
@@ -52,14 +80,20 @@ class CheckpointFolder:
     best = min(steps, key=lambda x: (self._loss(x), -x), default=None)
     for step in steps[: -self._keep]:
       if step != best:
-        shutil.rmtree(self.path(step))
+        self._delete(self.path(step))
+
+  def _delete(self, folder: epath.Path) -> None:
+    # First what makes it whole: one that is half deleted is not read.
+    if self.is_remote:
+      (folder / _COMMITTED).unlink()
+    folder.rmtree()
 
   def set_aside(self, step: int) -> str:
     """Moves a damaged checkpoint, and returns where it is then."""
-    folder = self.root.with_name(f'damaged-{self.root.name}')
-    folder.mkdir(exist_ok=True)
+    folder = self.root.parent / f'damaged-{self.root.name}'
+    make_folder(folder)
     path = unused_path(folder / str(step))
-    os.rename(self.path(step), path)
+    move(self.path(step), path)
     return str(path)
 
   def _loss(self, step: int) -> float:

@@ -26,8 +26,14 @@ from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.run.checkpoint_folder import DAMAGE, CheckpointFolder
 from examples.gpt2.run.checksums import checksums
+from examples.gpt2.storage import os_errors
 
 _NUMBERS = itertools.count()
+# How TensorStore's errors of a store begin that say nothing of its objects.
+_AWAY = (
+  'ABORTED', 'CANCELLED', 'DEADLINE_EXCEEDED', 'INTERNAL', 'PERMISSION_DENIED',
+  'RESOURCE_EXHAUSTED', 'UNAUTHENTICATED', 'UNAVAILABLE',
+)  # fmt: skip
 
 
 class Checkpoints:
@@ -80,7 +86,7 @@ class Checkpoints:
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
-    self._saving = step, _make_writer()
+    self._saving = step, _make_writer(self._folder.is_remote)
     return self._try('save', self._folder.path(step), args=items)
 
   def wait(self) -> bool:
@@ -166,7 +172,8 @@ class Checkpoints:
     self, step: int, targets: dict[str, Any]
   ) -> tuple[dict[str, jax.Array], dict[str, int]]:
     """Returns arrays, and their checksums when they were saved, by path."""
-    record = self._folder.record(step)
+    with os_errors():
+      record = self._folder.record(step)
     found, expected = record['types'], _types(targets)
     for name in sorted(found.keys() | expected.keys()):
       one, other = found.get(name, 'missing'), expected.get(name, 'nothing')
@@ -175,9 +182,12 @@ class Checkpoints:
     # Alone: in a barrier, the others would wait forever for one that failed.
     me = jax.process_index()
     options = ocp.options.MultiprocessingOptions(me, active_processes={me})
-    with ocp.Checkpointer(
-      ocp.CompositeCheckpointHandler(), multiprocessing_options=options
-    ) as reader:
+    with (
+      os_errors(),
+      ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(), multiprocessing_options=options
+      ) as reader,
+    ):
       item = ocp.args.Composite(state=ocp.args.StandardRestore(targets))
       arrays = reader.restore(self._folder.path(step), args=item)['state']
     return arrays, record['checksums']
@@ -192,17 +202,23 @@ class Checkpoints:
       )
 
 
-def _make_writer() -> ocp.AsyncCheckpointer:
+def _make_writer(is_remote: bool) -> ocp.AsyncCheckpointer:
   """Returns what makes one save, in all processes together."""
+  # Else it renames folders, which a store would copy.
+  commit = ocp.path.atomicity.CommitFileTemporaryPath if is_remote else None
   # Barriers of named processes end in time if one of these has failed, and with
   # names of their own they are not taken for those of the next save.
   options = ocp.options.MultiprocessingOptions(
     active_processes=set(range(jax.process_count())),
     barrier_sync_key_prefix=f'save_{next(_NUMBERS)}',
   )
-  composite = ocp.CompositeOptions(multiprocessing_options=options)
+  composite = ocp.CompositeOptions(
+    multiprocessing_options=options, temporary_path_class=commit
+  )
   handler = ocp.CompositeCheckpointHandler(composite_options=composite)
-  return ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
+  return ocp.AsyncCheckpointer(
+    handler, multiprocessing_options=options, temporary_path_class=commit
+  )
 
 
 def _types(arrays: dict[str, Any]) -> dict[str, str]:
@@ -253,6 +269,8 @@ def _cause(error: BaseException) -> BaseException:
   """Returns the first of the errors that Orbax and TensorStore wrap."""
   while error.__cause__:
     error = error.__cause__
+  if isinstance(error, ValueError) and str(error).startswith(_AWAY):
+    return OSError(_describe(error))
   code = re.search(r"os_error_code='(\d+)'", str(error))
   if not code:
     return error
