@@ -141,6 +141,8 @@ def move(path: Path, target: Path) -> None:
     store = file_system(path)
     # One by one: some stores take the folder itself for an object.
     objects = store.find(os.fspath(path))
+    if not objects:
+      raise FileNotFoundError(f'{path} is not there.')
     source, goal = (os.fspath(x).partition('://')[2] for x in (path, target))
     store.copy(objects, [goal + name.removeprefix(source) for name in objects])
     store.rm(objects)

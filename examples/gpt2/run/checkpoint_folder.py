@@ -12,7 +12,13 @@ import orbax.checkpoint as ocp
 
 from examples.gpt2.run import orbax_s3
 from examples.gpt2.run.folder import unused_path
-from examples.gpt2.storage import as_path, is_remote, make_folder, move
+from examples.gpt2.storage import (
+  as_path,
+  is_remote,
+  make_folder,
+  move,
+  os_errors,
+)
 
 _COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 # What Orbax raises for files that are truncated, missing or garbled.
@@ -46,6 +52,7 @@ class CheckpointFolder:
     """Returns loss, types and checksums of a checkpoint."""
     return json.loads((self.path(step) / 'record' / 'metadata').read_bytes())
 
+  @os_errors()
   def steps(self) -> list[int]:
     """Returns the steps that have a checkpoint, in order."""
     folders = self._folders()
@@ -62,6 +69,7 @@ class CheckpointFolder:
       return True
     return (folder / _COMMITTED).exists()
 
+  @os_errors()
   def clean_up(self) -> None:
     """Makes the folder, and deletes what failed or killed saves left."""
     make_folder(self.root)
@@ -72,6 +80,7 @@ class CheckpointFolder:
       with contextlib.suppress(OSError):
         path.rmtree()
 
+  @os_errors()
   def delete_old(self) -> None:
     """Deletes all checkpoints but the last ones and the best."""
     # A writer of Orbax may go on for a moment after its save has failed.
@@ -88,6 +97,7 @@ class CheckpointFolder:
       (folder / _COMMITTED).unlink()
     folder.rmtree()
 
+  @os_errors()
   def set_aside(self, step: int) -> str:
     """Moves a damaged checkpoint, and returns where it is then."""
     folder = self.root.parent / f'damaged-{self.root.name}'
