@@ -8,7 +8,11 @@ import tyro
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.atomic import new_folder
-from examples.gpt2.data.tokenizer import num_identifiers, read_tokenizer
+from examples.gpt2.data.tokenizer import (
+  named_end_token,
+  num_identifiers,
+  read_tokenizer,
+)
 from examples.gpt2.model import files, hugging_face
 from examples.gpt2.run.command import exit_on_error
 
@@ -87,8 +91,10 @@ def _read(folder: Path) -> files.Model:
   if not (folder / files.TOKENIZER).is_file():
     return files.Model(config, num_rows, params)
   tokenizer = read_tokenizer(folder / files.TOKENIZER, num_rows)
+  end_token = named_end_token(folder / files.TOKENIZER, tokenizer)
   # Rows that no token has are padding too.
-  return files.Model(config, num_identifiers(tokenizer), params, tokenizer)
+  size = num_identifiers(tokenizer)
+  return files.Model(config, size, params, tokenizer, end_token)
 
 
 def _parts(folder: Path) -> list[Path]:

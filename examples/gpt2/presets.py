@@ -103,7 +103,7 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('clip_threshold',), 'above 0', lambda x: x > 0),
   (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
   (('seed',), 'in [0, 2**32)', lambda x: 0 <= x < 2**32),
-  (('vocab_size',), 'in [257, 65536]', lambda x: 257 <= x <= 65536),
+  (('vocab_size',), 'in [257, 2**31)', lambda x: 257 <= x < 2**31),
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ import itertools
 import json
 from pathlib import Path
 import sysconfig
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -120,9 +120,6 @@ class Position(NamedTuple):
   documents: int = 0  # Documents of it before the place.
 
 
-_BEGINNING = Position()
-
-
 @dataclasses.dataclass
 class LeftOut:
   """What was not read of a file."""
@@ -152,13 +149,28 @@ class DocumentReader:
   is_cut: bool = True  # Whether texts may be more than a document.
 
   def __post_init__(self) -> None:
-    self._start_over()
+    self.restore(None)
 
-  def _start_over(self) -> None:
-    self.position = Position()  # After the last document that was yielded.
-    self.num_bytes = 0  # Size in UTF-8 of the documents that were yielded.
-    self.num_replaced = 0  # Bytes that were no UTF-8, now U+FFFD.
-    self.left_out: dict[str, LeftOut] = {}  # By file.
+  def restore(self, place: dict[str, Any] | None) -> None:
+    """Goes to a place that ``place`` has returned, or to the beginning."""
+    place = place or {'position': (), 'left_out': {}}
+    # After the last document that was yielded.
+    self.position = Position(*place['position'])
+    # Size in UTF-8 of the documents that were yielded.
+    self.num_bytes = place.get('num_bytes', 0)
+    # Bytes that were no UTF-8, now U+FFFD.
+    self.num_replaced = place.get('num_replaced', 0)
+    self.left_out = {k: LeftOut(*x) for k, x in place['left_out'].items()}
+
+  def place(self) -> dict[str, Any]:
+    """Returns where the reader is, with what it has counted, as JSON values."""
+    left_out = {k: dataclasses.astuple(x) for k, x in self.left_out.items()}
+    return {
+      'position': tuple(self.position),
+      'num_bytes': self.num_bytes,
+      'num_replaced': self.num_replaced,
+      'left_out': left_out,
+    }
 
   @property
   def num_skipped(self) -> int:
@@ -173,14 +185,15 @@ class DocumentReader:
     return paths
 
   def read(
-    self, purpose: str | None, start: Position = _BEGINNING
+    self, purpose: str | None, place: dict[str, Any] | None = None
   ) -> Iterator[str]:
-    """Yields the documents in order, with a progress bar of that name.
+    """Yields the documents after a place, with a progress bar of that name.
 
     Raises ``UsageError`` if there are no files, if a document cannot be read,
     unless those are skipped, or if a compressed file is damaged.
     """
-    self._start_over()
+    self.restore(place)
+    start = self.position
     paths = self.find_files()
     with tqdm.tqdm(
       None, purpose, unit=' documents', disable=purpose is None

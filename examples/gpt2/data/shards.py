@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 import dataclasses
 import functools
 import itertools
-from pathlib import Path
+import json
+import os
+from pathlib import Path, PurePath
 import re
 from typing import Any
 
@@ -13,9 +15,11 @@ import numpy as np
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.files import file_size
-from examples.gpt2.storage import is_remote, read_ranges
+from examples.gpt2.storage import file_system, is_remote, read_ranges
 
 PARTS = ('train', 'val')  # To train on, and held out.
+INDEX = 'index.json'  # Of shards that examples.gpt2.prepare has finished.
+PROGRESS = 'progress.json'  # Of those that it has not.
 
 _SUFFIXES = ('.bin', '.npy')
 _PART = re.compile(r'(?:^|[_.-])(?:(train)|val|valid|validation)(?=[_.-])')
@@ -49,6 +53,11 @@ class Shard:
   dtype: np.dtype  # Of a token.
   size: int  # Number of tokens.
   offset: int = 0  # Bytes before the first token.
+
+  @property
+  def num_bytes(self) -> int:
+    """Size of the tokens."""
+    return self.size * self.dtype.itemsize
 
   @functools.cached_property
   def mapped(self) -> np.ndarray:
@@ -94,7 +103,7 @@ class TokenFiles:
   @property
   def num_bytes(self) -> int:
     """Size of the tokens in the files."""
-    return sum(x.size * x.dtype.itemsize for x in self.shards)
+    return sum(shard.num_bytes for shard in self.shards)
 
   def __getitem__(self, index: slice) -> np.ndarray:
     start, stop, step = index.indices(len(self))
@@ -148,6 +157,52 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
   return found
 
 
+def open_parts(folder: Path, vocab_size: int) -> dict[str, TokenFiles]:
+  """Opens the token files of a folder by part, nothing for one without files.
+
+  Without an index or headers, their type is by the size of the vocabulary.
+  """
+  index = read_index(folder)
+  if index is None:
+    found = find_files(folder).items()
+    return {x: open_files(paths, vocab_size) for x, paths in found if paths}
+  sizes = {
+    PurePath(x['name']).name: x['size']
+    for x in file_system(folder).ls(os.fspath(folder), detail=True)
+  }
+  parts = {}
+  for part, rows in index['shards'].items():
+    shards = [
+      Shard(folder / x['file'], np.dtype(x['dtype']), x['tokens']) for x in rows
+    ]
+    for shard in shards:
+      found, expected = sizes.get(shard.path.name), shard.num_bytes
+      if found != expected:
+        raise UsageError(
+          f'{shard.path} has {found or 0} bytes: expected {expected} by '
+          f'{INDEX}. It is damaged, or was not copied whole.'
+        )
+    parts[part] = TokenFiles(shards)
+  return parts
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+  """Returns the index of a folder that examples.gpt2.prepare wrote, if any."""
+  try:
+    index = json.loads((folder / INDEX).read_text())
+  except (FileNotFoundError, NotADirectoryError):
+    if (folder / PROGRESS).exists():
+      raise UsageError(
+        f'{folder} holds tokens of an examples.gpt2.prepare that has not '
+        'finished: give its command again, and it goes on.'
+      ) from None
+    return None
+  except ValueError as error:
+    raise UsageError(f'{folder / INDEX} is damaged: {error}') from error
+  # Others have files of that name too.
+  return index if isinstance(index, dict) and 'shards' in index else None
+
+
 def open_files(paths: Sequence[Path], vocab_size: int) -> TokenFiles:
   """Opens token files; without a header, their type is by the vocabulary."""
   dtype = token_dtype(vocab_size)
@@ -183,7 +238,7 @@ def open_shard(path: Path, dtype: np.dtype) -> Shard:
         f'{dtype.itemsize}.'
       )
     _check_plausible(shard)
-  expected = shard.offset + shard.size * shard.dtype.itemsize
+  expected = shard.offset + shard.num_bytes
   if size != expected:
     raise UsageError(
       f'{path} is cut off or damaged: it has {size} bytes, but its header says '
@@ -265,3 +320,9 @@ def read_windows(
     return windows[starts].astype(np.int32)
   found = tokens.windows(starts.ravel().tolist(), length)
   return found.reshape(*starts.shape, length)
+
+
+def entropy(counts: np.ndarray) -> float:
+  """Returns the entropy of frequencies, in nats."""
+  probabilities = counts[counts > 0] / counts.sum()
+  return float(-np.sum(probabilities * np.log(probabilities)))

@@ -1,10 +1,8 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
-from collections.abc import Iterable
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 from pathlib import Path
@@ -23,11 +21,16 @@ from examples.gpt2.data.documents import Corpus, load_corpus
 from examples.gpt2.data.shards import (
   PARTS,
   TokenFiles,
-  find_files,
+  entropy,
   open_files,
+  open_parts,
+  read_index,
 )
 from examples.gpt2.data.tokenizer import (
-  encode,
+  END_OF_TEXT,
+  Encoder,
+  grouped,
+  named_end_token,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
@@ -37,7 +40,6 @@ from examples.gpt2.storage import as_path, file_system, is_remote
 
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
-_DOCUMENTS_AT_ONCE = 128
 _VERSION = ('size', 'generation', 'etag', 'ETag', 'updated', 'LastModified')
 
 
@@ -51,6 +53,7 @@ class Tokens:
   train: TokenFiles
   validation: TokenFiles
   tokenizer: tokenizers.Tokenizer | None  # Of the text, where there is one.
+  end_token: str | None  # Token of it that follows each document, if known.
   vocab_size: int  # Number that all token identifiers are below.
   # Of the frequencies of all tokens, nats a token: the loss of the best model
   # that ignores the context.
@@ -80,15 +83,9 @@ def load_tokens(config: Config) -> Tokens:
 
 
 def _load(config: Config) -> Tokens:
-  folder = as_path(config.data)
-  files = find_files(folder)
-  missing = [part for part in PARTS if not files[part]]
-  if not missing:
-    return _open_folder(folder, config)
-  if len(missing) < len(PARTS):
-    raise UsageError(
-      f'--data {config.data} holds token files, but no {missing[0]}.bin.'
-    )
+  tokens = _open_folder(as_path(config.data), config)
+  if tokens is not None:
+    return tokens
   corpus = load_corpus(config.data)
   key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
   folder = config.cache_dir.expanduser() / key[:16]
@@ -101,26 +98,40 @@ def _load(config: Config) -> Tokens:
   )
 
 
-def _open_folder(folder: Path, config: Config) -> Tokens:
-  """Opens a folder with token files of both parts, perhaps a tokenizer."""
+def _open_folder(folder: Path, config: Config) -> Tokens | None:
+  """Opens a folder with token files, if it has some, perhaps a tokenizer."""
   vocab_size, tokenizer = config.vocab_size, None
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     vocab_size = num_identifiers(tokenizer)
-  paths = find_files(folder)
-  train, validation = (open_files(paths[part], vocab_size) for part in PARTS)
+  parts = open_parts(folder, vocab_size)
+  missing = [part for part in PARTS if part not in parts]
+  if len(missing) == len(PARTS):
+    return None
+  if missing:
+    raise UsageError(
+      f'--data {folder} holds token files, but no {missing[0]}.bin.'
+    )
+  train, validation = (parts[part] for part in PARTS)
   check_length('training', train, config.context_length)
   check_length('validation', validation, config.context_length)
-  statistics = _cached_statistics([train, validation], vocab_size, config)
+  index = read_index(folder)
+  if index is None:
+    index = _cached_statistics([train, validation], vocab_size, config)
+    sha256 = index['sha256']
+  else:
+    sha256 = digest(index['shards'])
+  _check_largest(index['largest_token'], vocab_size, folder)
   return Tokens(
     source=str(folder),
-    num_bytes=sum(x.num_bytes for x in (train, validation)),
-    sha256=statistics['sha256'],
+    num_bytes=train.num_bytes + validation.num_bytes,
+    sha256=sha256,
     train=train,
     validation=validation,
     tokenizer=tokenizer,
+    end_token=tokenizer and named_end_token(folder / _TOKENIZER, tokenizer),
     vocab_size=vocab_size,
-    unigram_entropy=statistics['unigram_entropy'],
+    unigram_entropy=index['unigram_entropy'],
   )
 
 
@@ -134,40 +145,19 @@ def check_length(part: str, tokens: TokenFiles, length: int) -> None:
     )
 
 
-def check_below(tokens: np.ndarray, vocab_size: int, source: object) -> None:
+def _check_below(tokens: np.ndarray, vocab_size: int, source: object) -> None:
   """Raises ``UsageError`` for tokens that are not in a vocabulary."""
-  largest, smallest = int(tokens.max()), int(tokens.min())
-  if smallest < 0:
-    raise UsageError(f'--data {source} holds the token {smallest}.')
+  if tokens.min() < 0:
+    raise UsageError(f'--data {source} holds the token {tokens.min()}.')
+  _check_largest(int(tokens.max()), vocab_size, source)
+
+
+def _check_largest(largest: int, vocab_size: int, source: object) -> None:
   if largest >= vocab_size:
     raise UsageError(
       f'--data {source} holds the token {largest}, but its vocabulary has '
       f'{vocab_size} tokens: give a larger --vocab-size, if these are tokens.'
     )
-
-
-def write_tokens(
-  folder: Path,
-  tokenizer: tokenizers.Tokenizer,
-  documents: Iterable[tuple[str, str]],
-) -> list[int]:
-  """Writes train.bin, val.bin and tokenizer.json, in bounded memory.
-
-  Documents are pairs of a part, out of ``PARTS``, and a text. Returns the
-  number of documents in each part.
-  """
-  tokenizer.save(str(folder / _TOKENIZER))
-  documents, counts = iter(documents), [0, 0]
-  with contextlib.ExitStack() as stack:
-    files = [
-      stack.enter_context((folder / f'{x}.bin').open('wb')) for x in PARTS
-    ]
-    while group := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
-      for i, file in enumerate(files):
-        texts = [text for part, text in group if part == PARTS[i]]
-        encode(tokenizer, texts).tofile(file)
-        counts[i] += len(texts)
-  return counts
 
 
 def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
@@ -179,12 +169,15 @@ def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
     if (folder / _STATISTICS).exists():
       warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
     shutil.rmtree(folder)
-  documents = [(PARTS[0], text) for text in corpus.train]
-  documents += [(PARTS[1], text) for text in corpus.validation]
   try:
     with new_folder(folder) as scratch:
       tokenizer = train_tokenizer(corpus.train, config.vocab_size)
-      write_tokens(scratch, tokenizer, tqdm.tqdm(documents, 'tokenizing'))
+      tokenizer.save(str(scratch / _TOKENIZER))
+      encode = Encoder(tokenizer, END_OF_TEXT)
+      for part, texts in (('train', corpus.train), ('val', corpus.validation)):
+        with (scratch / f'{part}.bin').open('wb') as file:
+          for group in grouped(tqdm.tqdm(texts, f'tokenizing for {part}')):
+            encode(group).tofile(file)
       written = json.dumps(_statistics(*_open_cached(scratch)))
       (scratch / _STATISTICS).write_text(written)
   except OSError:
@@ -248,7 +241,7 @@ def _statistics(parts: list[TokenFiles], vocab_size: int) -> dict[str, Any]:
     sha256.update(f'{len(part)} tokens'.encode())
     with tqdm.tqdm(desc='counting tokens', total=len(part), delay=2) as bar:
       for chunk in part.chunks():
-        check_below(chunk, vocab_size, part.shards[0].path.parent)
+        _check_below(chunk, vocab_size, part.shards[0].path.parent)
         sha256.update(chunk)
         counts += np.bincount(chunk, minlength=vocab_size)
         bar.update(chunk.size)
@@ -257,9 +250,3 @@ def _statistics(parts: list[TokenFiles], vocab_size: int) -> dict[str, Any]:
     'sha256': sha256.hexdigest(),
     'unigram_entropy': entropy(counts),
   }
-
-
-def entropy(counts: np.ndarray) -> float:
-  """Returns the entropy of frequencies, in nats."""
-  probabilities = counts[counts > 0] / counts.sum()
-  return float(-np.sum(probabilities * np.log(probabilities)))

@@ -16,7 +16,11 @@ import tokenizers
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.atomic import whole_file, write_whole
-from examples.gpt2.data.tokenizer import read_tokenizer
+from examples.gpt2.data.tokenizer import (
+  SETTINGS,
+  named_end_token,
+  read_tokenizer,
+)
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
@@ -34,6 +38,7 @@ class Model:
   num_tokens: int  # Number of token identifiers; vocab_size may be larger.
   params: Any  # Tree of float32 arrays.
   tokenizer: tokenizers.Tokenizer | None = None
+  end_token: str | None = None  # Of the tokenizer, after each document.
 
 
 def save_model(folder: Path, model: Model) -> None:
@@ -50,13 +55,16 @@ def save_model(folder: Path, model: Model) -> None:
     OSError: If a file cannot be written.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  for name in (_MODEL, TOKENIZER):
+  for name in (_MODEL, TOKENIZER, SETTINGS):
     (folder / name).unlink(missing_ok=True)
   with whole_file(folder / _WEIGHTS) as path:
     write_arrays(path, sharding.by_path(model.params))
   if model.tokenizer is not None:
     content = model.tokenizer.to_str(pretty=True)
     write_whole(folder / TOKENIZER, content.encode())
+  if model.end_token is not None:
+    content = json.dumps({'eos_token': model.end_token})
+    write_whole(folder / SETTINGS, content.encode())
   settings = {
     'num_tokens': model.num_tokens,
     'config': dataclasses.asdict(model.config),
@@ -86,13 +94,15 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
   with naming(folder / _MODEL):
     config, num_tokens = _parse(**read_json(folder / _MODEL))
-  tokenizer = None
+  tokenizer, end_token = None, None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
+    end_token = named_end_token(folder / TOKENIZER, tokenizer)
   with naming(folder / _WEIGHTS):
     arrays = open_arrays(folder / _WEIGHTS)
     check_arrays(arrays, sharding.by_path(shapes(config)))
-  return Model(config, num_tokens, _read(config, arrays, mesh), tokenizer)
+  params = _read(config, arrays, mesh)
+  return Model(config, num_tokens, params, tokenizer, end_token)
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:

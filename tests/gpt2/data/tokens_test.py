@@ -61,7 +61,7 @@ def test_an_interrupted_tokenization_leaves_no_cache(tiny: Config, monkeypatch):
     raise KeyboardInterrupt
 
   with monkeypatch.context() as patch:
-    patch.setattr(tokens_module, 'encode', fail)
+    patch.setattr(tokens_module, 'Encoder', fail)
     with pytest.raises(KeyboardInterrupt):
       load_tokens(tiny)
   assert not list(tiny.cache_dir.iterdir())
