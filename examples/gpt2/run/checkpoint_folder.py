@@ -3,15 +3,13 @@
 import contextlib
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 from etils import epath
-import orbax.checkpoint as ocp
 
-from examples.gpt2.run import orbax_s3
 from examples.gpt2.run.folder import unused_path
+from examples.gpt2.run.orbax_io import COMMITTED
 from examples.gpt2.storage import (
   as_path,
   is_remote,
@@ -20,7 +18,6 @@ from examples.gpt2.storage import (
   os_errors,
 )
 
-_COMMITTED = ocp.path.atomicity.COMMIT_SUCCESS_FILE
 # What Orbax raises for files that are truncated, missing or garbled.
 DAMAGE = (
   AttributeError, FileNotFoundError, KeyError, TypeError, ValueError,
@@ -33,15 +30,17 @@ class CheckpointFolder:
   On a disk, Orbax gives a checkpoint its name once it is whole. In a store,
   where that would copy it, it writes a last file that says so.
 
+  ``PROOF`` begins the names of those that only prove that a save is possible.
+
   All methods but ``path`` and ``record`` are for process 0.
   """
+
+  PROOF = 'proof-'
 
   def __init__(self, root: Path, keep: int):
     self.is_remote = is_remote(as_path(root))
     place = as_path(root) if self.is_remote else as_path(root).absolute()
     self.root = epath.Path(place)
-    if os.fspath(self.root).startswith('s3://'):
-      orbax_s3.install()
     self._keep = keep
 
   def path(self, step: int) -> epath.Path:
@@ -67,13 +66,14 @@ class CheckpointFolder:
   def _is_whole(self, folder: epath.Path) -> bool:
     if not self.is_remote:
       return True
-    return (folder / _COMMITTED).exists()
+    return (folder / COMMITTED).exists()
 
   @os_errors()
   def clean_up(self) -> None:
     """Makes the folder, and deletes what failed or killed saves left."""
     make_folder(self.root)
     unfinished = [x for x in self._folders() if not self._is_whole(x)]
+    unfinished += self.root.glob(f'{self.PROOF}*')
     if not self.is_remote:
       unfinished += self.root.glob('*.orbax-checkpoint-tmp*')
     for path in unfinished:
@@ -94,7 +94,7 @@ class CheckpointFolder:
   def _delete(self, folder: epath.Path) -> None:
     # First what makes it whole: one that is half deleted is not read.
     if self.is_remote:
-      (folder / _COMMITTED).unlink()
+      (folder / COMMITTED).unlink()
     folder.rmtree()
 
   @os_errors()

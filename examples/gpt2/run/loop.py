@@ -29,7 +29,8 @@ from examples.gpt2.run.step import Trainer, TrainState
 class StoppedError(CommandError):
   """A signal has stopped the run; its number gives the exit status.
 
-  That is 128 more, as shells have it (SIGTERM: 143, control-C: 130).
+  That is 128 more, as shells have it (SIGTERM: 143, SIGUSR1: 138, control-C:
+  130).
   """
 
   def __init__(self, message: str, number: int):
@@ -85,6 +86,7 @@ class Loop:
       NotFiniteError: If a loss or gradient is not finite and that is to stop
         the run; the last checkpoint is from before.
       StoppedError: If a signal came; a checkpoint has been saved.
+      UnsavedError: If three checkpoints in a row could not be saved.
       UsageError: If there are checkpoints but none is sound.
     """
     config, path = self._config, self._folder.path
@@ -178,8 +180,7 @@ class Loop:
     try:
       self._folder.flush()
     except OSError as error:
-      say(f'no checkpoint of step {step}: {error}')
-      return False
+      return self._checkpoints.fail(step, str(error))
     return self._checkpoints.save(step, self._state, val_loss)
 
   def _stop_if_asked(self, step: int, received: int | None) -> None:
