@@ -1,6 +1,7 @@
 import collections
 from collections.abc import Iterable
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
@@ -8,10 +9,13 @@ import os
 from pathlib import Path
 import subprocess
 import sys
+import unicodedata
 
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tokenizers
 
@@ -247,6 +251,160 @@ def test_a_tokenizer_that_would_lose_text_is_refused(
   path.write_text(change(train_tokenizer(TEXTS, 300)))
   with pytest.raises(UsageError, match=f'given.json .*{message}'):
     prepare(_with_tokenizer(config, path))
+
+
+# The options of published tokenizers; their vocabularies would be too large.
+_SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+
+
+def _llama_2() -> tokenizers.Tokenizer:
+  """SentencePiece with bytes to fall back on, as transformers converts it."""
+  names = ['<unk>', '<s>', '</s>', *(f'<0x{i:02X}>' for i in range(256))]
+  names += [
+    '\u2581',
+    *'abcdefghijklmnopqrstuvwxyz',
+    '\u2581t',
+    'he',
+    '\u2581the',
+  ]
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      {name: i for i, name in enumerate(names)},
+      [('\u2581', 't'), ('h', 'e'), ('\u2581t', 'he')],
+      unk_token='<unk>', fuse_unk=True, byte_fallback=True,
+    )
+  )  # fmt: skip
+  tokenizer.normalizer = tokenizers.normalizers.Sequence(
+    [
+      tokenizers.normalizers.Prepend('\u2581'),
+      tokenizers.normalizers.Replace(' ', '\u2581'),
+    ]
+  )
+  tokenizer.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.Replace('\u2581', ' '),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+      tokenizers.decoders.Strip(' ', 1, 0),
+    ]
+  )
+  tokenizer.add_special_tokens(['<unk>', '<s>', '</s>'])
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single='<s> $A', special_tokens=[('<s>', 1)]
+  )
+  return tokenizer
+
+
+def _byte_level(*special: str, split: str = '', nfc: bool = False):
+  model = json.loads(train_tokenizer(TEXTS, 300).to_str())['model']
+  merges = [tuple(x) for x in model['merges']]
+  vocab = [x for x in model['vocab'] if x != END]
+  vocab = {name: i for i, name in enumerate(vocab)}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+  level = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=not split)
+  tokenizer.pre_tokenizer = level
+  if split:
+    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(split), 'isolated')
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([cut, level])
+  if nfc:
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer.add_special_tokens(list(special))
+  return tokenizer
+
+
+def _llama_3():
+  special = '<|begin_of_text|>', '<|end_of_text|>', '<|eot_id|>'
+  return _byte_level(*special, split=_SPLIT)
+
+
+def _qwen():
+  special = END, '<|im_start|>', '<|im_end|>'
+  return _byte_level(*special, split=_SPLIT.replace('{1,3}', ''), nfc=True)
+
+
+def _neox():
+  return _byte_level(END, '<|padding|>', nfc=True)
+
+
+# Tokenizers, the file that names the end of a text, what it says, and the end.
+PUBLISHED = {
+  'Llama 2': (_llama_2, 'tokenizer_config.json', {'eos_token': '</s>'}, '</s>'),
+  'Llama 3': (
+    _llama_3, 'config.json', {'eos_token_id': 300}, '<|end_of_text|>',
+  ),
+  'Llama 3, instruct': (
+    _llama_3, 'generation_config.json', {'eos_token_id': [300, 301]},
+    '<|end_of_text|>',
+  ),
+  'Qwen': (
+    _qwen, 'special_tokens_map.json', {'eos_token': {'content': END}}, END,
+  ),
+  'GPT-NeoX': (_neox, 'tokenizer_config.json', {'eos_token': END}, END),
+  'OLMo': (_neox, 'special_tokens_map.json', {'eos_token': END}, END),
+}  # fmt: skip
+_HARD = [
+  ' two  spaces first', 'and\n\n  lines\r\n\tof code\n',
+  'e\u0301 and caf\u00e9', '\u6f22\u5b57 \U0001f600',
+  '<s> </s> <|endoftext|> <|end_of_text|>', '\n',
+  'the end of the line\n' * 8000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
+  make, file, content, end = PUBLISHED[name]
+  tokenizer, folder = make(), tmp_path / 'published'
+  folder.mkdir()
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  (folder / file).write_text(json.dumps(content))
+  texts = TEXTS + _HARD
+  columns = pa.table({'text': texts})
+  pa.parquet.write_table(columns, tmp_path / 'a.parquet')
+  config = dataclasses.replace(config, data=(tmp_path / 'a.parquet',))
+  prepare(_with_tokenizer(config, folder))
+  settings = Config(data=str(config.out_dir), context_length=16)
+  tokens = load_tokens(resolve(settings))
+  assert tokens.end_token == end
+  ids = np.concatenate([tokens.train[:], tokens.validation[:]])
+  ends = np.flatnonzero(ids == tokenizer.token_to_id(end)) + 1
+  documents = [x[:-1].tolist() for x in np.split(ids, ends)[:-1]]
+  # As the library itself has them, text that spells special tokens out too.
+  tokenizer.encode_special_tokens = True
+  expected = [tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
+  assert sorted(documents) == sorted(expected)
+  decoded = collections.Counter(map(tokenizer.decode, documents))
+  is_composed = tokenizer.normalizer is not None and name != 'Llama 2'
+  form = functools.partial(unicodedata.normalize, 'NFC')
+  assert decoded == collections.Counter(
+    map(form, texts) if is_composed else texts
+  )
+
+
+def test_an_end_token_is_never_assumed(config, tmp_path: Path):
+  path = tmp_path / 'given.json'
+  _qwen().save(str(path))
+  given = _with_tokenizer(config, path)
+  with pytest.raises(UsageError, match=r'--end-token, out of .*<\|im_end\|>'):
+    prepare(given)
+  with pytest.raises(UsageError, match='given.json has no token <end>'):
+    prepare(dataclasses.replace(given, end_token='<end>'))
+  prepare(dataclasses.replace(given, end_token='<|im_end|>'))
+  index = json.loads((config.out_dir / 'index.json').read_text())
+  assert index['end_token'] == '<|im_end|>'
+
+
+def test_an_end_token_that_text_becomes_too_is_refused(config, tmp_path: Path):
+  path = tmp_path / 'given.json'
+  tokenizer = _byte_level(END)
+  tokenizer.save(str(path))
+  given = _with_tokenizer(config, path)
+  for end in ('n', max(tokenizer.get_vocab(with_added_tokens=False), key=len)):
+    with pytest.raises(UsageError, match='does not (give back|tell where)'):
+      prepare(dataclasses.replace(given, end_token=end))
 
 
 @pytest.mark.parametrize(
