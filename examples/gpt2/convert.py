@@ -7,7 +7,6 @@ from typing import Any
 import tyro
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import new_folder
 from examples.gpt2.data.tokenizer import (
   named_end_token,
   num_identifiers,
@@ -15,6 +14,7 @@ from examples.gpt2.data.tokenizer import (
 )
 from examples.gpt2.model import files, hugging_face
 from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.storage import as_path, new_folder
 
 _CONFIG = 'config.json'
 _WEIGHTS = 'model.safetensors'
@@ -40,7 +40,7 @@ def export_model(
     folder: Folder of a finished run or of an imported model.
     out: Folder of the result: a new or an empty one.
   """
-  with new_folder(out.expanduser().resolve()) as scratch:
+  with new_folder(as_path(out)) as scratch:
     model = files.load_model(folder)
     if model.config.qk_norm:
       raise UsageError(
@@ -74,8 +74,8 @@ def import_model(
     out: Folder of the result, a new or an empty one: a model folder, for
       examples.gpt2.generate, evaluate, and train with --init-from.
   """
-  with new_folder(out.expanduser().resolve()) as scratch:
-    files.save_model(scratch, _read(folder.expanduser()))
+  with new_folder(as_path(out)) as scratch:
+    files.save_model(scratch, _read(as_path(folder)))
 
 
 def _read(folder: Path) -> files.Model:

@@ -186,7 +186,7 @@ def new_folder(path: Path) -> Iterator[Path]:
   something.
   """
   if not is_remote(path):
-    with atomic.new_folder(path) as scratch:
+    with atomic.new_folder(path.resolve()) as scratch:
       yield scratch
     return
   with os_errors():
@@ -206,6 +206,26 @@ def upload(folder: Path, path: Path) -> None:
     for file in sorted(files, key=lambda file: -file.stat().st_size):
       target = path / file.relative_to(folder).as_posix()
       file_system(path).put_file(str(file), os.fspath(target))
+
+
+class Mirror:
+  """A folder for libraries that only write to a disk.
+
+  Attributes:
+    folder: Where they write: the folder itself, or, for one in a store, a
+      scratch folder.
+  """
+
+  def __init__(self, path: Path):
+    self.folder, self._path = path, None
+    if is_remote(path):
+      self._scratch = tempfile.TemporaryDirectory()
+      self.folder, self._path = Path(self._scratch.name), path
+
+  def upload(self) -> None:
+    """Copies what has been written to the store, if it is to be there."""
+    if self._path is not None:
+      upload(self.folder, self._path)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.proof import prove
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.storage import as_path, os_errors
 import merit_optax
 
 
@@ -117,13 +118,13 @@ def _hash(model_folder: Path | None) -> str | None:
   """Returns the hash of the weights that a run starts from."""
   if model_folder is None:
     return None
-  path = model_folder / 'weights.safetensors'
+  path = as_path(model_folder) / 'weights.safetensors'
   if not path.is_file():
     raise UsageError(
       '--init-from must be the folder of a run or of a converted model, with '
       f'a {path.name}: {model_folder} is not.'
     )
-  with path.open('rb') as file:
+  with os_errors(), path.open('rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 

@@ -68,6 +68,11 @@ class StepLog(contextlib.ExitStack):
     self._running: Any = None
     self._since = time.perf_counter()
 
+  def upload(self) -> None:
+    """Copies TensorBoard's numbers to a store, if the run is in one."""
+    if self._events is not None:
+      self._events.upload()
+
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
     """Leaves time out of the speed: evaluations, saves and diagnostics."""

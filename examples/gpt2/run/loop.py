@@ -176,6 +176,7 @@ class Loop:
     return loss
 
   def _save(self, step: int, val_loss: float | None) -> bool:
+    self._log.upload()
     # Lines on the disk first, so that a checkpoint never misses one.
     try:
       self._folder.flush()

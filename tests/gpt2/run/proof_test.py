@@ -101,7 +101,8 @@ def test_a_run_that_cannot_be_saved_later_ends(
   arguments = [
     '--data', tiny.data, '--cache-dir', str(tiny.cache_dir), '--out-dir',
     str(tiny.out_dir), *shlex.split('--vocab-size 288 --num-layers 2'
-    ' --num-heads 2 --width 16 --context-length 16 --batch-size 16 --micro-batch-size 1'
+    ' --num-heads 2 --width 16 --context-length 16 --batch-size 16'
+    ' --micro-batch-size 1'
     ' --steps 40 --eval-every 40 --watch-every 0 --checkpoint-every 2'
     ' --eval-sequences 8 --unroll 1'),
   ]  # fmt: skip
