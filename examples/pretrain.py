@@ -14,10 +14,10 @@ key and value, K features of a head, L layers, V vocabulary.
 import dataclasses
 import functools
 import os
-from pathlib import Path
 import time
 from typing import Any, Literal
 
+from etils.epath import Path
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ class Config:
 
   data: Path | None = None  # Folder of uint16 train.bin, val.bin. None: stdlib.
   vocab_size: int = 256  # Above every token; a multiple of 64 is faster.
-  out_dir: Path = Path('runs/pretrain')  # Checkpoints; all hosts must see it.
+  out_dir: Path = Path('runs/pretrain')  # All hosts must see it; or gs://.
   seed: int = 0  # Of the weights and of the order of the data.
   num_layers: int = 4
   num_heads: int = 4
@@ -262,10 +262,10 @@ def train(config: Config) -> list[float]:
   settings = {k: str(v) for k, v in items if k not in free.split()}
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
-  manager = ocp.CheckpointManager(config.out_dir.absolute(), options=options)
+  folder = Path(os.getcwd()) / config.out_dir
+  manager = ocp.CheckpointManager(folder, options=options)
   with jax.set_mesh(make_mesh(config)), manager:
-    first = manager.latest_step() or 0
-    if first:
+    if first := manager.latest_step() or 0:
       old = manager.metadata(first).custom_metadata
       if changed := dict(old.items() - settings.items()):
         raise ValueError(f'{config.out_dir} holds a run with {changed}.')

@@ -26,7 +26,16 @@ from examples.gpt2.run.step import Trainer
 
 _ROOT = Path(__file__).parents[1]
 _FILE = _ROOT / 'examples' / 'pretrain.py'
-_PACKAGES = {'flax', 'jax', 'merit_optax', 'numpy', 'optax', 'orbax', 'tyro'}
+_PACKAGES = {
+  'etils',
+  'flax',
+  'jax',
+  'merit_optax',
+  'numpy',
+  'optax',
+  'orbax',
+  'tyro',
+}
 _SIZES = dict(
   num_layers=2,
   num_heads=2,

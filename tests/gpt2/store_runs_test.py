@@ -74,6 +74,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(
   assert (run.parent / 'two' / 'sample.txt').exists()
 
 
+@pytest.mark.slow
 def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
   run = as_path(bucket) / 'run'
   config = dataclasses.replace(
@@ -264,3 +265,23 @@ def test_what_is_not_there_is_named(bucket: str, tiny: Config):
   ):
     with pytest.raises(UsageError, match=str(missing)):
       action()
+
+
+@pytest.mark.slow
+def test_the_one_file_trainer_resumes_from_a_store(make_bucket):
+  command = [
+    sys.executable, 'examples/pretrain.py', '--out-dir',
+    f'{make_bucket("gs")}/run', '--eval-every', '2', '--num-layers', '1',
+    '--width', '16', '--context-length', '16', '--batch-size', '8',
+    '--steps', '2',
+  ]  # fmt: skip
+  for done in (0, 2):
+    told = subprocess.run(
+      command,
+      cwd=Path(__file__).parents[2],
+      capture_output=True,
+      check=False,
+      text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert f'step {done} of 2' in told.stdout
