@@ -78,7 +78,10 @@ _KEPT_SIZE = 2.0
 
 # What does not decide what a run computes, but for rounding.
 _NOT_IDENTITY = (
-  'data', 'cache_dir', 'out_dir', 'fresh', 'checkpoint_every', 'keep',
+  'data', 'text_field', 'eval_data', 'cache_dir', 'out_dir', 'fresh',
+  'checkpoint_every', 'keep',
+  # Tokens.order says what comes of it.
+  'sampling',
   'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
   'distributed', 'num_processes', 'process_id', 'init_from',

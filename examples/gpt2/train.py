@@ -96,7 +96,8 @@ def _settings(
   """Returns what config.json holds."""
   return {
     'config': identity(config)
-    | {'corpus_sha256': tokens.sha256, 'init_sha256': _hash(config.init_from)},
+    | {'corpus_sha256': tokens.sha256, 'init_sha256': _hash(config.init_from)}
+    | tokens.order,
     'corpus': {
       'data': config.data,
       'source': tokens.source,

@@ -13,7 +13,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
-  'adam_rate', 'ns_dtype', 'unroll',
+  'adam_rate', 'ns_dtype', 'unroll', 'sampling',
 }  # fmt: skip
 
 

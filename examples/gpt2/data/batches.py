@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 import numpy as np
 
 from examples.gpt2.config import Config
+from examples.gpt2.data.mixture import Mixture
 from examples.gpt2.data.shards import TokenFiles, read_windows
 from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
 
@@ -31,10 +32,16 @@ def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def training_batch(
   tokens: TokenFiles | np.ndarray, config: Config, step: int, mesh: Mesh
 ) -> jax.Array:
-  """Makes the batch of a step: random windows, by seed and step alone."""
-  generator = np.random.default_rng((config.seed, step))
-  end = len(tokens) - config.context_length
-  starts = generator.integers(end, size=config.batch_size)
+  """Makes the batch of a step: windows by seed and step alone.
+
+  Those of a mixture are drawn as it says, others with replacement.
+  """
+  length, size = config.context_length, config.batch_size
+  if isinstance(tokens, Mixture):
+    starts = tokens.starts(config.seed, step, size, length)
+  else:
+    generator = np.random.default_rng((config.seed, step))
+    starts = generator.integers(len(tokens) - length, size=size)
   return _make_batch(tokens, starts, config, mesh)
 
 

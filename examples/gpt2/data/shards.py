@@ -21,7 +21,7 @@ PARTS = ('train', 'val')  # To train on, and held out.
 INDEX = 'index.json'  # Of shards that examples.gpt2.prepare has finished.
 PROGRESS = 'progress.json'  # Of those that it has not.
 
-_SUFFIXES = ('.bin', '.npy')
+TOKEN_SUFFIXES = ('.bin', '.npy')
 _PART = re.compile(r'(?:^|[_.-])(?:(train)|val|valid|validation)(?=[_.-])')
 # Of llm.c and what descends from it: 256 numbers of 32 bits, of which the first
 # is this, the second a version, and the third the number of tokens.
@@ -152,7 +152,7 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
     return found
   for path in sorted(folder.iterdir()):
     name = _PART.search(path.name.lower())
-    if name and path.suffix in _SUFFIXES and path.is_file():
+    if name and path.suffix in TOKEN_SUFFIXES and path.is_file():
       found[PARTS[0] if name[1] else PARTS[1]].append(path)
   return found
 

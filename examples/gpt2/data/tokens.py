@@ -1,25 +1,29 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import hashlib
 import json
+import math
+import operator
 import os
-from pathlib import Path
-import shutil
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 import warnings
 
+from etils import epath
 import jax
 import numpy as np
 import tokenizers
 import tqdm
 
 from examples.gpt2.config import Config, UsageError, digest
-from examples.gpt2.data.atomic import new_folder
-from examples.gpt2.data.documents import Corpus, load_corpus
+from examples.gpt2.data.documents import Corpus, DocumentReader, load_corpus
+from examples.gpt2.data.mixture import Mixture, parse_sources
 from examples.gpt2.data.shards import (
   PARTS,
+  TOKEN_SUFFIXES,
   TokenFiles,
   entropy,
   open_files,
@@ -36,11 +40,25 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.devices.processes import any_failed, on_first
-from examples.gpt2.storage import as_path, file_system, is_remote
+from examples.gpt2.storage import (
+  as_path,
+  file_system,
+  is_remote,
+  make_folder,
+  new_folder,
+)
 
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
 _VERSION = ('size', 'generation', 'etag', 'ETag', 'updated', 'LastModified')
+
+
+class EvaluationSet(NamedTuple):
+  """Tokens to evaluate on."""
+
+  name: str
+  tokens: TokenFiles | np.ndarray
+  weight: float  # Of its loss in the validation loss; may be 0.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +69,18 @@ class Tokens:
   num_bytes: int  # Size of the text, or of the token files.
   sha256: str  # Hash of the text, or of the token files.
   train: TokenFiles
-  validation: TokenFiles
+  validation: TokenFiles  # Of the first source.
   tokenizer: tokenizers.Tokenizer | None  # Of the text, where there is one.
-  end_token: str | None  # Token of it that follows each document, if known.
   vocab_size: int  # Number that all token identifiers are below.
   # Of the frequencies of all tokens, nats a token: the loss of the best model
-  # that ignores the context.
+  # that ignores the context. Of several sources, the mean.
   unigram_entropy: float
+  end_token: str | None = None  # Follows each document, where that is known.
+  has_index: bool = False  # Whether they were counted when they were written.
+  # What decides, beside the seed, which sequences a step takes, as JSON values;
+  # empty where that is as in former releases.
+  order: dict[str, Any] = dataclasses.field(default_factory=dict)
+  evaluations: Sequence[EvaluationSet] = ()
 
 
 def load_tokens(config: Config) -> Tokens:
@@ -83,12 +106,74 @@ def load_tokens(config: Config) -> Tokens:
 
 
 def _load(config: Config) -> Tokens:
-  tokens = _open_folder(as_path(config.data), config)
+  sources = parse_sources(config.data)
+  loaded = [_load_source(source.path, config) for source in sources]
+  tokens = _mix(loaded, [source.weight for source in sources], config)
+  names = [PurePath(source.path).name for source in sources]
+  if len(set(names)) < len(names):
+    names = [source.path for source in sources]
+  weights = tokens.order.get('weights', [1.0])
+  evaluations = [
+    EvaluationSet(name, part.validation, weight)
+    for name, part, weight in zip(names, loaded, weights, strict=True)
+  ]
+  for text in config.eval_data:
+    name, separator, path = text.partition('=')
+    if not separator:
+      name, path = PurePath(text).name, text
+    if name in [evaluation.name for evaluation in evaluations]:
+      raise UsageError(
+        f'--eval-data {text} has the name of another set, {name}: give each a '
+        'name of its own, as in name=path.'
+      )
+    found = _load_evaluation(path, tokens, config)
+    evaluations.append(EvaluationSet(name, found, 0.0))
+  return dataclasses.replace(tokens, evaluations=evaluations)
+
+
+def _mix(
+  parts: list[Tokens], weights: list[float | None], config: Config
+) -> Tokens:
+  """Returns the tokens of all sources, and the order of their sequences."""
+  first, is_single = parts[0], len(parts) == 1
+  is_former = is_single and not first.has_index
+  default = 'with-replacement' if is_former else 'without-replacement'
+  sampling = config.sampling or default
+  if is_single and sampling == 'with-replacement':
+    return first
+  made_by = {x.tokenizer.to_str() for x in parts if x.tokenizer}
+  if len(made_by) > 1 or len({x.vocab_size for x in parts}) > 1:
+    raise UsageError(
+      'Several sources of --data must have the same tokenizer: make token '
+      'files of the others by python -m examples.gpt2.prepare --tokenizer '
+      f'{first.source}.'
+    )
+  found = weights if weights[0] else [float(len(x.train)) for x in parts]
+  shares = [weight / math.fsum(found) for weight in found]
+  order = {'sampling': sampling}
+  if not is_single:
+    order |= {'weights': shares}
+  entropies = [x.unigram_entropy for x in parts]
+  return dataclasses.replace(
+    first,
+    source=', '.join(x.source for x in parts),
+    num_bytes=sum(x.num_bytes for x in parts),
+    sha256=first.sha256 if is_single else digest([x.sha256 for x in parts]),
+    train=Mixture(
+      [x.train for x in parts], shares, sampling == 'with-replacement'
+    ),
+    unigram_entropy=math.fsum(map(operator.mul, shares, entropies)),
+    order=order,
+  )
+
+
+def _load_source(data: str, config: Config) -> Tokens:
+  tokens = _open_folder(as_path(data), config)
   if tokens is not None:
     return tokens
-  corpus = load_corpus(config.data)
+  corpus = load_corpus(data, config.text_field)
   key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
-  folder = config.cache_dir.expanduser() / key[:16]
+  folder = as_path(config.cache_dir) / key[:16]
   _fill_cache(folder, corpus, config)
   return dataclasses.replace(
     _open_folder(folder, config),
@@ -96,6 +181,34 @@ def _load(config: Config) -> Tokens:
     num_bytes=corpus.num_bytes,
     sha256=corpus.sha256,
   )
+
+
+def _load_evaluation(
+  data: str, tokens: Tokens, config: Config
+) -> TokenFiles | np.ndarray:
+  """Opens token files, or tokenizes text with the tokenizer of the others."""
+  path, size = as_path(data), tokens.vocab_size
+  if path.suffix in TOKEN_SUFFIXES and path.is_file():
+    found: TokenFiles | None = open_files([path], size)
+  else:
+    found = open_parts(path, size).get('val')
+  if found is None:
+    if tokens.tokenizer is None or tokens.end_token is None:
+      raise UsageError(
+        f'--eval-data {data} holds no token files to validate on, and there '
+        'is no tokenizer for text: expected a token file, or a folder with '
+        'val.bin.'
+      )
+    reader = DocumentReader([path], config.text_field, True, is_cut=False)
+    encode = Encoder(tokens.tokenizer, tokens.end_token)
+    array = encode(reader.read(f'reading {data}'))
+    check_length('--eval-data', array, config.context_length)
+    return array
+  check_length('--eval-data', found, config.context_length)
+  _check_largest(
+    _cached_statistics([found], size, config)['largest_token'], size, data
+  )
+  return found
 
 
 def _open_folder(folder: Path, config: Config) -> Tokens | None:
@@ -116,6 +229,7 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
   check_length('training', train, config.context_length)
   check_length('validation', validation, config.context_length)
   index = read_index(folder)
+  has_index = index is not None
   if index is None:
     index = _cached_statistics([train, validation], vocab_size, config)
     sha256 = index['sha256']
@@ -129,17 +243,20 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
     train=train,
     validation=validation,
     tokenizer=tokenizer,
-    end_token=tokenizer and named_end_token(folder / _TOKENIZER, tokenizer),
     vocab_size=vocab_size,
     unigram_entropy=index['unigram_entropy'],
+    end_token=tokenizer and named_end_token(folder / _TOKENIZER, tokenizer),
+    has_index=has_index,
   )
 
 
-def check_length(part: str, tokens: TokenFiles, length: int) -> None:
+def check_length(
+  part: str, tokens: TokenFiles | np.ndarray, length: int
+) -> None:
   """Raises ``UsageError`` where tokens are too few for a sequence."""
   if len(tokens) <= length:
     raise UsageError(
-      f'The {part} part of --data has {len(tokens)} tokens, too few for a '
+      f'The {part} part of the data has {len(tokens)} tokens, too few for a '
       f'sequence of --context-length {length} and its last target: give more '
       'text or a shorter context.'
     )
@@ -168,7 +285,7 @@ def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
     # Releases before 0.2.0 wrote no such file.
     if (folder / _STATISTICS).exists():
       warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
-    shutil.rmtree(folder)
+    epath.Path(folder).rmtree()
   try:
     with new_folder(folder) as scratch:
       tokenizer = train_tokenizer(corpus.train, config.vocab_size)
@@ -211,14 +328,14 @@ def _cached_statistics(
   Files are the same where path, size and times of the last change are.
   """
   key = digest([_stamp(x.path) for part in parts for x in part.shards])
-  cache = config.cache_dir.expanduser() / 'statistics' / f'{key[:16]}.json'
+  cache = as_path(config.cache_dir) / 'statistics' / f'{key[:16]}.json'
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
     statistics = json.loads(cache.read_text())
     if statistics['largest_token'] < vocab_size:
       return statistics
   statistics = _statistics(parts, vocab_size)
   with contextlib.suppress(OSError):  # The next run then counts again.
-    cache.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(cache.parent)
     cache.write_text(json.dumps(statistics))
   return statistics
 
