@@ -15,7 +15,7 @@ from typing import IO, Any
 import zlib
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.storage import file_system
+from examples.gpt2.storage import file_system, is_remote
 
 if sys.version_info >= (3, 14):
   from compression import zstd
@@ -83,13 +83,22 @@ def find_files(path: Path, pattern: str = '*') -> list[Path]:
     )
   files = [
     file
-    for file in sorted(path.rglob(pattern))
+    for file in sorted(_find_all(path, pattern))
     if not any(x.startswith('.') for x in file.relative_to(path).parts)
-    and file.is_file()
   ]
   if any(kind(file) == 'Parquet' for file in files):
     return [file for file in files if file.name.lower() not in _BESIDE]
   return files
+
+
+def _find_all(folder: Path, pattern: str) -> list[Path]:
+  if not is_remote(folder):
+    return [file for file in folder.rglob(pattern) if file.is_file()]
+  # One request for a thousand files, where a glob would ask for each folder.
+  root = os.fspath(folder).partition('://')[2].rstrip('/') + '/'
+  names = file_system(folder).find(root)
+  paths = [folder / name.removeprefix(root) for name in names if name != root]
+  return [path for path in paths if path.match(pattern)]
 
 
 def file_size(path: Path) -> int:

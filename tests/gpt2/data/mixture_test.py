@@ -110,21 +110,22 @@ def test_an_epoch_has_each_sequence_once(tmp_path_factory, data):
       assert (epochs[0] != epochs[1]).any()
 
 
-@hypothesis.settings(max_examples=20, deadline=None)
+@hypothesis.settings(max_examples=10, deadline=None)
 @hypothesis.given(
   weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=4),
   with_replacement=st.booleans(),
 )
 def test_sources_have_their_shares(tmp_path_factory, weights, with_replacement):
   folder = tmp_path_factory.mktemp('sources')
-  sizes = [1000] * len(weights)
-  mixture = Mixture(_sources(folder, *sizes), weights, with_replacement)
+  size = 900_000
+  sources = _sources(folder, *[size] * len(weights))
+  mixture = Mixture(sources, weights, with_replacement)
   starts = _starts(mixture, range(1, 17), 1 << 12, 10)
-  shares = np.bincount(starts // 1000, minlength=len(weights)) / (1 << 16)
+  shares = np.bincount(starts // size, minlength=len(weights)) / (1 << 16)
   expected = np.array(weights) / sum(weights)
   np.testing.assert_allclose(shares, expected, atol=1 / (1 << 16))
   # In any part of it nearly so.
-  early = np.bincount(starts[:4096] // 1000, minlength=len(weights)) / 4096
+  early = np.bincount(starts[:4096] // size, minlength=len(weights)) / 4096
   np.testing.assert_allclose(early, expected, atol=0.05)
 
 
