@@ -98,8 +98,7 @@ class Checkpoints:
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
-    everyone = set(range(jax.process_count()))
-    self._saving = step, make_writer(self._folder.root, everyone)
+    self._saving = step, make_writer(self._folder.root)
     is_started = self._try('save', self._folder.path(step), args=items)
     self._stop_if_hopeless()
     return is_started

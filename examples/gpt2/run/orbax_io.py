@@ -25,8 +25,8 @@ _AWAY = (
 _NUMBERS = itertools.count()
 
 
-def make_writer(path: Path, processes: set[int]) -> ocp.AsyncCheckpointer:
-  """Returns what makes one save to a path, in some processes together."""
+def make_writer(path: Path) -> ocp.AsyncCheckpointer:
+  """Returns what makes one save to a path, in all processes together."""
   orbax_s3.install()
   # Else it renames folders, which a store would copy.
   commit = ocp.path.atomicity.CommitFileTemporaryPath
@@ -34,7 +34,7 @@ def make_writer(path: Path, processes: set[int]) -> ocp.AsyncCheckpointer:
   # Barriers of named processes end in time if one of these has failed, and with
   # names of their own they are not taken for those of the next save.
   options = ocp.options.MultiprocessingOptions(
-    active_processes=processes,
+    active_processes=set(range(jax.process_count())),
     barrier_sync_key_prefix=f'save_{next(_NUMBERS)}',
   )
   composite = ocp.CompositeOptions(

@@ -1,12 +1,12 @@
 """The proof, before anything is computed, that checkpoints can be saved."""
 
+from collections.abc import Callable
 import math
 from pathlib import Path
 import shutil
 from typing import Any
 import uuid
 
-from etils import epath
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -16,7 +16,7 @@ from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.command import format_bytes
 from examples.gpt2.run.orbax_io import describe, make_writer, read_arrays
-from examples.gpt2.storage import make_folder, os_errors
+from examples.gpt2.storage import make_folder, os_errors, write_whole
 
 
 def prove(root: Path, state: Any) -> None:
@@ -32,15 +32,32 @@ def prove(root: Path, state: Any) -> None:
   """
   folder = CheckpointFolder(root, keep=1)
   on_first(_check_room, folder, _num_bytes(state))
-  path = folder.root / on_first(_save, folder)
-  reason = _unseen(path)
-  has_failed = any_failed(bool(reason))
+  # First a file: where hosts do not see the same folder, Orbax would wait.
+  name = on_first(_write_file, folder)
+  _raise_in_all(_read_file, folder, name)
+  _raise_in_all(_save, folder, name)
+  _raise_in_all(_read, folder, name)
   on_first(folder.clean_up)
-  if has_failed:
+
+
+def _raise_in_all(
+  action: Callable[[CheckpointFolder, str], str],
+  folder: CheckpointFolder,
+  name: str,
+) -> None:
+  """Raises ``UsageError`` in all processes if an action fails in one."""
+  try:
+    with os_errors():
+      reason = action(folder, name)
+  except Exception as error:
+    reason = describe(error)
+  if any_failed(bool(reason)):
+    on_first(folder.clean_up)
     raise UsageError(
-      f'--out-dir {root.parent}: {reason or "another process"} cannot read '
-      'what process 0 has written there. All hosts must see the same folder: '
-      'choose one on a disk that they share, or in gs:// or s3://.'
+      f'--out-dir {folder.root.parent} cannot hold a checkpoint: '
+      f'{reason or "another process says why"}. It must be writable, and the '
+      'same folder for all hosts: on a disk that they share, or in gs:// or '
+      's3://.'
     )
 
 
@@ -64,35 +81,43 @@ def _check_room(folder: CheckpointFolder, needed: int) -> None:
     )
 
 
-def _save(folder: CheckpointFolder) -> str:
-  """Returns the name of a new checkpoint of a number."""
+def _write_file(folder: CheckpointFolder) -> str:
+  """Returns the name of a new file, which begins that of a checkpoint."""
   name = f'{folder.PROOF}{uuid.uuid4().hex}'
-  item = ocp.args.Composite(state=ocp.args.StandardSave(_number(name)))
   try:
-    with os_errors():
-      make_folder(folder.root)
-      with make_writer(folder.root, {0}) as writer:
-        writer.save(folder.root / name, args=item)
-  except Exception as error:
+    make_folder(folder.root)
+    write_whole(folder.root / f'{name}.txt', name.encode())
+  except OSError as error:
     raise UsageError(
-      f'--out-dir {folder.root.parent} cannot hold a checkpoint: '
-      f'{describe(error)}'
+      f'--out-dir {folder.root.parent} cannot be written: {error}'
     ) from error
   return name
+
+
+def _read_file(folder: CheckpointFolder, name: str) -> str:
+  path = folder.root / f'{name}.txt'
+  is_same = path.exists() and path.read_bytes() == name.encode()
+  me = f'process {jax.process_index()}'
+  return '' if is_same else f'{me} does not see what process 0 has written'
+
+
+def _save(folder: CheckpointFolder, name: str) -> str:
+  item = ocp.args.Composite(state=ocp.args.StandardSave(_number(name)))
+  # Of all processes, as the checkpoints to come: Orbax counts its saves.
+  writer = make_writer(folder.root)
+  writer.save(folder.root / name, args=item)
+  writer.close()
+  return ''
+
+
+def _read(folder: CheckpointFolder, name: str) -> str:
+  expected = _number(name)
+  found = read_arrays(folder.root / name, expected)
+  is_same = np.array_equal(found['number'], expected['number'])
+  return '' if is_same else 'other numbers are read than were written'
 
 
 def _number(name: str) -> dict[str, np.ndarray]:
   """Returns, as an array, the number that a name ends in."""
   digits = bytes.fromhex(name.removeprefix(CheckpointFolder.PROOF))
   return {'number': np.frombuffer(digits, np.uint8)}
-
-
-def _unseen(path: epath.Path) -> str:
-  """Returns why this process does not see a checkpoint of a number, or ''."""
-  expected = _number(path.name)
-  try:
-    found = read_arrays(path, expected)
-  except Exception as error:
-    return f'process {jax.process_index()} ({describe(error)})'
-  is_same = np.array_equal(found['number'], expected['number'])
-  return '' if is_same else f'process {jax.process_index()}'

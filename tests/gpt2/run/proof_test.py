@@ -56,7 +56,7 @@ def test_a_full_disk_is_refused(
 
 def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path):
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+  resource.setrlimit(resource.RLIMIT_FSIZE, (60, limits[1]))
   try:
     with pytest.raises(UsageError, match='cannot hold a checkpoint.*too large'):
       prove(tmp_path / 'c', _STATE)
@@ -124,10 +124,17 @@ import jax
 jax.config.update('jax_num_cpu_devices', 1)
 jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
 from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
 from examples.gpt2.config import UsageError
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.proof import prove
 state = {'x': jax.ShapeDtypeStruct((3,), 'float32')}
 prove(Path(sys.argv[1], 'shared'), state)
+everywhere = NamedSharding(make_mesh(''), P())
+with Checkpoints(Path(sys.argv[1], 'shared'), keep=1) as saved:
+  assert saved.save(1, {'x': jax.device_put(np.ones(3, 'float32'), everywhere)})
 try:
   prove(Path(sys.argv[1], sys.argv[3], 'own'), state)
 except UsageError as error:
@@ -159,5 +166,5 @@ def test_hosts_that_do_not_see_the_same_folder_are_refused(tmp_path: Path):
       run.kill()
   assert [run.returncode for run in runs] == [0, 0]
   for output in outputs:
-    assert 'All hosts must see the same folder' in output
-  assert 'process 1' in outputs[1]
+    assert 'the same folder for all hosts' in output
+  assert 'process 1 does not see' in outputs[1]
