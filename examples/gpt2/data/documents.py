@@ -256,8 +256,11 @@ class DocumentReader:
     columns = (batch.column(0).cast(pa.binary()) for batch in batches)
     rows = itertools.chain.from_iterable(x.to_pylist() for x in columns)
     contents = enumerate(rows, 1)
-    for row, content in itertools.islice(contents, skipped, None):
-      yield self._parse(path, row, content or b'', False)
+    try:
+      for row, content in itertools.islice(contents, skipped, None):
+        yield self._parse(path, row, content or b'', False)
+    except pa.ArrowException as error:
+      raise UsageError(f'{path} is damaged: {error}') from error
 
   def _parse(self, path: Path, line: int, content: bytes, is_json: bool) -> str:
     """Returns the text of a document, nothing for one that is left out."""
@@ -285,7 +288,7 @@ class DocumentReader:
       if not self.skip_bad or files.is_mostly_bad(content):
         raise
       text = content.decode(errors='replace')
-      self.num_replaced += text.count('\ufffd')
+      self.num_replaced += files.count_bad(content)
       return text
 
   def describe_left_out(self) -> str:

@@ -171,9 +171,13 @@ def _encoding(head: bytes) -> str:
 
 def is_mostly_bad(content: bytes) -> bool:
   """Returns whether more than one in a hundred characters is no UTF-8."""
+  return count_bad(content) * 100 > len(content.decode(errors='replace'))
+
+
+def count_bad(content: bytes) -> int:
+  """Returns the number of characters that are no UTF-8."""
   text = content.decode(errors='replace')
-  bad = text.count(_REPLACEMENT) - content.count(_REPLACEMENT.encode())
-  return bad * 100 > len(text)
+  return text.count(_REPLACEMENT) - content.count(_REPLACEMENT.encode())
 
 
 class _Recoded(io.RawIOBase):

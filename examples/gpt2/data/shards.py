@@ -320,9 +320,3 @@ def read_windows(
     return windows[starts].astype(np.int32)
   found = tokens.windows(starts.ravel().tolist(), length)
   return found.reshape(*starts.shape, length)
-
-
-def entropy(counts: np.ndarray) -> float:
-  """Returns the entropy of frequencies, in nats."""
-  probabilities = counts[counts > 0] / counts.sum()
-  return float(-np.sum(probabilities * np.log(probabilities)))

@@ -1,13 +1,10 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
 from collections.abc import Sequence
-import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import operator
-import os
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 import warnings
@@ -19,13 +16,17 @@ import tokenizers
 import tqdm
 
 from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.data.counts import (
+  cached_statistics,
+  check_largest,
+  count_tokens,
+)
 from examples.gpt2.data.documents import Corpus, DocumentReader, load_corpus
 from examples.gpt2.data.mixture import Mixture, parse_sources
 from examples.gpt2.data.shards import (
   PARTS,
   TOKEN_SUFFIXES,
   TokenFiles,
-  entropy,
   open_files,
   open_parts,
   read_index,
@@ -42,15 +43,11 @@ from examples.gpt2.data.tokenizer import (
 from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.storage import (
   as_path,
-  file_system,
-  is_remote,
-  make_folder,
   new_folder,
 )
 
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
-_VERSION = ('size', 'generation', 'etag', 'ETag', 'updated', 'LastModified')
 
 
 class EvaluationSet(NamedTuple):
@@ -205,8 +202,8 @@ def _load_evaluation(
     check_length('--eval-data', array, config.context_length)
     return array
   check_length('--eval-data', found, config.context_length)
-  _check_largest(
-    _cached_statistics([found], size, config)['largest_token'], size, data
+  check_largest(
+    cached_statistics([found], size, config)['largest_token'], size, data
   )
   return found
 
@@ -231,11 +228,11 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
   index = read_index(folder)
   has_index = index is not None
   if index is None:
-    index = _cached_statistics([train, validation], vocab_size, config)
+    index = cached_statistics([train, validation], vocab_size, config)
     sha256 = index['sha256']
   else:
     sha256 = digest(index['shards'])
-  _check_largest(index['largest_token'], vocab_size, folder)
+  check_largest(index['largest_token'], vocab_size, folder)
   return Tokens(
     source=str(folder),
     num_bytes=train.num_bytes + validation.num_bytes,
@@ -262,21 +259,6 @@ def check_length(
     )
 
 
-def _check_below(tokens: np.ndarray, vocab_size: int, source: object) -> None:
-  """Raises ``UsageError`` for tokens that are not in a vocabulary."""
-  if tokens.min() < 0:
-    raise UsageError(f'--data {source} holds the token {tokens.min()}.')
-  _check_largest(int(tokens.max()), vocab_size, source)
-
-
-def _check_largest(largest: int, vocab_size: int, source: object) -> None:
-  if largest >= vocab_size:
-    raise UsageError(
-      f'--data {source} holds the token {largest}, but its vocabulary has '
-      f'{vocab_size} tokens: give a larger --vocab-size, if these are tokens.'
-    )
-
-
 def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
   """Tokenizes a corpus, all or nothing, unless the folder has its tokens."""
   if _is_whole(folder, config):
@@ -295,7 +277,7 @@ def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
         with (scratch / f'{part}.bin').open('wb') as file:
           for group in grouped(tqdm.tqdm(texts, f'tokenizing for {part}')):
             encode(group).tofile(file)
-      written = json.dumps(_statistics(*_open_cached(scratch)))
+      written = json.dumps(count_tokens(*_open_cached(scratch)))
       (scratch / _STATISTICS).write_text(written)
   except OSError:
     if not folder.is_dir():  # Another run may have been quicker.
@@ -315,55 +297,6 @@ def _is_whole(folder: Path, config: Config) -> bool:
   """
   try:
     written = json.loads((folder / _STATISTICS).read_text())
-    return written == _cached_statistics(*_open_cached(folder), config)
+    return written == cached_statistics(*_open_cached(folder), config)
   except (FileNotFoundError, ValueError):
     return False
-
-
-def _cached_statistics(
-  parts: list[TokenFiles], vocab_size: int, config: Config
-) -> dict[str, Any]:
-  """Counts the tokens of files, once for the very same ones.
-
-  Files are the same where path, size and times of the last change are.
-  """
-  key = digest([_stamp(x.path) for part in parts for x in part.shards])
-  cache = as_path(config.cache_dir) / 'statistics' / f'{key[:16]}.json'
-  with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-    statistics = json.loads(cache.read_text())
-    if statistics['largest_token'] < vocab_size:
-      return statistics
-  statistics = _statistics(parts, vocab_size)
-  with contextlib.suppress(OSError):  # The next run then counts again.
-    make_folder(cache.parent)
-    cache.write_text(json.dumps(statistics))
-  return statistics
-
-
-def _stamp(path: Path) -> list[Any]:
-  """Returns what tells apart the versions of a file."""
-  if is_remote(path):
-    info = file_system(path).info(os.fspath(path))
-    return [str(path), *(str(info.get(name)) for name in _VERSION)]
-  stat = path.stat()
-  times = stat.st_mtime_ns, stat.st_ctime_ns
-  return [str(path.resolve()), stat.st_size, *times]
-
-
-def _statistics(parts: list[TokenFiles], vocab_size: int) -> dict[str, Any]:
-  """Reads all tokens: the largest, a hash, and their entropy."""
-  counts = np.zeros(vocab_size, np.int64)
-  sha256 = hashlib.sha256()
-  for part in parts:
-    sha256.update(f'{len(part)} tokens'.encode())
-    with tqdm.tqdm(desc='counting tokens', total=len(part), delay=2) as bar:
-      for chunk in part.chunks():
-        _check_below(chunk, vocab_size, part.shards[0].path.parent)
-        sha256.update(chunk)
-        counts += np.bincount(chunk, minlength=vocab_size)
-        bar.update(chunk.size)
-  return {
-    'largest_token': int(np.flatnonzero(counts)[-1]),
-    'sha256': sha256.hexdigest(),
-    'unigram_entropy': entropy(counts),
-  }

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.shards import INDEX, PARTS, PROGRESS, entropy
+from examples.gpt2.data.counts import entropy
+from examples.gpt2.data.shards import INDEX, PARTS, PROGRESS
 from examples.gpt2.storage import make_folder, whole_file, write_whole
 
 _LENGTHS = 'documents'

@@ -29,8 +29,8 @@ _RESULTS = (
 )  # fmt: skip
 # What a run writes besides; not every run does.
 _OTHERS = (
-  'tokenizer.json', 'checkpoints', 'damaged-checkpoints', 'tensorboard',
-  'profile',
+  'tokenizer.json', 'tokenizer_config.json', 'checkpoints',
+  'damaged-checkpoints', 'tensorboard', 'profile',
 )  # fmt: skip
 
 

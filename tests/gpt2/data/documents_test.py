@@ -359,3 +359,20 @@ def test_reading_goes_on_from_any_place(
   again = DocumentReader([folder], skip_bad=skip_bad)
   assert list(again.read('reading', places[place])) == whole[place:]
   assert again.place() == reader.place()
+
+
+def test_damaged_parquet_is_named(tmp_path: Path):
+  path = tmp_path / 'a.parquet'
+  _write_parquet(path, [f'{text}{i}' for i, text in enumerate(TEXTS * 50)])
+  content = bytearray(path.read_bytes())
+  content[1000:-20000] = bytes(len(content) - 21000)
+  path.write_bytes(content)
+  with pytest.raises((UsageError, OSError)):
+    _read(path, skip_bad=True)
+
+
+def test_only_bytes_that_are_no_utf_8_are_counted(tmp_path: Path):
+  (tmp_path / 'a.txt').write_bytes('\ufffd text'.encode() * 99 + b'\xff')
+  reader = DocumentReader([tmp_path], skip_bad=True)
+  assert list(reader.read('reading')) == ['\ufffd text' * 99 + '\ufffd']
+  assert reader.num_replaced == 1
