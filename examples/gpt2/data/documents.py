@@ -259,7 +259,10 @@ class DocumentReader:
     try:
       for row, content in itertools.islice(contents, skipped, None):
         yield self._parse(path, row, content or b'', False)
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OSError) as error:
+      # An error of the disk has a number, one of unpacking has not.
+      if isinstance(error, OSError) and error.errno is not None:
+        raise
       raise UsageError(f'{path} is damaged: {error}') from error
 
   def _parse(self, path: Path, line: int, content: bytes, is_json: bool) -> str:
