@@ -243,7 +243,9 @@ class DocumentReader:
   ) -> Iterator[str]:
     try:
       table = pa.parquet.ParquetFile(stream)
-    except pa.ArrowInvalid as error:
+    except (pa.ArrowException, OSError) as error:
+      if not files.is_damage(error):
+        raise
       raise files.OtherFormatError('damaged Parquet') from error
     texts = [x.name for x in table.schema_arrow if x.type in _TEXTS]
     if self.text_field not in texts:
@@ -260,8 +262,7 @@ class DocumentReader:
       for row, content in itertools.islice(contents, skipped, None):
         yield self._parse(path, row, content or b'', False)
     except (pa.ArrowException, OSError) as error:
-      # An error of the disk has a number, one of unpacking has not.
-      if isinstance(error, OSError) and error.errno is not None:
+      if not files.is_damage(error):
         raise
       raise UsageError(f'{path} is damaged: {error}') from error
 

@@ -129,10 +129,17 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
       with unpack(file) as stream:
         yield stream
     except (*_DAMAGE, OSError) as error:
-      # Damage is an error of the disk, without a number, in gzip and bz2.
-      if isinstance(error, OSError) and error.errno is not None:
+      if not is_damage(error):
         raise
       raise UsageError(f'{path} is damaged: {error}.') from error
+
+
+def is_damage(error: Exception) -> bool:
+  """Returns whether what failed is to unpack, and not to read from a disk.
+
+  Both are an ``OSError`` in gzip, bz2 and pyarrow; that of a disk has a number.
+  """
+  return not isinstance(error, OSError) or error.errno is None
 
 
 def as_utf8(stream: IO[bytes]) -> IO[bytes]:

@@ -361,14 +361,19 @@ def test_reading_goes_on_from_any_place(
   assert again.place() == reader.place()
 
 
-def test_damaged_parquet_is_named(tmp_path: Path):
+@pytest.mark.parametrize(
+  ('first', 'message'),
+  [(1000, 'a.parquet is damaged'), (-4000, r'\(damaged Parquet\)')],
+  ids=['pages', 'footer'],
+)
+def test_damaged_parquet_is_named(tmp_path: Path, first: int, message: str):
   path = tmp_path / 'a.parquet'
-  _write_parquet(path, [f'{text}{i}' for i, text in enumerate(TEXTS * 50)])
+  _write_parquet(path, [f'{text}{i}' for i, text in enumerate(TEXTS * 5)])
   content = bytearray(path.read_bytes())
-  content[1000:-20000] = bytes(len(content) - 21000)
+  content[first : first + 500] = bytes(500)
   path.write_bytes(content)
-  with pytest.raises(UsageError, match=r'a\.parquet is damaged'):
-    _read(path, skip_bad=True)
+  with pytest.raises(UsageError, match=message):
+    _read(path)
 
 
 def test_only_bytes_that_are_no_utf_8_are_counted(tmp_path: Path):
