@@ -4,10 +4,13 @@ python -m benchmarks.train_step --help
 """
 
 from collections.abc import Callable
+import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from pathlib import Path
+import tempfile
 from typing import Any, Literal
 
 import jax
@@ -17,7 +20,9 @@ import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
 from examples.gpt2.config import Config, Optimizer, Preset, Remat
-from examples.gpt2.data.batches import batch_shape
+from examples.gpt2.data.batches import batch_shape, training_batch
+from examples.gpt2.data.mixture import Mixture
+from examples.gpt2.data.shards import open_files
 from examples.gpt2.devices import chips, hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.optim.diagnostics import Diagnostics
@@ -29,6 +34,7 @@ from examples.plan import programs
 _PEER = 'transformers, PyTorch'
 _DIAGNOSTICS = 'one diagnostics step, merit'
 _UPDATE = 'update of one step, merit'
+_READING = 'batch of one step, out of two sources in shards'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,27 +87,37 @@ def main(args: list[str] | None = None) -> None:
   }
   contenders[_DIAGNOSTICS] = _diagnostics(config)
   contenders[_UPDATE] = _update(config)
+  folder = contextlib.ExitStack()
+  contenders[_READING] = _reading(
+    config, Path(folder.enter_context(tempfile.TemporaryDirectory()))
+  )
   peer = _peer(config, settings.steps)
   if peer is not None:
     contenders[_PEER] = peer
-  timings = race(contenders, settings.rounds)
-  update = timings.pop(_UPDATE).median
+  with folder:
+    timings = race(contenders, settings.rounds)
+  parts = {
+    'update_seconds': timings.pop(_UPDATE).median,
+    'reading_seconds': timings.pop(_READING).median,
+  }
   rows = _rows(timings, config, settings)
   # What was measured is kept if what follows runs out of time or memory.
-  _write(settings, rows, update)
+  _write(settings, rows, parts)
   plans = {
     _title(name): _plan(_config(settings, name)) for name in settings.optimizers
   }
   rows = [row | plans.get(row['name'], {}) for row in rows]
   _print(rows, config)
-  print(f'{_UPDATE}: {1e3 * update:.1f} ms')
-  _write(settings, rows, update)
+  for name, seconds in zip((_UPDATE, _READING), parts.values(), strict=True):
+    share = seconds / rows[0]['seconds_per_step']
+    print(f'{name}: {1e3 * seconds:.2f} ms, {share:.2%} of a step')
+  _write(settings, rows, parts)
 
 
 def _write(
-  settings: Settings, rows: list[dict[str, Any]], update: float
+  settings: Settings, rows: list[dict[str, Any]], parts: dict[str, float]
 ) -> None:
-  results = {'rows': rows, 'update_seconds': update}
+  results = {'rows': rows} | parts
   values = _plain(dataclasses.asdict(settings))
   write_json(settings.out, {'settings': values} | results)
 
@@ -198,6 +214,27 @@ def _update(config: Config) -> Callable[[], None]:
     with jax.set_mesh(mesh):
       state = trainer.update(state, gradients, logits)
     jax.block_until_ready(state)
+
+  return run
+
+
+def _reading(config: Config, folder: Path) -> Callable[[], None]:
+  """Returns a function that makes the batch of a step, the next each time."""
+  generator = np.random.default_rng(0)
+  for i in range(4):
+    tokens = generator.integers(config.vocab_size, size=25_000_000)
+    np.save(folder / f'{i}.npy', tokens.astype(np.uint16))
+  paths = sorted(folder.iterdir())
+  sources = [
+    open_files(some, config.vocab_size) for some in (paths[:2], paths[2:])
+  ]
+  mixture = Mixture(sources, (0.7, 0.3), with_replacement=False)
+  mesh = sharding.make_mesh('')
+  steps = itertools.count(1)
+
+  def run() -> None:
+    batch = training_batch(mixture, config, next(steps), mesh)
+    jax.block_until_ready(batch)
 
   return run
 

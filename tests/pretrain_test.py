@@ -26,7 +26,16 @@ from examples.gpt2.run.step import Trainer
 
 _ROOT = Path(__file__).parents[1]
 _FILE = _ROOT / 'examples' / 'pretrain.py'
-_PACKAGES = {'flax', 'jax', 'merit_optax', 'numpy', 'optax', 'orbax', 'tyro'}
+_PACKAGES = {
+  'etils',
+  'flax',
+  'jax',
+  'merit_optax',
+  'numpy',
+  'optax',
+  'orbax',
+  'tyro',
+}
 _SIZES = dict(
   num_layers=2,
   num_heads=2,
@@ -164,6 +173,27 @@ def test_batches_are_windows_of_the_token_files(tmp_path):
   np.testing.assert_array_equal(np.diff(first) % 251, 7)
   np.testing.assert_array_equal(first, again)
   assert (first != other).any()
+
+
+@pytest.mark.parametrize(
+  'content',
+  [
+    np.array([20240520, 1, 9000], np.int32).tobytes() + bytes(1012 + 18000),
+    np.array([20240801, 7, 9000], np.int32).tobytes() + bytes(1012 + 36000),
+    b"\x93NUMPY\1\0v\0{'descr': '<u2', 'fortran_order': False" + b' ' * 9001,
+    np.arange(3000, dtype=np.int64).tobytes(),
+    np.arange(128000, dtype=np.uint32).tobytes(),
+  ],
+  ids=['llm.c', 'llm.c of Llama 3', 'NumPy', 'int64', 'uint32'],
+)
+def test_other_token_files_are_refused(content: bytes, tmp_path):
+  for name in ('train.bin', 'val.bin'):
+    (tmp_path / name).write_bytes(content)
+  config = _config(tmp_path / 'run', data=tmp_path, vocab_size=65536)
+  with pytest.raises(
+    ValueError, match=r'train\.bin must be uint16 tokens with'
+  ):
+    pretrain.train(config)
 
 
 @pytest.mark.parametrize(

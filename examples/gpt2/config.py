@@ -35,13 +35,25 @@ class Config:
 
   # Data.
 
-  # Text file, folder of text files, or folder with train.bin and val.bin as
-  # examples.gpt2.prepare or nanoGPT write them. 'stdlib' is the source text of
-  # Python's standard library.
-  data: str = 'stdlib'
+  # Text, JSON lines or Parquet, a file or a folder of files; or a folder of
+  # token files, of examples.gpt2.prepare, nanoGPT, llm.c and others. 'stdlib'
+  # is the source text of Python's standard library. Several folders of token
+  # files are mixed, with weights as in 'tokens/web:0.7 tokens/code:0.3', by
+  # default in proportion to their tokens.
+  data: str | tuple[str, ...] = 'stdlib'
+  # Field that holds the text of a document in JSON, column in Parquet.
+  text_field: str = 'text'
+  # More texts or token files to evaluate on, as 'name=path', each with a loss
+  # of its own in the metrics.
+  eval_data: tuple[str, ...] = ()
+  # How sequences are drawn. Without replacement, an epoch has each of them
+  # once. Default: with replacement from text and from a single folder without
+  # an index.json, as in former releases, else without.
+  sampling: Literal['with-replacement', 'without-replacement'] | None = None
   # Size of the byte-pair vocabulary that is trained on the text; 257 gives
-  # plain bytes and an end-of-text token. For train.bin without a tokenizer: the
-  # number of token identifiers.
+  # plain bytes and an end-of-text token. For token files without a tokenizer:
+  # the number of token identifiers; above 65536, files without a header are
+  # read as uint32.
   vocab_size: int | None = None
   # Folder that keeps tokenizers and tokens, by the content of the text.
   cache_dir: Path = Path('~/.cache/merit_optax')

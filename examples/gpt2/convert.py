@@ -7,10 +7,14 @@ from typing import Any
 import tyro
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import new_folder
-from examples.gpt2.data.tokenizer import num_identifiers, read_tokenizer
+from examples.gpt2.data.tokenizer import (
+  named_end_token,
+  num_identifiers,
+  read_tokenizer,
+)
 from examples.gpt2.model import files, hugging_face
 from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.storage import as_path, new_folder
 
 _CONFIG = 'config.json'
 _WEIGHTS = 'model.safetensors'
@@ -36,7 +40,7 @@ def export_model(
     folder: Folder of a finished run or of an imported model.
     out: Folder of the result: a new or an empty one.
   """
-  with new_folder(out.expanduser().resolve()) as scratch:
+  with new_folder(as_path(out)) as scratch:
     model = files.load_model(folder)
     if model.config.qk_norm:
       raise UsageError(
@@ -70,8 +74,8 @@ def import_model(
     out: Folder of the result, a new or an empty one: a model folder, for
       examples.gpt2.generate, evaluate, and train with --init-from.
   """
-  with new_folder(out.expanduser().resolve()) as scratch:
-    files.save_model(scratch, _read(folder.expanduser()))
+  with new_folder(as_path(out)) as scratch:
+    files.save_model(scratch, _read(as_path(folder)))
 
 
 def _read(folder: Path) -> files.Model:
@@ -87,8 +91,10 @@ def _read(folder: Path) -> files.Model:
   if not (folder / files.TOKENIZER).is_file():
     return files.Model(config, num_rows, params)
   tokenizer = read_tokenizer(folder / files.TOKENIZER, num_rows)
+  end_token = named_end_token(folder / files.TOKENIZER, tokenizer)
   # Rows that no token has are padding too.
-  return files.Model(config, num_identifiers(tokenizer), params, tokenizer)
+  size = num_identifiers(tokenizer)
+  return files.Model(config, size, params, tokenizer, end_token)
 
 
 def _parts(folder: Path) -> list[Path]:

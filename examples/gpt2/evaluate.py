@@ -15,13 +15,15 @@ import tyro
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import validation_batch
 from examples.gpt2.data.documents import load_corpus
-from examples.gpt2.data.tokenizer import END_OF_TEXT, MAX_VOCAB_SIZE, encode
-from examples.gpt2.data.tokens import check_length, map_tokens
+from examples.gpt2.data.shards import TokenFiles, open_parts
+from examples.gpt2.data.tokenizer import Encoder
+from examples.gpt2.data.tokens import check_length
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.files import Model, load_model
 from examples.gpt2.model.loss import sequence_losses
 from examples.gpt2.model.transformer import as_module
 from examples.gpt2.run.command import exit_on_error, table
+from examples.gpt2.storage import as_path
 
 
 class Evaluation(NamedTuple):
@@ -107,31 +109,28 @@ def evaluate(
   return Evaluation(loss, count, count * config.context_length, per_byte)
 
 
-def _read(data: str, model: Model) -> tuple[np.ndarray, int]:
+def _read(data: str, model: Model) -> tuple[TokenFiles | np.ndarray, int]:
   """Returns the held-out tokens, and the bytes of their text or 0."""
-  path = Path(data).expanduser() / 'val.bin'
-  if path.is_file():
-    return map_tokens(path), 0
+  parts = open_parts(as_path(data), model.num_tokens)
+  if 'val' in parts:
+    return parts['val'], 0
   if model.tokenizer is None:
     raise UsageError(
       f'--data {data} holds no val.bin, and the model has no tokenizer for '
       'text: expected a folder with val.bin.'
     )
-  size = model.tokenizer.get_vocab_size()
-  has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
-  if not has_end or size > MAX_VOCAB_SIZE:
+  if model.end_token is None:
     raise UsageError(
-      f"The model's tokenizer has {size} tokens: expected at most "
-      f'{MAX_VOCAB_SIZE} with {END_OF_TEXT}, which comes after each document. '
-      'Give --data a folder with val.bin.'
+      "The model's tokenizer does not tell which token comes after each "
+      'document: give --data a folder with val.bin.'
     )
   documents = load_corpus(data).validation
   num_bytes = sum(len(text.encode()) for text in documents)
-  return encode(model.tokenizer, documents), num_bytes
+  return Encoder(model.tokenizer, model.end_token)(documents), num_bytes
 
 
 def _check_fits(
-  model: Model, tokens: np.ndarray, length: int, data: str
+  model: Model, tokens: TokenFiles | np.ndarray, length: int, data: str
 ) -> None:
   """Raises ``UsageError`` for what the model cannot be measured on."""
   config = model.config
@@ -141,9 +140,11 @@ def _check_fits(
       f'positions that the model has learned, got {length}.'
     )
   check_length('validation', tokens, length)
-  if tokens.max() >= model.num_tokens:
+  chunks = [tokens] if isinstance(tokens, np.ndarray) else tokens.chunks()
+  largest = max(int(chunk.max()) for chunk in chunks)
+  if largest >= model.num_tokens:
     raise UsageError(
-      f'--data {data} holds the token {tokens.max()}, but the model has '
+      f'--data {data} holds the token {largest}, but the model has '
       f'{model.num_tokens} tokens: its text was tokenized for another model.'
     )
 

@@ -10,7 +10,6 @@ import numpy as np
 import tyro
 
 from examples.gpt2.config import UsageError, check_at_least
-from examples.gpt2.data.tokenizer import END_OF_TEXT
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import generate_tokens
@@ -107,13 +106,12 @@ def _encode(model: Model, prompt: str) -> list[int]:
       )
     return ids
   ids = model.tokenizer.encode(prompt).ids
-  start = model.tokenizer.token_to_id(END_OF_TEXT)
-  if not ids and start is None:
+  if not ids and model.end_token is None:
     raise UsageError(
-      f'--prompt must not be empty: the tokenizer has no token {END_OF_TEXT} '
-      'to start with.'
+      '--prompt must not be empty: the tokenizer does not tell which token '
+      'ends a document, to start after it.'
     )
-  return ids or [start]
+  return ids or [model.tokenizer.token_to_id(model.end_token)]
 
 
 def _decode(model: Model, ids: Sequence[int]) -> str:

@@ -13,6 +13,7 @@ import tyro
 from examples.gpt2.config import UsageError
 from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.storage import as_path, whole_file
 
 _FORMATS = ('.png', '.pdf', '.svg')
 _PANELS = {
@@ -50,9 +51,10 @@ def plot_runs(
     raise UsageError('Name the folder of a run, or of several.')
   if out.suffix not in _FORMATS:
     raise UsageError(f'--out must end in one of {_FORMATS}, got {out}.')
-  figure = _figure({str(run): _read(run) for run in runs})
-  figure.savefig(out, dpi=120)
-  return out
+  figure = _figure({str(run): _read(run) for run in map(as_path, runs)})
+  with whole_file(as_path(out)) as scratch:
+    figure.savefig(scratch, format=out.suffix[1:], dpi=120)
+  return as_path(out)
 
 
 def _read(run: Path) -> Series:

@@ -1,55 +1,80 @@
 """Makes token files from text: python -m examples.gpt2.prepare --help."""
 
+import collections
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 import dataclasses
 import hashlib
 import heapq
+import json
 import os
 from pathlib import Path
+from typing import Any
+import unicodedata
 
+import numpy as np
 import tokenizers
 import tyro
 
-from examples.gpt2.config import UsageError, check_at_least
-from examples.gpt2.data.atomic import new_folder
+from examples.gpt2.config import UsageError, check_at_least, digest
+from examples.gpt2.data import files
 from examples.gpt2.data.documents import DocumentReader
+from examples.gpt2.data.shards import PARTS
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
-  MAX_VOCAB_SIZE,
+  SETTINGS,
+  Encoder,
+  find_end_token,
+  grouped,
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.data.tokens import PARTS, map_tokens, write_tokens
+from examples.gpt2.data.writer import ShardWriter
 from examples.gpt2.run.command import exit_on_error, table
+from examples.gpt2.storage import as_path, is_remote, write_whole
 
 _GPT2_VOCAB_SIZE = 50257
 # All characters of up to two bytes, many of more: each byte that UTF-8 has.
 _PROBE = ''.join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 999)]))
+# What SentencePiece has for a space.
+_BLOCK = '\u2581'
+_TOKENIZER = 'tokenizer.json'
+# Groups of documents that are tokenized while others are read and written.
+_AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareConfig:
-  """Makes train.bin, val.bin and tokenizer.json, for the trainer's --data.
+  """Makes token files and tokenizer.json, for the trainer's --data.
 
-  Lines of .jsonl files (and .ndjson, .json) are documents. Other files are a
-  document each, or more with lines '<|endoftext|>' between them; long ones are
-  cut every 131,072 bytes, at the end of a line. Files ending in .gz are
-  unpacked. An end-of-text token follows each document. The same text gives the
-  same files, on any number of cores.
+  Lines of .jsonl files (and .ndjson, .jsonlines, .json) and rows of .parquet
+  files are documents. Other files are a document each, or more with lines
+  '<|endoftext|>' between them; long ones are cut every 131,072 bytes, at the
+  end of a line. Files ending in .gz, .zst, .bz2 and .xz are unpacked. An
+  end-of-text token follows each document. The same text gives the same files,
+  on any number of cores. What was killed goes on where it was, with the same
+  command.
   """
 
   data: tuple[Path, ...]
   """Files, and folders of files, to read in this order."""
 
   out_dir: Path
-  """Folder of the results: a new or an empty one."""
+  """Folder of the results: a new or an empty one, or that of the same command,
+  which was killed."""
 
   text_field: str = 'text'
-  """Field that holds the text of a document in JSON."""
+  """Field that holds the text of a document in JSON, column in Parquet."""
 
   tokenizer: Path | None = None
   """Vocabulary to use: a tokenizer.json, or a folder with it or with GPT-2's
   vocab.json and merges.txt (or encoder.json and vocab.bpe). Without, a
   byte-level byte-pair vocabulary is trained on the text."""
+
+  end_token: str | None = None
+  """Token of --tokenizer that follows each document. Default: what the files
+  beside it name (tokenizer_config.json, special_tokens_map.json,
+  generation_config.json, config.json), or its only special token."""
 
   vocab_size: int | None = None
   """Size of the vocabulary to train, at the most. Default: 50257."""
@@ -62,9 +87,14 @@ class PrepareConfig:
   """Share of the documents to hold out: those whose SHA-256 hash, as a fraction
   of the largest, is below it. Equal documents fall into the same part."""
 
+  shard_tokens: int = 100_000_000
+  """Tokens of a file, at the least; it ends with a document. A kill loses what
+  was made since the last file."""
+
   skip_bad: bool = False
   """Leave out, and count, documents that are not UTF-8 or not JSON with the
-  field, instead of stopping at the first."""
+  field, and files of other formats, instead of stopping at the first. A few
+  bytes of a text that are no UTF-8 are replaced by U+FFFD."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -78,7 +108,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def prepare(config: PrepareConfig) -> dict[str, str]:
-  """Makes the token files of a corpus, all or nothing.
+  """Makes the token files of a corpus, or goes on with them after a kill.
 
   Returns what was made, as names and values for people. Raises ``UsageError``
   if settings or text are wrong, or a part would be empty, and ``OSError`` if a
@@ -86,30 +116,32 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   """
   _check(config)
   reader = DocumentReader(config.data, config.text_field, config.skip_bad)
-  with new_folder(config.out_dir.expanduser().resolve()) as folder:
-    tokenizer = _make_tokenizer(reader, config)
-    parted = (
-      (PARTS[_hash(text)[0] < config.validation_share], text)
-      for text in reader.read('tokenizing')
-    )
-    documents = write_tokens(folder, tokenizer, parted)
-    if not all(documents):
+  folder = as_path(config.out_dir)
+  folder = folder if is_remote(folder) else folder.resolve()
+  settings = _settings(config, reader)
+  with ShardWriter(
+    folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS)
+  ) as writer:
+    encode = _make_encoder(reader, config, folder)
+    for parts, place in _tokenize(reader, encode, config, writer.place):
+      writer.add(parts, place)
+    counts = [writer.num_documents(part) for part in PARTS]
+    if not all(counts):
+      writer.discard()
       raise UsageError(
         'Of the {} documents to train on and {} to hold out one part is '
         'empty: give more text to --data, or another --validation-share than '
-        '{}.'.format(*documents, config.validation_share)
+        '{}.'.format(*counts, config.validation_share)
       )
-    tokens = [len(map_tokens(folder / part)) for part in PARTS]
-  counts = '{:,} to train on, {:,} held out'
-  return {
-    'documents': counts.format(*documents)
-    + f', {reader.num_skipped:,} left out as not readable',
-    'tokens': counts.format(*tokens),
-    'text': f'{reader.num_bytes:,} bytes, '
-    f'{reader.num_bytes / sum(tokens):.2f} bytes per token',
-    'vocabulary': f'{tokenizer.get_vocab_size():,} tokens',
-    'results': str(config.out_dir),
-  }
+    made = _describe(writer, reader, encode, config)
+    writer.finish(
+      {
+        'vocab_size': encode.num_tokens,
+        'end_token': encode.end_token,
+        'text_bytes': reader.num_bytes,
+      }
+    )
+  return made
 
 
 def _check(config: PrepareConfig) -> None:
@@ -120,41 +152,133 @@ def _check(config: PrepareConfig) -> None:
       f'--vocab-size {size} is for a vocabulary that is trained: leave it out '
       'where --tokenizer gives one.'
     )
-  if size is not None and not 257 <= size <= MAX_VOCAB_SIZE:
+  if config.end_token is not None and not config.tokenizer:
     raise UsageError(
-      f'--vocab-size must be in [257, {MAX_VOCAB_SIZE}], got {size}.'
+      f'--end-token {config.end_token} is for a --tokenizer: one that is '
+      f'trained has {END_OF_TEXT}.'
     )
   if not 0 < share < 1:
     raise UsageError(f'--validation-share must be in (0, 1), got {share}.')
-  check_at_least(1, sample_bytes=config.sample_bytes)
+  check_at_least(257, vocab_size=size)
+  check_at_least(
+    1, sample_bytes=config.sample_bytes, shard_tokens=config.shard_tokens
+  )
+
+
+def _settings(config: PrepareConfig, reader: DocumentReader) -> dict[str, Any]:
+  """Returns what must be the same where a run goes on."""
+  chosen = {
+    name: value if isinstance(value, int | float) else value and str(value)
+    for name, value in vars(config).items()
+    if name not in ('data', 'out_dir', 'skip_bad')
+  }
+  found = [(str(x), files.file_size(x)) for x in reader.find_files()]
+  return chosen | {
+    'files': digest(found)[:16],
+    'tokenizers': tokenizers.__version__,
+  }
+
+
+def _tokenize(
+  reader: DocumentReader,
+  encode: Encoder,
+  config: PrepareConfig,
+  place: dict[str, Any] | None,
+) -> Iterator[tuple[dict[str, tuple[np.ndarray, np.ndarray]], Any]]:
+  """Yields tokens by part with their lengths, and the place after them.
+
+  Reading, tokenizing and writing go on at the same time; the tokenizer uses
+  all cores by itself, and other threads while it does.
+  """
+
+  def work(texts: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    parts: dict[str, list[str]] = {part: [] for part in PARTS}
+    for text in texts:
+      parts[PARTS[_hash(text)[0] < config.validation_share]].append(text)
+    return {part: encode.documents(x) for part, x in parts.items() if x}
+
+  waiting: collections.deque[Any] = collections.deque()
+  with ThreadPoolExecutor(2) as pool:
+    for texts in grouped(reader.read('tokenizing', place)):
+      waiting.append((pool.submit(work, texts), reader.place()))
+      if len(waiting) == _AHEAD:
+        made, after = waiting.popleft()
+        yield made.result(), after
+    for made, after in waiting:
+      yield made.result(), after
+
+
+def _describe(
+  writer: ShardWriter,
+  reader: DocumentReader,
+  encode: Encoder,
+  config: PrepareConfig,
+) -> dict[str, str]:
+  documents, tokens = (
+    [count(part) for part in PARTS]
+    for count in (writer.num_documents, writer.num_tokens)
+  )
+  counts = '{:,} to train on, {:,} held out'
+  return {
+    'documents': counts.format(*documents)
+    + f', {reader.num_skipped:,} left out as not readable'
+    + reader.describe_left_out(),
+    'tokens': counts.format(*tokens),
+    'text': f'{reader.num_bytes:,} bytes, '
+    f'{reader.num_bytes / sum(tokens):.2f} bytes per token',
+    'vocabulary': f'{encode.num_tokens:,} tokens, {encode.end_token} after '
+    'each document',
+    'results': str(config.out_dir),
+  }
+
+
+def _make_encoder(
+  reader: DocumentReader, config: PrepareConfig, folder: Path
+) -> Encoder:
+  """Reads the tokenizer that the settings name, or trains and writes one."""
+  path = folder / _TOKENIZER
+  if not path.exists():
+    tokenizer, end_token = _make_tokenizer(reader, config)
+    settings = {'eos_token': end_token}
+    write_whole(folder / SETTINGS, json.dumps(settings).encode())
+    write_whole(path, tokenizer.to_str(pretty=True).encode())
+  tokenizer = read_tokenizer(path)
+  # A document that spells the end-of-text token out does not end there.
+  tokenizer.encode_special_tokens = True
+  return Encoder(tokenizer, find_end_token(folder, tokenizer))
 
 
 def _make_tokenizer(
   reader: DocumentReader, config: PrepareConfig
-) -> tokenizers.Tokenizer:
-  """Reads the tokenizer that the settings name, or trains one."""
+) -> tuple[tokenizers.Tokenizer, str]:
+  """Returns a tokenizer, and the token that ends a document."""
   if config.tokenizer is None:
     vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
-    tokenizer = train_tokenizer(_sample(reader, config), vocab_size)
-  else:
-    tokenizer = read_tokenizer(config.tokenizer.expanduser(), MAX_VOCAB_SIZE)
-    _check_tokenizer(tokenizer, config.tokenizer)
-    tokenizer.add_special_tokens([END_OF_TEXT])
-  # A document that spells the end-of-text token out does not end there.
+    sample = _sample(reader, config)
+    return train_tokenizer(sample, vocab_size), END_OF_TEXT
+  path = as_path(config.tokenizer)
+  tokenizer = read_tokenizer(path)
+  end_token = find_end_token(path, tokenizer, config.end_token)
+  tokenizer.add_special_tokens([end_token])
   tokenizer.encode_special_tokens = True
-  return tokenizer
+  _check_tokenizer(tokenizer, config.tokenizer)
+  return tokenizer, end_token
 
 
 def _check_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
-  """Raises ``UsageError`` for a tokenizer that loses text or ends."""
-  if tokenizer.token_to_id(END_OF_TEXT) is None:
-    raise UsageError(f'--tokenizer {path} has no token {END_OF_TEXT}.')
+  """Raises ``UsageError`` for a tokenizer that loses text."""
   ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-  if tokenizer.decode(ids) != _PROBE:
+  if _canonical(tokenizer.decode(ids)) != _canonical(_PROBE):
     raise UsageError(
       f'--tokenizer {path} does not give back each text that it takes: '
-      "expected a byte-level one, as GPT-2's."
+      "expected a byte-level one, as GPT-2's, or one with bytes to fall back "
+      "on, as Llama 2's."
     )
+
+
+def _canonical(text: str) -> str:
+  """Returns what tokenizers may make equal: composed characters, and spaces."""
+  return unicodedata.normalize('NFC', text).replace(_BLOCK, ' ')
 
 
 def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:

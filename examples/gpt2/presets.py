@@ -78,7 +78,10 @@ _KEPT_SIZE = 2.0
 
 # What does not decide what a run computes, but for rounding.
 _NOT_IDENTITY = (
-  'data', 'cache_dir', 'out_dir', 'fresh', 'checkpoint_every', 'keep',
+  'data', 'text_field', 'eval_data', 'cache_dir', 'out_dir', 'fresh',
+  'checkpoint_every', 'keep',
+  # Tokens.order says what comes of it.
+  'sampling',
   'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
   'distributed', 'num_processes', 'process_id', 'init_from',
@@ -103,7 +106,7 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('clip_threshold',), 'above 0', lambda x: x > 0),
   (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
   (('seed',), 'in [0, 2**32)', lambda x: 0 <= x < 2**32),
-  (('vocab_size',), 'in [257, 65536]', lambda x: 257 <= x <= 65536),
+  (('vocab_size',), 'in [257, 2**31)', lambda x: 257 <= x < 2**31),
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
 

@@ -21,7 +21,9 @@ from examples.gpt2.run import memory, report
 from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
+from examples.gpt2.run.proof import prove
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.storage import as_path, os_errors
 import merit_optax
 
 
@@ -31,8 +33,9 @@ def main(args: list[str] | None = None) -> None:
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
       cannot be read or written, 3 if a loss or gradient was not finite, 4 if a
-      device ran out of memory, and 128 + the number of the signal (SIGTERM:
-      143, control-C: 130) after one.
+      device ran out of memory, 5 if three checkpoints in a row could not be
+      saved, and 128 + the number of the signal (SIGTERM: 143, SIGUSR1: 138,
+      control-C: 130) after one.
   """
   config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
   with exit_on_error():
@@ -49,7 +52,8 @@ def train(config: Config) -> RunFolder:
     UsageError: If settings or data are wrong; nothing has been compiled then.
     NotFiniteError: If a loss or gradient is infinite or not a number.
     OutOfMemoryError: If a device has too little memory.
-    StoppedError: After SIGTERM or control-C; a checkpoint has been saved.
+    UnsavedError: If three checkpoints in a row could not be saved.
+    StoppedError: After a signal; a checkpoint has been saved.
   """
   config = resolve(config)
   connect(config)
@@ -65,6 +69,7 @@ def train(config: Config) -> RunFolder:
       say(f'This run has been done: {path}')
     else:
       say(report.before(config, tokens, trainer, folder))
+      prove(folder.checkpoints, trainer.shapes)
       if config.describe:
         say('\n' + _describe(trainer, config) + '\n')
       with memory.advice(config, trainer):
@@ -91,7 +96,8 @@ def _settings(
   """Returns what config.json holds."""
   return {
     'config': identity(config)
-    | {'corpus_sha256': tokens.sha256, 'init_sha256': _hash(config.init_from)},
+    | {'corpus_sha256': tokens.sha256, 'init_sha256': _hash(config.init_from)}
+    | tokens.order,
     'corpus': {
       'data': config.data,
       'source': tokens.source,
@@ -113,13 +119,13 @@ def _hash(model_folder: Path | None) -> str | None:
   """Returns the hash of the weights that a run starts from."""
   if model_folder is None:
     return None
-  path = model_folder / 'weights.safetensors'
+  path = as_path(model_folder) / 'weights.safetensors'
   if not path.is_file():
     raise UsageError(
       '--init-from must be the folder of a run or of a converted model, with '
       f'a {path.name}: {model_folder} is not.'
     )
-  with path.open('rb') as file:
+  with os_errors(), path.open('rb') as file:
     return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
@@ -141,7 +147,11 @@ def _train(
   with jax.set_mesh(trainer.mesh):
     params = Loop(trainer, config, tokens, folder).run().params
   model = Model(
-    trainer.model_config, tokens.vocab_size, params, tokens.tokenizer
+    trainer.model_config,
+    tokens.vocab_size,
+    params,
+    tokens.tokenizer,
+    tokens.end_token,
   )
   folder.flush()  # Or a run could be finished that lacks its last lines.
   arrays = jax.tree.map(sharding.to_host, params)

@@ -90,7 +90,9 @@ def test_training_steps_are_compared(tmp_path: Path):
     '--batch-size', '8', '--optimizers', 'merit', '--rounds', '1',
     '--steps', '1', '--out', str(out),
   ])  # fmt: skip
-  rows = json.loads(out.read_text())['rows']
+  results = json.loads(out.read_text())
+  rows = results['rows']
+  assert 0 < results['reading_seconds'] < rows[0]['seconds_per_step']
   assert rows[0]['tokens_per_second'] > 0
   assert 'diagnostics' in rows[1]['name']
 

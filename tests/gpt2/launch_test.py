@@ -19,6 +19,8 @@ import threading
 import numpy as np
 import pytest
 
+from examples.gpt2.storage import as_path, make_folder, write_whole
+
 _ROOT = Path(__file__).parents[2]
 _PAGES = ['README.md', 'examples/gpt2/README.md', *(
   str(path.relative_to(_ROOT)) for path in sorted(_ROOT.glob('docs/*.md'))
@@ -36,6 +38,7 @@ del os.environ['TPU_SKIP_MDS_QUERY']
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 """
+_BUCKET = 'gs://BUCKET'
 _SLURM_PORTS = 65535 - 2**12 + 1
 
 
@@ -154,9 +157,7 @@ def _start(
   """Starts a documented command at a tiny size, in a folder of its own."""
   *_, program = command[: command.index('-m')]
   assert program in ('python', '.venv/bin/python'), command
-  arguments = [
-    x.replace('/shared', str(folder)) for x in command[command.index('-m') :]
-  ]
+  arguments = command[command.index('-m') :]
   start = arguments
   if 'GCE_METADATA_IP' in environment:
     start = ['-c', _ON_TPU, *arguments[1:]]
@@ -202,16 +203,31 @@ def _given_processes(command: list[str]) -> list[dict[str, str]]:
   return [{'JAX_NUM_CPU_DEVICES': each} for _ in range(count)]
 
 
+def _out_dir(command: list[str], folder: Path) -> Path:
+  """Returns where a command that ran in a folder has written its results."""
+  if '--out-dir' in command:
+    return as_path(command[command.index('--out-dir') + 1])
+  (config,) = folder.rglob('config.json')
+  return config.parent
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
   'line', _launch_lines(), ids=lambda line: line.split()[0]
 )
-def test_documented_launch_lines_train(line: str, tmp_path: Path, metadata):
-  tokens = tmp_path / 'tokens'
-  tokens.mkdir()
+def test_documented_launch_lines_train(
+  line: str, tmp_path: Path, metadata, request
+):
+  place = str(tmp_path)
+  if _BUCKET in line:
+    place = request.getfixturevalue('make_bucket')('gs')
+    line = line.replace(_BUCKET, place)
   generator = np.random.default_rng(0)
   for name in ('train.bin', 'val.bin'):
-    generator.integers(288, size=4000, dtype=np.uint16).tofile(tokens / name)
+    tokens = generator.integers(288, size=4000, dtype=np.uint16)
+    make_folder(as_path(place) / 'tokens')
+    write_whole(as_path(place) / 'tokens' / name, tokens.tobytes())
+  line = line.replace('/shared', place)
   command, environments = _environments(line, metadata)
   running = []
   for number, environment in enumerate(environments):
@@ -226,11 +242,11 @@ def test_documented_launch_lines_train(line: str, tmp_path: Path, metadata):
   log = (tmp_path / 'log.txt').read_text()
   assert not any(statuses), log
   assert log.count('validation loss  ') == 1, log
-  (config,) = tmp_path.rglob('config.json')
-  settings = json.loads(config.read_text())
+  run = _out_dir(command, tmp_path)
+  settings = json.loads((run / 'config.json').read_text())
   assert settings['processes'] == len(environments)
   assert np.prod(list(settings['mesh'].values())) == _devices(command)
-  assert (config.parent / 'sample.txt').is_file()
+  assert (run / 'sample.txt').is_file()
 
 
 def test_launch_lines_of_all_kinds_are_documented():

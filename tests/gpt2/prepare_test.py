@@ -1,6 +1,7 @@
 import collections
 from collections.abc import Iterable
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
@@ -8,22 +9,30 @@ import os
 from pathlib import Path
 import subprocess
 import sys
+import unicodedata
 
 import hypothesis
 from hypothesis import strategies as st
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 import tokenizers
 
 from examples.gpt2 import prepare as prepare_module
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.data import tokens as tokens_module
-from examples.gpt2.data.tokenizer import encode, train_tokenizer
+from examples.gpt2.data import shards, tokenizer as tokenizer_module
+from examples.gpt2.data.counts import entropy
+from examples.gpt2.data.tokenizer import Encoder, train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.prepare import PrepareConfig, main, prepare
 from examples.gpt2.presets import resolve
 
 END = '<|endoftext|>'
+FILES = {
+  'train.bin', 'val.bin', 'documents/train.npy', 'documents/val.npy',
+  'index.json', 'tokenizer.json', 'tokenizer_config.json',
+}  # fmt: skip
 # With this share of 0.5, some of these fall into each part.
 TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(40)]
 
@@ -116,7 +125,7 @@ def test_the_trainer_reads_the_result(config: PrepareConfig, tmp_path: Path):
   )
   tokens = load_tokens(resolve(settings))
   assert tokens.vocab_size == 300
-  assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
+  assert tokens.tokenizer.decode(tokens.train[:]).startswith('the number')
 
 
 def test_what_was_made_is_counted(config: PrepareConfig):
@@ -129,17 +138,18 @@ def test_what_was_made_is_counted(config: PrepareConfig):
   tokens = len(''.join(held_out)) + len(held_out)
   assert made == {
     'documents': f'{40 - len(held_out)} to train on, {len(held_out)} held out, '
-    '1 left out as not readable',
+    f'1 left out as not readable\n  left out of {config.data[0]}: 1 documents, '
+    '5 bytes (Expecting value: line 1 column 1 (char 0))',
     'tokens': f'{size + 40 - tokens:,} to train on, {tokens:,} held out',
     'text': f'{size:,} bytes, {size / (size + 40):.2f} bytes per token',
-    'vocabulary': '257 tokens',
+    'vocabulary': '257 tokens, <|endoftext|> after each document',
     'results': str(config.out_dir),
   }
 
 
 def test_documents_are_grouped_without_a_change(config, tmp_path, monkeypatch):
   prepare(config)
-  monkeypatch.setattr(tokens_module, '_DOCUMENTS_AT_ONCE', 3)
+  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 70)
   again = dataclasses.replace(config, out_dir=tmp_path / 'again')
   prepare(again)
   assert _contents(config.out_dir) == _contents(again.out_dir)
@@ -154,7 +164,11 @@ def test_long_documents_are_whole(config: PrepareConfig):
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
-  return {path.name: path.read_bytes() for path in folder.iterdir()}
+  return {
+    path.relative_to(folder).as_posix(): path.read_bytes()
+    for path in folder.rglob('*')
+    if path.is_file()
+  }
 
 
 def test_the_number_of_cores_changes_nothing(config: PrepareConfig, tmp_path):
@@ -176,7 +190,7 @@ def test_the_number_of_cores_changes_nothing(config: PrepareConfig, tmp_path):
     )  # fmt: skip
     results.append(_contents(out_dir))
   assert results[0] == results[1]
-  assert set(results[0]) == {'train.bin', 'val.bin', 'tokenizer.json'}
+  assert set(results[0]) == FILES
 
 
 def test_the_vocabulary_is_trained_on_the_smallest_hashes(config, monkeypatch):
@@ -212,15 +226,6 @@ def test_a_tokenizer_can_be_used_again(config, tmp_path, name: str):
   assert _contents(again.out_dir) == _contents(config.out_dir)
 
 
-def _without_end(tokenizer: tokenizers.Tokenizer) -> str:
-  return tokenizer.to_str().replace(END, '<|end|>')
-
-
-def _too_large(tokenizer: tokenizers.Tokenizer) -> str:
-  tokenizer.add_tokens([f'token{i}' for i in range(65237)])
-  return tokenizer.to_str()
-
-
 def _lower_case(tokenizer: tokenizers.Tokenizer) -> str:
   tokenizer.normalizer = tokenizers.normalizers.Lowercase()
   return tokenizer.to_str()
@@ -236,8 +241,6 @@ def _without_a_byte(tokenizer: tokenizers.Tokenizer) -> str:
   ('change', 'message'),
   [
     (lambda _: 'junk', 'is no tokenizer'),
-    (_without_end, r'has no token <\|endoftext\|>'),
-    (_too_large, 'identifiers up to 65536: expected all to be below 65536'),
     (_lower_case, 'expected a byte-level one'),
     (_without_a_byte, 'expected a byte-level one'),
   ],
@@ -251,25 +254,187 @@ def test_a_tokenizer_that_would_lose_text_is_refused(
     prepare(_with_tokenizer(config, path))
 
 
-def test_a_vocabulary_of_the_largest_size_with_a_gap_is_taken(config, tmp_path):
+# The options of published tokenizers; their vocabularies would be too large.
+_SPLIT = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+)
+
+
+def _llama_2() -> tokenizers.Tokenizer:
+  """SentencePiece with bytes to fall back on, as transformers converts it."""
+  names = ['<unk>', '<s>', '</s>', *(f'<0x{i:02X}>' for i in range(256))]
+  names += [
+    '\u2581',
+    *'abcdefghijklmnopqrstuvwxyz',
+    '\u2581t',
+    'he',
+    '\u2581the',
+  ]
+  tokenizer = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+      {name: i for i, name in enumerate(names)},
+      [('\u2581', 't'), ('h', 'e'), ('\u2581t', 'he')],
+      unk_token='<unk>', fuse_unk=True, byte_fallback=True,
+    )
+  )  # fmt: skip
+  tokenizer.normalizer = tokenizers.normalizers.Sequence(
+    [
+      tokenizers.normalizers.Prepend('\u2581'),
+      tokenizers.normalizers.Replace(' ', '\u2581'),
+    ]
+  )
+  tokenizer.decoder = tokenizers.decoders.Sequence(
+    [
+      tokenizers.decoders.Replace('\u2581', ' '),
+      tokenizers.decoders.ByteFallback(),
+      tokenizers.decoders.Fuse(),
+      tokenizers.decoders.Strip(' ', 1, 0),
+    ]
+  )
+  tokenizer.add_special_tokens(['<unk>', '<s>', '</s>'])
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single='<s> $A', special_tokens=[('<s>', 1)]
+  )
+  return tokenizer
+
+
+def _byte_level(*special: str, split: str = '', nfc: bool = False):
+  model = json.loads(train_tokenizer(TEXTS, 300).to_str())['model']
+  merges = [tuple(x) for x in model['merges']]
+  vocab = [x for x in model['vocab'] if x != END]
+  vocab = {name: i for i, name in enumerate(vocab)}
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+  level = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=not split)
+  tokenizer.pre_tokenizer = level
+  if split:
+    cut = tokenizers.pre_tokenizers.Split(tokenizers.Regex(split), 'isolated')
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([cut, level])
+  if nfc:
+    tokenizer.normalizer = tokenizers.normalizers.NFC()
+  tokenizer.decoder = tokenizers.decoders.ByteLevel()
+  tokenizer.add_special_tokens(list(special))
+  return tokenizer
+
+
+def _llama_3():
+  special = '<|begin_of_text|>', '<|end_of_text|>', '<|eot_id|>'
+  return _byte_level(*special, split=_SPLIT)
+
+
+def _qwen():
+  special = END, '<|im_start|>', '<|im_end|>'
+  return _byte_level(*special, split=_SPLIT.replace('{1,3}', ''), nfc=True)
+
+
+def _neox():
+  return _byte_level(END, '<|padding|>', nfc=True)
+
+
+# Tokenizers, the file that names the end of a text, what it says, and the end.
+PUBLISHED = {
+  'Llama 2': (_llama_2, 'tokenizer_config.json', {'eos_token': '</s>'}, '</s>'),
+  'Llama 3': (
+    _llama_3, 'config.json', {'eos_token_id': 300}, '<|end_of_text|>',
+  ),
+  'Llama 3, instruct': (
+    _llama_3, 'generation_config.json', {'eos_token_id': [300, 301]},
+    '<|end_of_text|>',
+  ),
+  'Qwen': (
+    _qwen, 'special_tokens_map.json', {'eos_token': {'content': END}}, END,
+  ),
+  'GPT-NeoX': (_neox, 'tokenizer_config.json', {'eos_token': END}, END),
+  'OLMo': (_neox, 'special_tokens_map.json', {'eos_token': END}, END),
+}  # fmt: skip
+_HARD = [
+  ' two  spaces first', 'and\n\n  lines\r\n\tof code\n',
+  'e\u0301 and caf\u00e9', '\u6f22\u5b57 \U0001f600',
+  '<s> </s> <|endoftext|> <|end_of_text|>', '\n',
+  'the end of the line\n' * 8000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
+  make, file, content, end = PUBLISHED[name]
+  tokenizer, folder = make(), tmp_path / 'published'
+  folder.mkdir()
+  tokenizer.save(str(folder / 'tokenizer.json'))
+  (folder / file).write_text(json.dumps(content))
+  texts = TEXTS + _HARD
+  columns = pa.table({'text': texts})
+  pa.parquet.write_table(columns, tmp_path / 'a.parquet')
+  config = dataclasses.replace(config, data=(tmp_path / 'a.parquet',))
+  prepare(_with_tokenizer(config, folder))
+  settings = Config(data=str(config.out_dir), context_length=16)
+  tokens = load_tokens(resolve(settings))
+  assert tokens.end_token == end
+  ids = np.concatenate([tokens.train[:], tokens.validation[:]])
+  ends = np.flatnonzero(ids == tokenizer.token_to_id(end)) + 1
+  documents = [x[:-1].tolist() for x in np.split(ids, ends)[:-1]]
+  # As the library itself has them, text that spells special tokens out too.
+  tokenizer.encode_special_tokens = True
+  expected = [tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
+  assert sorted(documents) == sorted(expected)
+  decoded = collections.Counter(map(tokenizer.decode, documents))
+  is_composed = tokenizer.normalizer is not None and name != 'Llama 2'
+  form = functools.partial(unicodedata.normalize, 'NFC')
+  assert decoded == collections.Counter(
+    map(form, texts) if is_composed else texts
+  )
+
+
+def test_an_end_token_is_never_assumed(config, tmp_path: Path):
+  path = tmp_path / 'given.json'
+  _qwen().save(str(path))
+  given = _with_tokenizer(config, path)
+  with pytest.raises(UsageError, match=r'--end-token, out of .*<\|im_end\|>'):
+    prepare(given)
+  with pytest.raises(UsageError, match='given.json has no token <end>'):
+    prepare(dataclasses.replace(given, end_token='<end>'))
+  prepare(dataclasses.replace(given, end_token='<|im_end|>'))
+  index = json.loads((config.out_dir / 'index.json').read_text())
+  assert index['end_token'] == '<|im_end|>'
+
+
+def test_an_end_token_that_text_becomes_too_is_refused(config, tmp_path: Path):
+  path = tmp_path / 'given.json'
+  tokenizer = _byte_level(END)
+  tokenizer.save(str(path))
+  given = _with_tokenizer(config, path)
+  for end in ('n', max(tokenizer.get_vocab(with_added_tokens=False), key=len)):
+    with pytest.raises(UsageError, match='does not (give back|tell where)'):
+      prepare(dataclasses.replace(given, end_token=end))
+
+
+@pytest.mark.parametrize(
+  ('size', 'dtype'), [(65536, 'uint16'), (65537, 'uint32'), (200_000, 'uint32')]
+)
+def test_the_size_of_the_vocabulary_decides_the_type(
+  config, tmp_path, size: int, dtype: str
+):
   content = json.loads(train_tokenizer(TEXTS, 300).to_str())
   # No merge makes it, but it counts.
-  content['model']['vocab']['never'] = 65535
+  content['model']['vocab']['never'] = size - 1
   (tmp_path / 'large.json').write_text(json.dumps(content))
   prepare(_with_tokenizer(config, tmp_path / 'large.json'))
   settings = Config(
     data=str(config.out_dir), context_length=16, cache_dir=tmp_path / 'cache'
   )
   tokens = load_tokens(resolve(settings))
-  assert tokens.vocab_size == 65536
-  assert tokens.tokenizer.decode(tokens.train.tolist()).startswith('the number')
+  assert tokens.vocab_size == size
+  index = json.loads((config.out_dir / 'index.json').read_text())
+  assert index['shards']['train'][0]['dtype'] == dtype
+  assert tokens.tokenizer.decode(tokens.train[:]).startswith('the number')
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'vocab_size': 256}, r'--vocab-size must be in \[257, 65536\], got 256'),
-    ({'vocab_size': 65537}, r'--vocab-size .* got 65537'),
+    ({'vocab_size': 256}, '--vocab-size must be at least 257, got 256'),
+    ({'shard_tokens': 0}, '--shard-tokens must be at least 1, got 0'),
+    ({'end_token': 'x'}, '--end-token x is for a --tokenizer'),
     ({'tokenizer': Path('x')}, '--vocab-size 300 .*--tokenizer'),
     (
       {'tokenizer': Path('/nothing'), 'vocab_size': None},
@@ -301,63 +466,163 @@ def test_a_folder_that_holds_something_is_refused_and_kept(config):
 def test_an_empty_folder_is_filled(config: PrepareConfig):
   config.out_dir.mkdir()
   prepare(config)
-  assert len(_contents(config.out_dir)) == 3
-  assert config.out_dir.stat().st_mode & 0o777 == 0o755
+  assert set(_contents(config.out_dir)) == FILES
 
 
 def test_what_another_wrote_in_the_meantime_is_kept(config, monkeypatch):
   def train(*args):
-    config.out_dir.mkdir()
     (config.out_dir / 'precious').write_text('data')
-    return train_tokenizer(*args)
+    raise KeyboardInterrupt
 
   monkeypatch.setattr(prepare_module, 'train_tokenizer', train)
-  with pytest.raises(OSError, match='not empty'):
+  with pytest.raises(KeyboardInterrupt):
     prepare(config)
   assert _contents(config.out_dir) == {'precious': b'data'}
 
 
 @pytest.mark.parametrize('error', [KeyboardInterrupt, OSError])
-def test_a_stopped_run_leaves_nothing(config, tmp_path, monkeypatch, error):
-  calls = []
+def test_a_stopped_run_without_a_shard_leaves_nothing(
+  config, tmp_path, monkeypatch, error
+):
+  def fail(*_):
+    raise error
 
-  def fail(*args):
-    if calls:
-      raise error
-    calls.append(args)
-    return encode(*args)
-
-  monkeypatch.setattr(tokens_module, 'encode', fail)
+  monkeypatch.setattr(Encoder, 'documents', fail)
   with pytest.raises(error):
     prepare(config)
   assert [path.name for path in tmp_path.iterdir()] == ['text.jsonl']
 
 
-def test_a_killed_run_leaves_no_result_and_can_be_repeated(config, tmp_path):
-  code = '\n'.join(
-    [
-      'import os, signal, sys',
-      'from examples.gpt2 import prepare',
-      'from examples.gpt2.data import tokens',
-      'encode, calls = tokens.encode, []',
-      'def die(*args):',
-      '  if calls: os.kill(os.getpid(), signal.SIGKILL)',
-      '  calls.append(args)',
-      '  return encode(*args)',
-      'tokens.encode = die',
-      'prepare.main(sys.argv[1:])',
-    ]
-  )
+_DIE = """
+import os, signal, sys
+from examples.gpt2 import prepare, storage
+from examples.gpt2.data import tokenizer, writer
+tokenizer._CHARACTERS_AT_ONCE = 70
+function, calls = getattr(writer, sys.argv[1]), []
+def die(*args):
+  calls.append(args)
+  if len(calls) == int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
+  return function(*args)
+setattr(writer, sys.argv[1], die)
+prepare.main(sys.argv[3:])
+"""
+
+
+@pytest.mark.parametrize(
+  ('function', 'call'),
+  [
+    ('write_whole', 1), ('write_whole', 2), ('write_whole', 5),
+    ('whole_file', 1), ('whole_file', 2), ('whole_file', 7),
+    ('entropy', 1),
+  ],
+)  # fmt: skip
+def test_a_killed_run_goes_on_to_the_same_files(
+  config, tmp_path, monkeypatch, function: str, call: int
+):
+  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 70)
+  with config.data[0].open('a') as file:
+    file.write('junk\n')
+  made = dataclasses.replace(config, shard_tokens=99, skip_bad=True)
+  expected = dataclasses.replace(made, out_dir=tmp_path / 'whole')
+  report = prepare(expected)
   args = ['--data', str(config.data[0]), '--out-dir', str(config.out_dir)]
-  args += ['--vocab-size=300', '--validation-share=0.5']
+  args += ['--vocab-size=300', '--validation-share=0.5', '--shard-tokens=99']
   done = subprocess.run(
-    [sys.executable, '-c', code, *args], check=False, capture_output=True
+    [sys.executable, '-c', _DIE, function, str(call), *args, '--skip-bad'],
+    check=False, capture_output=True,
+  )  # fmt: skip
+  assert done.returncode == -9, done.stderr
+  settings = Config(data=str(config.out_dir), context_length=16)
+  if (config.out_dir / 'progress.json').exists():
+    with pytest.raises(UsageError, match='has not finished: give its command'):
+      load_tokens(resolve(settings))
+    other = dataclasses.replace(made, shard_tokens=98)
+    with pytest.raises(UsageError, match='shard_tokens: 99 -> 98'):
+      prepare(other)
+  again = prepare(made)
+  assert _contents(config.out_dir) == _contents(expected.out_dir)
+  assert len(_contents(config.out_dir)) > 10
+  assert report.pop('results') != again.pop('results')
+  assert report == again
+
+
+def test_what_is_done_is_not_done_again(config, monkeypatch):
+  made = dataclasses.replace(config, shard_tokens=99)
+  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 70)
+  encode, texts = Encoder.documents, []
+
+  def count(self, group):
+    texts.extend(group)
+    return encode(self, group)
+
+  def stop(self, group):
+    if len(texts) > 30:
+      raise KeyboardInterrupt
+    return count(self, group)
+
+  monkeypatch.setattr(Encoder, 'documents', stop)
+  with pytest.raises(KeyboardInterrupt):
+    prepare(made)
+  monkeypatch.setattr(Encoder, 'documents', count)
+  monkeypatch.setattr(prepare_module, 'train_tokenizer', None)
+  before = len(texts)
+  prepare(made)
+  assert len(texts) - before < len(TEXTS)
+  assert set(TEXTS) == set(texts)
+
+
+def test_shards_have_an_index_with_hashes_and_documents(config, monkeypatch):
+  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 700)
+  _write_json(config.data[0], TEXTS * 20)
+  prepare(dataclasses.replace(config, shard_tokens=1000))
+  index = json.loads((config.out_dir / 'index.json').read_text())
+  tokenizer = tokenizers.Tokenizer.from_file(
+    str(config.out_dir / 'tokenizer.json')
   )
-  assert done.returncode == -9
-  assert not config.out_dir.exists()
-  assert list(tmp_path.glob('partial-*/train.bin'))
-  main(args)
-  assert len(_contents(config.out_dir)) == 3
+  found, entries = [], index['shards']['train'] + index['shards']['val']
+  for entry in entries:
+    path = config.out_dir / entry['file']
+    content = path.read_bytes()
+    assert hashlib.sha256(content).hexdigest() == entry['sha256']
+    tokens = np.frombuffer(content, entry['dtype'])
+    assert len(tokens) == entry['tokens']
+    lengths = np.load(config.out_dir / 'documents' / f'{path.stem}.npy')
+    assert len(lengths) == entry['documents']
+    assert lengths.sum() == len(tokens)
+    for document in np.split(tokens, np.cumsum(lengths)[:-1]):
+      assert document[-1] == tokenizer.token_to_id(END)
+      found.append(tokenizer.decode(document))
+  assert len(entries) > 5
+  assert all(x['tokens'] >= 1000 for x in index['shards']['train'][:-1])
+  assert collections.Counter(found) == collections.Counter(TEXTS * 20)
+  assert index['text_bytes'] == sum(map(len, found))
+  assert index['end_token'] == END
+
+
+@pytest.mark.parametrize('damage', ['lost', 'cut off'])
+def test_shards_that_were_not_copied_whole_are_named(config, damage: str):
+  prepare(config)
+  path = config.out_dir / 'val.bin'
+  content = path.read_bytes()
+  path.unlink()
+  if damage == 'cut off':
+    path.write_bytes(content[:-2])
+  settings = Config(data=str(config.out_dir), context_length=16)
+  with pytest.raises(UsageError, match=r'val\.bin has .* expected .* by index'):
+    load_tokens(resolve(settings))
+
+
+def test_shards_are_not_read_to_count_their_tokens(config, monkeypatch):
+  prepare(dataclasses.replace(config, shard_tokens=99))
+  counts = np.bincount(
+    np.concatenate(
+      [np.fromfile(x, np.uint16) for x in config.out_dir.glob('*.bin')]
+    )
+  )
+  monkeypatch.setattr(shards, 'read_parts', None)
+  settings = Config(data=str(config.out_dir), context_length=16)
+  tokens = load_tokens(resolve(settings))
+  assert tokens.unigram_entropy == pytest.approx(entropy(counts))
 
 
 def test_the_command_reports_what_it_made(config, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
-  'adam_rate', 'ns_dtype', 'unroll',
+  'adam_rate', 'ns_dtype', 'unroll', 'sampling',
 }  # fmt: skip
 
 
@@ -46,7 +46,7 @@ _OPTIONAL = {
     ({'seed': -1}, ['--seed', '-1']),
     ({'seed': 2**32}, ['--seed', '2**32', '4294967296']),
     ({'vocab_size': 100}, ['--vocab-size', '257', '100']),
-    ({'vocab_size': 65537}, ['--vocab-size', '65536', '65537']),
+    ({'vocab_size': 256}, ['--vocab-size', '257', '256']),
     ({'micro_batch_size': 0}, ['--micro-batch-size', 'at least 1', '0']),
     ({'reduce_dtype': 'bfloat16'}, ['--reduce-dtype', '--dtype bfloat16']),
     ({'num_heads': 3}, ['--num-heads', '--width', '3', '128']),

@@ -7,6 +7,7 @@ import sys
 
 import jax
 from matplotlib import image
+import numpy as np
 import pytest
 import safetensors.numpy
 
@@ -187,8 +188,8 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
   prepared = tmp_path / 'tokens'
   prepared.mkdir()
   tokens = load_tokens(finished)
-  tokens.train.tofile(prepared / 'train.bin')
-  tokens.validation.tofile(prepared / 'val.bin')
+  for name, part in (('train', tokens.train), ('val', tokens.validation)):
+    part[:].astype(np.uint16).tofile(prepared / f'{name}.bin')
   tokens.tokenizer.save(str(prepared / 'tokenizer.json'))
   again = dataclasses.replace(
     finished,

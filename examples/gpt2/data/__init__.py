@@ -1,6 +1,9 @@
 """Text to tokens to batches.
 
-``documents`` reads text from files, ``tokenizer`` turns it into tokens,
-``tokens`` writes, caches and maps token files, ``batches`` puts tokens on
+``files`` finds, unpacks and decodes what people have text in, ``documents``
+takes the documents out of it, ``tokenizer`` turns them into tokens, ``writer``
+writes these as shards, ``shards`` reads token files of every format, and
+``counts`` counts what has no index. ``tokens`` opens all that a run needs,
+``mixture`` chooses the sequences of a step, and ``batches`` puts them on
 devices. ``atomic`` writes files and folders all or nothing.
 """

@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 import numpy as np
 
 from examples.gpt2.config import Config
+from examples.gpt2.data.mixture import Mixture
+from examples.gpt2.data.shards import TokenFiles, read_windows
 from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
 
 
@@ -28,17 +30,23 @@ def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def training_batch(
-  tokens: np.ndarray, config: Config, step: int, mesh: Mesh
+  tokens: TokenFiles | np.ndarray, config: Config, step: int, mesh: Mesh
 ) -> jax.Array:
-  """Makes the batch of a step: random windows, by seed and step alone."""
-  generator = np.random.default_rng((config.seed, step))
-  end = len(tokens) - config.context_length
-  starts = generator.integers(end, size=config.batch_size)
+  """Makes the batch of a step: windows by seed and step alone.
+
+  Those of a mixture are drawn as it says, others with replacement.
+  """
+  length, size = config.context_length, config.batch_size
+  if isinstance(tokens, Mixture):
+    starts = tokens.starts(config.seed, step, size, length)
+  else:
+    generator = np.random.default_rng((config.seed, step))
+    starts = generator.integers(len(tokens) - length, size=size)
   return _make_batch(tokens, starts, config, mesh)
 
 
 def validation_batch(
-  tokens: np.ndarray, config: Config, mesh: Mesh
+  tokens: TokenFiles | np.ndarray, config: Config, mesh: Mesh
 ) -> tuple[jax.Array, int]:
   """Makes the batch of an evaluation, and counts its sequences.
 
@@ -57,16 +65,18 @@ def validation_batch(
 
 
 def _make_batch(
-  tokens: np.ndarray, starts: np.ndarray, config: Config, mesh: Mesh
+  tokens: TokenFiles | np.ndarray,
+  starts: np.ndarray,
+  config: Config,
+  mesh: Mesh,
 ) -> jax.Array:
   """Makes an array over all devices, with any number of micro-batches."""
   _, rows, length = batch_shape(config, mesh).shape
-  windows = np.lib.stride_tricks.sliding_window_view(tokens, length)
   starts_AB = starts.reshape(-1, rows)
   return jax.make_array_from_callback(
     (*starts_AB.shape, length),
     batch_sharding(mesh),
     # Called for the devices of this process alone; T is not sharded.
-    lambda index: windows[starts_AB[index[:2]]].astype(np.int32),
+    lambda index: read_windows(tokens, starts_AB[index[:2]], length),
     dtype=np.int32,
   )

@@ -2,29 +2,33 @@
 
 from collections.abc import Iterable, Iterator
 import dataclasses
-import gzip
 import hashlib
 import itertools
 import json
 from pathlib import Path
 import sysconfig
-from typing import IO, NamedTuple
-import zlib
+from typing import IO, Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet
 import tqdm
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data import files
 from examples.gpt2.data.tokenizer import END_OF_TEXT
+from examples.gpt2.storage import as_path
 
 _VALIDATION_SHARE = 0.05
-# With fewer files than this, a split by file would be too coarse.
-_FILES_FOR_SPLIT = 40
+# With fewer documents than this, a split by document would be too coarse.
+_DOCUMENTS_FOR_SPLIT = 40
 _NOT_STDLIB = {
   'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test',
 }  # fmt: skip
-_JSON_SUFFIXES = ('.jsonl', '.ndjson', '.json')
 _LONG_TEXT = 1 << 17
 _LONG_LINE = 1 << 14
+_ROWS_AT_ONCE = 1024
+_TEXTS = (pa.string(), pa.large_string(), pa.string_view())
+_FILES_SHOWN = 10
 
 
 class Corpus(NamedTuple):
@@ -37,14 +41,15 @@ class Corpus(NamedTuple):
   sha256: str  # Hash of all documents and of the split, hexadecimal.
 
 
-def load_corpus(data: str) -> Corpus:
-  """Reads text files, of which each is a document, and splits them.
+def load_corpus(data: str, text_field: str = 'text') -> Corpus:
+  """Reads the documents of files, and splits them.
 
-  The data is ``'stdlib'``, a text file, or a folder of text files, which is
-  read with all its subfolders; what is not UTF-8 text is left out. Of many
-  files about every twentieth, chosen by a hash of its name, is held out; of
-  few, the last twentieth of their text. Raises ``UsageError`` if there is no
-  such path, or no text in it.
+  The data is ``'stdlib'``, a file, or a folder, which is read with its
+  subfolders, as :class:`DocumentReader` reads them; but each text file is one
+  document, and what cannot be read is left out. Of many documents about every
+  twentieth, chosen by a hash of its name, is held out; of few, the last
+  twentieth of their text. Raises ``UsageError`` if there is no such path, or no
+  text in it.
   """
   if not data:
     raise UsageError('--data must not be empty.')
@@ -52,22 +57,30 @@ def load_corpus(data: str) -> Corpus:
     root = Path(sysconfig.get_path('stdlib'))
     paths = [
       path
-      for path in _find_files(root, '*.py')
+      for path in files.find_files(root, '*.py')
       if not _NOT_STDLIB & set(path.relative_to(root).parts)
     ]
   else:
-    root = Path(data).expanduser()
-    paths = _find_files(root)
-  texts = {p.relative_to(root).as_posix(): _read_text(p) for p in paths}
-  documents = {name: text for name, text in texts.items() if text.strip()}
+    root = as_path(data)
+    paths = files.find_files(root)
+  if not paths:
+    raise UsageError(f'--data {data} is a folder without files.')
+  reader = DocumentReader(paths, text_field, skip_bad=True, is_cut=False)
+  documents, read = {}, set()
+  for text in filter(str.strip, reader.read(None)):
+    number, of_file = reader.position
+    name = paths[number].relative_to(root).as_posix()
+    documents[f'{name}:{of_file}' if of_file > 1 else name] = text
+    read.add(number)
   if not documents:
     raise UsageError(
-      f'--data {data} holds no UTF-8 text: expected a text file or a folder '
-      'of text files that are not empty.'
+      f'--data {data} holds no text: expected a file or a folder of '
+      f'{files.ACCEPTED}, not empty.{reader.describe_left_out()}'
     )
   train, validation = _split(documents)
   return Corpus(
-    source=f'{data} ({len(documents)} of {len(paths)} files)',
+    source=f'{data} ({len(read)} of {len(paths)} files)'
+    + reader.describe_left_out(),
     train=train,
     validation=validation,
     num_bytes=sum(len(text.encode()) for text in documents.values()),
@@ -75,37 +88,18 @@ def load_corpus(data: str) -> Corpus:
   )
 
 
-def _find_files(path: Path, pattern: str = '*') -> list[Path]:
-  """Returns a file, or the files of a folder and its subfolders in order."""
-  if path.is_file():
-    return [path]
-  if not path.is_dir():
-    raise UsageError(
-      f'--data {path} does not exist: expected a file or a folder of files.'
-    )
-  return [file for file in sorted(path.rglob(pattern)) if file.is_file()]
-
-
-def _read_text(path: Path) -> str:
-  """Returns the text of a file, nothing where it is not UTF-8 text."""
-  content = path.read_bytes()
-  try:
-    return '' if b'\0' in content else content.decode()
-  except UnicodeDecodeError:
-    return ''
-
-
 def _split(documents: dict[str, str]) -> tuple[list[str], list[str]]:
   """Splits documents, by their names, into training and validation."""
-  if len(documents) < _FILES_FOR_SPLIT:
+  if len(documents) < _DOCUMENTS_FOR_SPLIT:
     text = '\n'.join(documents.values())
     cut = round(len(text) * (1 - _VALIDATION_SHARE))
     return [text[:cut]], [text[cut:]]
   order = sorted(documents, key=lambda name: _hash([name]))
   wanted = _VALIDATION_SHARE * sum(map(len, documents.values()))
   validation: list[str] = []
-  while sum(map(len, validation)) < wanted:
+  while wanted > 0:
     validation.append(documents[order.pop()])
+    wanted -= len(validation[-1])
   return [documents[name] for name in order], validation
 
 
@@ -119,59 +113,163 @@ def _hash(*groups: list[str]) -> str:
   return digest.hexdigest()
 
 
+class Position(NamedTuple):
+  """A place between two documents."""
+
+  file: int = 0  # Number of the file.
+  documents: int = 0  # Documents of it before the place.
+
+
+@dataclasses.dataclass
+class LeftOut:
+  """What was not read of a file."""
+
+  documents: int = 0
+  num_bytes: int = 0
+  reason: str = ''  # Of the first.
+
+
 @dataclasses.dataclass
 class DocumentReader:
-  """Streams the documents of text files and of files of JSON lines.
+  """Streams the documents of text, JSON lines and Parquet files.
 
-  Each line of ``.jsonl``, ``.ndjson`` and ``.json`` is a JSON object with the
-  text of a document in a field. Any other file is a text: a document, or more
-  than one with lines ``<|endoftext|>`` between them; a document of more than
-  131,072 bytes is cut there, at the next end of a line (or of a word, in a line
-  of more than 16,384 bytes). Files that end in ``.gz`` are unpacked. Empty
-  documents are left out, and of folders what a leading dot hides.
+  Each line of ``.jsonl``, ``.ndjson``, ``.jsonlines`` and ``.json`` is a JSON
+  object with the text of a document in a field, and each row of ``.parquet``
+  has it in a column. Any other file is a text: a document, or more than one
+  with lines ``<|endoftext|>`` between them; a document of more than 131,072
+  bytes is cut there, at the next end of a line (or of a word, in a line of more
+  than 16,384 bytes). Text is UTF-8, UTF-16 or UTF-32. Files that end in
+  ``.gz``, ``.zst``, ``.bz2`` or ``.xz`` are unpacked. Empty documents are left
+  out, and of folders what a leading dot hides.
   """
 
   data: Iterable[Path]  # Files, and folders with their subfolders.
-  text_field: str = 'text'  # Field of the text in JSON.
+  text_field: str = 'text'  # Field of the text in JSON, column in Parquet.
   skip_bad: bool = False  # Whether to leave out what cannot be read.
-  num_skipped: int = 0  # Documents left out by the last reading.
-  num_bytes: int = 0  # Size in UTF-8 of the documents of the last reading.
+  is_cut: bool = True  # Whether texts may be more than a document.
 
-  def read(self, purpose: str) -> Iterator[str]:
-    """Yields the documents in order, with a progress bar of that name.
+  def __post_init__(self) -> None:
+    self.restore(None)
+
+  def restore(self, place: dict[str, Any] | None) -> None:
+    """Goes to a place that ``place`` has returned, or to the beginning."""
+    place = place or {'position': (), 'left_out': {}}
+    # After the last document that was yielded.
+    self.position = Position(*place['position'])
+    # Size in UTF-8 of the documents that were yielded.
+    self.num_bytes = place.get('num_bytes', 0)
+    # Bytes that were no UTF-8, now U+FFFD.
+    self.num_replaced = place.get('num_replaced', 0)
+    self.left_out = {k: LeftOut(*x) for k, x in place['left_out'].items()}
+
+  def place(self) -> dict[str, Any]:
+    """Returns where the reader is, with what it has counted, as JSON values."""
+    left_out = {k: dataclasses.astuple(x) for k, x in self.left_out.items()}
+    return {
+      'position': tuple(self.position),
+      'num_bytes': self.num_bytes,
+      'num_replaced': self.num_replaced,
+      'left_out': left_out,
+    }
+
+  @property
+  def num_skipped(self) -> int:
+    """Documents that were left out."""
+    return sum(x.documents for x in self.left_out.values())
+
+  def find_files(self) -> list[Path]:
+    """Returns the files; raises ``UsageError`` if there are none."""
+    paths = [x for path in self.data for x in files.find_files(as_path(path))]
+    if not paths:
+      raise UsageError(f'--data {" ".join(map(str, self.data))} has no files.')
+    return paths
+
+  def read(
+    self, purpose: str | None, place: dict[str, Any] | None = None
+  ) -> Iterator[str]:
+    """Yields the documents after a place, with a progress bar of that name.
 
     Raises ``UsageError`` if there are no files, if a document cannot be read,
     unless those are skipped, or if a compressed file is damaged.
     """
-    self.num_skipped = self.num_bytes = 0
-    paths = [
-      file
-      for path in map(Path.expanduser, self.data)
-      for file in _find_files(path)
-      if not any(x.startswith('.') for x in file.relative_to(path).parts)
-    ]
-    if not paths:
-      raise UsageError(f'--data {" ".join(map(str, self.data))} has no files.')
-    documents = itertools.chain.from_iterable(map(self._read_file, paths))
-    progress = tqdm.tqdm(documents, purpose, unit=' documents')
-    for text in filter(None, progress):
-      self.num_bytes += len(text.encode())
-      yield text
+    self.restore(place)
+    start = self.position
+    paths = self.find_files()
+    with tqdm.tqdm(
+      None, purpose, unit=' documents', disable=purpose is None
+    ) as bar:
+      for number, path in enumerate(paths[start.file :], start.file):
+        bar.set_postfix_str(f'file {number + 1} of {len(paths)}')
+        skipped = start.documents if number == start.file else 0
+        for i, text in enumerate(self._read_file(path, skipped), skipped + 1):
+          bar.update()
+          if text:
+            self.position = Position(number, i)
+            self.num_bytes += len(text.encode())
+            yield text
 
-  def _read_file(self, path: Path) -> Iterator[str]:
-    is_json = path.name.removesuffix('.gz').endswith(_JSON_SUFFIXES)
+  def _read_file(self, path: Path, skipped: int) -> Iterator[str]:
+    """Yields the documents of a file, and nothing for each that is left out."""
+    kind = files.kind(path)
+    read = self._read_parquet if kind == 'Parquet' else self._read_lines
     try:
-      with gzip.open(path) if path.suffix == '.gz' else path.open('rb') as file:
-        parts = enumerate(file, 1) if is_json else _split_text(file)
-        for line, content in parts:
-          yield self._parse(path, line, content, is_json)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-      raise UsageError(f'{path} is damaged: {error}.') from error
+      with files.open_unpacked(path) as stream:
+        yield from read(path, stream, skipped)
+    except files.OtherFormatError as error:
+      if not self.skip_bad:
+        raise UsageError(
+          f'{path} is a file of another format ({error}): expected '
+          f'{files.ACCEPTED}; --skip-bad leaves such files out.'
+        ) from error
+      size = files.file_size(path)
+      self.left_out[str(path)] = LeftOut(0, size, f'a {error} file')
+
+  def _read_lines(
+    self, path: Path, stream: IO[bytes], skipped: int
+  ) -> Iterator[str]:
+    is_json = files.kind(path) == 'JSON lines'
+    stream = files.as_utf8(stream)
+    if is_json:
+      parts = enumerate(stream, 1)
+    elif self.is_cut:
+      parts = _split_text(stream)
+    else:
+      parts = iter([(1, stream.read())])
+    for line, content in itertools.islice(parts, skipped, None):
+      yield self._parse(path, line, content, is_json)
+
+  def _read_parquet(
+    self, path: Path, stream: IO[bytes], skipped: int
+  ) -> Iterator[str]:
+    try:
+      table = pa.parquet.ParquetFile(stream)
+    except (pa.ArrowException, OSError) as error:
+      if not files.is_damage(error):
+        raise
+      raise files.OtherFormatError('damaged Parquet') from error
+    texts = [x.name for x in table.schema_arrow if x.type in _TEXTS]
+    if self.text_field not in texts:
+      raise UsageError(
+        f'{path} has no column {self.text_field!r} of text: expected '
+        f'--text-field to be one of {", ".join(texts)}.'
+      )
+    batches = table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field])
+    # What is no UTF-8 would stop a whole batch, as strings.
+    columns = (batch.column(0).cast(pa.binary()) for batch in batches)
+    rows = itertools.chain.from_iterable(x.to_pylist() for x in columns)
+    contents = enumerate(rows, 1)
+    try:
+      for row, content in itertools.islice(contents, skipped, None):
+        yield self._parse(path, row, content or b'', False)
+    except (pa.ArrowException, OSError) as error:
+      if not files.is_damage(error):
+        raise
+      raise UsageError(f'{path} is damaged: {error}') from error
 
   def _parse(self, path: Path, line: int, content: bytes, is_json: bool) -> str:
-    """Returns the text of a document, nothing for one that is skipped."""
+    """Returns the text of a document, nothing for one that is left out."""
     try:
-      text = content.decode()
+      text = self._decode(content)
       return _text_of(text, self.text_field) if is_json else text
     except (ValueError, RecursionError) as error:
       if not self.skip_bad:
@@ -181,13 +279,43 @@ class DocumentReader:
           f'object with a text field {self.text_field!r}, got {error}; '
           '--skip-bad leaves out what cannot be read.'
         ) from error
-      self.num_skipped += 1
+      found = self.left_out.setdefault(str(path), LeftOut(reason=str(error)))
+      found.documents += 1
+      found.num_bytes += len(content)
       return ''
+
+  def _decode(self, content: bytes) -> str:
+    """Returns text; a few bytes that are no UTF-8 are replaced if possible."""
+    try:
+      return content.decode()
+    except UnicodeDecodeError:
+      if not self.skip_bad or files.is_mostly_bad(content):
+        raise
+      text = content.decode(errors='replace')
+      self.num_replaced += files.count_bad(content)
+      return text
+
+  def describe_left_out(self) -> str:
+    """Returns what was left out, by file, as lines of text."""
+    lines = [
+      f'left out of {path}: '
+      + (f'{x.documents:,} documents, ' if x.documents else '')
+      + f'{x.num_bytes:,} bytes ({x.reason})'
+      for path, x in self.left_out.items()
+    ]
+    if self.num_replaced:
+      lines.insert(0, f'{self.num_replaced:,} bytes that are no UTF-8 replaced')
+    more = len(lines) - _FILES_SHOWN
+    if more > 0:
+      total = sum(x.num_bytes for x in self.left_out.values())
+      lines[_FILES_SHOWN:] = [f'and {more:,} more; in all {total:,} bytes']
+    return ''.join(f'\n  {line}' for line in lines)
 
 
 def _text_of(line: str, field: str) -> str:
   """Returns the text in a line of JSON; of an empty line, an empty one."""
-  record = json.loads(line) if line.strip() else {field: ''}
+  line = line.removeprefix('\ufeff').strip()
+  record = json.loads(line) if line else {field: ''}
   text = record.get(field) if isinstance(record, dict) else None
   if not isinstance(text, str):
     raise ValueError(f'JSON without it: {line[:40]!r}')

@@ -1,21 +1,25 @@
 """Tokenizers: trained, read, and applied to documents."""
 
 from collections.abc import Iterable, Iterator
+import contextlib
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tokenizers
 import tqdm
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.shards import token_dtype
 
-END_OF_TEXT = '<|endoftext|>'  # Follows each document.
-TOKEN_DTYPE = np.dtype(np.uint16)  # Of a token in a file.
-MAX_VOCAB_SIZE = np.iinfo(TOKEN_DTYPE).max + 1
+END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
+SETTINGS = 'tokenizer_config.json'  # Names the end-of-text token.
 
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
-_CHARACTERS_AT_ONCE = 1 << 17
+_CHARACTERS_IN_PIECE = 1 << 17
+_CHARACTERS_AT_ONCE = 1 << 20
 
 
 def train_tokenizer(
@@ -74,8 +78,12 @@ def read_tokenizer(
   return tokenizer
 
 
+def _file(path: Path) -> Path:
+  return path / 'tokenizer.json' if path.is_dir() else path
+
+
 def _open(path: Path) -> tokenizers.Tokenizer:
-  file = path / 'tokenizer.json' if path.is_dir() else path
+  file = _file(path)
   for vocab, merges in _GPT2_FILES:
     if not file.exists() and (path / vocab).exists():
       files = str(path / vocab), str(path / merges)
@@ -88,29 +96,137 @@ def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
   return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
-def encode(
-  tokenizer: tokenizers.Tokenizer, documents: Iterable[str]
-) -> np.ndarray:
-  """Tokenizes documents on all cores, long ones in pieces that end with a line.
+def find_end_token(
+  path: Path, tokenizer: tokenizers.Tokenizer, wanted: str | None = None
+) -> str:
+  """Returns the token that ends a document: one that is wanted, or named.
 
-  Returns the tokens, uint16 on one axis, with an end-of-text token after those
-  of each document.
+  Raises ``UsageError`` if neither is, or if the vocabulary does not have it.
   """
-  end = tokenizer.token_to_id(END_OF_TEXT)
-  # An empty piece marks the end of a document.
-  pieces = [piece for text in documents for piece in (*_pieces(text), '')]
-  encodings = tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
-  ids = (
-    encoding.ids if piece else [end]
-    for piece, encoding in zip(pieces, encodings, strict=True)
-  )
-  return np.fromiter(itertools.chain.from_iterable(ids), TOKEN_DTYPE)
+  special = ', '.join(_special_tokens(tokenizer)) or 'its vocabulary'
+  found = wanted or named_end_token(path, tokenizer)
+  if found is None:
+    raise UsageError(
+      f'{path} does not tell which token ends a text: name it by --end-token, '
+      f'out of {special}.'
+    )
+  if tokenizer.token_to_id(found) is None:
+    raise UsageError(
+      f'{path} has no token {found}: expected --end-token to be out of '
+      f'{special}.'
+    )
+  return found
+
+
+def named_end_token(path: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
+  """Returns the token that ends a document, None if nothing tells.
+
+  It is that of ``tokenizer_config.json``, ``special_tokens_map.json``,
+  ``generation_config.json`` or ``config.json`` beside the tokenizer, else
+  GPT-2's in its own files, else the only special token that there is.
+  """
+  named = _named_end(path if path.is_dir() else path.parent, tokenizer)
+  if named is not None:
+    return named
+  if not _file(path).exists():
+    return END_OF_TEXT
+  special = _special_tokens(tokenizer)
+  return special[0] if len(special) == 1 else None
+
+
+def _special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
+  added = tokenizer.get_added_tokens_decoder().values()
+  return [token.content for token in added if token.special]
+
+
+def _named_end(folder: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
+  """Returns the end-of-text token that files beside a tokenizer name."""
+  for name in (SETTINGS, 'special_tokens_map.json'):
+    token = _read_json(folder / name).get('eos_token')
+    if token := token.get('content') if isinstance(token, dict) else token:
+      return token
+  for name in ('generation_config.json', 'config.json'):
+    number = _read_json(folder / name).get('eos_token_id')
+    number = number[0] if isinstance(number, list) and number else number
+    if isinstance(number, int):
+      return tokenizer.id_to_token(number)
+  return None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+  """Returns the JSON object in a file, an empty one if there is none."""
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    value = json.loads(path.read_bytes())
+    return value if isinstance(value, dict) else {}
+  return {}
+
+
+class Encoder:
+  """Turns documents into tokens, with an end-of-text token after each."""
+
+  def __init__(self, tokenizer: tokenizers.Tokenizer, end_token: str):
+    self.tokenizer = tokenizer
+    self.end_token = end_token
+    self.num_tokens = num_identifiers(tokenizer)
+    self._end = tokenizer.token_to_id(end_token)
+    # Some put a space before each text that they get, so also before pieces.
+    texts = ['a line\nand more', 'a line\n', 'and more']
+    whole, first, second = (x.ids for x in self._encode(texts))
+    self._is_cut = whole == first + second
+
+  def _encode(self, texts: list[str]) -> list[tokenizers.Encoding]:
+    return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+
+  def __call__(self, documents: Iterable[str]) -> np.ndarray:
+    """Tokenizes documents on all cores, long ones in pieces if possible.
+
+    Pieces end with a line. Returns tokens on one axis, uint16 or, of a larger
+    vocabulary, uint32.
+    """
+    cut = _pieces if self._is_cut else _uncut
+    # An empty piece marks the end of a document.
+    pieces = [piece for text in documents for piece in (*cut(text), '')]
+    ids = (
+      encoding.ids if piece else [self._end]
+      for piece, encoding in zip(pieces, self._encode(pieces), strict=True)
+    )
+    dtype = token_dtype(self.num_tokens)
+    return np.fromiter(itertools.chain.from_iterable(ids), dtype)
+
+  def documents(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens, and the number of those of each document."""
+    tokens = self(texts)
+    lengths = np.diff(np.flatnonzero(tokens == self._end), prepend=-1)
+    if len(lengths) != len(texts):
+      raise UsageError(
+        f'--end-token {self.end_token} does not tell where documents end: it '
+        'is also what their text becomes.'
+      )
+    return tokens, lengths
+
+
+def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
+  """Groups texts, so that those of a group are worth sharing out to cores."""
+  group, size = [], 0
+  for text in texts:
+    group.append(text)
+    size += len(text)
+    if size >= _CHARACTERS_AT_ONCE:
+      yield group
+      group, size = [], 0
+  if group:
+    yield group
+
+
+def _uncut(text: str) -> Iterator[str]:
+  if text:
+    yield text
 
 
 def _pieces(text: str) -> Iterator[str]:
   """Cuts text to pieces that the tokenizer can take in parallel."""
   start = 0
   while start < len(text):
-    end = text.find('\n', start + _CHARACTERS_AT_ONCE) + 1 or len(text)
+    end = text.find('\n', start + _CHARACTERS_IN_PIECE) + 1 or len(text)
     yield text[start:end]
     start = end

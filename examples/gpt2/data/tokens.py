@@ -1,54 +1,83 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
-from collections.abc import Iterable
-import contextlib
+from collections.abc import Sequence
 import dataclasses
-import hashlib
-import itertools
 import json
-from pathlib import Path
-import shutil
-from typing import Any
+import math
+import operator
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
 import warnings
 
+from etils import epath
 import jax
 import numpy as np
 import tokenizers
 import tqdm
 
 from examples.gpt2.config import Config, UsageError, digest
-from examples.gpt2.data.atomic import new_folder
-from examples.gpt2.data.documents import Corpus, load_corpus
+from examples.gpt2.data.counts import (
+  cached_statistics,
+  check_largest,
+  count_tokens,
+)
+from examples.gpt2.data.documents import Corpus, DocumentReader, load_corpus
+from examples.gpt2.data.mixture import Mixture, parse_sources
+from examples.gpt2.data.shards import (
+  PARTS,
+  TOKEN_SUFFIXES,
+  TokenFiles,
+  open_files,
+  open_parts,
+  read_index,
+)
 from examples.gpt2.data.tokenizer import (
-  TOKEN_DTYPE,
-  encode,
+  END_OF_TEXT,
+  Encoder,
+  grouped,
+  named_end_token,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
 )
 from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.storage import (
+  as_path,
+  new_folder,
+)
 
-PARTS = ('train.bin', 'val.bin')  # To train on, and held out.
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
-_DOCUMENTS_AT_ONCE = 128
-_TOKENS_AT_ONCE = 1 << 24
+
+
+class EvaluationSet(NamedTuple):
+  """Tokens to evaluate on."""
+
+  name: str
+  tokens: TokenFiles | np.ndarray
+  weight: float  # Of its loss in the validation loss; may be 0.
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-  """Tokens of a run, memory-mapped."""
+  """Tokens of a run."""
 
   source: str  # Where they came from, for people.
   num_bytes: int  # Size of the text, or of the token files.
   sha256: str  # Hash of the text, or of the token files.
-  train: np.ndarray  # uint16, shape (tokens,).
-  validation: np.ndarray  # uint16, shape (tokens,).
+  train: TokenFiles
+  validation: TokenFiles  # Of the first source.
   tokenizer: tokenizers.Tokenizer | None  # Of the text, where there is one.
   vocab_size: int  # Number that all token identifiers are below.
   # Of the frequencies of all tokens, nats a token: the loss of the best model
-  # that ignores the context.
+  # that ignores the context. Of several sources, the mean.
   unigram_entropy: float
+  end_token: str | None = None  # Follows each document, where that is known.
+  has_index: bool = False  # Whether they were counted when they were written.
+  # What decides, beside the seed, which sequences a step takes, as JSON values;
+  # empty where that is as in former releases.
+  order: dict[str, Any] = dataclasses.field(default_factory=dict)
+  evaluations: Sequence[EvaluationSet] = ()
 
 
 def load_tokens(config: Config) -> Tokens:
@@ -74,17 +103,74 @@ def load_tokens(config: Config) -> Tokens:
 
 
 def _load(config: Config) -> Tokens:
-  folder = Path(config.data).expanduser()
-  missing = [name for name in PARTS if not (folder / name).is_file()]
-  if not missing:
-    return _open_folder(folder, config)
-  if len(missing) < len(PARTS):
+  sources = parse_sources(config.data)
+  loaded = [_load_source(source.path, config) for source in sources]
+  tokens = _mix(loaded, [source.weight for source in sources], config)
+  names = [PurePath(source.path).name for source in sources]
+  if len(set(names)) < len(names):
+    names = [source.path for source in sources]
+  weights = tokens.order.get('weights', [1.0])
+  evaluations = [
+    EvaluationSet(name, part.validation, weight)
+    for name, part, weight in zip(names, loaded, weights, strict=True)
+  ]
+  for text in config.eval_data:
+    name, separator, path = text.partition('=')
+    if not separator:
+      name, path = PurePath(text).name, text
+    if name in [evaluation.name for evaluation in evaluations]:
+      raise UsageError(
+        f'--eval-data {text} has the name of another set, {name}: give each a '
+        'name of its own, as in name=path.'
+      )
+    found = _load_evaluation(path, tokens, config)
+    evaluations.append(EvaluationSet(name, found, 0.0))
+  return dataclasses.replace(tokens, evaluations=evaluations)
+
+
+def _mix(
+  parts: list[Tokens], weights: list[float | None], config: Config
+) -> Tokens:
+  """Returns the tokens of all sources, and the order of their sequences."""
+  first, is_single = parts[0], len(parts) == 1
+  is_former = is_single and not first.has_index
+  default = 'with-replacement' if is_former else 'without-replacement'
+  sampling = config.sampling or default
+  if is_single and sampling == 'with-replacement':
+    return first
+  made_by = {x.tokenizer.to_str() for x in parts if x.tokenizer}
+  if len(made_by) > 1 or len({x.vocab_size for x in parts}) > 1:
     raise UsageError(
-      f'--data {config.data} holds token files, but no {missing[0]}.'
+      'Several sources of --data must have the same tokenizer: make token '
+      'files of the others by python -m examples.gpt2.prepare --tokenizer '
+      f'{first.source}.'
     )
-  corpus = load_corpus(config.data)
+  found = weights if weights[0] else [float(len(x.train)) for x in parts]
+  shares = [weight / math.fsum(found) for weight in found]
+  order = {'sampling': sampling}
+  if not is_single:
+    order |= {'weights': shares}
+  entropies = [x.unigram_entropy for x in parts]
+  return dataclasses.replace(
+    first,
+    source=', '.join(x.source for x in parts),
+    num_bytes=sum(x.num_bytes for x in parts),
+    sha256=first.sha256 if is_single else digest([x.sha256 for x in parts]),
+    train=Mixture(
+      [x.train for x in parts], shares, sampling == 'with-replacement'
+    ),
+    unigram_entropy=math.fsum(map(operator.mul, shares, entropies)),
+    order=order,
+  )
+
+
+def _load_source(data: str, config: Config) -> Tokens:
+  tokens = _open_folder(as_path(data), config)
+  if tokens is not None:
+    return tokens
+  corpus = load_corpus(data, config.text_field)
   key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
-  folder = config.cache_dir.expanduser() / key[:16]
+  folder = as_path(config.cache_dir) / key[:16]
   _fill_cache(folder, corpus, config)
   return dataclasses.replace(
     _open_folder(folder, config),
@@ -94,139 +180,123 @@ def _load(config: Config) -> Tokens:
   )
 
 
-def _open_folder(folder: Path, config: Config) -> Tokens:
-  """Opens a folder with train.bin, val.bin and perhaps tokenizer.json."""
+def _load_evaluation(
+  data: str, tokens: Tokens, config: Config
+) -> TokenFiles | np.ndarray:
+  """Opens token files, or tokenizes text with the tokenizer of the others."""
+  path, size = as_path(data), tokens.vocab_size
+  if path.suffix in TOKEN_SUFFIXES and path.is_file():
+    found: TokenFiles | None = open_files([path], size)
+  else:
+    found = open_parts(path, size).get('val')
+  if found is None:
+    if tokens.tokenizer is None or tokens.end_token is None:
+      raise UsageError(
+        f'--eval-data {data} holds no token files to validate on, and there '
+        'is no tokenizer for text: expected a token file, or a folder with '
+        'val.bin.'
+      )
+    reader = DocumentReader([path], config.text_field, True, is_cut=False)
+    encode = Encoder(tokens.tokenizer, tokens.end_token)
+    array = encode(reader.read(f'reading {data}'))
+    check_length('--eval-data', array, config.context_length)
+    return array
+  check_length('--eval-data', found, config.context_length)
+  check_largest(
+    cached_statistics([found], size, config)['largest_token'], size, data
+  )
+  return found
+
+
+def _open_folder(folder: Path, config: Config) -> Tokens | None:
+  """Opens a folder with token files, if it has some, perhaps a tokenizer."""
   vocab_size, tokenizer = config.vocab_size, None
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     vocab_size = num_identifiers(tokenizer)
-  train, validation = (map_tokens(folder / name) for name in PARTS)
+  parts = open_parts(folder, vocab_size)
+  missing = [part for part in PARTS if part not in parts]
+  if len(missing) == len(PARTS):
+    return None
+  if missing:
+    raise UsageError(
+      f'--data {folder} holds token files, but no {missing[0]}.bin.'
+    )
+  train, validation = (parts[part] for part in PARTS)
   check_length('training', train, config.context_length)
   check_length('validation', validation, config.context_length)
-  statistics = _cached_statistics(folder, config.cache_dir)
-  if statistics['largest_token'] >= vocab_size:
-    raise UsageError(
-      f'--data {config.data} holds the token {statistics["largest_token"]}, '
-      f'but its vocabulary has {vocab_size} tokens: give a larger --vocab-size.'
-    )
+  index = read_index(folder)
+  has_index = index is not None
+  if index is None:
+    index = cached_statistics([train, validation], vocab_size, config)
+    sha256 = index['sha256']
+  else:
+    sha256 = digest(index['shards'])
+  check_largest(index['largest_token'], vocab_size, folder)
   return Tokens(
     source=str(folder),
-    num_bytes=train.nbytes + validation.nbytes,
-    sha256=statistics['sha256'],
+    num_bytes=train.num_bytes + validation.num_bytes,
+    sha256=sha256,
     train=train,
     validation=validation,
     tokenizer=tokenizer,
     vocab_size=vocab_size,
-    unigram_entropy=statistics['unigram_entropy'],
+    unigram_entropy=index['unigram_entropy'],
+    end_token=tokenizer and named_end_token(folder / _TOKENIZER, tokenizer),
+    has_index=has_index,
   )
 
 
-def map_tokens(path: Path) -> np.ndarray:
-  """Maps a token file into memory: uint16, shape (tokens,)."""
-  size = path.stat().st_size
-  if not size or size % TOKEN_DTYPE.itemsize:
-    raise UsageError(
-      f'{path} has {size} bytes: expected uint16 tokens, an even number.'
-    )
-  return np.memmap(path, TOKEN_DTYPE, mode='r')
-
-
-def check_length(part: str, tokens: np.ndarray, length: int) -> None:
+def check_length(
+  part: str, tokens: TokenFiles | np.ndarray, length: int
+) -> None:
   """Raises ``UsageError`` where tokens are too few for a sequence."""
   if len(tokens) <= length:
     raise UsageError(
-      f'The {part} part of --data has {len(tokens)} tokens, too few for a '
+      f'The {part} part of the data has {len(tokens)} tokens, too few for a '
       f'sequence of --context-length {length} and its last target: give more '
       'text or a shorter context.'
     )
 
 
-def write_tokens(
-  folder: Path,
-  tokenizer: tokenizers.Tokenizer,
-  documents: Iterable[tuple[str, str]],
-) -> list[int]:
-  """Writes train.bin, val.bin and tokenizer.json, in bounded memory.
-
-  Documents are pairs of a part, out of ``PARTS``, and a text. Returns the
-  number of documents in each part.
-  """
-  tokenizer.save(str(folder / _TOKENIZER))
-  documents, counts = iter(documents), [0, 0]
-  with contextlib.ExitStack() as stack:
-    files = [stack.enter_context((folder / x).open('wb')) for x in PARTS]
-    while group := list(itertools.islice(documents, _DOCUMENTS_AT_ONCE)):
-      for i, file in enumerate(files):
-        texts = [text for part, text in group if part == PARTS[i]]
-        encode(tokenizer, texts).tofile(file)
-        counts[i] += len(texts)
-  return counts
-
-
 def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
   """Tokenizes a corpus, all or nothing, unless the folder has its tokens."""
-  if _is_whole(folder, config.cache_dir):
+  if _is_whole(folder, config):
     return
   if folder.exists():
-    warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
-    shutil.rmtree(folder)
-  documents = [(PARTS[0], text) for text in corpus.train]
-  documents += [(PARTS[1], text) for text in corpus.validation]
+    # Releases before 0.2.0 wrote no such file.
+    if (folder / _STATISTICS).exists():
+      warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
+    epath.Path(folder).rmtree()
   try:
     with new_folder(folder) as scratch:
       tokenizer = train_tokenizer(corpus.train, config.vocab_size)
-      write_tokens(scratch, tokenizer, tqdm.tqdm(documents, 'tokenizing'))
-      (scratch / _STATISTICS).write_text(json.dumps(_statistics(scratch)))
+      tokenizer.save(str(scratch / _TOKENIZER))
+      encode = Encoder(tokenizer, END_OF_TEXT)
+      for part, texts in (('train', corpus.train), ('val', corpus.validation)):
+        with (scratch / f'{part}.bin').open('wb') as file:
+          for group in grouped(tqdm.tqdm(texts, f'tokenizing for {part}')):
+            encode(group).tofile(file)
+      written = json.dumps(count_tokens(*_open_cached(scratch)))
+      (scratch / _STATISTICS).write_text(written)
   except OSError:
     if not folder.is_dir():  # Another run may have been quicker.
       raise
 
 
-def _is_whole(folder: Path, cache_dir: Path) -> bool:
+def _open_cached(folder: Path) -> tuple[list[TokenFiles], int]:
+  """Opens both parts of a folder of the cache, and counts its vocabulary."""
+  size = num_identifiers(read_tokenizer(folder / _TOKENIZER))
+  return [open_files([folder / f'{x}.bin'], size) for x in PARTS], size
+
+
+def _is_whole(folder: Path, config: Config) -> bool:
   """Returns whether a cached folder holds what was written to it.
 
   An error of the disk is raised: it is no damage, and the cache is shared.
   """
   try:
-    read_tokenizer(folder / _TOKENIZER)
     written = json.loads((folder / _STATISTICS).read_text())
-    return written == _cached_statistics(folder, cache_dir)
+    return written == cached_statistics(*_open_cached(folder), config)
   except (FileNotFoundError, ValueError):
     return False
-
-
-def _cached_statistics(folder: Path, cache_dir: Path) -> dict[str, Any]:
-  """Counts the tokens of a folder, once for the very same files.
-
-  Files are the same where path, size and times of the last change are.
-  """
-  paths = [(folder / name).resolve() for name in PARTS]
-  stats = [(str(path), path.stat()) for path in paths]
-  key = digest([(p, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for p, s in stats])
-  cache = cache_dir.expanduser() / 'statistics' / f'{key[:16]}.json'
-  with contextlib.suppress(OSError, ValueError):
-    return json.loads(cache.read_text())
-  statistics = _statistics(folder)
-  with contextlib.suppress(OSError):  # The next run then counts again.
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    cache.write_text(json.dumps(statistics))
-  return statistics
-
-
-def _statistics(folder: Path) -> dict[str, Any]:
-  """Reads all tokens of a folder: the largest, a hash, and their entropy."""
-  counts = np.zeros(np.iinfo(TOKEN_DTYPE).max + 1, np.int64)
-  sha256 = hashlib.sha256()
-  for name in PARTS:
-    tokens = map_tokens(folder / name)
-    sha256.update(f'{len(tokens)} tokens'.encode())
-    chunks = np.array_split(tokens, len(tokens) // _TOKENS_AT_ONCE + 1)
-    for chunk in tqdm.tqdm(chunks, f'counting tokens of {name}', delay=2):
-      sha256.update(chunk)
-      counts += np.bincount(chunk, minlength=len(counts))
-  probabilities = counts[counts > 0] / counts.sum()
-  return {
-    'largest_token': int(np.flatnonzero(counts)[-1]),
-    'sha256': sha256.hexdigest(),
-    'unigram_entropy': float(-np.sum(probabilities * np.log(probabilities))),
-  }

@@ -15,11 +15,22 @@ import safetensors.numpy
 import tokenizers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import whole_file, write_whole
-from examples.gpt2.data.tokenizer import read_tokenizer
+from examples.gpt2.data.tokenizer import (
+  SETTINGS,
+  named_end_token,
+  read_tokenizer,
+)
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
+from examples.gpt2.storage import (
+  as_path,
+  make_folder,
+  on_disk,
+  os_errors,
+  whole_file,
+  write_whole,
+)
 
 TOKENIZER = 'tokenizer.json'
 _MODEL = 'model.json'
@@ -34,6 +45,7 @@ class Model:
   num_tokens: int  # Number of token identifiers; vocab_size may be larger.
   params: Any  # Tree of float32 arrays.
   tokenizer: tokenizers.Tokenizer | None = None
+  end_token: str | None = None  # Of the tokenizer, after each document.
 
 
 def save_model(folder: Path, model: Model) -> None:
@@ -43,20 +55,24 @@ def save_model(folder: Path, model: Model) -> None:
   last, so that with it the model is complete. Other files are left alone.
 
   Args:
-    folder: Folder; made if need be.
+    folder: Folder, on a disk or in a store; made if need be.
     model: Model, with arrays that this process can read whole.
 
   Raises:
     OSError: If a file cannot be written.
   """
-  folder.mkdir(parents=True, exist_ok=True)
-  for name in (_MODEL, TOKENIZER):
-    (folder / name).unlink(missing_ok=True)
+  make_folder(folder)
+  for name in (_MODEL, TOKENIZER, SETTINGS):
+    with os_errors():
+      (folder / name).unlink(missing_ok=True)
   with whole_file(folder / _WEIGHTS) as path:
     write_arrays(path, sharding.by_path(model.params))
   if model.tokenizer is not None:
     content = model.tokenizer.to_str(pretty=True)
     write_whole(folder / TOKENIZER, content.encode())
+  if model.end_token is not None:
+    content = json.dumps({'eos_token': model.end_token})
+    write_whole(folder / SETTINGS, content.encode())
   settings = {
     'num_tokens': model.num_tokens,
     'config': dataclasses.asdict(model.config),
@@ -81,18 +97,22 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
       fit the model.
     OSError: If a file cannot be read.
   """
-  folder = folder.expanduser()
-  if not folder.is_dir():
+  folder = as_path(folder)
+  with os_errors():
+    is_folder = folder.is_dir()
+  if not is_folder:
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
   with naming(folder / _MODEL):
     config, num_tokens = _parse(**read_json(folder / _MODEL))
-  tokenizer = None
+  tokenizer, end_token = None, None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
+    end_token = named_end_token(folder / TOKENIZER, tokenizer)
   with naming(folder / _WEIGHTS):
     arrays = open_arrays(folder / _WEIGHTS)
     check_arrays(arrays, sharding.by_path(shapes(config)))
-  return Model(config, num_tokens, _read(config, arrays, mesh), tokenizer)
+  params = _read(config, arrays, mesh)
+  return Model(config, num_tokens, params, tokenizer, end_token)
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:
@@ -148,7 +168,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def open_arrays(path: Path) -> dict[str, Any]:
   """Returns arrays of safetensors by name; what is indexed is read."""
-  with safetensors.safe_open(path, 'numpy') as file:
+  # Of a copy from a store, the disk keeps what is open.
+  with on_disk(path) as copy, safetensors.safe_open(copy, 'numpy') as file:
     return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
 
 

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.tokenizer import END_OF_TEXT
 from examples.gpt2.devices.sharding import by_path, path_name
 from examples.gpt2.model.config import (
   ModelConfig,
@@ -82,7 +81,7 @@ _VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
 def to_settings(model: Model) -> dict[str, Any]:
   """Returns the entries of config.json for a model."""
   config, column = model.config, _column(model.config)
-  end = model.tokenizer and model.tokenizer.token_to_id(END_OF_TEXT)
+  end = model.end_token and model.tokenizer.token_to_id(model.end_token)
   return {
     'model_type': config.architecture,
     'architectures': [_CLASSES[column]],
@@ -99,13 +98,13 @@ def to_settings(model: Model) -> dict[str, Any]:
 
 def tokenizer_settings(model: Model) -> dict[str, Any]:
   """Returns what AutoTokenizer needs beside tokenizer.json."""
-  has_end = model.tokenizer.token_to_id(END_OF_TEXT) is not None
+  has_end = model.end_token is not None
   names = ('bos_token', 'eos_token', 'unk_token') if has_end else ()
   return {
     'tokenizer_class': 'PreTrainedTokenizerFast',
     'model_max_length': model.config.context_length,
     'clean_up_tokenization_spaces': False,
-    **dict.fromkeys(names, END_OF_TEXT),
+    **dict.fromkeys(names, model.end_token),
   }
 
 

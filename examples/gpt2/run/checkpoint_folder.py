@@ -1,13 +1,22 @@
 """The folder of a run's checkpoints: which there are, and which stay."""
 
+import contextlib
 import json
 import math
-import os
 from pathlib import Path
-import shutil
 from typing import Any
 
+from etils import epath
+
 from examples.gpt2.run.folder import unused_path
+from examples.gpt2.run.orbax_io import COMMITTED
+from examples.gpt2.storage import (
+  as_path,
+  is_remote,
+  make_folder,
+  move,
+  os_errors,
+)
 
 # What Orbax raises for files that are truncated, missing or garbled.
 DAMAGE = (
@@ -16,16 +25,25 @@ DAMAGE = (
 
 
 class CheckpointFolder:
-  """Checkpoints on disk, each a folder that is named by its step.
+  """Checkpoints, each in a folder that is named by its step.
+
+  On a disk, Orbax gives a checkpoint its name once it is whole. In a store,
+  where that would copy it, it writes a last file that says so.
+
+  ``PROOF`` begins the names of those that only prove that a save is possible.
 
   All methods but ``path`` and ``record`` are for process 0.
   """
 
+  PROOF = 'proof-'
+
   def __init__(self, root: Path, keep: int):
-    self.root = root.absolute()
+    self.is_remote = is_remote(as_path(root))
+    place = as_path(root) if self.is_remote else as_path(root).absolute()
+    self.root = epath.Path(place)
     self._keep = keep
 
-  def path(self, step: int) -> Path:
+  def path(self, step: int) -> epath.Path:
     """Returns the folder of a checkpoint."""
     return self.root / str(step)
 
@@ -33,17 +51,36 @@ class CheckpointFolder:
     """Returns loss, types and checksums of a checkpoint."""
     return json.loads((self.path(step) / 'record' / 'metadata').read_bytes())
 
+  @os_errors()
   def steps(self) -> list[int]:
     """Returns the steps that have a checkpoint, in order."""
-    names = [path.name for path in self.root.iterdir()]
-    return sorted(int(name) for name in names if name.isdecimal())
+    folders = self._folders()
+    return sorted(int(x.name) for x in folders if self._is_whole(x))
 
+  def _folders(self) -> list[epath.Path]:
+    """Returns the folders of checkpoints, whole or not."""
+    if not self.root.exists():
+      return []
+    return [path for path in self.root.iterdir() if path.name.isdecimal()]
+
+  def _is_whole(self, folder: epath.Path) -> bool:
+    if not self.is_remote:
+      return True
+    return (folder / COMMITTED).exists()
+
+  @os_errors()
   def clean_up(self) -> None:
     """Makes the folder, and deletes what failed or killed saves left."""
-    self.root.mkdir(parents=True, exist_ok=True)
-    for unfinished in self.root.glob('*.orbax-checkpoint-tmp*'):
-      shutil.rmtree(unfinished, ignore_errors=True)
+    make_folder(self.root)
+    unfinished = [x for x in self._folders() if not self._is_whole(x)]
+    unfinished += self.root.glob(f'{self.PROOF}*')
+    if not self.is_remote:
+      unfinished += self.root.glob('*.orbax-checkpoint-tmp*')
+    for path in unfinished:
+      with contextlib.suppress(OSError):
+        path.rmtree()
 
+  @os_errors()
   def delete_old(self) -> None:
     """Deletes all checkpoints but the last ones and the best."""
     # A writer of Orbax may go on for a moment after its save has failed.
@@ -52,14 +89,21 @@ class CheckpointFolder:
     best = min(steps, key=lambda x: (self._loss(x), -x), default=None)
     for step in steps[: -self._keep]:
       if step != best:
-        shutil.rmtree(self.path(step))
+        self._delete(self.path(step))
 
+  def _delete(self, folder: epath.Path) -> None:
+    # First what makes it whole: one that is half deleted is not read.
+    if self.is_remote:
+      (folder / COMMITTED).unlink()
+    folder.rmtree()
+
+  @os_errors()
   def set_aside(self, step: int) -> str:
     """Moves a damaged checkpoint, and returns where it is then."""
-    folder = self.root.with_name(f'damaged-{self.root.name}')
-    folder.mkdir(exist_ok=True)
+    folder = self.root.parent / f'damaged-{self.root.name}'
+    make_folder(folder)
     path = unused_path(folder / str(step))
-    os.rename(self.path(step), path)
+    move(self.path(step), path)
     return str(path)
 
   def _loss(self, step: int) -> float:

@@ -8,12 +8,8 @@ which is taken on its devices before the save and again after the restore.
 
 from collections.abc import Callable
 import contextlib
-import itertools
 import math
-import os
 from pathlib import Path
-import re
-import textwrap
 from typing import Any
 import warnings
 
@@ -26,8 +22,23 @@ from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.run.checkpoint_folder import DAMAGE, CheckpointFolder
 from examples.gpt2.run.checksums import checksums
+from examples.gpt2.run.command import CommandError
+from examples.gpt2.run.orbax_io import (
+  describe,
+  make_writer,
+  read_arrays,
+  root_cause,
+)
+from examples.gpt2.storage import os_errors
 
-_NUMBERS = itertools.count()
+MOST_FAILURES = 3
+"""Saves that fail in a row before the run ends."""
+
+
+class UnsavedError(CommandError):
+  """Several checkpoints in a row could not be saved."""
+
+  status = 5
 
 
 class Checkpoints:
@@ -41,6 +52,7 @@ class Checkpoints:
     """Makes a folder, or clears it of what a killed run left unfinished."""
     self._folder = CheckpointFolder(folder, keep)
     self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
+    self._num_failures = 0  # In a row.
     on_first(self._folder.clean_up)
 
   def __enter__(self) -> 'Checkpoints':
@@ -57,6 +69,9 @@ class Checkpoints:
   def save(self, step: int, state: Any, loss: float | None = None) -> bool:
     """Starts a save, once the one before it is over.
 
+    A save that fails is a warning, so that a store or disk that is away for a
+    while does not end the run, but after three in a row there is an error.
+
     The state may be donated as soon as this returns. Checkpoints that are no
     longer kept are deleted once the new one is whole; the best, of the smallest
     finite loss, is.
@@ -64,13 +79,16 @@ class Checkpoints:
     Returns:
       False, after a warning, if the state holds a number that is not finite or
       if the save cannot start.
+
+    Raises:
+      UnsavedError: If this is the third save in a row that has failed.
     """
     self.wait()
+    self._stop_if_hopeless()
     arrays = by_path(state)
     for name, is_finite in jax.device_get(_are_finite(arrays)).items():
       if not is_finite:
-        _warn(f'No checkpoint is made of step {step}: {name} is not finite.')
-        return False
+        return self.fail(step, f'{name} is not finite')
     has_loss = loss is not None and math.isfinite(loss)
     record = {
       'loss': float(loss) if has_loss else math.inf,
@@ -80,8 +98,34 @@ class Checkpoints:
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
-    self._saving = step, _make_writer()
-    return self._try('save', self._folder.path(step), args=items)
+    self._saving = step, make_writer(self._folder.root)
+    is_started = self._try('save', self._folder.path(step), args=items)
+    self._stop_if_hopeless()
+    return is_started
+
+  def fail(self, step: int, reason: str) -> bool:
+    """Warns that a step is not saved, and returns False.
+
+    All processes must call it. Raises ``UnsavedError`` the third time in a row.
+    """
+    self._failed(step, reason)
+    self._stop_if_hopeless()
+    return False
+
+  def _failed(self, step: int, reason: str) -> None:
+    self._num_failures += 1
+    _warn(
+      f'The checkpoint of step {step} is not saved: {reason}. The run goes on, '
+      'and the checkpoints before it are kept.'
+    )
+
+  def _stop_if_hopeless(self) -> None:
+    if self._num_failures >= MOST_FAILURES:
+      raise UnsavedError(
+        f'the last {self._num_failures} checkpoints could not be saved in '
+        f'{self._folder.root}; once they can, the same command goes on from '
+        'the one before them.'
+      )
 
   def wait(self) -> bool:
     """Waits until the save under way is durable; warns if it is not.
@@ -94,6 +138,7 @@ class Checkpoints:
     if not self._try('close'):
       return False
     self._saving = None
+    self._num_failures = 0
     try:
       on_first(self._folder.delete_old)
     except OSError as error:
@@ -107,20 +152,16 @@ class Checkpoints:
     try:
       getattr(writer, action)(*args, **named)
     except Exception as error:
-      reason = _describe(error)
+      reason = describe(error)
     if not any_failed(bool(reason)):
       return True
     self._saving = None
-    _warn(
-      f'The checkpoint of step {step} is not saved: '
-      f'{reason or "another process failed"}. The run goes on, and the '
-      'checkpoints before it are kept.'
-    )
     with contextlib.suppress(Exception):
       # Where the save has started, it fails for want of the other processes.
       writer.close()
     with contextlib.suppress(OSError):
       on_first(self._folder.clean_up)
+    self._failed(step, reason or 'another process failed')
     return False
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
@@ -166,20 +207,14 @@ class Checkpoints:
     self, step: int, targets: dict[str, Any]
   ) -> tuple[dict[str, jax.Array], dict[str, int]]:
     """Returns arrays, and their checksums when they were saved, by path."""
-    record = self._folder.record(step)
+    with os_errors():
+      record = self._folder.record(step)
     found, expected = record['types'], _types(targets)
     for name in sorted(found.keys() | expected.keys()):
       one, other = found.get(name, 'missing'), expected.get(name, 'nothing')
       if one != other:
         raise ValueError(f'{name} is {one}, expected {other}')
-    # Alone: in a barrier, the others would wait forever for one that failed.
-    me = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(me, active_processes={me})
-    with ocp.Checkpointer(
-      ocp.CompositeCheckpointHandler(), multiprocessing_options=options
-    ) as reader:
-      item = ocp.args.Composite(state=ocp.args.StandardRestore(targets))
-      arrays = reader.restore(self._folder.path(step), args=item)['state']
+    arrays = read_arrays(self._folder.path(step), targets)
     return arrays, record['checksums']
 
   def _set_aside(self, damaged: dict[int, str]) -> None:
@@ -190,19 +225,6 @@ class Checkpoints:
         f'The checkpoint of step {step} in {self._folder.root} is damaged, so '
         f'one before it is used, and it is moved to {path}: {error}.'
       )
-
-
-def _make_writer() -> ocp.AsyncCheckpointer:
-  """Returns what makes one save, in all processes together."""
-  # Barriers of named processes end in time if one of these has failed, and with
-  # names of their own they are not taken for those of the next save.
-  options = ocp.options.MultiprocessingOptions(
-    active_processes=set(range(jax.process_count())),
-    barrier_sync_key_prefix=f'save_{next(_NUMBERS)}',
-  )
-  composite = ocp.CompositeOptions(multiprocessing_options=options)
-  handler = ocp.CompositeCheckpointHandler(composite_options=composite)
-  return ocp.AsyncCheckpointer(handler, multiprocessing_options=options)
 
 
 def _types(arrays: dict[str, Any]) -> dict[str, str]:
@@ -237,9 +259,9 @@ def _examine(action: Callable[..., Any], *args: Any) -> Any:
   try:
     result = action(*args)
   except Exception as error:
-    cause = _cause(error)
+    cause = root_cause(error)
     if isinstance(cause, DAMAGE):
-      damage = _DamagedError(_describe(cause))
+      damage = _DamagedError(describe(cause))
     else:
       failure = cause
   if any_failed(failure is not None):
@@ -247,21 +269,6 @@ def _examine(action: Callable[..., Any], *args: Any) -> Any:
   if any_failed(damage is not None):
     raise damage or _DamagedError('another process found it damaged')
   return result
-
-
-def _cause(error: BaseException) -> BaseException:
-  """Returns the first of the errors that Orbax and TensorStore wrap."""
-  while error.__cause__:
-    error = error.__cause__
-  code = re.search(r"os_error_code='(\d+)'", str(error))
-  if not code:
-    return error
-  return OSError(int(code[1]), f'{os.strerror(int(code[1]))}: {error}')
-
-
-def _describe(error: BaseException) -> str:
-  # Errors of TensorStore go on for pages.
-  return textwrap.shorten(f'{type(error).__name__}: {error}', 300)
 
 
 def _warn(text: str) -> None:

@@ -6,6 +6,7 @@ import math
 import sys
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.storage import os_errors
 
 
 class CommandError(Exception):
@@ -46,7 +47,8 @@ def exit_on_error() -> Iterator[None]:
   written, that of a :class:`CommandError`, and 130 after control-C.
   """
   try:
-    yield
+    with os_errors():
+      yield
     return
   except (UsageError, OSError) as error:
     status, message, cause = 2, f'error: {error}', error

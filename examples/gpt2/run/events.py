@@ -8,9 +8,14 @@ import warnings
 
 import jax
 
+from examples.gpt2.storage import Mirror
+
 
 class Events:
-  """Writes the metrics of steps; warns of the first error, and then stops."""
+  """Writes the metrics of steps; warns of the first error, and then stops.
+
+  In a store, they are there after ``upload`` and at the end.
+  """
 
   def __init__(self, folder: Path, done: int):
     """Opens a file, which outdates what others have after the steps done."""
@@ -21,11 +26,12 @@ class Events:
 
     self._event = event_pb2.Event
     self._writer: Any = None
+    self._mirror = Mirror(folder)
     try:
-      folder.mkdir(parents=True, exist_ok=True)
+      self._mirror.folder.mkdir(parents=True, exist_ok=True)
       # Not SummaryWriter: an error ends its thread, and then the run waits for
       # it for ever.
-      self._writer = EventsWriter(str(folder / 'events'))
+      self._writer = EventsWriter(str(self._mirror.folder / 'events'))
     except OSError as error:
       self._give_up(error)
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
@@ -38,6 +44,14 @@ class Events:
     if self._writer is not None:
       with contextlib.suppress(OSError):
         self._writer.close()
+      self.upload()
+
+  def upload(self) -> None:
+    """Copies the numbers so far to a store, if they are to be there."""
+    try:
+      self._mirror.upload()
+    except OSError as error:
+      self._give_up(error)
 
   def add(self, metrics: dict[str, Any]) -> None:
     """Writes each number of a step's metrics, by its path."""

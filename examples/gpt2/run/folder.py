@@ -1,17 +1,24 @@
 """The folder of a run: its settings, metrics and results."""
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 import warnings
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import write_whole
 from examples.gpt2.devices.processes import is_first, on_first, say
+from examples.gpt2.run.claim import Claim, claim
+from examples.gpt2.run.metrics import metrics_file, read_metrics
+from examples.gpt2.storage import (
+  as_path,
+  make_folder,
+  move,
+  os_errors,
+  write_whole,
+)
 
 _CONFIG = 'config.json'
 _METRICS = 'metrics.jsonl'
@@ -22,13 +29,13 @@ _RESULTS = (
 )  # fmt: skip
 # What a run writes besides; not every run does.
 _OTHERS = (
-  'tokenizer.json', 'checkpoints', 'damaged-checkpoints', 'tensorboard',
-  'profile',
+  'tokenizer.json', 'tokenizer_config.json', 'checkpoints',
+  'damaged-checkpoints', 'tensorboard', 'profile',
 )  # fmt: skip
 
 
 class RunFolder:
-  """Reads and writes the files of a run.
+  """Reads and writes the files of a run, on a disk or in a store.
 
   Process 0 does it. All processes call the methods, but for those that say
   otherwise, and an error is raised in all. As a context, it lets other runs
@@ -38,24 +45,25 @@ class RunFolder:
   """
 
   def __init__(self, path: Path):
-    self.path = path
-    self.checkpoints = path / 'checkpoints'
-    self.picture = path / _PICTURE
-    self._lock: IO[bytes] | None = None
-    self._unwritten: list[str] = []
+    self.path = as_path(path)
+    self.checkpoints = self.path / 'checkpoints'
+    self.picture = self.path / _PICTURE
+    self._claim: Claim | None = None
+    self._metrics = metrics_file(self.path / _METRICS)
 
   def __enter__(self) -> 'RunFolder':
     return self
 
   def __exit__(self, *_: object) -> None:
-    if self._lock is not None:
-      self._lock.close()
+    if self._claim is not None:
+      self._claim.close()
 
   @property
   def finished(self) -> bool:
     """Whether a run ended here."""
     return on_first(self._is_finished)
 
+  @os_errors()
   def _is_finished(self) -> bool:
     return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
 
@@ -72,6 +80,7 @@ class RunFolder:
     """
     on_first(self._start, settings, fresh)
 
+  @os_errors()
   def _start(self, settings: dict[str, Any], fresh: bool) -> None:
     self._open()
     old = self._own_settings(settings['config'])
@@ -86,17 +95,12 @@ class RunFolder:
   def _open(self) -> None:
     """Makes the folder, and keeps a second run out while this one goes on."""
     try:
-      self.path.mkdir(parents=True, exist_ok=True)
-      self._lock = (self.path / '.lock').open('wb')
+      with os_errors():
+        make_folder(self.path)
+        self._claim = claim(self.path)
     except OSError as error:
       raise UsageError(
         f'--out-dir {self.path} cannot be written: {error}'
-      ) from error
-    try:
-      fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-      raise UsageError(
-        f'--out-dir {self.path} is in use by a run that goes on now.'
       ) from error
 
   def _own_settings(self, identity: dict[str, Any]) -> dict[str, Any]:
@@ -132,10 +136,10 @@ class RunFolder:
   def _move_aside(self) -> None:
     """Moves what a run has written to a folder in this one, settings last."""
     folder = unused_path(self.path / 'before')
-    folder.mkdir()
+    make_folder(folder)
     for name in (*_OTHERS, *_RESULTS, _CONFIG):
       with contextlib.suppress(FileNotFoundError):
-        os.rename(self.path / name, folder / name)
+        move(self.path / name, folder / name)
     say(f'--fresh: what a run left in {self.path} is in {folder} now.')
 
   def keep_metrics(self, step: int) -> None:
@@ -145,6 +149,7 @@ class RunFolder:
     """
     on_first(self._keep_metrics, step)
 
+  @os_errors()
   def _keep_metrics(self, step: int) -> None:
     path = self.path / _METRICS
     lines = self.read_metrics() if path.is_file() else []
@@ -154,55 +159,32 @@ class RunFolder:
         f'{path} has lost {step - len(kept)} of the lines up to step {step}.',
         stacklevel=4,
       )
-    write_whole(path, ''.join(map(_line, kept.values())).encode())
+    self._metrics.replace([_line(line) for line in kept.values()])
 
   def log(self, metrics: dict[str, Any]) -> None:
-    """Appends JSON values to metrics.jsonl, or later if the disk is full.
+    """Appends JSON values to metrics.jsonl, or later if that fails.
 
-    It waits for no other process, and raises nothing.
+    It waits for no other process, and raises nothing. In a store, the lines go
+    up about once a minute.
     """
-    if not is_first():
-      return
-    self._unwritten.append(_line(metrics))
-    try:
-      self._write_lines()
-    except OSError as error:
-      if len(self._unwritten) == 1:
-        warnings.warn(
-          f'{self.path / _METRICS} cannot be written ({error}): its lines wait '
-          'in memory.',
-          stacklevel=2,
-        )
+    if is_first():
+      self._metrics.add(_line(metrics))
 
   def flush(self) -> None:
-    """Makes sure that metrics.jsonl is on the disk, or raises ``OSError``."""
-    on_first(self._write_lines)
+    """Makes sure that metrics.jsonl has all lines, or raises ``OSError``.
 
-  def _write_lines(self) -> None:
-    if not self._unwritten:
-      return
-    # Without a buffer, which would be written as the file is closed.
-    with (self.path / _METRICS).open('ab', buffering=0) as file:
-      size = file.tell()
-      left = ''.join(self._unwritten).encode()
-      try:
-        while left:
-          left = left[file.write(left) :]
-        os.fsync(file.fileno())
-      except OSError:
-        os.ftruncate(file.fileno(), size)
-        raise
-    self._unwritten = []
+    Raises ``UsageError`` if another run has taken over a folder in a store.
+    """
+    on_first(self._flush)
+
+  def _flush(self) -> None:
+    if self._claim is not None:
+      self._claim.check()
+    self._metrics.flush()
 
   def read_metrics(self) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl, but for torn ones; for process 0."""
-    content = (self.path / _METRICS).read_text(errors='replace')
-    lines = []
-    for text in content.splitlines(keepends=True):
-      if text.endswith('\n'):
-        with contextlib.suppress(ValueError):
-          lines.append(json.loads(text))
-    return [x for x in lines if isinstance(x, dict) and 'step' in x]
+    return read_metrics(self.path / _METRICS)
 
   def read_settings(self) -> dict[str, Any]:
     """Returns what ``start`` was given, and the Slurm job; for process 0."""

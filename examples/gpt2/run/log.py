@@ -68,6 +68,11 @@ class StepLog(contextlib.ExitStack):
     self._running: Any = None
     self._since = time.perf_counter()
 
+  def upload(self) -> None:
+    """Copies TensorBoard's numbers to a store, if the run is in one."""
+    if self._events is not None:
+      self._events.upload()
+
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
     """Leaves time out of the speed: evaluations, saves and diagnostics."""
@@ -91,7 +96,7 @@ class StepLog(contextlib.ExitStack):
     self.finish_step()
     self._running = step, metrics, diagnostics, waited
 
-  def finish_step(self, evaluation: dict[str, float] | None = None) -> None:
+  def finish_step(self, evaluation: dict[str, Any] | None = None) -> None:
     """Waits for the dispatched step, if there is one, and logs it.
 
     Raises ``NotFiniteError`` if its loss or gradient is infinite or not a
@@ -158,6 +163,8 @@ class StepLog(contextlib.ExitStack):
 def _describe(metrics: dict[str, Any]) -> str:
   """Returns the evaluation of a step as text."""
   text = f'step {metrics["step"]}: validation loss {metrics["val_loss"]:.4f}'
+  for name, loss in metrics.get('val_losses', {}).items():
+    text += f', {name} {loss:.4f}'
   if 'max_attention_logit' in metrics:
     logits = ' '.join(f'{x:.1f}' for x in metrics['max_attention_logit'])
     text += f', max attention logit by layer {logits}'

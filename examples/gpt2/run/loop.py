@@ -29,7 +29,8 @@ from examples.gpt2.run.step import Trainer, TrainState
 class StoppedError(CommandError):
   """A signal has stopped the run; its number gives the exit status.
 
-  That is 128 more, as shells have it (SIGTERM: 143, control-C: 130).
+  That is 128 more, as shells have it (SIGTERM: 143, SIGUSR1: 138, control-C:
+  130).
   """
 
   def __init__(self, message: str, number: int):
@@ -52,9 +53,11 @@ class Loop:
     self._make_batch = functools.partial(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
     )
-    self._held_out, self._num_held_out = batches.validation_batch(
-      tokens.validation, config, trainer.mesh
-    )
+    self._evaluations = [
+      (x, *batches.validation_batch(x.tokens, config, trainer.mesh))
+      for x in tokens.evaluations
+    ]
+    _, self._held_out, _ = self._evaluations[0]
     self._initial_params = initial_params(config, trainer, tokens)
     self._is_saved = True
     self._compile()
@@ -66,9 +69,16 @@ class Loop:
     batch = batches.batch_shape(self._config, trainer.mesh)
     self._take_step = trainer.step.lower(trainer.shapes, batch).compile()
     memory.check(self._take_step, trainer.mesh)
-    self._sequence_losses = trainer.sequence_losses.lower(
-      trainer.shapes.params, self._held_out
-    ).compile()
+    # Sets of another size need a program of their own.
+    by_shape = {
+      held_out.shape: held_out for _, held_out, _ in self._evaluations
+    }
+    self._sequence_losses = {
+      shape: trainer.sequence_losses.lower(
+        trainer.shapes.params, held_out
+      ).compile()
+      for shape, held_out in by_shape.items()
+    }
     self._diagnostics = Diagnostics(self._config, trainer)
     if self._config.watch_every:
       self._diagnostics.compile(trainer.shapes, batch)
@@ -85,6 +95,7 @@ class Loop:
       NotFiniteError: If a loss or gradient is not finite and that is to stop
         the run; the last checkpoint is from before.
       StoppedError: If a signal came; a checkpoint has been saved.
+      UnsavedError: If three checkpoints in a row could not be saved.
       UsageError: If there are checkpoints but none is sound.
     """
     config, path = self._config, self._folder.path
@@ -163,23 +174,30 @@ class Loop:
 
   def _evaluate(self, step: int) -> float:
     """Logs and returns the mean validation loss, nats a token."""
+    losses, terms, weights = {}, [], []
     with self._log.paused():
-      losses = self._sequence_losses(self._state.params, self._held_out)
-      counted = np.asarray(losses).ravel()[: self._num_held_out]
-      loss = float(np.mean(counted, dtype=float))
-    evaluation = {'val_loss': loss}
+      for (name, _, weight), held_out, count in self._evaluations:
+        measure = self._sequence_losses[held_out.shape]
+        measured = np.asarray(measure(self._state.params, held_out))
+        losses[name] = float(np.mean(measured.ravel()[:count], dtype=float))
+        terms.append(weight * losses[name])
+        weights.append(weight)
+    loss = math.fsum(terms) / math.fsum(weights)
+    evaluation: dict[str, Any] = {'val_loss': loss}
+    if len(losses) > 1:
+      evaluation['val_losses'] = losses
     if not math.isfinite(loss):
       raise NotFiniteError(f'at step {step} {evaluation}.')
     self._log.finish_step(evaluation)
     return loss
 
   def _save(self, step: int, val_loss: float | None) -> bool:
+    self._log.upload()
     # Lines on the disk first, so that a checkpoint never misses one.
     try:
       self._folder.flush()
     except OSError as error:
-      say(f'no checkpoint of step {step}: {error}')
-      return False
+      return self._checkpoints.fail(step, str(error))
     return self._checkpoints.save(step, self._state, val_loss)
 
   def _stop_if_asked(self, step: int, received: int | None) -> None:

@@ -15,10 +15,11 @@ _CALLS = itertools.count(1)
 
 
 class StopRequest:
-  """Notes SIGTERM and control-C, so that a run can save before it stops.
+  """Notes a signal to stop, so that a run can save before it does.
 
-  As a context, it handles the signals. A control-C after one of them ends the
-  process at once, whatever that is waiting for.
+  The signals are SIGTERM, SIGUSR1 (which Slurm sends by ``--signal``) and
+  control-C. As a context, it handles them. A control-C after one of them ends
+  the process at once, whatever that is waiting for.
   """
 
   def __init__(self) -> None:
@@ -27,7 +28,7 @@ class StopRequest:
 
   def __enter__(self) -> 'StopRequest':
     if threading.current_thread() is threading.main_thread():  # No other may.
-      numbers = [signal.SIGINT]
+      numbers = [signal.SIGINT, signal.SIGUSR1]
       if jax.process_count() == 1:
         numbers.append(signal.SIGTERM)
       for number in numbers:

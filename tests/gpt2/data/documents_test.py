@@ -1,13 +1,26 @@
+import bz2
+from collections.abc import Iterable
 import gzip
 import json
+import lzma
 from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.documents import DocumentReader, load_corpus
+from examples.gpt2.data.files import zstd
+
+PACK = {
+  'gz': gzip.compress,
+  'zst': zstd.compress,
+  'bz2': bz2.compress,
+  'xz': lzma.compress,
+}
 
 
 def _read(*paths: Path, **options) -> list[str]:
@@ -190,13 +203,15 @@ def test_a_folder_is_read_with_its_subfolders_and_without_binaries(
   corpus = load_corpus(str(tmp_path))
   assert '1 of 3 files' in corpus.source
   assert corpus.num_bytes == len('some text')
+  assert 'picture.png: 6 bytes (a PNG file)' in corpus.source
+  assert 'latin.txt: 1 documents, 4 bytes' in corpus.source
 
 
 @pytest.mark.parametrize('content', [b'', b' \n', b'\0\1\2', b'\xff\xfe'])
 def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes):
   path = tmp_path / 'data.txt'
   path.write_bytes(content)
-  with pytest.raises(UsageError, match=r'data\.txt.*no UTF-8 text'):
+  with pytest.raises(UsageError, match=r'data\.txt holds no text'):
     load_corpus(str(path))
 
 
@@ -206,5 +221,163 @@ def test_a_missing_path_is_refused(tmp_path: Path):
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path):
-  with pytest.raises(UsageError, match='no UTF-8 text'):
+  with pytest.raises(UsageError, match='a folder without files'):
     load_corpus(str(tmp_path))
+
+
+def _json_lines(texts: Iterable[str]) -> bytes:
+  return b''.join(json.dumps({'text': x}).encode() + b'\n' for x in texts)
+
+
+TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(100)]
+
+
+def _write_parquet(path: Path, texts: list[str | None], kind='string'):
+  columns = {'id': pa.array(range(len(texts))), 'text': pa.array(texts, kind)}
+  pa.parquet.write_table(pa.table(columns), path, row_group_size=7)
+
+
+@pytest.mark.parametrize('kind', ['string', 'large_string'])
+def test_rows_of_parquet_are_documents(tmp_path: Path, kind: str):
+  path = tmp_path / 'a.parquet'
+  _write_parquet(path, [*TEXTS, None, '', 'last'], kind)
+  assert _read(path) == [*TEXTS, 'last']
+  with pytest.raises(UsageError, match=r"no column 'id' of text.* of text\."):
+    _read(path, text_field='id')
+
+
+def test_a_folder_of_a_data_set_is_read_by_its_parquet(tmp_path: Path):
+  (tmp_path / 'data').mkdir()
+  (tmp_path / 'README.md').write_text('# A data set')
+  for i in range(2):
+    path = tmp_path / 'data' / f'train-0000{i}-of-00002.parquet'
+    _write_parquet(path, TEXTS[50 * i :][:50])
+  assert _read(tmp_path) == TEXTS
+  corpus = load_corpus(str(tmp_path))
+  assert sorted(corpus.train + corpus.validation) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize('suffix', PACK)
+def test_no_compressed_file_is_taken_for_a_document(tmp_path, suffix: str):
+  for i in range(4):
+    path = tmp_path / f'{i}.jsonl.{suffix}'
+    path.write_bytes(PACK[suffix](_json_lines(TEXTS[20 * i :][:20])))
+  (tmp_path / '4.jsonl').write_bytes(_json_lines(TEXTS[80:]))
+  reader = DocumentReader([tmp_path], skip_bad=True)
+  assert list(reader.read('reading')) == TEXTS
+  assert not reader.left_out
+
+
+def test_other_formats_are_named_and_counted(tmp_path: Path):
+  (tmp_path / 'a.jsonl').write_bytes(_json_lines(TEXTS) + b'junk\n')
+  content = PACK['zst'](_json_lines(TEXTS))
+  (tmp_path / 'b.zstd').write_bytes(content)
+  (tmp_path / 'c.parquet').write_bytes(b'junk')
+  with pytest.raises(
+    UsageError, match=r'b\.zstd is .* \(Zstandard\).*--skip-b'
+  ):
+    _read(tmp_path / 'b.zstd')
+  reader = DocumentReader([tmp_path], skip_bad=True)
+  assert list(reader.read('reading')) == TEXTS
+  found = {Path(k).name: v for k, v in reader.left_out.items()}
+  assert {k: (x.documents, x.num_bytes) for k, x in found.items()} == {
+    'a.jsonl': (1, 5),
+    'b.zstd': (0, len(content)),
+    'c.parquet': (0, 4),
+  }
+  assert found['b.zstd'].reason == 'a Zstandard file'
+  lines = reader.describe_left_out().splitlines()
+  assert lines[1].endswith(
+    'a.jsonl: 1 documents, 5 bytes (Expecting value: line 1 column 1 (char 0))'
+  )
+  assert lines[2].endswith(f'b.zstd: {len(content)} bytes (a Zstandard file)')
+
+
+def test_of_many_files_that_are_left_out_all_bytes_are_counted(tmp_path):
+  for i in range(15):
+    (tmp_path / f'{i:02}.png').write_bytes(b'\x89PNG\0')
+  reader = DocumentReader([tmp_path], skip_bad=True)
+  assert not list(reader.read('reading'))
+  assert reader.describe_left_out().endswith('and 5 more; in all 75 bytes')
+
+
+def test_a_bad_byte_does_not_leave_out_a_text(tmp_path: Path):
+  path = tmp_path / 'a.txt'
+  path.write_bytes(b'some text\n' * 50 + b'caf\xe9\n' + b'more\n' * 50)
+  reader = DocumentReader([path], skip_bad=True)
+  expected = 'some text\n' * 50 + 'caf\ufffd\n' + 'more\n' * 50
+  assert list(reader.read('reading')) == [expected]
+  assert reader.num_replaced == 1
+  assert not reader.left_out
+  corpus = load_corpus(str(path))
+  assert corpus.train[0] + corpus.validation[0] == expected
+  assert '1 bytes that are no UTF-8 replaced' in corpus.source
+
+
+def test_byte_order_marks_are_no_text(tmp_path: Path):
+  mark = b'\xef\xbb\xbf'
+  (tmp_path / 'a.txt').write_bytes(mark + b'text')
+  # Two files with marks, one after the other.
+  lines = mark + _json_lines(TEXTS[:2])
+  (tmp_path / 'b.jsonl').write_bytes(lines + lines)
+  assert _read(tmp_path) == ['text', *TEXTS[:2], *TEXTS[:2]]
+
+
+@pytest.mark.parametrize(
+  'name', ['a.jsonl', 'a.JSONL', 'a.jsonlines', 'a.json']
+)
+@pytest.mark.parametrize('encoding', ['utf-8', 'utf-16-le', 'utf-16'])
+def test_the_trainer_reads_what_prepare_reads(tmp_path, name, encoding: str):
+  content = _json_lines(TEXTS).decode().encode(encoding)
+  (tmp_path / name).write_bytes(content)
+  for hidden in ('.env', '.git/config'):
+    (tmp_path / hidden).parent.mkdir(exist_ok=True)
+    (tmp_path / hidden).write_text('secret')
+  assert _read(tmp_path) == TEXTS
+  corpus = load_corpus(str(tmp_path))
+  assert sorted(corpus.train + corpus.validation) == sorted(TEXTS)
+  assert corpus.validation
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(place=st.integers(0, 204), skip_bad=st.booleans())
+def test_reading_goes_on_from_any_place(
+  tmp_path_factory, place: int, skip_bad: bool
+):
+  folder = tmp_path_factory.mktemp('places')
+  _write_parquet(folder / 'a.parquet', TEXTS[:50])
+  (folder / 'b.jsonl').write_bytes(b'\n' + _json_lines(TEXTS[50:]) + b'\n')
+  text = ''.join(f'{x}<|endoftext|>\n' for x in TEXTS)
+  (folder / 'c.txt').write_text(text + TEXTS[0])
+  (folder / 'd.txt').write_text('line\n' * 90_000)
+  whole, places = [], [None]
+  reader = DocumentReader([folder], skip_bad=skip_bad)
+  for document in reader.read('reading'):
+    whole.append(document)
+    places.append(json.loads(json.dumps(reader.place())))
+  assert len(whole) == 205
+  again = DocumentReader([folder], skip_bad=skip_bad)
+  assert list(again.read('reading', places[place])) == whole[place:]
+  assert again.place() == reader.place()
+
+
+@pytest.mark.parametrize(
+  ('first', 'message'),
+  [(1000, 'a.parquet is damaged'), (-4000, r'\(damaged Parquet\)')],
+  ids=['pages', 'footer'],
+)
+def test_damaged_parquet_is_named(tmp_path: Path, first: int, message: str):
+  path = tmp_path / 'a.parquet'
+  _write_parquet(path, [f'{text}{i}' for i, text in enumerate(TEXTS * 5)])
+  content = bytearray(path.read_bytes())
+  content[first : first + 500] = bytes(500)
+  path.write_bytes(content)
+  with pytest.raises(UsageError, match=message):
+    _read(path)
+
+
+def test_only_bytes_that_are_no_utf_8_are_counted(tmp_path: Path):
+  (tmp_path / 'a.txt').write_bytes('\ufffd text'.encode() * 99 + b'\xff')
+  reader = DocumentReader([tmp_path], skip_bad=True)
+  assert list(reader.read('reading')) == ['\ufffd text' * 99 + '\ufffd']
+  assert reader.num_replaced == 1

@@ -7,7 +7,7 @@ import tokenizers
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import (
-  encode,
+  Encoder,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
@@ -35,7 +35,7 @@ def test_the_files_of_gpt2_are_read(tmp_path: Path, names: tuple[str, str]):
   (tmp_path / names[1]).write_text('\n'.join(merges) + '\n')
   tokenizer = read_tokenizer(tmp_path)
   tokenizer.add_special_tokens([END])
-  ids = encode(tokenizer, TEXTS)
+  ids = Encoder(tokenizer, END)(TEXTS)
   assert tokenizer.decode(ids) == ''.join(TEXTS)
   assert tokenizer.get_vocab() == vocab
   assert ids[-1] == num_identifiers(tokenizer) - 1 == 299
@@ -52,7 +52,7 @@ def test_a_tokenizer_neither_truncates_nor_pads(tmp_path: Path):
   tokenizer.enable_padding(length=100)
   tokenizer.save(str(tmp_path / 'tokenizer.json'))
   tokenizer = read_tokenizer(tmp_path / 'tokenizer.json')
-  assert tokenizer.decode(encode(tokenizer, TEXTS)) == ''.join(TEXTS)
+  assert tokenizer.decode(Encoder(tokenizer, END)(TEXTS)) == ''.join(TEXTS)
 
 
 def test_identifiers_beyond_the_number_of_tokens_are_refused(tmp_path: Path):
@@ -75,17 +75,17 @@ def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path, name: str):
 
 def test_tokens_that_a_tokenizer_puts_around_a_text_are_left_out():
   tokenizer = train_tokenizer(TEXTS, 300)
-  expected = encode(tokenizer, TEXTS)
+  expected = Encoder(tokenizer, END)(TEXTS)
   tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
     single=f'{END} $A', special_tokens=[(END, tokenizer.token_to_id(END))]
   )
-  np.testing.assert_array_equal(encode(tokenizer, TEXTS), expected)
+  np.testing.assert_array_equal(Encoder(tokenizer, END)(TEXTS), expected)
 
 
 def test_an_end_of_text_token_follows_each_document_also_a_long_one():
   tokenizer = train_tokenizer(TEXTS, 257)
   texts = ['', 'word\n' * 60_000, 'last']
-  ids = encode(tokenizer, texts)
+  ids = Encoder(tokenizer, END)(texts)
   assert ids.dtype == np.uint16
   decoded = tokenizer.decode(ids, skip_special_tokens=False)
   assert decoded == ''.join(text + END for text in texts)

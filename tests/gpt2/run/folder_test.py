@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import math
 import os
@@ -379,6 +380,22 @@ def test_a_second_run_is_kept_out_while_the_first_goes_on(tmp_path: Path):
       RunFolder(tmp_path).start(_SETTINGS)
   with RunFolder(tmp_path) as second:
     second.start(_SETTINGS)
+
+
+@pytest.mark.parametrize('number', [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_is_a_warning(
+  tmp_path: Path, monkeypatch, number: int
+):
+  def fail(*_: object) -> None:
+    raise OSError(number, os.strerror(number))
+
+  monkeypatch.setattr('fcntl.flock', fail)
+  with RunFolder(tmp_path) as folder:
+    with pytest.warns(UserWarning, match='cannot be locked.*second run'):
+      folder.start(_SETTINGS)
+    folder.log({'step': 1})
+    folder.flush()
+  assert folder.read_metrics() == [{'step': 1}]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):

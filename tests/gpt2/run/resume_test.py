@@ -384,14 +384,14 @@ def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
 def test_a_full_disk_of_process_0_is_told_by_all(pair: Path):
   short = '--steps', '6', '--checkpoint-every', '3', '--eval-every', '6'
   first, second = _start_pair(pair, 'full', short, output=subprocess.PIPE)
-  while not (pair / 'full' / 'checkpoints').exists():
+  while not _num_lines(pair / 'full' / 'metrics.jsonl'):
     assert first.poll() is None
     time.sleep(0.05)
   resource.prlimit(first.pid, resource.RLIMIT_FSIZE, (200, 200))
   assert _end([first, second]) == [2, 2]
   told = first.stdout.read()
   assert 'cannot be written' in told
-  assert 'no checkpoint of step 3' in told
+  assert 'checkpoint of step 3 is not saved' in told
   assert 'error: ' in told
   assert 'error: ' in second.stdout.read()
   assert not list((pair / 'full' / 'checkpoints').iterdir())

@@ -10,14 +10,16 @@ from examples.gpt2.run.signals import StopRequest
 
 @pytest.fixture
 def handlers():
-  numbers = (signal.SIGTERM, signal.SIGINT)
+  numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
   before = {n: signal.getsignal(n) for n in numbers}
   yield lambda: {n: signal.getsignal(n) for n in numbers} == before
   for number, handler in before.items():
     signal.signal(number, handler)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+  'number', [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+)
 def test_a_signal_is_noted_until_the_end(handlers, number: int, capsys):
   with StopRequest() as stop:
     assert not handlers()

@@ -1,0 +1,123 @@
+"""The proof, before anything is computed, that checkpoints can be saved."""
+
+from collections.abc import Callable
+import math
+from pathlib import Path
+import shutil
+from typing import Any
+import uuid
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.run.checkpoint_folder import CheckpointFolder
+from examples.gpt2.run.command import format_bytes
+from examples.gpt2.run.orbax_io import describe, make_writer, read_arrays
+from examples.gpt2.storage import make_folder, os_errors, write_whole
+
+
+def prove(root: Path, state: Any) -> None:
+  """Saves a small checkpoint, which all processes must be able to read.
+
+  Args:
+    root: Folder of the checkpoints of a run.
+    state: Tree of the shapes and types of a checkpoint, which must find room.
+
+  Raises:
+    UsageError: If it cannot be saved, if a process does not see it, or if the
+      disk is too full for the state.
+  """
+  folder = CheckpointFolder(root, keep=1)
+  on_first(_check_room, folder, _num_bytes(state))
+  # First a file: where hosts do not see the same folder, Orbax would wait.
+  name = on_first(_write_file, folder)
+  _raise_in_all(_read_file, folder, name)
+  _raise_in_all(_save, folder, name)
+  _raise_in_all(_read, folder, name)
+  on_first(folder.clean_up)
+
+
+def _raise_in_all(
+  action: Callable[[CheckpointFolder, str], str],
+  folder: CheckpointFolder,
+  name: str,
+) -> None:
+  """Raises ``UsageError`` in all processes if an action fails in one."""
+  try:
+    with os_errors():
+      reason = action(folder, name)
+  except Exception as error:
+    reason = describe(error)
+  if any_failed(bool(reason)):
+    on_first(folder.clean_up)
+    raise UsageError(
+      f'--out-dir {folder.root.parent} cannot hold a checkpoint: '
+      f'{reason or "another process says why"}. It must be writable, and the '
+      'same folder for all hosts: on a disk that they share, or in gs:// or '
+      's3://.'
+    )
+
+
+def _num_bytes(state: Any) -> int:
+  return sum(
+    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)
+  )
+
+
+def _check_room(folder: CheckpointFolder, needed: int) -> None:
+  """Raises ``UsageError`` if a disk has too little room; stores have enough."""
+  if folder.is_remote:
+    return
+  folder.clean_up()
+  free = shutil.disk_usage(folder.root).free
+  if free < needed:
+    raise UsageError(
+      f'--out-dir {folder.root.parent} is on a disk with {format_bytes(free)} '
+      f'left, and a checkpoint needs {format_bytes(needed)}: free some of it, '
+      'or choose another folder.'
+    )
+
+
+def _write_file(folder: CheckpointFolder) -> str:
+  """Returns the name of a new file, which begins that of a checkpoint."""
+  name = f'{folder.PROOF}{uuid.uuid4().hex}'
+  try:
+    make_folder(folder.root)
+    write_whole(folder.root / f'{name}.txt', name.encode())
+  except OSError as error:
+    raise UsageError(
+      f'--out-dir {folder.root.parent} cannot be written: {error}'
+    ) from error
+  return name
+
+
+def _read_file(folder: CheckpointFolder, name: str) -> str:
+  path = folder.root / f'{name}.txt'
+  is_same = path.exists() and path.read_bytes() == name.encode()
+  me = f'process {jax.process_index()}'
+  return '' if is_same else f'{me} does not see what process 0 has written'
+
+
+def _save(folder: CheckpointFolder, name: str) -> str:
+  item = ocp.args.Composite(state=ocp.args.StandardSave(_number(name)))
+  # Of all processes, as the checkpoints to come: Orbax counts its saves.
+  writer = make_writer(folder.root)
+  writer.save(folder.root / name, args=item)
+  writer.close()
+  return ''
+
+
+def _read(folder: CheckpointFolder, name: str) -> str:
+  expected = _number(name)
+  found = read_arrays(folder.root / name, expected)
+  is_same = np.array_equal(found['number'], expected['number'])
+  return '' if is_same else 'other numbers are read than were written'
+
+
+def _number(name: str) -> dict[str, np.ndarray]:
+  """Returns, as an array, the number that a name ends in."""
+  digits = bytes.fromhex(name.removeprefix(CheckpointFolder.PROOF))
+  return {'number': np.frombuffer(digits, np.uint8)}

@@ -1,0 +1,241 @@
+"""Where files are: on a disk, or in an object store (gs://, s3://).
+
+Paths of stores have the methods of ``pathlib``. What goes beyond them, because
+a store keeps whole objects and has neither folders nor locks, is here.
+"""
+
+from collections.abc import Iterator, Sequence
+import contextlib
+import importlib.util
+import os
+from pathlib import Path
+import re
+import tempfile
+
+from etils import epath
+import fsspec
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.data import atomic
+
+_PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
+"""What reads and writes the stores that have these schemes."""
+
+_LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
+
+# What other hosts have written would not be seen.
+for _scheme in ('gs', 'gcs', 's3'):
+  fsspec.config.conf.setdefault(_scheme, {})['use_listings_cache'] = False
+
+
+def as_path(path: str | os.PathLike[str]) -> Path:
+  """Returns the path of a file or folder, on a disk or in an object store.
+
+  Args:
+    path: Path on a disk, where ``~`` is the home, or URL such as
+      ``'gs://bucket/run'``; also what ``pathlib.Path`` makes of a URL, which is
+      ``gs:/bucket/run``.
+
+  Returns:
+    A ``pathlib.Path`` on a disk, else an ``etils.epath.Path``, whose methods
+    are the same.
+
+  Raises:
+    UsageError: If the scheme is unknown, its package is not installed, or there
+      is no bucket.
+  """
+  text = os.fspath(path)
+  url = re.fullmatch(r'([A-Za-z][\w+.-]*):/(.*)', text)
+  if not url:
+    return Path(text).expanduser()
+  scheme, rest = url[1], url[2].lstrip('/')
+  if scheme not in _PACKAGES:
+    accepted = ' or '.join(f'{known}://' for known in _PACKAGES)
+    raise UsageError(
+      f'{text} begins with {scheme}:/, which is not supported: expected a path '
+      f'on a disk, or {accepted}.'
+    )
+  if not importlib.util.find_spec(_PACKAGES[scheme]):
+    raise UsageError(
+      f"{text} needs {_PACKAGES[scheme]}: pip install 'merit_optax[cloud]'."
+    )
+  if not rest:
+    raise UsageError(
+      f'{text} names no bucket: expected {scheme}://bucket/path.'
+    )
+  return epath.Path(f'{scheme}://{rest}')
+
+
+def is_remote(path: Path) -> bool:
+  """Returns whether a path is in an object store."""
+  return '://' in os.fspath(path)
+
+
+def file_system(path: Path) -> fsspec.AbstractFileSystem:
+  """Returns fsspec's interface to what holds a path."""
+  scheme, is_url, _ = os.fspath(path).partition('://')
+  return fsspec.filesystem(scheme if is_url else 'file')
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+  """Raises as ``OSError`` what the libraries of stores raise.
+
+  Those have errors of their own for credentials and for a store that is away.
+  """
+  try:
+    yield
+  except Exception as error:
+    library = type(error).__module__.partition('.')[0]
+    if library not in _LIBRARIES or isinstance(error, OSError):
+      raise
+    raise OSError(f'{type(error).__name__}: {error}') from error
+
+
+def read_ranges(
+  paths: Sequence[Path], offsets: Sequence[int], sizes: Sequence[int]
+) -> list[bytes]:
+  """Reads parts of files, all at the same time from an object store.
+
+  Args:
+    paths: A file for each part, all on disks or all in stores of one scheme.
+    offsets: Where each part begins, in bytes.
+    sizes: Bytes of each part.
+
+  Returns:
+    The parts.
+
+  Raises:
+    OSError: If a part cannot be read whole.
+  """
+  if not paths:
+    return []
+  ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+  with os_errors():
+    parts = file_system(paths[0]).cat_ranges(
+      [os.fspath(path) for path in paths], list(offsets), ends, on_error='raise'
+    )
+  for path, part, offset, size in zip(
+    paths, parts, offsets, sizes, strict=True
+  ):
+    if len(part) != size:
+      raise OSError(
+        f'{path} ends within bytes {offset} to {offset + size}: {len(part)} of '
+        f'{size} could be read.'
+      )
+  return parts
+
+
+def make_folder(path: Path) -> None:
+  """Makes a folder on a disk; a store has none, and buckets are not made."""
+  if not is_remote(path):
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def move(path: Path, target: Path) -> None:
+  """Moves a file or folder within a disk, or object by object in a store."""
+  if not is_remote(path):
+    os.rename(path, target)
+    return
+  with os_errors():
+    store = file_system(path)
+    # One by one: some stores take the folder itself for an object.
+    objects = store.find(os.fspath(path))
+    if not objects:
+      raise FileNotFoundError(f'{path} is not there.')
+    source, goal = (os.fspath(x).partition('://')[2] for x in (path, target))
+    store.copy(objects, [goal + name.removeprefix(source) for name in objects])
+    store.rm(objects)
+
+
+def create(path: Path, content: bytes) -> None:
+  """Writes an object of a store; ``FileExistsError`` if it is there."""
+  with os_errors():
+    file_system(path).pipe_file(os.fspath(path), content, mode='create')
+
+
+def write_whole(path: Path, content: bytes) -> None:
+  """Writes a file, whole or not at all, in place of one that is there."""
+  if not is_remote(path):
+    atomic.write_whole(path, content)
+    return
+  with os_errors():
+    file_system(path).pipe_file(os.fspath(path), content)
+
+
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+  """Gives a scratch file on a disk, which becomes the file if all goes well."""
+  if not is_remote(path):
+    with atomic.whole_file(path) as scratch:
+      yield scratch
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    scratch = Path(folder, path.name)
+    yield scratch
+    with os_errors():
+      file_system(path).put_file(str(scratch), os.fspath(path))
+
+
+@contextlib.contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+  """Gives a scratch folder on a disk, which becomes the one if all goes well.
+
+  In a store, its files come one by one, the largest first: those that say what
+  the others are come last. Raises ``FileExistsError`` where the folder holds
+  something.
+  """
+  if not is_remote(path):
+    with atomic.new_folder(path.resolve()) as scratch:
+      yield scratch
+    return
+  with os_errors():
+    if path.exists():
+      raise FileExistsError(
+        f'{path} is there: choose another folder, or delete it.'
+      )
+  with tempfile.TemporaryDirectory() as folder:
+    yield Path(folder)
+    upload(Path(folder), path)
+
+
+def upload(folder: Path, path: Path) -> None:
+  """Copies the files of a folder on a disk into one in a store."""
+  files = [file for file in folder.rglob('*') if file.is_file()]
+  with os_errors():
+    for file in sorted(files, key=lambda file: -file.stat().st_size):
+      target = path / file.relative_to(folder).as_posix()
+      file_system(path).put_file(str(file), os.fspath(target))
+
+
+class Mirror:
+  """A folder for libraries that only write to a disk.
+
+  Attributes:
+    folder: Where they write: the folder itself, or, for one in a store, a
+      scratch folder.
+  """
+
+  def __init__(self, path: Path):
+    self.folder, self._path = path, None
+    if is_remote(path):
+      self._scratch = tempfile.TemporaryDirectory()
+      self.folder, self._path = Path(self._scratch.name), path
+
+  def upload(self) -> None:
+    """Copies what has been written to the store, if it is to be there."""
+    if self._path is not None:
+      upload(self.folder, self._path)
+
+
+@contextlib.contextmanager
+def on_disk(path: Path) -> Iterator[Path]:
+  """Gives a file on a disk: the file itself, or a copy of one in a store."""
+  if not is_remote(path):
+    yield path
+    return
+  with tempfile.TemporaryDirectory() as folder:
+    copy = Path(folder, path.name)
+    with os_errors():
+      file_system(path).get_file(os.fspath(path), str(copy))
+    yield copy

@@ -1,0 +1,153 @@
+import bz2
+import codecs
+import gzip
+import io
+import lzma
+from pathlib import Path
+
+import hypothesis
+from hypothesis import strategies as st
+import numpy as np
+import pytest
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.data.files import (
+  OtherFormatError,
+  as_utf8,
+  find_files,
+  kind,
+  open_unpacked,
+  zstd,
+)
+
+PACK = {
+  'gz': gzip.compress,
+  'zst': zstd.compress,
+  'bz2': bz2.compress,
+  'xz': lzma.compress,
+}
+_TEXT = st.text(st.characters(exclude_categories=['Cs', 'Cc']), max_size=200)
+
+
+def _read(content: bytes) -> bytes:
+  return as_utf8(io.BytesIO(content)).read()
+
+
+@hypothesis.given(
+  text=_TEXT,
+  encoding=st.sampled_from(['utf-8', 'utf-16', 'utf-32', 'utf-16-be']),
+)
+def test_marked_text_is_read_without_its_mark(text: str, encoding: str):
+  content = text.encode(encoding)
+  marks = {'utf-8': codecs.BOM_UTF8, 'utf-16-be': codecs.BOM_UTF16_BE}
+  content = marks.get(encoding, b'') + content
+  assert _read(content) == text.encode()
+
+
+@pytest.mark.parametrize('encoding', ['utf-16-le', 'utf-16-be'])
+@pytest.mark.parametrize(
+  'text',
+  [
+    'plain\r\n' * 30_000,
+    'Привет, мир!\n',
+    'α β\n',
+    '漢字 kanji かな\n',
+    '😀 a\n',
+  ],
+)
+def test_utf_16_is_read_without_a_mark(text: str, encoding: str):
+  assert _read(text.encode(encoding)) == text.encode()
+
+
+@hypothesis.given(content=st.binary(max_size=100))
+def test_no_bytes_are_an_error_of_another_kind(content: bytes):
+  try:
+    assert isinstance(_read(content), bytes)
+  except OtherFormatError as error:
+    assert str(error)
+
+
+@hypothesis.given(text=_TEXT)
+def test_utf_8_is_read_as_it_is(text: str):
+  hypothesis.assume(not text.startswith('\ufeff'))
+  assert _read(text.encode()) == text.encode()
+
+
+@pytest.mark.parametrize(
+  ('content', 'name'),
+  [
+    (zstd.compress(b'text' * 9), 'Zstandard'),
+    (gzip.compress(b'text' * 9), 'gzip'),
+    (lzma.compress(b'text' * 9), 'xz'),
+    (b'PK\3\4\x14\0\0\0', 'ZIP'),
+    (b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR', 'PNG'),
+    (bytes(range(256)), 'binary'),
+    (np.arange(1000, dtype=np.uint16).tobytes(), 'binary'),
+  ],
+)
+def test_other_formats_are_named(content: bytes, name: str):
+  with pytest.raises(OtherFormatError, match=name):
+    _read(content)
+
+
+@pytest.mark.parametrize('suffix', PACK)
+@pytest.mark.parametrize('times', [1, 2])
+def test_compressed_files_are_unpacked(tmp_path: Path, suffix: str, times: int):
+  path = tmp_path / f'a.txt.{suffix.upper()}'
+  # Two in one file, as pigz and pzstd write.
+  path.write_bytes(PACK[suffix](b'some text\n' * 999) * times)
+  with open_unpacked(path) as stream:
+    assert stream.read() == b'some text\n' * 999 * times
+
+
+@pytest.mark.parametrize('suffix', PACK)
+@pytest.mark.parametrize('damage', ['not compressed', 'cut off', 'changed'])
+def test_damaged_files_are_named(tmp_path: Path, suffix: str, damage: str):
+  path = tmp_path / f'a.txt.{suffix}'
+  content = bytearray(PACK[suffix](bytes(range(256)) * 40))
+  content[len(content) // 2] ^= 255
+  whole = PACK[suffix](b'text' * 99)
+  written = {
+    'not compressed': b'just text',
+    'cut off': whole[:-9],
+    'changed': bytes(content),
+  }
+  path.write_bytes(written[damage])
+  if (suffix, damage) == ('zst', 'changed'):
+    pytest.skip('Zstandard has no checksum unless asked for.')
+  with (
+    pytest.raises(UsageError, match=rf'a\.txt\.{suffix} is damaged'),
+    open_unpacked(path) as stream,
+  ):
+    stream.read()
+
+
+@pytest.mark.parametrize(
+  ('name', 'expected'),
+  [
+    ('a.JSONL', 'JSON lines'),
+    ('a.jsonlines.gz', 'JSON lines'),
+    ('a.json.ZST', 'JSON lines'),
+    ('a.ndjson', 'JSON lines'),
+    ('a.parquet', 'Parquet'),
+    ('jsonl', 'text'),
+    ('a.gz', 'text'),
+    ('a.py', 'text'),
+  ],
+)
+def test_kinds_are_known_by_name(name: str, expected: str):
+  assert kind(Path(name)) == expected
+
+
+def test_hidden_files_are_left_out_and_what_describes_a_data_set(tmp_path):
+  names = ['README.md', 'data/a.parquet', 'data/b.parquet', 'dataset_info.json']
+  hidden = ['.git/a', '.env', 'data/.cache/b.parquet']
+  for name in names + hidden:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('x')
+  assert [x.name for x in find_files(tmp_path)] == ['a.parquet', 'b.parquet']
+  for path in tmp_path.glob('data/*.parquet'):
+    path.unlink()
+  found = [x.name for x in find_files(tmp_path)]
+  assert found == ['README.md', 'dataset_info.json']

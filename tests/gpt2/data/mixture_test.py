@@ -1,0 +1,329 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import hypothesis
+from hypothesis import strategies as st
+import jax
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.data import batches
+from examples.gpt2.data.batches import training_batch
+from examples.gpt2.data.mixture import Mixture, Source, parse_sources, permute
+from examples.gpt2.data.shards import open_files
+from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.prepare import PrepareConfig, prepare
+from examples.gpt2.presets import identity
+from examples.gpt2.run.log import MEASURED
+from examples.gpt2.train import train
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
+
+
+@hypothesis.given(
+  size=st.integers(1, 3000),
+  key=st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 9)),
+)
+def test_a_permutation_has_each_place_once(size: int, key: tuple[int, int]):
+  found = permute(np.arange(size), size, key)
+  np.testing.assert_array_equal(np.sort(found), np.arange(size))
+  # The same for any group of places.
+  np.testing.assert_array_equal(
+    permute(np.arange(size)[::3], size, key), found[::3]
+  )
+
+
+def test_permutations_are_as_random_ones():
+  size, count = 1000, 400
+  found = np.array([permute(np.arange(size), size, (i,)) for i in range(count)])
+  # Of random permutations: one fixed point each, and no correlation.
+  assert abs((found == np.arange(size)).sum(1).mean() - 1) < 0.2
+  ordered = np.arange(size) - (size - 1) / 2
+  centred = found - (size - 1) / 2
+  variance = (size**2 - 1) / 12
+  correlation = centred @ ordered / size / variance
+  assert abs(correlation.mean()) < 4 / np.sqrt(size * count)
+  assert correlation.std() == pytest.approx(size**-0.5, rel=0.2)
+  neighbours = (centred[:, 1:] * centred[:, :-1]).mean(1) / variance
+  assert abs(neighbours.mean()) < 4 / np.sqrt(size * count)
+  # Each place is as likely at the start.
+  quarters = np.bincount(found[:, 0] * 4 // size, minlength=4)
+  assert quarters.min() > count / 4 * 0.6
+
+
+def test_a_large_permutation_needs_no_memory():
+  size = 10**12
+  found = permute(np.arange(size - 1000, size), size, (3,))
+  assert len(set(found.tolist())) == 1000
+  assert 0 <= found.min() < size / 100
+  assert size * 0.99 < found.max() < size
+
+
+def test_permutations_do_not_change_between_versions():
+  found = permute(np.arange(5), 1_000_000, (7, 0, 1))
+  np.testing.assert_array_equal(found, [959236, 856654, 210857, 899232, 319996])
+
+
+def _sources(folder: Path, *sizes: int):
+  """Makes token files, of which each token tells its source and its place."""
+  sources = []
+  for i, size in enumerate(sizes):
+    path = folder / f'{i}.npy'
+    np.save(path, np.arange(size, dtype=np.uint32) + i * 1_000_000)
+    sources.append(open_files([path], 1 << 24))
+  return sources
+
+
+def _starts(mixture: Mixture, steps: range, count: int, length: int):
+  found = [mixture.starts(5, step, count, length) for step in steps]
+  return np.concatenate(found)
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(data=st.data())
+def test_an_epoch_has_each_sequence_once(tmp_path_factory, data):
+  folder = tmp_path_factory.mktemp('sources')
+  length = data.draw(st.integers(1, 9))
+  sizes = data.draw(st.lists(st.integers(10, 200), min_size=1, max_size=3))
+  weights = [data.draw(st.floats(0.1, 9)) for _ in sizes]
+  count = data.draw(st.integers(1, 40))
+  mixture = Mixture(_sources(folder, *sizes), weights, False)
+  steps = -(-600 // count)
+  starts = _starts(mixture, range(1, steps + 1), count, length)
+  bounds = np.cumsum([0, *sizes])
+  for first, size in zip(bounds, sizes, strict=False):
+    of_source = starts[(first <= starts) & (starts < first + size)] - first
+    windows = (size - 1) // length
+    expected = np.arange(windows) * length
+    epochs = np.split(of_source, range(windows, len(of_source), windows))
+    for epoch in epochs[:-1]:
+      np.testing.assert_array_equal(np.sort(epoch), expected)
+    assert len(set(epochs[-1])) == len(epochs[-1])
+    assert set(epochs[-1]) <= set(expected)
+    if windows > 10 and len(epochs) > 2:
+      assert (epochs[0] != epochs[1]).any()
+
+
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(
+  weights=st.lists(st.floats(0.01, 1), min_size=2, max_size=4),
+  with_replacement=st.booleans(),
+)
+def test_sources_have_their_shares(tmp_path_factory, weights, with_replacement):
+  folder = tmp_path_factory.mktemp('sources')
+  size = 900_000
+  sources = _sources(folder, *[size] * len(weights))
+  mixture = Mixture(sources, weights, with_replacement)
+  starts = _starts(mixture, range(1, 17), 1 << 12, 10)
+  shares = np.bincount(starts // size, minlength=len(weights)) / (1 << 16)
+  expected = np.array(weights) / sum(weights)
+  np.testing.assert_allclose(shares, expected, atol=1 / (1 << 16))
+  # In any part of it nearly so.
+  early = np.bincount(starts[:4096] // size, minlength=len(weights)) / 4096
+  np.testing.assert_allclose(early, expected, atol=0.05)
+
+
+@pytest.mark.parametrize('with_replacement', [False, True])
+def test_a_batch_is_by_seed_and_step_alone(tmp_path, with_replacement: bool):
+  sources = _sources(tmp_path, 5000, 700)
+  config = Config(seed=3, batch_size=16, micro_batch_size=1, context_length=20)
+  batches = []
+  for text in ('', 'fsdp=8', 'tensor=2'):
+    mixture = Mixture(sources, (0.7, 0.3), with_replacement)
+    batch = training_batch(mixture, config, 11, make_mesh(text))
+    batches.append(np.concatenate(batch))
+    np.testing.assert_array_equal(np.diff(batches[-1]), 1)
+    np.testing.assert_array_equal(batches[-1], batches[0])
+  other = dataclasses.replace(config, seed=4)
+  batch = training_batch(mixture, other, 11, make_mesh(''))
+  assert (np.concatenate(batch) != batches[0]).any()
+
+
+def test_mixtures_do_not_change_between_versions(tmp_path):
+  mixture = Mixture(_sources(tmp_path, 5000, 700), (0.7, 0.3), False)
+  config = Config(seed=7, batch_size=9, micro_batch_size=1, context_length=20)
+  mesh = make_mesh('', jax.devices()[:1])
+  batch = training_batch(mixture, config, 3, mesh)
+  np.testing.assert_array_equal(
+    batch[:, 0, 0],
+    [2320, 1940, 2840, 1000020, 2080, 3160, 4620, 1000660, 440],
+  )
+
+
+@pytest.mark.parametrize(
+  ('data', 'expected'),
+  [
+    ('tokens', [('tokens', None)]),
+    ('tokens:2', [('tokens', 2)]),
+    ('gs://bucket/x:0.7', [('gs://bucket/x', 0.7)]),
+    ('gs://bucket', [('gs://bucket', None)]),
+    (('a:0.7', 'b/c:0.3'), [('a', 0.7), ('b/c', 0.3)]),
+    (('a', 'b'), [('a', None), ('b', None)]),
+  ],
+)
+def test_sources_are_parsed(data, expected):
+  assert parse_sources(data) == [Source(*x) for x in expected]
+
+
+@pytest.mark.parametrize('data', [('a:1', 'b'), ('a:0', 'b:1'), ('a:-1',), ()])
+def test_weights_must_be_given_for_all_or_none(data: tuple[str, ...]):
+  with pytest.raises(UsageError, match='--data must'):
+    parse_sources(data)
+
+
+def test_a_weight_that_is_too_small_is_refused(tmp_path: Path):
+  with pytest.raises(UsageError, match='less than one part in 65536'):
+    Mixture(_sources(tmp_path, 99, 99), (1, 1e-9), False)
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A folder with token files of two texts, and the second as a text."""
+  folder = tmp_path_factory.mktemp('prepared')
+  texts = {
+    'web': [f'the word {i} of the web\n' for i in range(300)],
+    'code': [f'x[{i}] = {i * i}\n' for i in range(300)],
+  }
+  tokenizer = None
+  for name, documents in texts.items():
+    lines = [json.dumps({'text': text}) + '\n' for text in documents]
+    (folder / f'{name}.jsonl').write_text(''.join(lines))
+    out_dir = folder / name
+    size = None if tokenizer else 288
+    prepare(
+      PrepareConfig(
+        data=(folder / f'{name}.jsonl',), out_dir=out_dir, vocab_size=size,
+        tokenizer=tokenizer, validation_share=0.2, shard_tokens=500,
+      )
+    )  # fmt: skip
+    tokenizer = out_dir
+  return folder
+
+
+def _mixed(tiny: Config, prepared: Path, **settings) -> Config:
+  data = f'{prepared / "web"}:0.7', f'{prepared / "code"}:0.3'
+  return dataclasses.replace(tiny, **dict(data=data) | settings)
+
+
+def test_a_run_on_sources_has_a_loss_for_each(tiny: Config, prepared: Path):
+  config = _mixed(
+    tiny, prepared, eval_data=(f'raw={prepared / "code.jsonl"}',
+                               f'again={prepared / "code"}'),
+  )  # fmt: skip
+  folder = train(config)
+  evaluated = [x for x in folder.read_metrics() if 'val_loss' in x]
+  assert [x['step'] for x in evaluated] == [4, 6]
+  for line in evaluated:
+    losses = line['val_losses']
+    assert list(losses) == ['web', 'code', 'raw', 'again']
+    mean = 0.7 * losses['web'] + 0.3 * losses['code']
+    assert line['val_loss'] == pytest.approx(mean, rel=1e-12)
+    assert losses['again'] == losses['code']
+    assert losses['raw'] != losses['code']
+  settings = folder.read_settings()['config']
+  assert settings['sampling'] == 'without-replacement'
+  assert settings['weights'] == pytest.approx([0.7, 0.3])
+  with pytest.raises(UsageError, match='weights: .*0.7.* -> .*0.6'):
+    train(
+      dataclasses.replace(
+        config, data=(f'{prepared / "web"}:0.6', f'{prepared / "code"}:0.4')
+      )
+    )
+
+
+def test_weights_are_by_default_those_of_the_tokens(tiny, prepared: Path):
+  data = str(prepared / 'web'), str(prepared / 'code')
+  tokens = load_tokens(dataclasses.replace(tiny, data=data))
+  sizes = [
+    len(load_tokens(dataclasses.replace(tiny, data=x)).train) for x in data
+  ]
+  assert tokens.order['weights'] == [x / sum(sizes) for x in sizes]
+  assert len(tokens.train) == sum(sizes)
+
+
+def test_the_order_of_former_releases_is_kept_where_it_was(tiny, prepared):
+  # Text, and what nanoGPT and 0.2.0 wrote.
+  old = prepared / 'old'
+  old.mkdir(exist_ok=True)
+  tokens = load_tokens(dataclasses.replace(tiny, data=str(prepared / 'web')))
+  assert tokens.order == {'sampling': 'without-replacement'}
+  for name, part in (('train', tokens.train), ('val', tokens.validation)):
+    part[:].astype(np.uint16).tofile(old / f'{name}.bin')
+  for data in (tiny.data, str(old)):
+    config = dataclasses.replace(tiny, data=data)
+    assert load_tokens(config).order == {}
+    config = dataclasses.replace(config, sampling='with-replacement')
+    assert load_tokens(config).order == {}
+    config = dataclasses.replace(config, sampling='without-replacement')
+    assert load_tokens(config).order == {'sampling': 'without-replacement'}
+  assert not {'data', 'sampling', 'eval_data', 'text_field'} & set(
+    identity(dataclasses.replace(tiny, sampling='with-replacement'))
+  )
+
+
+def test_sources_of_different_tokenizers_are_refused(tiny, prepared: Path):
+  data = str(prepared / 'web'), tiny.data
+  with pytest.raises(UsageError, match='must have the same tokenizer'):
+    load_tokens(dataclasses.replace(tiny, data=data))
+
+
+@pytest.mark.parametrize(
+  ('eval_data', 'message'),
+  [
+    ('web=code.jsonl', 'has the name of another set, web'),
+    ('x=nothing', 'nothing does not exist'),
+    ('x=short.txt', 'The --eval-data part of the data has 2 tokens'),
+    ('x=large.npy', 'holds the token 300'),
+  ],
+)
+def test_evaluation_sets_that_cannot_be_used_are_refused(
+  tiny: Config, prepared: Path, monkeypatch, eval_data: str, message: str
+):
+  monkeypatch.chdir(prepared)
+  Path('short.txt').write_text('x')
+  np.save('large.npy', np.full(99, 300))
+  config = dataclasses.replace(tiny, data='web', eval_data=(eval_data,))
+  with pytest.raises(UsageError, match=message):
+    load_tokens(config)
+
+
+class _KilledError(BaseException):
+  """Ends a run without any of its own care."""
+
+
+@pytest.mark.slow
+def test_a_killed_run_on_sources_goes_on_to_the_same_bits(
+  tiny, prepared, monkeypatch
+):
+  config = _mixed(tiny, prepared, checkpoint_every=2)
+  expected = train(config)
+  killed = dataclasses.replace(config, out_dir=tiny.out_dir / 'killed')
+  make = batches.training_batch
+
+  def die(tokens, config, step, mesh):
+    if step == 5:
+      raise _KilledError
+    return make(tokens, config, step, mesh)
+
+  with monkeypatch.context() as patch, pytest.raises(_KilledError):
+    patch.setattr(batches, 'training_batch', die)
+    train(killed)
+  again = train(killed)
+  expected_lines, lines = (
+    [
+      {k: v for k, v in x.items() if k not in MEASURED}
+      for x in y.read_metrics()
+    ]
+    for y in (expected, again)
+  )
+  assert lines == expected_lines
+  for name in ('weights.safetensors', 'sample.txt'):
+    assert (again.path / name).read_bytes() == (
+      expected.path / name
+    ).read_bytes()

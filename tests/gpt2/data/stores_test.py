@@ -1,0 +1,123 @@
+"""Text and tokens in object stores: the same as on a disk."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config
+from examples.gpt2.data import shards, tokenizer as tokenizer_module
+from examples.gpt2.data.batches import training_batch
+from examples.gpt2.data.tokenizer import Encoder
+from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.prepare import PrepareConfig, prepare
+from examples.gpt2.storage import (
+  as_path,
+  file_system,
+  make_folder,
+  write_whole,
+)
+
+_TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(200)]
+
+
+def _write_text(folder: Path) -> Path:
+  make_folder(folder)
+  half = len(_TEXTS) // 2
+  for i in range(2):
+    texts = _TEXTS[half * i :][:half]
+    lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
+    write_whole(folder / f'{i}.jsonl', lines.encode())
+  return folder
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+  names = file_system(folder).find(os.fspath(folder))
+  root = os.fspath(folder).rpartition('://')[2]
+  return {
+    name.rpartition(root)[2]: file_system(folder).cat_file(name)
+    for name in names
+  }
+
+
+def test_tokens_are_made_and_read_in_a_store(
+  bucket: str, tiny: Config, tmp_path: Path, monkeypatch
+):
+  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
+  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 500)
+  settings = dict(vocab_size=300, validation_share=0.2, shard_tokens=400)
+  local, remote = (
+    PrepareConfig(
+      data=(_write_text(root / 'text'),), out_dir=root / 'tokens', **settings
+    )
+    for root in (tmp_path, as_path(bucket))
+  )
+  prepare(local)
+
+  encode, texts = Encoder.documents, []
+
+  def stop(self, group):
+    texts.extend(group)
+    if len(texts) > 150:
+      raise KeyboardInterrupt
+    return encode(self, group)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(Encoder, 'documents', stop)
+    with pytest.raises(KeyboardInterrupt):
+      prepare(remote)
+  assert (remote.out_dir / 'progress.json').exists()
+  prepare(remote)
+  assert _contents(remote.out_dir) == _contents(local.out_dir)
+  assert len(_contents(local.out_dir)) > 12
+
+  config = dataclasses.replace(tiny, data=os.fspath(remote.out_dir))
+  with monkeypatch.context() as patch:
+    # Nothing is read to know what there is.
+    patch.setattr(shards, 'read_ranges', None)
+    found = load_tokens(config)
+  expected = load_tokens(
+    dataclasses.replace(tiny, data=os.fspath(local.out_dir))
+  )
+  assert found.sha256 == expected.sha256
+  for step in (1, 7):
+    np.testing.assert_array_equal(
+      *(
+        training_batch(x.train, config, step, make_mesh(''))
+        for x in (found, expected)
+      )
+    )
+  np.testing.assert_array_equal(found.validation, expected.validation)
+
+
+def test_files_of_others_and_text_are_read_in_a_store(
+  bucket: str, tiny: Config, tmp_path: Path
+):
+  tokens = np.random.default_rng(0).integers(288, size=3000)
+  for root in (tmp_path / 'tokens', as_path(bucket) / 'tokens'):
+    make_folder(root)
+    write_whole(root / 'train.bin', tokens.astype(np.uint16).tobytes())
+    header = np.array([20240520, 1, 3000, *[0] * 253], np.int32).tobytes()
+    content = header + tokens.astype(np.uint16).tobytes()
+    write_whole(root / 'val.bin', content)
+  found, expected = (
+    load_tokens(dataclasses.replace(tiny, data=os.fspath(root)))
+    for root in (as_path(bucket) / 'tokens', tmp_path / 'tokens')
+  )
+  assert found.sha256 == expected.sha256
+  np.testing.assert_array_equal(found.train, tokens)
+  np.testing.assert_array_equal(found.validation, tokens)
+
+  write_whole(as_path(bucket) / 'text.txt', Path(tiny.data).read_bytes())
+  there = dataclasses.replace(
+    tiny, data=f'{bucket}/text.txt', cache_dir=as_path(bucket) / 'cache'
+  )
+  for _ in range(2):  # To make the cache, and from the cache.
+    found, expected = load_tokens(there), load_tokens(tiny)
+    assert found.sha256 == expected.sha256
+    np.testing.assert_array_equal(found.train, expected.train)
+    assert found.tokenizer.to_str() == expected.tokenizer.to_str()

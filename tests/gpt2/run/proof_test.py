@@ -1,0 +1,170 @@
+import os
+from pathlib import Path
+import re
+import resource
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.run.proof import prove
+from examples.gpt2.storage import as_path
+from examples.gpt2.train import main
+
+_STATE = {'kernel': jax.ShapeDtypeStruct((1000, 250), 'float32')}
+
+
+def test_a_folder_that_can_hold_checkpoints_stays_empty(tmp_path: Path):
+  prove(tmp_path / 'run' / 'checkpoints', _STATE)
+  assert list((tmp_path / 'run').rglob('*')) == [tmp_path / 'run/checkpoints']
+
+
+def test_so_does_one_in_a_store(bucket: str):
+  folder = as_path(bucket) / 'run' / 'checkpoints'
+  prove(folder, _STATE)
+  assert not folder.exists()
+
+
+def test_what_a_killed_proof_left_goes(tmp_path: Path):
+  (tmp_path / 'c' / 'proof-1f').mkdir(parents=True)
+  prove(tmp_path / 'c', _STATE)
+  assert not list((tmp_path / 'c').iterdir())
+
+
+@pytest.mark.parametrize(
+  ('free', 'has_room'), [(999_999, False), (1_000_000, True)]
+)
+def test_a_full_disk_is_refused(
+  tmp_path: Path, monkeypatch, free: int, has_room: bool
+):
+  usage = shutil.disk_usage(tmp_path)._replace(free=free)
+  monkeypatch.setattr(shutil, 'disk_usage', lambda _: usage)
+  if has_room:
+    prove(tmp_path / 'run' / 'c', _STATE)
+    return
+  with pytest.raises(UsageError, match='977 KiB left.* needs 977 KiB') as error:
+    prove(tmp_path / 'run' / 'c', _STATE)
+  assert f'--out-dir {tmp_path}/run ' in str(error.value)
+
+
+def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path):
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (60, limits[1]))
+  try:
+    with pytest.raises(UsageError, match='cannot hold a checkpoint.*too large'):
+      prove(tmp_path / 'c', _STATE)
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+  ('out_dir', 'words'),
+  [
+    ('ftp://host/run', 'ftp:/.* not supported'),
+    ('gs://not-there/run', 'out-dir gs://not-there/run cannot be written'),
+    ('s3://not-there/run', 'out-dir s3://not-there/run cannot be written'),
+  ],
+)
+def test_a_run_that_cannot_be_saved_does_not_begin(
+  tiny: Config, make_bucket, out_dir: str, words: str, capsys
+):
+  if not out_dir.startswith('ftp'):
+    make_bucket(out_dir[:2])
+  with pytest.raises(SystemExit) as ended:
+    main(
+      ['--data', tiny.data, '--cache-dir', str(tiny.cache_dir)]
+      + ['--vocab-size', '288', '--out-dir', out_dir]
+    )
+  assert ended.value.code == 2
+  assert re.search(words, capsys.readouterr().err)
+  assert not Path(out_dir.partition(':')[0] + ':').exists()
+
+
+def test_a_run_that_cannot_be_saved_later_ends(
+  tiny: Config, monkeypatch, capsys
+):
+  save = ocp.AsyncCheckpointer.save
+
+  def fail(self: Any, path: Path, *args: Any, **named: Any) -> None:
+    if path.name.isdecimal():
+      raise OSError(28, 'No space left on device')
+    save(self, path, *args, **named)
+
+  monkeypatch.setattr(ocp.AsyncCheckpointer, 'save', fail)
+  arguments = [
+    '--data', tiny.data, '--cache-dir', str(tiny.cache_dir), '--out-dir',
+    str(tiny.out_dir), *shlex.split('--vocab-size 288 --num-layers 2'
+    ' --num-heads 2 --width 16 --context-length 16 --batch-size 16'
+    ' --micro-batch-size 1'
+    ' --steps 40 --eval-every 40 --watch-every 0 --checkpoint-every 2'
+    ' --eval-sequences 8 --unroll 1'),
+  ]  # fmt: skip
+  with (
+    pytest.warns(RuntimeWarning, match='step 6 is not saved.*No space'),
+    pytest.raises(SystemExit) as ended,
+  ):
+    main(arguments)
+  assert ended.value.code == 5
+  assert 'last 3 checkpoints could not be saved' in capsys.readouterr().err
+  lines = (tiny.out_dir / 'metrics.jsonl').read_text().splitlines()
+  assert 6 <= len(lines) <= 10, 'it goes on for ever'
+
+
+# A folder that both see, and one that each has for itself.
+_PROCESSES = """
+import sys
+import jax
+jax.config.update('jax_num_cpu_devices', 1)
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from pathlib import Path
+from jax.sharding import NamedSharding, PartitionSpec as P
+import numpy as np
+from examples.gpt2.config import UsageError
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.run.checkpoints import Checkpoints
+from examples.gpt2.run.proof import prove
+state = {'x': jax.ShapeDtypeStruct((3,), 'float32')}
+prove(Path(sys.argv[1], 'shared'), state)
+everywhere = NamedSharding(make_mesh(''), P())
+with Checkpoints(Path(sys.argv[1], 'shared'), keep=1) as saved:
+  assert saved.save(1, {'x': jax.device_put(np.ones(3, 'float32'), everywhere)})
+try:
+  prove(Path(sys.argv[1], sys.argv[3], 'own'), state)
+except UsageError as error:
+  print(error)
+else:
+  raise AssertionError('not refused')
+"""
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_see_the_same_folder_are_refused(tmp_path: Path):
+  with socket.socket() as free:
+    free.bind(('localhost', 0))
+    address = f'localhost:{free.getsockname()[1]}'
+  runs = [
+    subprocess.Popen(
+      [sys.executable, '-c', _PROCESSES, str(tmp_path), address, str(i)],
+      cwd=Path(__file__).parents[3],
+      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    for i in range(2)
+  ]
+  try:
+    outputs = [run.communicate(timeout=120)[0] for run in runs]
+  finally:
+    for run in runs:
+      run.kill()
+  assert [run.returncode for run in runs] == [0, 0]
+  for output in outputs:
+    assert 'the same folder for all hosts' in output
+  assert 'process 1 does not see' in outputs[1]

@@ -1,0 +1,137 @@
+from pathlib import Path
+
+import hypothesis
+from hypothesis import strategies as st
+import pytest
+
+from examples.gpt2 import storage
+from examples.gpt2.config import UsageError
+from examples.gpt2.storage import as_path
+
+
+@pytest.mark.parametrize('text', ['a/b', '/a/b', '.', 'a:b', 'x/gs:/b'])
+def test_a_path_on_a_disk_is_a_plain_one(text: str):
+  path = as_path(text)
+  assert type(path) is type(Path())
+  assert path == Path(text) == as_path(Path(text))
+  assert not storage.is_remote(path)
+
+
+def test_the_home_is_found():
+  assert as_path('~/x') == Path.home() / 'x'
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_url_is_one_even_after_pathlib(scheme: str):
+  url = f'{scheme}://bucket/a/b'
+  for text in (url, Path(url), url + '/', as_path(url)):
+    path = as_path(text)
+    assert str(path) == url
+    assert storage.is_remote(path / 'c')
+  assert str(path.parent / 'c') == f'{scheme}://bucket/a/c'
+
+
+@pytest.mark.parametrize(
+  ('text', 'words'),
+  [
+    ('http://host/x', 'http:/.* not supported.* gs:// or s3://'),
+    ('gcs://bucket/x', 'gcs:/.* not supported'),
+    ('gs://', 'no bucket'),
+    ('s3:///', 'no bucket'),
+  ],
+)
+def test_what_cannot_be_a_place_is_refused(text: str, words: str):
+  for path in (text, Path(text)) if '//host' in text else (text,):
+    with pytest.raises(UsageError, match=words):
+      as_path(path)
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_missing_package_is_named(monkeypatch, scheme: str):
+  monkeypatch.setattr('importlib.util.find_spec', lambda _: None)
+  with pytest.raises(UsageError, match=r"pip install 'merit_optax\[cloud\]'"):
+    as_path(f'{scheme}://bucket/x')
+
+
+@pytest.fixture(params=['disk', 'gs', 's3'])
+def place(request, make_bucket, tmp_path: Path) -> Path:
+  if request.param == 'disk':
+    return tmp_path
+  return as_path(make_bucket(request.param)) / 'folder'
+
+
+@hypothesis.given(
+  parts=st.lists(
+    st.tuples(st.integers(0, 1), st.integers(0, 1000), st.integers(1, 200)),
+    max_size=20,
+  )
+)
+@hypothesis.settings(
+  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
+)
+def test_ranges_are_what_was_written(
+  place: Path, parts: list[tuple[int, int, int]]
+):
+  contents = [bytes(i * j % 256 for i in range(1200)) for j in (1, 7)]
+  for i, content in enumerate(contents):
+    if not (place / str(i)).exists():
+      storage.write_whole(place / str(i), content)
+  found = storage.read_ranges(
+    [place / str(i) for i, _, _ in parts],
+    [offset for _, offset, _ in parts],
+    [size for _, _, size in parts],
+  )
+  assert found == [contents[i][o : o + size] for i, o, size in parts]
+
+
+def test_a_range_that_is_not_there_is_an_error(place: Path):
+  storage.write_whole(place / 'a', b'abc')
+  for name, offset, size in (('a', 1, 3), ('none', 0, 1)):
+    with pytest.raises(OSError):
+      storage.read_ranges([place / name], [offset], [size])
+
+
+def test_an_object_is_created_once(bucket: str):
+  path = as_path(bucket) / 'run' / 'claim'
+  storage.create(path, b'1')
+  with pytest.raises(FileExistsError):
+    storage.create(path, b'2')
+  assert path.read_bytes() == b'1'
+
+
+def test_a_file_is_written_whole_or_not_at_all(place: Path):
+  path = place / 'a'
+  for content in (b'old', b'new'):
+    with storage.whole_file(path) as scratch:
+      scratch.write_bytes(content)
+    assert path.read_bytes() == content
+  with pytest.raises(KeyError), storage.whole_file(path) as scratch:
+    scratch.write_bytes(b'half')
+    raise KeyError
+  assert path.read_bytes() == b'new'
+  with storage.on_disk(path) as copy:
+    assert Path(copy).read_bytes() == b'new'
+
+
+def test_a_new_folder_takes_the_place_of_none(place: Path):
+  with storage.new_folder(place / 'new') as scratch:
+    (scratch / 'sub').mkdir()
+    (scratch / 'sub' / 'a').write_bytes(b'content')
+    (scratch / 'b').write_bytes(b'')
+  assert (place / 'new' / 'sub' / 'a').read_bytes() == b'content'
+  assert (place / 'new' / 'b').read_bytes() == b''
+  with (
+    pytest.raises(FileExistsError, match='another folder'),
+    storage.new_folder(place / 'new'),
+  ):
+    raise AssertionError('the work has begun')
+
+
+@pytest.mark.parametrize('scheme', ['gs', 's3'])
+def test_a_bucket_that_is_not_there_is_not_made(make_bucket, scheme: str):
+  make_bucket(scheme)
+  folder = as_path(f'{scheme}://not-there/run')
+  storage.make_folder(folder)
+  for _ in range(2):
+    with pytest.raises(OSError, match='not-there|bucket'):
+      storage.write_whole(folder / 'a', b'a')

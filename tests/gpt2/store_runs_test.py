@@ -1,0 +1,287 @@
+"""Runs whose files are in object stores: the same bits as on a disk."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.convert import export_model, import_model
+from examples.gpt2.evaluate import evaluate
+from examples.gpt2.generate import generate
+from examples.gpt2.plot import plot_runs
+from examples.gpt2.run import claim, metrics
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.log import MEASURED
+from examples.gpt2.storage import as_path, file_system
+from examples.gpt2.train import train
+
+_SETTINGS = {'config': {'steps': 3}}
+
+
+def _numbers(run: Path) -> list[dict[str, Any]]:
+  """Returns the metrics that do not differ between runs."""
+  return [
+    {k: v for k, v in line.items() if k not in MEASURED}
+    for line in RunFolder(run).read_metrics()
+  ]
+
+
+def _assert_same(found: Path, expected: Path) -> None:
+  for name in ('weights.safetensors', 'model.json', 'tokenizer.json'):
+    assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+  assert _numbers(found) == _numbers(expected)
+
+
+def test_a_run_in_a_store_is_that_on_a_disk(
+  finished: Config, bucket: str, tmp_path: Path
+):
+  run = as_path(bucket) / 'runs' / 'one'
+  config = dataclasses.replace(finished, out_dir=run)
+  with train(config) as folder:
+    assert folder.path == run
+  _assert_same(run, finished.out_dir)
+  assert sorted(x.name for x in (run / 'checkpoints').iterdir()) == ['4', '6']
+  assert (run / 'curves.png').read_bytes().startswith(b'\x89PNG')
+  before = file_system(run).find(str(run), detail=True)
+  train(config)  # It has been done.
+  after = file_system(run).find(str(run), detail=True)
+  assert {k: v['size'] for k, v in after.items() if '.claim' not in k} == {
+    k: v['size'] for k, v in before.items() if '.claim' not in k
+  }
+
+  local = finished.out_dir
+  assert evaluate(run, config.data) == evaluate(local, config.data)
+  assert generate(run, 'the', 8) == generate(local, 'the', 8)
+  assert plot_runs((run, local), run / 'both.svg') == run / 'both.svg'
+  export_model(run, run / 'exported')
+  import_model(run / 'exported', run / 'imported')
+  export_model(local, tmp_path / 'exported')
+  for file in (tmp_path / 'exported').iterdir():
+    assert (run / 'exported' / file.name).read_bytes() == file.read_bytes()
+  assert generate(run / 'imported', 'the', 8) == generate(local, 'the', 8)
+  started = dataclasses.replace(
+    config, init_from=run / 'imported', out_dir=run.parent / 'two', steps=2
+  )
+  train(started)
+  assert (run.parent / 'two' / 'sample.txt').exists()
+
+
+@pytest.mark.slow
+def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
+  run = as_path(bucket) / 'run'
+  config = dataclasses.replace(
+    tiny, out_dir=run, tensorboard=True, profile=True, steps=12,
+    checkpoint_every=12, eval_every=12, watch_every=0,
+  )  # fmt: skip
+  train(config)
+  for name in ('tensorboard', 'profile'):
+    assert file_system(run).find(str(run / name)), name
+
+
+def _arguments(config: Config, run: Path | str) -> list[str]:
+  names = (
+    'data', 'cache_dir', 'vocab_size', 'num_layers', 'num_heads', 'width',
+    'context_length', 'batch_size', 'micro_batch_size', 'steps', 'unroll',
+    'eval_every', 'watch_every', 'checkpoint_every', 'eval_sequences',
+  )  # fmt: skip
+  flags = {f'--{x.replace("_", "-")}': getattr(config, x) for x in names}
+  return [str(x) for pair in flags.items() for x in pair] + [
+    '--out-dir', str(run),
+  ]  # fmt: skip
+
+
+def _start(arguments: list[str], **options: Any) -> subprocess.Popen:
+  return subprocess.Popen(
+    [sys.executable, '-m', 'examples.gpt2.train', *arguments],
+    cwd=Path(__file__).parents[2],
+    env=os.environ | {'XLA_FLAGS': '', 'JAX_NUM_CPU_DEVICES': '8'},
+    text=True,
+    **options,
+  )
+
+
+@pytest.mark.slow
+def test_killed_and_resumed_it_ends_with_the_same_bits(
+  tiny: Config, bucket: str, monkeypatch
+):
+  monkeypatch.setattr(claim, 'SILENT_SECONDS', 1.0)
+  config = dataclasses.replace(tiny, steps=24, checkpoint_every=2)
+  train(config)
+  run = as_path(bucket) / 'run'
+  remote = dataclasses.replace(config, out_dir=run)
+  for step in (2, 10):
+    killed = _start(_arguments(config, run))
+    saved = run / 'checkpoints' / str(step) / '_CHECKPOINT_METADATA'
+    while not saved.exists():
+      assert killed.poll() is None
+      time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    # The claim is still there, and nobody gives a sign.
+    with RunFolder(run) as folder:
+      folder.start(json.loads((run / 'config.json').read_text()))
+  train(remote)
+  _assert_same(run, config.out_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_lets_the_next_run_in(
+  tiny: Config, bucket: str, number: int
+):
+  config = dataclasses.replace(tiny, steps=24, checkpoint_every=24)
+  train(config)
+  run = as_path(bucket) / 'run'
+  stopped = _start(_arguments(config, run), stderr=subprocess.PIPE)
+  while 'step/s' not in stopped.stderr.readline():
+    assert stopped.poll() is None
+  stopped.send_signal(number)
+  stopped.communicate()
+  assert stopped.returncode == 128 + number
+  assert len(list((run / 'checkpoints').iterdir())) == 1
+  start = time.monotonic()
+  with RunFolder(run) as folder:
+    folder.start(json.loads((run / 'config.json').read_text()))
+  assert time.monotonic() - start < claim.SILENT_SECONDS
+  train(dataclasses.replace(config, out_dir=run))
+  _assert_same(run, config.out_dir)
+
+
+def test_a_second_run_is_kept_out_while_the_first_goes_on(
+  bucket: str, monkeypatch
+):
+  monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.2)
+  run = as_path(bucket) / 'run'
+  with RunFolder(run) as first:
+    first.start(_SETTINGS)
+    with pytest.raises(UsageError, match='in use by a run .* on .* process'):
+      RunFolder(run).start(_SETTINGS)
+    first.flush()
+  with RunFolder(run) as second:
+    second.start(_SETTINGS)
+
+
+def test_a_silent_run_is_taken_over_and_ends(bucket: str, monkeypatch):
+  run = as_path(bucket) / 'run'
+  monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
+  with monkeypatch.context() as patch, RunFolder(run) as silent:
+    patch.setattr(claim, 'BEAT_SECONDS', 1.0)
+    silent.start(_SETTINGS)
+    with RunFolder(run) as second:
+      second.start(_SETTINGS)
+      deadline = time.monotonic() + 20
+      with pytest.raises(UsageError, match='another run has taken'):
+        while time.monotonic() < deadline:
+          silent.flush()
+          time.sleep(0.1)
+      second.flush()
+
+
+def test_metrics_go_up_at_intervals_and_before_checkpoints(
+  bucket: str, monkeypatch
+):
+  run = as_path(bucket) / 'run'
+  with RunFolder(run) as folder:
+    folder.start(_SETTINGS)
+    folder.keep_metrics(0)
+    folder.log({'step': 1})
+    assert folder.read_metrics() == []
+    folder.flush()
+    assert folder.read_metrics() == [{'step': 1}]
+  monkeypatch.setattr(metrics, 'UPLOAD_SECONDS', 0.0)
+  with RunFolder(run) as again:
+    again.start(_SETTINGS)
+    again.keep_metrics(1)
+    again.log({'step': 2})
+    deadline = time.monotonic() + 20
+    while len(again.read_metrics()) < 2:
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
+    again.log({'step': 3})
+    again.flush()
+    assert [x['step'] for x in again.read_metrics()] == [1, 2, 3]
+
+
+def test_metrics_wait_for_a_store_that_refuses(bucket: str, proxy, monkeypatch):
+  run = as_path(bucket) / 'run'
+  monkeypatch.setattr(metrics, 'UPLOAD_SECONDS', 0.0)
+  with RunFolder(run) as folder:
+    folder.start(_SETTINGS)
+    folder.keep_metrics(0)
+    proxy.status = 403
+    with pytest.warns(UserWarning, match='wait in memory'):
+      for step in range(1, 200):
+        folder.log({'step': step})
+        time.sleep(0.01)
+    with pytest.raises(OSError):
+      folder.flush()
+    proxy.heal()
+    folder.flush()
+    assert [x['step'] for x in folder.read_metrics()] == [*range(1, 200)]
+
+
+def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
+  run = as_path(bucket) / 'run'
+  with RunFolder(run) as folder:
+    folder.start(_SETTINGS)
+    folder.keep_metrics(0)
+    (run / 'checkpoints' / '3' / 'state').write_bytes(b'state')
+    (run / 'notes.txt').write_text('mine')
+  with RunFolder(run) as folder:
+    folder.start(_SETTINGS, fresh=True)
+  assert not (run / 'checkpoints').exists()
+  assert (run / 'notes.txt').read_text() == 'mine'
+  aside = run / 'before-1'
+  assert (aside / 'checkpoints' / '3' / 'state').read_bytes() == b'state'
+  assert {x.name for x in aside.iterdir()} == {
+    'checkpoints', 'config.json', 'metrics.jsonl',
+  }  # fmt: skip
+
+
+def test_another_run_is_refused(bucket: str):
+  run = as_path(bucket) / 'run'
+  with RunFolder(run) as folder:
+    folder.start(_SETTINGS)
+  with pytest.raises(UsageError, match='steps: 3 -> 4'):
+    RunFolder(run).start({'config': {'steps': 4}})
+
+
+def test_what_is_not_there_is_named(bucket: str, tiny: Config):
+  missing = as_path(bucket) / 'missing'
+  for action in (
+    lambda: evaluate(missing, tiny.data),
+    lambda: generate(missing),
+    lambda: plot_runs((missing,)),
+    lambda: import_model(missing, missing / 'out'),
+    lambda: train(dataclasses.replace(tiny, init_from=missing)),
+  ):
+    with pytest.raises(UsageError, match=str(missing)):
+      action()
+
+
+@pytest.mark.slow
+def test_the_one_file_trainer_resumes_from_a_store(make_bucket):
+  command = [
+    sys.executable, 'examples/pretrain.py', '--out-dir',
+    f'{make_bucket("gs")}/run', '--eval-every', '2', '--num-layers', '1',
+    '--width', '16', '--context-length', '16', '--batch-size', '8',
+    '--steps', '2',
+  ]  # fmt: skip
+  for done in (0, 2):
+    told = subprocess.run(
+      command,
+      cwd=Path(__file__).parents[2],
+      capture_output=True,
+      check=False,
+      text=True,
+    )
+    assert told.returncode == 0, told.stderr
+    assert f'step {done} of 2' in told.stdout
