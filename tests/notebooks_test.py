@@ -15,6 +15,7 @@ import nbclient
 import nbformat
 import pytest
 
+import merit_optax
 from notebooks.run import FOLDER, METADATA, code_cells, digest, execute
 
 _ROOT = Path(__file__).parents[1]
@@ -221,10 +222,10 @@ def colab(request, tmp_path, monkeypatch):
   installed = _run(python, '-m', 'pip', 'install', '--no-compile', *_COLAB)
   if wheel.returncode or installed.returncode:
     pytest.skip(f'pip needs a network: {wheel.stderr} {installed.stderr}')
-  (path,) = tmp_path.glob('*.whl')
   constraints = tmp_path / 'constraints.txt'
-  constraints.write_text(f'merit_optax @ {path.as_uri()}')
+  constraints.write_text(f'merit_optax=={merit_optax.__version__}')
   monkeypatch.setenv('PIP_CONSTRAINT', str(constraints))
+  monkeypatch.setenv('PIP_FIND_LINKS', str(tmp_path))
   return str(python)
 
 
