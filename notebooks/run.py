@@ -27,14 +27,15 @@ METADATA = {
 _SECONDS_A_CELL = 3000
 
 
-def execute(notebook: NotebookNode) -> None:
-  """Runs a notebook in this Python, and leaves nothing of the machine in it.
+def execute(notebook: NotebookNode, python: str = sys.executable) -> None:
+  """Runs a notebook in a Python, and leaves nothing of the machine in it.
 
   Kernels, settings and history of the user play no part in it.
   """
+  command = [python, '-m', 'ipykernel_launcher', '-f', '{connection_file}']
   with tempfile.TemporaryDirectory() as name:
     folder = Path(name)
-    write_kernel_spec(folder / 'kernels' / 'python3')
+    write_kernel_spec(folder / 'kernels' / 'python3', {'argv': command})
     settings = {
       'JUPYTER_PATH': str(folder),
       'JUPYTER_RUNTIME_DIR': str(folder / 'runtime'),

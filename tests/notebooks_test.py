@@ -1,13 +1,21 @@
 """The notebooks run, and have the outputs of a whole run of their code."""
 
+from collections.abc import Callable
+import importlib.metadata
 from pathlib import Path
 import re
+import subprocess
 import sys
 import tomllib
+from types import SimpleNamespace
 
+from IPython.core.inputtransformer2 import TransformerManager
+import jax
+import nbclient
 import nbformat
 import pytest
 
+import merit_optax
 from notebooks.run import FOLDER, METADATA, code_cells, digest, execute
 
 _ROOT = Path(__file__).parents[1]
@@ -16,6 +24,15 @@ _NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 _CLAIMS = {
   'shapes_and_meshes': ['the same bits: True', 'MERIT: 0 numbers differ'],
 }
+
+# From pip-freeze.txt of github.com/googlecolab/backend-info, 2026-08-19, when
+# Colab moved from Python 3.12 to 3.13.
+_COLAB = (
+  'flax==0.11.2', 'ipykernel==6.17.1', 'ipython==7.34.0', 'jax==0.7.2',
+  'jaxlib==0.7.2', 'matplotlib==3.10.0', 'numpy==2.1.3', 'optax==0.2.8',
+  'orbax-checkpoint==0.12.4', 'safetensors==0.8.0', 'scipy==1.16.3',
+  'tensorstore==0.1.85', 'tokenizers==0.22.2', 'tqdm==4.67.3',
+)  # fmt: skip
 
 _each_notebook = pytest.mark.parametrize(
   'path', _NOTEBOOKS, ids=lambda path: path.stem
@@ -101,10 +118,137 @@ def test_notebook_has_the_form_that_nbformat_writes(path):
 
 
 @_each_notebook
-def test_notebook_starts_with_a_title_and_installs_first(path):
+def test_notebook_starts_with_a_title(path):
+  assert _read(path).cells[0].source.startswith('# ')
+
+
+def _install_cell() -> str:
+  """Returns the first cell of code, which all notebooks share."""
+  (cell,) = {code_cells(_read(path))[0].source for path in _NOTEBOOKS}
+  return cell
+
+
+def _run_install_cell(pip: Callable[[], None]) -> list[str]:
+  """Runs it with another pip, and returns what that was to do."""
+  lines = []
+
+  def run_line_magic(name, line, **_):
+    lines.append(f'{name} {line}')
+    pip()
+
+  shell = SimpleNamespace(run_line_magic=run_line_magic)
+  code = TransformerManager().transform_cell(_install_cell())
+  exec(code, {'get_ipython': lambda: shell})
+  return lines
+
+
+@pytest.fixture
+def versions(monkeypatch):
+  """Versions that packages seem to have; None for those that are missing."""
+  seeming, real = {}, importlib.metadata.distribution
+
+  def distribution(name):
+    if name not in seeming:
+      return real(name)
+    if seeming[name] is None:
+      raise importlib.metadata.PackageNotFoundError(name)
+    return SimpleNamespace(version=seeming[name], requires=real(name).requires)
+
+  monkeypatch.setattr(importlib.metadata, 'distribution', distribution)
+  return seeming
+
+
+def _do_nothing():
+  """As pip without a network: it fails, but IPython goes on."""
+
+
+def test_nothing_is_installed_where_all_is_there():
+  assert _run_install_cell(_do_nothing) == []
+
+
+@pytest.mark.parametrize(
+  ('name', 'version', 'problem'),
+  [
+    ('merit_optax', None, 'merit_optax is not installed'),
+    ('tyro', None, 'tyro is not installed'),
+    ('flax', '0.11.2', 'flax 0.11.2 is not >=0.12.7'),
+    ('jax', '0.7.2', 'jax 0.7.2 is not >='),
+  ],
+)
+def test_what_is_missing_or_old_is_installed(versions, name, version, problem):
+  versions[name] = version
+  (line,) = _run_install_cell(versions.clear)
+  assert line.startswith('pip install --quiet "merit_optax[examples]" "jax[')
+  versions[name] = version
+  with pytest.raises(ImportError, match=f'{problem}.*restart the kernel'):
+    _run_install_cell(_do_nothing)
+
+
+def test_an_older_jax_that_is_imported_asks_for_a_restart(monkeypatch):
+  installed = jax.__version__
+  monkeypatch.setattr(jax, '__version__', '0.7.2')
+  message = f'jax 0.7.2 is imported, {installed} installed.*restart the kernel'
+  with pytest.raises(ImportError, match=message):
+    _run_install_cell(_do_nothing)
+
+
+def test_a_flax_for_another_jax_is_named(tmp_path, monkeypatch):
+  error = "cannot import name 'mutable_array' from 'jax._src.core'"
+  (tmp_path / 'flax.py').write_text(f'raise ImportError({error!r})')
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, 'flax', raising=False)
+  with pytest.raises(ImportError, match=f'{error}.*--upgrade .* jax flax'):
+    _run_install_cell(_do_nothing)
+
+
+def _run(*command: str | Path) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def colab(request, tmp_path, monkeypatch):
+  """The Python of an environment that starts as Colab's does.
+
+  There merit_optax is to be had, but it is not installed.
+  """
+  version = request.param
+  python = tmp_path / 'colab/bin/python'
+  wheel = _run(
+    sys.executable, '-m', 'pip', 'wheel', '--no-deps', '-w', tmp_path, _ROOT
+  )
+  created = _run(f'python{version}', '-m', 'venv', tmp_path / 'colab')
+  if created.returncode:
+    pytest.skip(f'no Python {version}: {created.stderr}')
+  installed = _run(python, '-m', 'pip', 'install', '--no-compile', *_COLAB)
+  if wheel.returncode or installed.returncode:
+    pytest.skip(f'pip needs a network: {wheel.stderr} {installed.stderr}')
+  constraints = tmp_path / 'constraints.txt'
+  constraints.write_text(f'merit_optax=={merit_optax.__version__}')
+  monkeypatch.setenv('PIP_CONSTRAINT', str(constraints))
+  monkeypatch.setenv('PIP_FIND_LINKS', str(tmp_path))
+  return str(python)
+
+
+def _beginning(path: Path, *sources: str) -> nbformat.NotebookNode:
+  """Returns a notebook up to its imports, after other code."""
   notebook = _read(path)
-  assert notebook.cells[0].source.startswith('# ')
-  assert '%pip install' in code_cells(notebook)[0].source
+  cells = code_cells(notebook)
+  (last,) = (i for i, cell in enumerate(cells) if cell.id == 'imports')
+  first = [nbformat.v4.new_code_cell(source) for source in sources]
+  notebook.cells = first + cells[: last + 1]
+  return notebook
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('colab', ['3.12', '3.13'], indirect=True)
+def test_notebooks_begin_where_colab_begins(colab):
+  with pytest.raises(
+    nbclient.exceptions.CellExecutionError,
+    match='jax 0.7.2 is imported, .* installed.*restart the kernel',
+  ):
+    execute(_beginning(_NOTEBOOKS[0], 'import jax'), colab)
+  for path in _NOTEBOOKS:
+    execute(_beginning(path), colab)
 
 
 @_each_notebook
