@@ -36,6 +36,7 @@ def test_matrices_vectors_and_scalars():
     layers/0/b  (4,)    1 x 4      weight               yes
     s           ()      1 x 1      weight               yes
     w           (3, 2)  1 x 3 x 2  weight, row, column  yes
+    Of one element, which cannot change sign unless min_norm is above zero: s
     """,
   )
 
