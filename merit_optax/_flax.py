@@ -82,44 +82,38 @@ def flax_dimension_numbers(
   params = as_arrays(params)
   stacked, overrides = stacked or {}, overrides or {}
   _check_rules(stacked, overrides)
-  unknown: list[str] = []
   name_of = path_namer(params)
   shapes = {
     name_of(path): tuple(param.shape)
     for path, param in jax.tree_util.tree_leaves_with_path(params)
   }
-  unused = {*stacked, *overrides}
-
-  def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
-    name = name_of(path)
-    found = {p for p in (*stacked, *overrides) if re.search(p, name)}
-    unused.difference_update(found)
-    for pattern, override in overrides.items():
-      if pattern in found:
-        return override
-    ndim = len(param.shape)
-    counting = [
-      _stacked_axes(pattern, stacked[pattern], name, ndim)
-      for pattern in stacked
-      if pattern in found
-    ]
-    numbers = _recognise(
-      name.split('/'), ndim, max(counting, key=len, default=())
-    )
-    if numbers is None:
-      unknown.append(f'{name} {param.shape}')
-    elif name.endswith('kernel'):
-      bias = shapes.get(name.removesuffix('kernel') + 'bias')
-      if bias is not None and not _fits(bias, numbers, param.shape):
-        unknown.append(f'{name} {param.shape} beside a bias {bias}')
-    return numbers
-
-  specs = jax.tree_util.tree_map_with_path(spec, params)
+  unused = [
+    pattern
+    for pattern in (*stacked, *overrides)
+    if not any(re.search(pattern, name) for name in shapes)
+  ]
   if unused and not has_absent(params):
     raise ValueError(
       'stacked and overrides must match a path each, got patterns that match '
       f'none: {sorted(map(str, unused))}.'
     )
+  unknown: list[str] = []
+
+  def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
+    name, shape = name_of(path), tuple(param.shape)
+    matching = [x for p, x in overrides.items() if re.search(p, name)]
+    if matching:
+      return matching[0]
+    axes = _stacked_axes(stacked, name, len(shape))
+    numbers = _recognise(name.split('/'), len(shape), axes)
+    bias = shapes.get(name.removesuffix('kernel') + 'bias')
+    if numbers is None:
+      unknown.append(f'{name} {shape}')
+    elif bias is not None and not _explains(numbers, shape, name, bias):
+      unknown.append(f'{name} {shape} beside a bias {bias}')
+    return numbers
+
+  specs = jax.tree_util.tree_map_with_path(spec, params)
   if unknown:
     raise ValueError(
       f'params holds parameters that are not recognized: {", ".join(unknown)}. '
@@ -153,17 +147,25 @@ def _check_rules(stacked: Any, overrides: Any) -> None:
 
 
 def _stacked_axes(
-  pattern: str, stacked: int | Sequence[int], name: str, ndim: int
+  stacked: Mapping[str, int | Sequence[int]], name: str, ndim: int
 ) -> tuple[int, ...]:
-  """Returns the axes of a parameter that count layers and so on."""
-  axes = stacked if isinstance(stacked, Sequence) else range(stacked)
-  is_negative = not isinstance(stacked, Sequence) and stacked < 0
-  if is_negative or not all(-ndim <= axis < ndim for axis in axes):
-    raise ValueError(
-      f'stacked[{pattern!r}] must name some of the {ndim} axes of {name!r}, '
-      f'got {stacked!r}.'
-    )
-  return tuple(axis % ndim for axis in axes)
+  """Returns the axes of a parameter that count layers and so on.
+
+  Of several patterns that match, the one with the most axes counts.
+  """
+  found: tuple[int, ...] = ()
+  for pattern, given in stacked.items():
+    if not re.search(pattern, name):
+      continue
+    axes = given if isinstance(given, Sequence) else range(given)
+    is_negative = not isinstance(given, Sequence) and given < 0
+    if is_negative or not all(-ndim <= axis < ndim for axis in axes):
+      raise ValueError(
+        f'stacked[{pattern!r}] must name some of the {ndim} axes of {name!r}, '
+        f'got {given!r}.'
+      )
+    found = max(found, tuple(axis % ndim for axis in axes), key=len)
+  return found
 
 
 def _recognise(
@@ -177,15 +179,20 @@ def _recognise(
   return DimensionNumbers(axes[:num_rows], axes[num_rows:])
 
 
-def _fits(
-  bias: tuple[int, ...], numbers: DimensionNumbers, shape: tuple[int, ...]
+def _explains(
+  numbers: DimensionNumbers,
+  shape: tuple[int, ...],
+  name: str,
+  bias: tuple[int, ...],
 ) -> bool:
-  """Returns whether only this reading of a kernel explains its bias."""
+  """Returns whether this reading of a kernel, and no other, has such a bias."""
 
   # Axes that count layers may have another place in the bias.
   def without(axes: Collection[int]) -> list[int]:
     return sorted(n for axis, n in enumerate(shape) if axis not in axes)
 
+  if not name.endswith('kernel'):
+    return True
   has_heads = len(shape) == 3 and len(numbers.output_axis) == 2
   is_stack = has_heads and sorted(bias) == without((1,))
   return sorted(bias) == without(numbers.reduction_axis) and not is_stack
