@@ -61,7 +61,9 @@ def _takes_arguments_of(
 
 
 @_takes_arguments_of(merit)
-def merit_statistics(given: dict[str, Any]) -> _Statistics:  # noqa: D417
+def merit_statistics(  # noqa: D417
+  given: dict[str, Any],
+) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
   r"""Creates a function that measures what MERIT does to each parameter.
 
   The function recomputes the step from gradients, state and parameters, so it

@@ -49,7 +49,12 @@ def _types(value: object) -> dict[str, _Written]:
     arguments = [x for x in ast.walk(definition.args) if isinstance(x, ast.arg)]
     types = {x.arg: x.annotation for x in arguments}
     types['return'] = definition.returns
-  return {name: _Written(ast.unparse(x)) for name, x in types.items()}
+  written = {name: _Written(ast.unparse(x)) for name, x in types.items()}
+  for decorator in definition.decorator_list:
+    # A function that takes the arguments of another one.
+    (other,) = decorator.args
+    written = _types(getattr(merit_optax, other.id)) | written
+  return written
 
 
 def test_public_names_and_signatures_are_those_of_the_list():
