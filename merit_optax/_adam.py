@@ -126,10 +126,10 @@ def scale_by_adam(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
     del params
-    g, mu, nu = jax.tree.map(widen, (updates, state.mu, state.nu))
+    g, mu, old_nu = jax.tree.map(widen, (updates, state.mu, state.nu))
     mu = optax.tree.update_moment(g, mu, b1, 1)
-    nu = optax.tree.update_moment_per_elem_norm(g, nu, b2, 2)
-    nu = jax.tree.map(without_overflow, nu)
+    nu = optax.tree.update_moment_per_elem_norm(g, old_nu, b2, 2)
+    nu = jax.tree.map(without_overflow, nu, old_nu, g)
     count = optax.safe_increment(state.count)
     new_state = optax.ScaleByAdamState(
       count=count,

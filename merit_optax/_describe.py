@@ -16,6 +16,7 @@ from merit_optax._dimension_numbers import (
 )
 from merit_optax._hidden import (
   Hidden,
+  check_names_of_hidden,
   hidden_dimension_numbers,
   masked_but_hidden,
 )
@@ -199,6 +200,8 @@ def describe_hyperball(
   params = as_arrays(params)
   matrices = masked_but_hidden(params, hidden)
   numbers = weight_dimension_numbers
+  if numbers is None:
+    check_names_of_hidden(params, hidden)
   axes = matrix_axes(
     hidden_dimension_numbers if numbers is None else numbers, matrices
   )

@@ -8,7 +8,6 @@ import jax
 import optax
 
 from merit_optax._arguments import is_integer
-from merit_optax._leaves import has_absent
 from merit_optax._paths import (
   MISSING,
   is_function,
@@ -88,7 +87,7 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
     return
   matrix_axes(dimension_numbers, params)
   specs, unused = _specs(dimension_numbers, params)
-  if unused and not has_absent(params):
+  if unused:
     warnings.warn(
       'weight_dimension_numbers has specs for what is no parameter: '
       f'{", ".join(unused)}.',

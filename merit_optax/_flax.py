@@ -191,7 +191,8 @@ def _explains(
   def without(axes: Collection[int]) -> list[int]:
     return sorted(n for axis, n in enumerate(shape) if axis not in axes)
 
-  if not name.endswith('kernel'):
+  is_matrix = len(numbers.reduction_axis + numbers.output_axis) == 2
+  if is_matrix or not name.endswith('kernel'):
     return True
   has_heads = len(shape) == 3 and len(numbers.output_axis) == 2
   is_stack = has_heads and sorted(bias) == without((1,))

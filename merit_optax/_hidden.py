@@ -116,6 +116,20 @@ def hidden_dimension_numbers(params: Any) -> Any:
   return flax_dimension_numbers(params, overrides=matrices)
 
 
+def check_names_of_hidden(params: Any, hidden: Hidden) -> None:
+  """Raises ``ValueError`` where the bias of a hidden matrix contradicts it."""
+  name_of = path_namer(params)
+  hidden_dimension_numbers(
+    jax.tree_util.tree_map_with_path(
+      lambda path, x, is_hidden: (
+        x if is_hidden or name_of(path).endswith('bias') else optax.MaskedNode()
+      ),
+      params,
+      hidden_matrices(params, hidden),
+    )
+  )
+
+
 def masked_but_hidden(params: Any, hidden: Hidden) -> Any:
   """Returns the tree with what is not hidden masked out."""
   return jax.tree.map(

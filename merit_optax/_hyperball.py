@@ -12,6 +12,7 @@ from merit_optax._dimension_numbers import WeightDimensionNumbers
 from merit_optax._hidden import (
   Hidden,
   check_hidden,
+  check_names_of_hidden,
   hidden_dimension_numbers,
   hidden_matrices,
 )
@@ -246,6 +247,7 @@ def muon_hyperball(
     adam_weight_decay,
     adam_weight_decay_mask,
     hidden,
+    weight_dimension_numbers is None,
   )
 
 
@@ -316,6 +318,7 @@ def adam_hyperball(
     adam_weight_decay,
     adam_weight_decay_mask,
     hidden,
+    weight_dimension_numbers is None,
   )
 
 
@@ -347,6 +350,7 @@ def _with_adam(
   adam_weight_decay: optax.ScalarOrSchedule,
   adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None,
   hidden: Hidden,
+  has_default_numbers: bool,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the partition of hidden matrices and of what Adam updates."""
   adam_weight_decay = _arguments.weight_decay(
@@ -371,7 +375,11 @@ def _with_adam(
   both = optax.partition({'hidden': hidden_optimizer, 'others': others}, labels)
 
   def init_fn(params: optax.Params) -> optax.OptState:
-    return both.init(as_arrays(params))
+    params = as_arrays(params)
+    # Placeholders of optax.tree.map_params have no leaves.
+    if has_default_numbers and jax.tree.leaves(params):
+      check_names_of_hidden(params, hidden)
+    return both.init(params)
 
   def update_fn(
     updates: optax.Updates,

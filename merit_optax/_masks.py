@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from merit_optax._dimension_numbers import matrix_axes
-from merit_optax._leaves import has_absent
 from merit_optax._paths import (
   MISSING,
   is_function,
@@ -80,14 +79,10 @@ def broadcast_prefix(
     for (path, _), entry in zip(leaves, entries, strict=True)
     if entry is MISSING
   ]
-  # A tree for all parameters fits those of one part of a partition too, and
-  # placeholders of optax.tree.map_params have no leaves.
-  is_whole = leaves and not has_absent(params)
-  extra = unused if is_whole else []
-  if missing or extra:
+  if missing or unused:
     raise ValueError(
       f'{name} must be a tree like params or a prefix of it, by the names of '
-      f'its entries: missing are {missing}, too many {extra}.'
+      f'its entries: missing are {missing}, too many {unused}.'
     )
   return jax.tree.unflatten(jax.tree.structure(params), entries)
 

@@ -14,7 +14,7 @@ from merit_optax._dimension_numbers import MatrixAxes
 # array passes through.
 Norm: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 # With fewer elements, compiling more takes longer than a run of them saves.
-_SMALL = 1 << 16
+_SMALL = 1 << 12
 RATIOS = ('weight', 'row', 'column')
 
 

@@ -30,7 +30,7 @@ def path_keyer(
   def keys(path: Path) -> tuple[str, ...]:
     is_box = path[-1:] == (_VALUE,) and num_leaves[path[:-1]] == 1
     named = path[:-1] if is_box and len(path) > 1 else path
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in named)
+    return _keys(named)
 
   return keys
 
@@ -71,23 +71,37 @@ def nearest_entries(
 
   Returns:
     An entry for each leaf of the tree, ``MISSING`` if there is none; and the
-    names of entries that are of no leaf.
+    names of entries that are of nothing in the tree.
   """
-  keys_of_entry = path_keyer(prefix, is_leaf)
-  entries = {
-    keys_of_entry(path): entry
-    for path, entry in jax.tree_util.tree_leaves_with_path(
-      prefix, is_leaf=is_leaf
-    )
-  }
-  keys_of_leaf = path_keyer(tree)
-  nearest = [
-    _nearest(keys_of_leaf(path), entries)
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+  name_of = path_keyer(prefix, is_leaf)
+  entries, boxed = {}, {}
+  for path, entry in jax.tree_util.tree_leaves_with_path(
+    prefix, is_leaf=is_leaf
+  ):
+    entries[_keys(path)] = entry
+    boxed[name_of(path)] = _keys(path)
+  found, used, empty = [], set(), set()
+  for path, leaf in jax.tree_util.tree_leaves_with_path(
+    tree, is_leaf=lambda x: not jax.tree.leaves(x)
+  ):
+    key = _nearest(_keys(path), entries)
+    # What is in a box there may be without one here.
+    key = boxed.get(_keys(path)) if key is None else key
+    used.add(key)
+    if jax.tree.leaves(leaf):
+      found.append(MISSING if key is None else entries[key])
+    else:  # Masked out, or an empty container, of which entries may be.
+      empty.add(_keys(path))
+  unused = [
+    '/'.join(key)
+    for key in entries
+    if key not in used and _nearest(key, empty) is None
   ]
-  found = [MISSING if key is None else entries[key] for key in nearest]
-  used = {*nearest}
-  return found, ['/'.join(key) for key in entries if key not in used]
+  return found, unused
+
+
+def _keys(path: Path) -> tuple[str, ...]:
+  return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
 
 
 def _nearest(
@@ -105,5 +119,7 @@ def is_function(x: Any, is_entry: Callable[[Any], bool]) -> bool:
 
   A tree of entries may be callable too, if it has the type of an Equinox model.
   """
+  if isinstance(x, jax.tree_util.Partial):
+    return True
   leaves = jax.tree.leaves(x, is_leaf=is_entry)
   return callable(x) and not any(map(is_entry, leaves))

@@ -30,8 +30,8 @@ def per_parameter(
       update.
     weight_dimension_numbers: As the user gave them.
   """
-  # Not inlined, parameters of equal shapes are traced and lowered once.
-  change = jax.jit(change, static_argnums=2)
+  # Inlined, it leaves the program as it is, and equal shapes are traced once.
+  change_traced = jax.jit(change, static_argnums=2, inline=True)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     check_params(weight_dimension_numbers, as_arrays(params))
@@ -46,7 +46,12 @@ def per_parameter(
       raise ValueError(NO_PARAMS_MESSAGE)
     params = with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, params)
-    return jax.tree.map(change, updates, params, axes), state
+    # Eagerly it would be compiled anew for each transform, of which
+    # optax.inject_hyperparams makes one in each step.
+    leaves = jax.tree.leaves((updates, params))
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
+    apply = change_traced if is_traced else change
+    return jax.tree.map(apply, updates, params, axes), state
 
   return optax.GradientTransformation(init_fn, update_fn)
 

@@ -13,7 +13,7 @@ import optax
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
 from merit_optax._dimension_numbers import MatrixAxes
-from merit_optax._masks import scaled_axes
+from merit_optax._masks import checked, scaled_axes
 from merit_optax._merit import merit
 from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
 from merit_optax._state import (
@@ -199,7 +199,10 @@ def _decayed_direction(
   """Returns Adam's update plus the weight decay."""
   transform = scale_by_adam(**{name: settings[name] for name in _OF_ADAM})
   u, _ = transform.update(gradients, adam)
-  decay = optax.add_decayed_weights(settings['weight_decay'], settings['mask'])
+  mask = settings['mask']
+  if mask is not None:
+    mask = checked('mask', mask)
+  decay = optax.add_decayed_weights(settings['weight_decay'], mask)
   return decay.update(u, decay.init(params), params)[0]
 
 

@@ -23,6 +23,9 @@ _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 
 _LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
 
+# TensorFlow, where it is installed, would take part with errors of its own.
+os.environ['EPATH_USE_TF'] = 'false'
+
 # What other hosts have written would not be seen.
 for _scheme in ('gs', 'gcs', 's3'):
   fsspec.config.conf.setdefault(_scheme, {})['use_listings_cache'] = False
@@ -124,6 +127,12 @@ def read_ranges(
         f'{size} could be read.'
       )
   return parts
+
+
+def read_bytes(path: Path) -> bytes:
+  """Reads a file at once, which another process may be replacing."""
+  with os_errors():
+    return file_system(path).cat_file(os.fspath(path))
 
 
 def make_folder(path: Path) -> None:

@@ -79,8 +79,9 @@ def test_merit_keeps_one_tensor_at_a_time_on_cpu():
   merit = optimizer_step.compile_step(
     optimizer_step.make_optimizer('merit'), case
   )
-  # Four bytes, and the norms of rows and columns; LAMB takes eight.
-  assert merit.figures['temporary_bytes_per_parameter'] < 4.2
+  # Four bytes, the norms of rows and columns, and magnitudes of small arrays;
+  # LAMB takes eight.
+  assert merit.figures['temporary_bytes_per_parameter'] < 4.3
 
 
 @pytest.mark.slow

@@ -185,6 +185,20 @@ def test_a_silent_run_is_taken_over_and_ends(bucket: str, monkeypatch):
       second.flush()
 
 
+def test_a_run_ends_whichever_run_has_its_folder(bucket: str, monkeypatch):
+  run = as_path(bucket) / 'run'
+  monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
+  monkeypatch.setattr(claim, 'BEAT_SECONDS', 100.0)
+  with RunFolder(run) as suspended:
+    suspended.start(_SETTINGS)
+    with RunFolder(run) as second:
+      second.start(_SETTINGS)
+    with RunFolder(run) as third:
+      third.start(_SETTINGS)
+      with pytest.raises(UsageError, match='another run has taken'):
+        suspended.flush()
+
+
 def test_metrics_go_up_at_intervals_and_before_checkpoints(
   bucket: str, monkeypatch
 ):

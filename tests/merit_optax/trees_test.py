@@ -316,3 +316,101 @@ def test_attention_with_biases_is_recognized(model, heads, size):
   specs = merit_optax.flax_dimension_numbers(params)
   assert specs['query']['kernel'] == _Spec((0,), (1, 2))
   assert specs['out']['kernel'] == _Spec((0, 1), (2,))
+
+
+# Found by trying to break it.
+
+
+class _Critic(eqx.Module):
+  value: object
+  target: object
+
+
+def test_a_field_named_value_keeps_its_name_beside_what_is_masked_out():
+  params = {'c': _Critic(jnp.ones((3, 2)), None)}
+  mask = {'c': _Critic(True, False)}
+  _masked('mask', mask).init(params)
+  specs = {'c': {'value': _Spec(), 'target': None}}
+  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
+  with warnings.catch_warnings(action='error'):
+    optimizer.init(params)
+    optimizer.init({'c': _Critic(optax.MaskedNode(), jnp.ones(2))})
+  with pytest.raises(ValueError, match='missing'):
+    _masked('mask', {'c': _Critic(True, None)}).init(
+      {'c': _Critic(jnp.ones(2), jnp.ones(2))}
+    )
+
+
+@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+def test_an_entry_of_an_empty_container_is_not_too_many(argument):
+  params = [(jnp.ones((3, 2)), jnp.ones(2)), (), {'d': {}}]
+  _masked(argument, [True, False, {'d': True}]).init(params)
+
+
+@pytest.mark.parametrize('ratio', [True, False])
+def test_an_infinite_gradient_is_no_drift(ratio):
+  optimizer = _masked('trust_ratio_mask', {'w': ratio, 'b': ratio})
+  state, params = optimizer.init(_PARAMS), _PARAMS
+  spoiled = jax.tree.map(lambda x: x.at[0].set(jnp.inf), _PARAMS)
+  for gradients in (spoiled, _PARAMS):
+    updates, state = optimizer.update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+  assert all(np.isnan(x[0]).all() for x in jax.tree.leaves(params))
+
+
+def test_integers_do_not_move():
+  params = _PARAMS | {'n': jnp.array(3)}
+  gradients = _PARAMS | {'n': jnp.array(0)}
+  assert _step(merit_optax.merit(0.1), params, gradients)['n'] == 0
+
+
+def test_a_partial_function_with_booleans_is_called():
+  mask = jax.tree_util.Partial(
+    lambda flag, params: jax.tree.map(lambda x: x.ndim > 1, params), True
+  )
+  _masked('mask', mask).init(_PARAMS)
+
+
+def test_statistics_take_masks_by_name():
+  settings = {
+    'learning_rate': 0.1,
+    'weight_decay': 0.1,
+    'mask': {'w': True, 'b': False},
+  }
+  params = freeze(_PARAMS)
+  state = merit_optax.merit(**settings).init(params)
+  measure = merit_optax.merit_statistics(**settings)
+  assert (
+    measure(params, state, params).keys()
+    == measure(
+      _PARAMS, merit_optax.merit(**settings).init(_PARAMS), _PARAMS
+    ).keys()
+  )
+
+
+def test_hyperball_refuses_a_name_that_the_bias_contradicts():
+  params = {
+    'embed': {'embedding': jnp.ones((50, 8))},
+    'out': {'kernel': jnp.ones((6, 8, 4)), 'bias': jnp.ones((6, 4))},
+  }
+  for take in (
+    merit_optax.muon_hyperball(0.1).init,
+    merit_optax.describe_hyperball,
+  ):
+    with pytest.raises(ValueError, match='beside a bias'):
+      take(params)
+
+
+def test_a_matrix_may_have_any_bias():
+  params = {'l': {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(4)}}
+  merit_optax.flax_dimension_numbers(params)
+
+
+def test_eager_steps_compile_nothing_anew(caplog):
+  optimizer = optax.inject_hyperparams(merit_optax.merit)(0.1)
+  state = optimizer.init(_PARAMS)
+  for _ in range(2):
+    _, state = optimizer.update(_PARAMS, state, _PARAMS)
+  with jax.log_compiles(), caplog.at_level('WARNING'):
+    optimizer.update(_PARAMS, state, _PARAMS)
+  assert not [x for x in caplog.messages if x.startswith('Compiling')]

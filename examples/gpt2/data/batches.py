@@ -5,6 +5,8 @@ devices, processes and micro-batches. Each process reads only the sequences of
 its own devices.
 """
 
+import functools
+
 import jax
 from jax.sharding import Mesh
 import numpy as np
@@ -73,10 +75,21 @@ def _make_batch(
   """Makes an array over all devices, with any number of micro-batches."""
   _, rows, length = batch_shape(config, mesh).shape
   starts_AB = starts.reshape(-1, rows)
+
+  # Devices that hold the same sequences share one read.
+  @functools.cache
+  def read(starts: bytes, shape: tuple[int, ...]) -> np.ndarray:
+    found = np.frombuffer(starts, starts_AB.dtype).reshape(shape)
+    return read_windows(tokens, found, length)
+
+  def of_device(index: tuple[slice, ...]) -> np.ndarray:
+    part = starts_AB[index[:2]]
+    return read(part.tobytes(), part.shape)
+
   return jax.make_array_from_callback(
     (*starts_AB.shape, length),
     batch_sharding(mesh),
     # Called for the devices of this process alone; T is not sharded.
-    lambda index: read_windows(tokens, starts_AB[index[:2]], length),
+    of_device,
     dtype=np.int32,
   )

@@ -159,15 +159,16 @@ def as_utf8(stream: IO[bytes]) -> IO[bytes]:
 
 def _encoding(head: bytes) -> str:
   """Returns the encoding of text without a byte-order mark."""
-  has_zeros = b'\0' in head
-  if not has_zeros and not is_mostly_bad(head):
+  # Half of the bytes are zeros where Latin letters are in UTF-16. Few of them
+  # in what is UTF-8 are no sign of it.
+  num_zeros = head.count(0)
+  if num_zeros * 8 < len(head) + 1 and not is_mostly_bad(head):
     return 'utf-8'
   for magic, name in _OTHERS.items():
     if head.startswith(magic):
       raise OtherFormatError(name)
-  if not has_zeros:
+  if not num_zeros:
     return 'utf-8'
-  # Half of the bytes of most characters are zeros, in UTF-16 and most scripts.
   first, second = (head[i::2].count(0) for i in (0, 1))
   encoding = 'utf-16-le' if second > first else 'utf-16-be'
   text = head.decode(encoding, 'replace')

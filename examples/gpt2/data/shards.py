@@ -146,13 +146,19 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
 
   They are ``train.bin`` and ``val.bin``, or have a word of their name that says
   so, as ``fineweb_train_000001.bin`` and ``text_valid_document.bin`` have.
+  Where there are both of the former, others are copies or of another kind.
   """
   found: dict[str, list[Path]] = {part: [] for part in PARTS}
   if not folder.is_dir():
     return found
+  usual = {part: [folder / f'{part}.bin'] for part in PARTS}
+  if all(path.is_file() for (path,) in usual.values()):
+    return usual
   for path in sorted(folder.iterdir()):
     name = _PART.search(path.name.lower())
-    if name and path.suffix in TOKEN_SUFFIXES and path.is_file():
+    is_hidden = path.name.startswith('.')
+    is_tokens = path.suffix in TOKEN_SUFFIXES and not is_hidden
+    if name and is_tokens and path.is_file():
       found[PARTS[0] if name[1] else PARTS[1]].append(path)
   return found
 
@@ -198,9 +204,12 @@ def read_index(folder: Path) -> dict[str, Any] | None:
       ) from None
     return None
   except ValueError as error:
+    if not any(find_files(folder).values()):
+      return None
     raise UsageError(f'{folder / INDEX} is damaged: {error}') from error
   # Others have files of that name too.
-  return index if isinstance(index, dict) and 'shards' in index else None
+  shards = index.get('shards') if isinstance(index, dict) else None
+  return index if isinstance(shards, dict) and {*shards} >= {*PARTS} else None
 
 
 def open_files(paths: Sequence[Path], vocab_size: int) -> TokenFiles:

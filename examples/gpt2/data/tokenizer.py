@@ -134,6 +134,19 @@ def named_end_token(path: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
   return special[0] if len(special) == 1 else None
 
 
+def end_token_of_folder(
+  path: Path, tokenizer: tokenizers.Tokenizer
+) -> str | None:
+  """Returns the token that ends a document in a folder of this trainer.
+
+  Those of former releases do not name it: it was GPT-2's.
+  """
+  named = named_end_token(path, tokenizer)
+  if named is None and tokenizer.token_to_id(END_OF_TEXT) is not None:
+    return END_OF_TEXT
+  return named
+
+
 def _special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
   added = tokenizer.get_added_tokens_decoder().values()
   return [token.content for token in added if token.special]

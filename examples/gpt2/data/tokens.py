@@ -34,13 +34,13 @@ from examples.gpt2.data.shards import (
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
   Encoder,
+  end_token_of_folder,
   grouped,
-  named_end_token,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.devices.processes import any_failed, on_first, say
 from examples.gpt2.storage import (
   as_path,
   new_folder,
@@ -199,6 +199,9 @@ def _load_evaluation(
     reader = DocumentReader([path], config.text_field, True, is_cut=False)
     encode = Encoder(tokens.tokenizer, tokens.end_token)
     array = encode(reader.read(f'reading {data}'))
+    say(
+      f'--eval-data {data}: {len(array):,} tokens{reader.describe_left_out()}'
+    )
     check_length('--eval-data', array, config.context_length)
     return array
   check_length('--eval-data', found, config.context_length)
@@ -242,7 +245,7 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
     tokenizer=tokenizer,
     vocab_size=vocab_size,
     unigram_entropy=index['unigram_entropy'],
-    end_token=tokenizer and named_end_token(folder / _TOKENIZER, tokenizer),
+    end_token=tokenizer and end_token_of_folder(folder / _TOKENIZER, tokenizer),
     has_index=has_index,
   )
 

@@ -17,7 +17,7 @@ import tokenizers
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import (
   SETTINGS,
-  named_end_token,
+  end_token_of_folder,
   read_tokenizer,
 )
 from examples.gpt2.devices import sharding
@@ -107,7 +107,7 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   tokenizer, end_token = None, None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-    end_token = named_end_token(folder / TOKENIZER, tokenizer)
+    end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
   with naming(folder / _WEIGHTS):
     arrays = open_arrays(folder / _WEIGHTS)
     check_arrays(arrays, sharding.by_path(shapes(config)))

@@ -13,7 +13,13 @@ import warnings
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import say
-from examples.gpt2.storage import create, is_remote, os_errors, write_whole
+from examples.gpt2.storage import (
+  create,
+  is_remote,
+  os_errors,
+  read_bytes,
+  write_whole,
+)
 
 BEAT_SECONDS = 15.0
 """How often a run in a store shows that it goes on."""
@@ -103,14 +109,24 @@ class Lease:
 
   def _beat(self) -> None:
     while not self._ended.wait(BEAT_SECONDS):
-      with contextlib.suppress(OSError), os_errors():
-        self._is_lost = self._path(self._number + 1).exists()
+      # Whatever fails, the next sign may succeed.
+      with contextlib.suppress(Exception):
+        self._look()
         if self._is_lost:
           return
         write_whole(self._path(self._number), self._content(self._owner))
 
+  def _look(self) -> None:
+    """Looks whether another run has the folder, the next or a later one."""
+    with os_errors():
+      numbers = map(_number, self._folder.glob('.claim-*'))
+      self._is_lost |= any(number > self._number for number in numbers)
+
   def check(self) -> None:
     """Raises ``UsageError`` if another run has the folder by now."""
+    # If the store is away, a save fails too.
+    with contextlib.suppress(OSError):
+      self._look()
     if self._is_lost:
       raise UsageError(
         f'--out-dir {self._folder}: another run has taken the folder over, '
@@ -132,7 +148,7 @@ def _number(path: Path) -> int:
 
 def _wait_until_silent(folder: Path, path: Path) -> None:
   """Raises ``UsageError`` if the run of a claim gives a sign."""
-  before = path.read_bytes()
+  before = read_bytes(path)
   owner = json.loads(before)['owner']
   if owner is None:
     return
@@ -143,5 +159,5 @@ def _wait_until_silent(folder: Path, path: Path) -> None:
   end = time.monotonic() + SILENT_SECONDS
   while time.monotonic() < end:
     time.sleep(min(1.0, SILENT_SECONDS / 20))
-    if not path.exists() or path.read_bytes() != before:
+    if not path.exists() or read_bytes(path) != before:
       raise _refusal(folder, owner)

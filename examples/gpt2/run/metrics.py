@@ -9,7 +9,7 @@ import time
 from typing import Any, Protocol
 import warnings
 
-from examples.gpt2.storage import is_remote, os_errors, write_whole
+from examples.gpt2.storage import is_remote, os_errors, read_bytes, write_whole
 
 UPLOAD_SECONDS = 60.0
 """How often the metrics of a run in a store go there, at the most."""
@@ -35,7 +35,7 @@ def metrics_file(path: Path) -> Metrics:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
   """Returns the lines of a file of metrics, but for torn ones."""
-  content = path.read_bytes().decode(errors='replace')
+  content = read_bytes(path).decode(errors='replace')
   lines = []
   for text in content.splitlines(keepends=True):
     if text.endswith('\n'):

@@ -27,7 +27,7 @@ _NUMBERS = itertools.count()
 
 def make_writer(path: Path) -> ocp.AsyncCheckpointer:
   """Returns what makes one save to a path, in all processes together."""
-  orbax_s3.install()
+  _prepare(path)
   # Else it renames folders, which a store would copy.
   commit = ocp.path.atomicity.CommitFileTemporaryPath
   kind = commit if is_remote(path) else None
@@ -48,7 +48,7 @@ def make_writer(path: Path) -> ocp.AsyncCheckpointer:
 
 def read_arrays(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
   """Reads the arrays of a checkpoint, whatever the other processes do."""
-  orbax_s3.install()
+  _prepare(path)
   # In a barrier, the others would wait forever for one that failed.
   me = jax.process_index()
   options = ocp.options.MultiprocessingOptions(me, active_processes={me})
@@ -60,6 +60,11 @@ def read_arrays(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
   ):
     item = ocp.args.Composite(state=ocp.args.StandardRestore(dict(like)))
     return reader.restore(path, args=item)['state']
+
+
+def _prepare(path: Path) -> None:
+  if os.fspath(path).startswith('s3:'):
+    orbax_s3.install()
 
 
 def root_cause(error: BaseException) -> BaseException:

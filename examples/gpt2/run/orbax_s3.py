@@ -6,10 +6,11 @@ is the description.
 """
 
 import functools
+import importlib
 import os
 from typing import Any
 
-from orbax.checkpoint._src.serialization import tensorstore_utils
+from examples.gpt2.config import UsageError
 
 _SCHEME = 's3:/'
 
@@ -17,7 +18,17 @@ _SCHEME = 's3:/'
 @functools.cache
 def install() -> None:
   """Makes Orbax take directories that begin with s3://, in this process."""
-  describe = tensorstore_utils.build_kvstore_tspec
+  # Not a public module, and needed for nothing but S3.
+  try:
+    tensorstore_utils = importlib.import_module(
+      'orbax.checkpoint._src.serialization.tensorstore_utils'
+    )
+    describe = tensorstore_utils.build_kvstore_tspec
+  except (ImportError, AttributeError) as error:
+    raise UsageError(
+      f's3:// does not work with this version of orbax-checkpoint ({error}): '
+      'install 0.12, or use gs:// or a disk.'
+    ) from error
 
   def describe_any(directory: str, *args: Any, **named: Any) -> dict[str, Any]:
     if not directory.startswith(_SCHEME):
