@@ -262,10 +262,10 @@ def train(config: Config) -> list[float]:
   settings = {k: str(v) for k, v in items if k not in free.split()}
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
-  folder = Path(os.getcwd()) / config.out_dir
-  manager = ocp.CheckpointManager(folder, options=options)
+  manager = ocp.CheckpointManager(os.getcwd() / config.out_dir, options=options)
   with jax.set_mesh(make_mesh(config)), manager:
-    if first := manager.latest_step() or 0:
+    first = manager.latest_step() or 0
+    if first:
       old = manager.metadata(first).custom_metadata
       if changed := dict(old.items() - settings.items()):
         raise ValueError(f'{config.out_dir} holds a run with {changed}.')

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from merit_optax import _arguments, _moments
+from merit_optax import _arguments
 from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
   cast_like,
@@ -12,6 +12,7 @@ from merit_optax._moments import (
   check_decays,
   check_moment,
   check_real,
+  corrected,
   moment_dtype,
   without_overflow,
 )
@@ -138,9 +139,9 @@ def scale_by_adam(
     )
     if bias_correction:
       ahead = optax.safe_increment(count) if nesterov else count
-      g = _moments.bias_correction(g, b1, count)
-      mu = _moments.bias_correction(mu, b1, ahead)
-      nu = _moments.bias_correction(nu, b2, count)
+      g = corrected(g, b1, count)
+      mu = corrected(mu, b1, ahead)
+      nu = corrected(nu, b2, count)
     if nesterov:
       mu = optax.tree.update_moment(g, mu, b1, 1)
     u = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu, nu)

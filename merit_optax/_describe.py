@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Hashable, Mapping
 import inspect
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -34,6 +34,18 @@ from merit_optax._whole_matrices import (
 )
 
 _HEADER = ('shape', 'matrices', 'ratios', 'decayed')
+
+
+class _Row(NamedTuple):
+  """What a table says of a parameter.
+
+  Attributes:
+    cells: Text below the header.
+    is_single: Whether its matrices or vectors have one element.
+  """
+
+  cells: tuple[str, ...]
+  is_single: bool = False
 
 
 def describe(
@@ -86,7 +98,8 @@ def describe(
     'weight_decay': weight_decay,
   }
   rows = _rows(params, **settings)
-  table = [('parameter', *_HEADER), *((k, *v) for k, v in rows.items())]
+  table: list[tuple[str, ...]] = [('parameter', *_HEADER)]
+  table += [(name, *row.cells) for name, row in rows.items()]
   return _table(table) + _note_of_signs(rows)
 
 
@@ -144,7 +157,7 @@ def describe_partition(
     raise ValueError(
       f'param_labels must name parts, one of {list(parts)}, got {unknown}.'
     )
-  rows: dict[str, tuple[str, ...]] = {}
+  rows: dict[str, _Row] = {}
   for part, settings in parts.items():
     masked = jax.tree.map(
       lambda x, label, part=part: x if label == part else optax.MaskedNode(),
@@ -153,7 +166,7 @@ def describe_partition(
     )
     rows |= _shapes(masked) if settings is None else _rows(masked, **settings)
   table: list[tuple[str, ...]] = [('parameter', 'part', *_HEADER)]
-  table += [(k, str(v), *rows[k]) for k, v in label_of.items()]
+  table += [(k, str(v), *rows[k].cells) for k, v in label_of.items()]
   empty = [str(part) for part in parts if part not in label_of.values()]
   note = f'\nParts without a parameter: {", ".join(empty)}' if empty else ''
   return _table(table) + note + _note_of_signs(rows)
@@ -244,10 +257,10 @@ def _check_parts(parts: Any) -> None:
     )
 
 
-def _shapes(params: Any) -> dict[str, tuple[str, ...]]:
+def _shapes(params: Any) -> dict[str, _Row]:
   """Returns the row of each parameter that has no trust ratio."""
   return {
-    name: (str(tuple(param.shape)), '-', '-', '-')
+    name: _Row((str(tuple(param.shape)), '-', '-', '-'))
     for name, param in zip(
       path_names(params), jax.tree.leaves(params), strict=True
     )
@@ -262,8 +275,8 @@ def _rows(
   trust_ratio_mask: Any = None,
   mask: Any = None,
   weight_decay: optax.ScalarOrSchedule | None = None,
-) -> dict[str, tuple[str, ...]]:
-  """Returns the row of each parameter, without its name, by its name."""
+) -> dict[str, _Row]:
+  """Returns the row of each parameter by its name."""
   ratios = check_ratios(ratios)
   if weight_decay is not None:
     weight_decay = _arguments.weight_decay('weight_decay', weight_decay)
@@ -271,10 +284,13 @@ def _rows(
   axes = scaled_axes(weight_dimension_numbers, trust_ratio_mask, params)
   has_decay = callable(weight_decay) or weight_decay != 0
   return {
-    name: (
-      str(tuple(param.shape)),
-      *_matrices_and_ratios(param.shape, leaf_axes, ratios),
-      'yes' if decayed and has_decay else 'no',
+    name: _Row(
+      (
+        str(tuple(param.shape)),
+        *_matrices_and_ratios(param.shape, leaf_axes, ratios),
+        'yes' if decayed and has_decay else 'no',
+      ),
+      _is_single(param.shape, leaf_axes),
     )
     for name, param, leaf_axes, decayed in zip(
       path_names(params),
@@ -301,14 +317,15 @@ def _matrices_and_ratios(
   return ' x '.join(map(str, sizes)), ', '.join(names)
 
 
-def _note_of_signs(rows: Mapping[str, tuple[str, ...]]) -> str:
+def _is_single(shape: tuple[int, ...], axes: MatrixAxes | None) -> bool:
+  if axes is None:
+    return False
+  return math.prod(shape[axis] for axis in axes.rows + axes.columns) == 1
+
+
+def _note_of_signs(rows: Mapping[str, _Row]) -> str:
   """Returns a line about the parameters that cannot change sign."""
-  # Of 'count x rows x columns' or 'count x length', all but the count are 1.
-  names = [
-    name
-    for name, (_, matrices, *_) in rows.items()
-    if {*matrices.split(' x ')[1:]} == {'1'}
-  ]
+  names = [name for name, row in rows.items() if row.is_single]
   if not names:
     return ''
   return (

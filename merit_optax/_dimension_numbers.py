@@ -52,9 +52,14 @@ def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
   Raises:
     ValueError: If a parameter has no spec, or one that does not fit it.
   """
+  specs, _ = _specs(dimension_numbers, params)
+  return _axes_of_each(specs, params)
+
+
+def _axes_of_each(specs: list[Any], params: Any) -> Any:
+  """Returns the axes of each parameter, given the spec of each."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   name = path_namer(params)
-  specs, _ = _specs(dimension_numbers, params)
   axes = []
   for (path, param), spec in zip(leaves, specs, strict=True):
     try:
@@ -85,8 +90,8 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     return
-  matrix_axes(dimension_numbers, params)
   specs, unused = _specs(dimension_numbers, params)
+  _axes_of_each(specs, params)
   if unused:
     warnings.warn(
       'weight_dimension_numbers has specs for what is no parameter: '

@@ -70,10 +70,8 @@ def broadcast_prefix(
     ValueError: If it is no prefix of the parameters.
   """
   entries, unused = nearest_entries(prefix, params, is_leaf)
-  leaves, name_of = (
-    jax.tree_util.tree_leaves_with_path(params),
-    path_namer(params),
-  )
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  name_of = path_namer(params)
   missing = [
     name_of(path)
     for (path, _), entry in zip(leaves, entries, strict=True)

@@ -86,7 +86,7 @@ def check_decays(
       )
 
 
-def bias_correction(moment: Any, decay: Any, count: jax.Array) -> Any:
+def corrected(moment: Any, decay: Any, count: jax.Array) -> Any:
   """Returns a tree of moments corrected for their start at zero."""
   # optax promotes the count implicitly.
   with jax.numpy_dtype_promotion('standard'):

@@ -14,12 +14,12 @@ from merit_optax._dimension_numbers import (
 )
 from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
-  bias_correction,
   cast_like,
   cast_to_both,
   check_decays,
   check_moment,
   check_real,
+  corrected,
   moment_dtype,
 )
 from merit_optax._newton_schulz import (
@@ -193,9 +193,9 @@ def scale_by_muon(
       ns_coeffs=state.ns_coeffs,
     )
     ahead = optax.safe_increment(count) if nesterov else count
-    m = bias_correction(mu, beta, ahead)
+    m = corrected(mu, beta, ahead)
     if nesterov:
-      g = bias_correction(g, beta, count)
+      g = corrected(g, beta, count)
       m = jax.tree.map(average, m, g)
     m = jax.tree.map(functools.partial(to_dtype, dtype=ns_dtype), m)
     u = map_matrices(

@@ -47,9 +47,9 @@ def _takes_arguments_of(
     def statistics(
       *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Statistics:
-      optimizer(*args, **kwargs)  # Checks the arguments.
       given = signature.bind(*args, **kwargs)
       given.apply_defaults()
+      optimizer(*given.args, **given.kwargs)  # Checks the arguments.
       return measure(given.arguments)
 
     statistics.__signature__ = signature.replace(  # type: ignore[attr-defined]

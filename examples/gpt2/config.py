@@ -225,6 +225,12 @@ def check_at_least(least: int, **settings: int | None) -> None:
       raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
 
 
+def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+  """Returns which JSON values differ, '' if none does."""
+  names = sorted(k for k in old | new if old.get(k) != new.get(k))
+  return ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+
+
 def digest(*parts: Any) -> str:
   """Returns a hash of JSON values, as hexadecimal digits."""
   return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

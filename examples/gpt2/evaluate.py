@@ -15,8 +15,8 @@ import tyro
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import validation_batch
 from examples.gpt2.data.documents import load_corpus
-from examples.gpt2.data.shards import TokenFiles, open_parts
-from examples.gpt2.data.tokenizer import Encoder
+from examples.gpt2.data.shards import TokenFiles, open_parts, read_index
+from examples.gpt2.data.tokenizer import END_OF_LINE, Encoder
 from examples.gpt2.data.tokens import check_length
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.files import Model, load_model
@@ -111,7 +111,8 @@ def evaluate(
 
 def _read(data: str, model: Model) -> tuple[TokenFiles | np.ndarray, int]:
   """Returns the held-out tokens, and the bytes of their text or 0."""
-  parts = open_parts(as_path(data), model.num_tokens)
+  path = as_path(data)
+  parts = open_parts(path, model.num_tokens, read_index(path))
   if 'val' in parts:
     return parts['val'], 0
   if model.tokenizer is None:
@@ -126,7 +127,8 @@ def _read(data: str, model: Model) -> tuple[TokenFiles | np.ndarray, int]:
     )
   documents = load_corpus(data).validation
   num_bytes = sum(len(text.encode()) for text in documents)
-  return Encoder(model.tokenizer, model.end_token)(documents), num_bytes
+  encode = Encoder(model.tokenizer, model.end_token, END_OF_LINE)
+  return encode(documents), num_bytes
 
 
 def _check_fits(

@@ -5,8 +5,6 @@ devices, processes and micro-batches. Each process reads only the sequences of
 its own devices.
 """
 
-import functools
-
 import jax
 from jax.sharding import Mesh
 import numpy as np
@@ -75,21 +73,12 @@ def _make_batch(
   """Makes an array over all devices, with any number of micro-batches."""
   _, rows, length = batch_shape(config, mesh).shape
   starts_AB = starts.reshape(-1, rows)
-
-  # Devices that hold the same sequences share one read.
-  @functools.cache
-  def read(starts: bytes, shape: tuple[int, ...]) -> np.ndarray:
-    found = np.frombuffer(starts, starts_AB.dtype).reshape(shape)
-    return read_windows(tokens, found, length)
-
-  def of_device(index: tuple[slice, ...]) -> np.ndarray:
-    part = starts_AB[index[:2]]
-    return read(part.tobytes(), part.shape)
-
-  return jax.make_array_from_callback(
-    (*starts_AB.shape, length),
-    batch_sharding(mesh),
-    # Called for the devices of this process alone; T is not sharded.
-    of_device,
-    dtype=np.int32,
-  )
+  shape, sharding = (*starts_AB.shape, length), batch_sharding(mesh)
+  # All sequences of this process are read at once, each once: from an object
+  # store, that is at the same time. T is not sharded.
+  is_read_AB = np.zeros(starts_AB.shape, bool)
+  for index in sharding.addressable_devices_indices_map(shape).values():
+    is_read_AB[index[:2]] = True
+  tokens_ABT = np.zeros(shape, np.int32)
+  tokens_ABT[is_read_AB] = read_windows(tokens, starts_AB[is_read_AB], length)
+  return jax.make_array_from_callback(shape, sharding, tokens_ABT.__getitem__)

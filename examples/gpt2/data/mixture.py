@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 import functools
+import math
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +31,8 @@ def parse_sources(data: str | Sequence[str]) -> list[Source]:
   texts = [data] if isinstance(data, str) else list(data)
   sources = [_parse(text) for text in texts]
   given = [source.weight for source in sources if source.weight is not None]
-  if len(given) not in (0, len(sources)) or not all(x > 0 for x in given):
+  is_each = len(given) in (0, len(sources))
+  if not is_each or not all(0 < x < math.inf for x in given):
     raise UsageError(
       '--data must give a weight above 0 for each source, as in tokens/web:0.7 '
       f'tokens/code:0.3, or for none, got {" ".join(texts)}.'
@@ -41,6 +44,8 @@ def parse_sources(data: str | Sequence[str]) -> list[Source]:
 
 def _parse(text: str) -> Source:
   path, _, weight = text.rpartition(':')
+  if Path(text).expanduser().exists():  # A name with a colon.
+    return Source(text, None)
   try:
     return Source(path, float(weight)) if path else Source(text, None)
   except ValueError:  # As in gs://bucket.

@@ -163,12 +163,14 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
   return found
 
 
-def open_parts(folder: Path, vocab_size: int) -> dict[str, TokenFiles]:
+def open_parts(
+  folder: Path, vocab_size: int, index: dict[str, Any] | None
+) -> dict[str, TokenFiles]:
   """Opens the token files of a folder by part, nothing for one without files.
 
-  Without an index or headers, their type is by the size of the vocabulary.
+  Without an index, as ``read_index`` returns it, or headers, their type is by
+  the size of the vocabulary.
   """
-  index = read_index(folder)
   if index is None:
     found = find_files(folder).items()
     return {x: open_files(paths, vocab_size) for x, paths in found if paths}

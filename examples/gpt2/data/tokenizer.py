@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import json
 from pathlib import Path
+import re
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,18 @@ import tqdm
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.shards import token_dtype
+from examples.gpt2.storage import on_disk
 
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
 SETTINGS = 'tokenizer_config.json'  # Names the end-of-text token.
 
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
+# Where long texts are cut. No token reaches over the end of a line that is
+# between characters that are no spaces. What is trained on text directly is cut
+# at the end of any line, which can change a token: such runs go on with them.
+_BETWEEN_TOKENS = re.compile(r'(?<=\S)\n(?=\S)')
+END_OF_LINE = re.compile(r'\n')
+_NOWHERE = re.compile(r'(?!)')
 _CHARACTERS_IN_PIECE = 1 << 17
 _CHARACTERS_AT_ONCE = 1 << 20
 
@@ -33,7 +41,9 @@ def train_tokenizer(
     special_tokens=[END_OF_TEXT],
     show_progress=False,
   )
-  pieces = [piece for document in documents for piece in _pieces(document)]
+  pieces = [
+    piece for document in documents for piece in _pieces(document, END_OF_LINE)
+  ]
   progress = tqdm.tqdm(pieces, 'training the tokenizer')
   tokenizer.train_from_iterator(progress, trainer)
   return tokenizer
@@ -86,8 +96,9 @@ def _open(path: Path) -> tokenizers.Tokenizer:
   file = _file(path)
   for vocab, merges in _GPT2_FILES:
     if not file.exists() and (path / vocab).exists():
-      files = str(path / vocab), str(path / merges)
-      return _byte_level(tokenizers.models.BPE.from_file(*files))
+      with on_disk(path / vocab) as first, on_disk(path / merges) as second:
+        model = tokenizers.models.BPE.from_file(str(first), str(second))
+      return _byte_level(model)
   return tokenizers.Tokenizer.from_buffer(file.read_bytes())
 
 
@@ -177,7 +188,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 class Encoder:
   """Turns documents into tokens, with an end-of-text token after each."""
 
-  def __init__(self, tokenizer: tokenizers.Tokenizer, end_token: str):
+  def __init__(
+    self,
+    tokenizer: tokenizers.Tokenizer,
+    end_token: str,
+    cut: re.Pattern[str] = _BETWEEN_TOKENS,
+  ):
     self.tokenizer = tokenizer
     self.end_token = end_token
     self.num_tokens = num_identifiers(tokenizer)
@@ -185,7 +201,7 @@ class Encoder:
     # Some put a space before each text that they get, so also before pieces.
     texts = ['a line\nand more', 'a line\n', 'and more']
     whole, first, second = (x.ids for x in self._encode(texts))
-    self._is_cut = whole == first + second
+    self._cut = cut if whole == first + second else _NOWHERE
 
   def _encode(self, texts: list[str]) -> list[tokenizers.Encoding]:
     return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -196,9 +212,10 @@ class Encoder:
     Pieces end with a line. Returns tokens on one axis, uint16 or, of a larger
     vocabulary, uint32.
     """
-    cut = _pieces if self._is_cut else _uncut
     # An empty piece marks the end of a document.
-    pieces = [piece for text in documents for piece in (*cut(text), '')]
+    pieces = [
+      piece for text in documents for piece in (*_pieces(text, self._cut), '')
+    ]
     ids = (
       encoding.ids if piece else [self._end]
       for piece, encoding in zip(pieces, self._encode(pieces), strict=True)
@@ -231,15 +248,11 @@ def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
     yield group
 
 
-def _uncut(text: str) -> Iterator[str]:
-  if text:
-    yield text
-
-
-def _pieces(text: str) -> Iterator[str]:
+def _pieces(text: str, at: re.Pattern[str]) -> Iterator[str]:
   """Cuts text to pieces that the tokenizer can take in parallel."""
   start = 0
   while start < len(text):
-    end = text.find('\n', start + _CHARACTERS_IN_PIECE) + 1 or len(text)
+    cut = at.search(text, start + _CHARACTERS_IN_PIECE)
+    end = cut.end() if cut else len(text)
     yield text[start:end]
     start = end

@@ -32,6 +32,7 @@ from examples.gpt2.data.shards import (
   read_index,
 )
 from examples.gpt2.data.tokenizer import (
+  END_OF_LINE,
   END_OF_TEXT,
   Encoder,
   end_token_of_folder,
@@ -41,10 +42,7 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.devices.processes import any_failed, on_first, say
-from examples.gpt2.storage import (
-  as_path,
-  new_folder,
-)
+from examples.gpt2.storage import as_path, new_folder
 
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
@@ -188,7 +186,7 @@ def _load_evaluation(
   if path.suffix in TOKEN_SUFFIXES and path.is_file():
     found: TokenFiles | None = open_files([path], size)
   else:
-    found = open_parts(path, size).get('val')
+    found = open_parts(path, size, read_index(path)).get('val')
   if found is None:
     if tokens.tokenizer is None or tokens.end_token is None:
       raise UsageError(
@@ -217,7 +215,9 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     vocab_size = num_identifiers(tokenizer)
-  parts = open_parts(folder, vocab_size)
+  index = read_index(folder)
+  has_index = index is not None
+  parts = open_parts(folder, vocab_size, index)
   missing = [part for part in PARTS if part not in parts]
   if len(missing) == len(PARTS):
     return None
@@ -228,8 +228,6 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
   train, validation = (parts[part] for part in PARTS)
   check_length('training', train, config.context_length)
   check_length('validation', validation, config.context_length)
-  index = read_index(folder)
-  has_index = index is not None
   if index is None:
     index = cached_statistics([train, validation], vocab_size, config)
     sha256 = index['sha256']
@@ -275,7 +273,7 @@ def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
     with new_folder(folder) as scratch:
       tokenizer = train_tokenizer(corpus.train, config.vocab_size)
       tokenizer.save(str(scratch / _TOKENIZER))
-      encode = Encoder(tokenizer, END_OF_TEXT)
+      encode = Encoder(tokenizer, END_OF_TEXT, END_OF_LINE)
       for part, texts in (('train', corpus.train), ('val', corpus.validation)):
         with (scratch / f'{part}.bin').open('wb') as file:
           for group in grouped(tqdm.tqdm(texts, f'tokenizing for {part}')):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, describe_changes
 from examples.gpt2.data.counts import entropy
 from examples.gpt2.data.shards import INDEX, PARTS, PROGRESS
 from examples.gpt2.storage import make_folder, whole_file, write_whole
@@ -150,7 +150,8 @@ class ShardWriter:
       'shards': self._shards,
     }
     write_whole(self._folder / INDEX, _json(index))
-    for path in (self._saved, self._folder / PROGRESS):
+    # In this order: without the first, a kill in between would be resumed.
+    for path in (self._folder / PROGRESS, self._saved):
       path.unlink(missing_ok=True)
 
   def _write(self, part: str, name: str) -> None:
@@ -209,10 +210,8 @@ class ShardWriter:
 
   def _restore(self) -> None:
     progress = json.loads((self._folder / PROGRESS).read_text())
-    old, new = progress['settings'], self._settings
-    names = sorted(k for k in old | new if old.get(k) != new.get(k))
-    if names:
-      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+    changes = describe_changes(progress['settings'], self._settings)
+    if changes:
       raise UsageError(
         f'{self._folder} holds a part of tokens of other settings or files '
         f'({changes}): choose another folder, or delete it.'

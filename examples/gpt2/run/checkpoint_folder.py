@@ -11,7 +11,6 @@ from etils import epath
 from examples.gpt2.run.folder import unused_path
 from examples.gpt2.run.orbax_io import COMMITTED
 from examples.gpt2.storage import (
-  as_path,
   is_remote,
   make_folder,
   move,
@@ -38,9 +37,8 @@ class CheckpointFolder:
   PROOF = 'proof-'
 
   def __init__(self, root: Path, keep: int):
-    self.is_remote = is_remote(as_path(root))
-    place = as_path(root) if self.is_remote else as_path(root).absolute()
-    self.root = epath.Path(place)
+    self.is_remote = is_remote(root)
+    self.root = epath.Path(root if self.is_remote else root.absolute())
     self._keep = keep
 
   def path(self, step: int) -> epath.Path:

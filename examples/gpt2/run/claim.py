@@ -159,5 +159,10 @@ def _wait_until_silent(folder: Path, path: Path) -> None:
   end = time.monotonic() + SILENT_SECONDS
   while time.monotonic() < end:
     time.sleep(min(1.0, SILENT_SECONDS / 20))
-    if not path.exists() or read_bytes(path) != before:
+    if not path.exists():
+      raise _refusal(folder, owner)
+    now = read_bytes(path)
+    if json.loads(now)['owner'] is None:
+      return
+    if now != before:
       raise _refusal(folder, owner)

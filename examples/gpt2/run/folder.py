@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 import warnings
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, describe_changes
 from examples.gpt2.devices.processes import is_first, on_first, say
 from examples.gpt2.run.claim import Claim, claim
 from examples.gpt2.run.metrics import metrics_file, read_metrics
@@ -120,10 +120,8 @@ class RunFolder:
       raise self._refusal(
         f'a {_CONFIG} that no run of this trainer wrote, or a damaged one'
       ) from error
-    new = json.loads(json.dumps(identity))
-    names = sorted(k for k in old | new if old.get(k) != new.get(k))
-    if names:
-      changes = ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
+    changes = describe_changes(old, json.loads(json.dumps(identity)))
+    if changes:
       raise self._refusal(f'a run with other settings ({changes})')
     return settings
 

@@ -8,6 +8,7 @@ from typing import Any
 import uuid
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -102,7 +103,15 @@ def _read_file(folder: CheckpointFolder, name: str) -> str:
 
 
 def _save(folder: CheckpointFolder, name: str) -> str:
-  item = ocp.args.Composite(state=ocp.args.StandardSave(_number(name)))
+  number = _number(name)
+  mesh = Mesh(np.array(jax.devices()), ('device',))
+  # Split as states are, so that every process has a part to write.
+  split = jax.make_array_from_callback(
+    number.shape,
+    NamedSharding(mesh, PartitionSpec('device')),
+    number.__getitem__,
+  )
+  item = ocp.args.Composite(state=ocp.args.StandardSave({'number': split}))
   # Of all processes, as the checkpoints to come: Orbax counts its saves.
   writer = make_writer(folder.root)
   writer.save(folder.root / name, args=item)
@@ -112,12 +121,12 @@ def _save(folder: CheckpointFolder, name: str) -> str:
 
 def _read(folder: CheckpointFolder, name: str) -> str:
   expected = _number(name)
-  found = read_arrays(folder.root / name, expected)
-  is_same = np.array_equal(found['number'], expected['number'])
+  found = read_arrays(folder.root / name, {'number': expected})
+  is_same = np.array_equal(found['number'], expected)
   return '' if is_same else 'other numbers are read than were written'
 
 
-def _number(name: str) -> dict[str, np.ndarray]:
-  """Returns, as an array, the number that a name ends in."""
+def _number(name: str) -> np.ndarray:
+  """Returns, as bytes for each device, the number that a name ends in."""
   digits = bytes.fromhex(name.removeprefix(CheckpointFolder.PROOF))
-  return {'number': np.frombuffer(digits, np.uint8)}
+  return np.tile(np.frombuffer(digits, np.uint8), (jax.device_count(), 1))

@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import Config
+from examples.gpt2.data import batches
 from examples.gpt2.data.batches import (
   batch_shape,
   training_batch,
   validation_batch,
 )
+from examples.gpt2.data.shards import read_windows
 from examples.gpt2.devices.sharding import (
   batch_sharding,
   make_mesh,
@@ -73,19 +75,36 @@ def test_batches_reach_both_ends_of_the_text():
 
 
 def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
-  # What a process with the first and the last of four devices would do.
-  def make_array(shape, sharding, callback, dtype):
-    indices = sharding.addressable_devices_indices_map(shape)
-    devices = sharding.mesh.devices.ravel()[[0, 3]]
-    return [callback(indices[device]) for device in devices]
-
   config = _config(batch_size=8, micro_batch_size=2)
   mesh = make_mesh('', jax.devices()[:4])
   whole = training_batch(TOKENS, config, 1, mesh)
-  monkeypatch.setattr(jax, 'make_array_from_callback', make_array)
+  read = []
+
+  def record(tokens, starts, length):
+    read.extend(starts)
+    return read_windows(tokens, starts, length)
+
+  # As in a process with the first and the last of four devices.
+  own = mesh.devices.ravel()[[0, 3]]
+  all_indices = jax.sharding.Sharding.addressable_devices_indices_map
+  monkeypatch.setattr(
+    jax.sharding.NamedSharding,
+    'addressable_devices_indices_map',
+    lambda self, shape: {x: all_indices(self, shape)[x] for x in own},
+  )
+  monkeypatch.setattr(
+    jax,
+    'make_array_from_callback',
+    lambda shape, sharding, callback: [
+      callback(index)
+      for index in sharding.addressable_devices_indices_map(shape).values()
+    ],
+  )
+  monkeypatch.setattr(batches, 'read_windows', record)
   first, last = training_batch(TOKENS, config, 1, mesh)
   np.testing.assert_array_equal(first, whole[:, :2])
   np.testing.assert_array_equal(last, whole[:, 6:])
+  assert len(read) == 4
 
 
 def test_a_memory_map_is_read(tmp_path: Path):

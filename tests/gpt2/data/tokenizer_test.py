@@ -1,11 +1,14 @@
 import json
 from pathlib import Path
 
+import hypothesis
+from hypothesis import strategies as st
 import numpy as np
 import pytest
 import tokenizers
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data import tokenizer as data_tokenizer
 from examples.gpt2.data.tokenizer import (
   Encoder,
   num_identifiers,
@@ -89,3 +92,14 @@ def test_an_end_of_text_token_follows_each_document_also_a_long_one():
   assert ids.dtype == np.uint16
   decoded = tokenizer.decode(ids, skip_special_tokens=False)
   assert decoded == ''.join(text + END for text in texts)
+
+
+@hypothesis.given(text=st.text('ab!1 \n\t\r\u2028\xa0', max_size=40))
+def test_a_long_document_has_the_tokens_of_an_uncut_one(text: str):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  encode = Encoder(tokenizer, END)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(data_tokenizer, '_CHARACTERS_IN_PIECE', 3)
+    ids = encode([text])
+  expected = tokenizer.encode(text).ids
+  assert ids.tolist() == [*expected, tokenizer.token_to_id(END)]
