@@ -35,9 +35,11 @@ class Config:
   """Pretrains GPT-2 with MERIT."""
 
   data: Path | None = None  # Folder of uint16 train.bin, val.bin. None: stdlib.
+  # From gs:// or s3://, each process reads them into its memory.
   vocab_size: int = 256  # Above every token; a multiple of 64 is faster.
   out_dir: Path = Path('runs/pretrain')  # All hosts must see it; or gs://.
   seed: int = 0  # Of the weights and of the order of the data.
+
   num_layers: int = 4
   num_heads: int = 4
   width: int = 128  # Features of the residual stream.
@@ -45,12 +47,14 @@ class Config:
   context_length: int = 128  # Tokens in a sequence.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
   remat: bool = False  # Compute each block again in the backward pass.
+
   batch_size: int = 32  # Sequences in a step, on all devices together.
   accumulation_steps: int = 1  # Micro-batches that a batch is split into.
   steps: int = 400
   learning_rate: float = 0.02  # Peak. Start at 0.4 / sqrt(steps).
   weight_decay: float = 0.01
   eval_every: int = 20  # Steps between lines of output, each with a checkpoint.
+
   fsdp: int = 1  # Devices that parameters and batches are split over.
   tensor: int = 1  # Devices that heads, MLP and vocabulary are split over.
   distributed: bool = False  # Connect to the other processes of a pod or job.
@@ -96,7 +100,10 @@ def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
   """Returns tokens to train on and tokens to validate on, one axis each."""
   if config.data:
     files = [config.data / name for name in ('train.bin', 'val.bin')]
-    train, val = (np.memmap(x, dtype=np.uint16, mode='r') for x in files)
+    if '://' in str(config.data):
+      train, val = (np.frombuffer(x.read_bytes(), np.uint16) for x in files)
+    else:
+      train, val = (np.memmap(x, dtype=np.uint16, mode='r') for x in files)
     # In wider tokens, and in llm.c's header, odd words are mostly zero.
     if np.mean(train[1:512:2] < 4) > 0.9 or bytes(train[:3]) == b'\x93NUMPY':
       raise ValueError(f'{files[0]} must be uint16 tokens without a header.')

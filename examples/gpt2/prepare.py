@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+import contextlib
 import dataclasses
 import hashlib
 import heapq
@@ -30,6 +31,7 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.data.writer import ShardWriter
+from examples.gpt2.run.claim import LOCK, claim
 from examples.gpt2.run.command import exit_on_error, table
 from examples.gpt2.storage import as_path, is_remote, write_whole
 
@@ -47,13 +49,13 @@ _AHEAD = 3
 class PrepareConfig:
   """Makes token files and tokenizer.json, for the trainer's --data.
 
-  Lines of .jsonl files (and .ndjson, .jsonlines, .json) and rows of .parquet
-  files are documents. Other files are a document each, or more with lines
-  '<|endoftext|>' between them; long ones are cut every 131,072 bytes, at the
-  end of a line. Files ending in .gz, .zst, .bz2 and .xz are unpacked. An
-  end-of-text token follows each document. The same text gives the same files,
-  on any number of cores. What was killed goes on where it was, with the same
-  command.
+  Lines of .jsonl files (and .ndjson, .jsonlines, .json), or the items of one
+  array, and rows of .parquet files are documents. Other files are a document
+  each, or more with lines '<|endoftext|>' between them; long ones are cut every
+  131,072 bytes, at the end of a line. Files ending in .gz, .zst, .bz2 and .xz
+  are unpacked. An end-of-text token follows each document. The same text gives
+  the same files, on any number of cores. What was killed goes on where it was,
+  with the same command.
   """
 
   data: tuple[Path, ...]
@@ -119,9 +121,11 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   folder = as_path(config.out_dir)
   folder = folder if is_remote(folder) else folder.resolve()
   settings = _settings(config, reader)
-  with ShardWriter(
-    folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS)
-  ) as writer:
+  writer = ShardWriter(
+    folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS, LOCK)
+  )
+  # Whoever is refused here leaves what is there.
+  with contextlib.closing(claim(folder)) as owner, writer:
     encode = _make_encoder(reader, config, folder)
     for parts, place in _tokenize(reader, encode, config, writer.place):
       writer.add(parts, place)
@@ -134,6 +138,7 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
         '{}.'.format(*counts, config.validation_share)
       )
     made = _describe(writer, reader, encode, config)
+    owner.check()
     writer.finish(
       {
         'vocab_size': encode.num_tokens,

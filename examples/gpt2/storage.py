@@ -4,13 +4,15 @@ Paths of stores have the methods of ``pathlib``. What goes beyond them, because
 a store keeps whole objects and has neither folders nor locks, is here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import importlib.util
 import os
 from pathlib import Path
 import re
 import tempfile
+import time
+import warnings
 
 from etils import epath
 import fsspec
@@ -20,6 +22,13 @@ from examples.gpt2.data import atomic
 
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
+
+_PAUSES = (1.0, 4.0, 16.0, 64.0)
+"""Seconds until a read that has failed is tried again.
+
+The libraries try again themselves, for a few seconds (s3fs) or half a minute
+(gcsfs). A run that would end by it loses what it did since its last checkpoint.
+"""
 
 _LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
 
@@ -109,15 +118,20 @@ def read_ranges(
     The parts.
 
   Raises:
-    OSError: If a part cannot be read whole.
+    OSError: If a part cannot be read whole, of a store in minutes.
   """
   if not paths:
     return []
   ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-  with os_errors():
-    parts = file_system(paths[0]).cat_ranges(
-      [os.fspath(path) for path in paths], list(offsets), ends, on_error='raise'
-    )
+  names = [os.fspath(path) for path in paths]
+
+  def read() -> list[bytes]:
+    with os_errors():
+      return file_system(paths[0]).cat_ranges(
+        names, list(offsets), ends, on_error='raise'
+      )
+
+  parts = _persist(read) if is_remote(paths[0]) else read()
   for path, part, offset, size in zip(
     paths, parts, offsets, sizes, strict=True
   ):
@@ -127,6 +141,23 @@ def read_ranges(
         f'{size} could be read.'
       )
   return parts
+
+
+def _persist(read: Callable[[], list[bytes]]) -> list[bytes]:
+  """Reads, again if it fails by what may pass."""
+  for pause in _PAUSES:
+    try:
+      return read()
+    except (FileNotFoundError, PermissionError):
+      raise
+    except OSError as error:
+      warnings.warn(
+        f'A read from a store has failed ({error}); it is tried again in '
+        f'{pause:.0f} s.',
+        stacklevel=3,
+      )
+      time.sleep(pause)
+  return read()
 
 
 def read_bytes(path: Path) -> bytes:

@@ -27,6 +27,7 @@ from examples.gpt2.data.tokenizer import Encoder, train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.prepare import PrepareConfig, main, prepare
 from examples.gpt2.presets import resolve
+from examples.gpt2.run.claim import LOCK
 
 END = '<|endoftext|>'
 FILES = {
@@ -167,7 +168,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
   return {
     path.relative_to(folder).as_posix(): path.read_bytes()
     for path in folder.rglob('*')
-    if path.is_file()
+    if path.is_file() and path.name != LOCK
   }
 
 
@@ -461,6 +462,23 @@ def test_a_folder_that_holds_something_is_refused_and_kept(config):
   with pytest.raises(OSError, match='out is there and not empty'):
     prepare(config)
   assert _contents(config.out_dir) == {'precious': b'data'}
+
+
+def test_a_second_run_is_refused_and_changes_nothing(config, tmp_path):
+  made = dataclasses.replace(config, shard_tokens=99)
+  expected = dataclasses.replace(made, out_dir=tmp_path / 'alone')
+  prepare(expected)
+  train = prepare_module.train_tokenizer
+
+  def train_beside_another(*args):
+    with pytest.raises(UsageError, match='in use by a run that goes on'):
+      prepare(made)
+    return train(*args)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(prepare_module, 'train_tokenizer', train_beside_another)
+    prepare(made)
+  assert _contents(made.out_dir) == _contents(expected.out_dir)
 
 
 def test_an_empty_folder_is_filled(config: PrepareConfig):

@@ -1,4 +1,5 @@
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 from hypothesis import strategies as st
@@ -82,6 +83,25 @@ def test_ranges_are_what_was_written(
     [size for _, _, size in parts],
   )
   assert found == [contents[i][o : o + size] for i, o, size in parts]
+
+
+def test_a_read_waits_for_a_store_that_fails(bucket: str, proxy, monkeypatch):
+  path = as_path(bucket) / 'a'
+  storage.write_whole(path, b'abc')
+  # Else the library itself would wait for half a minute.
+  monkeypatch.setattr('gcsfs.retry.is_retriable', lambda error: False)
+  proxy.status = 503
+  pauses = []
+
+  def heal_later(pause: float) -> None:
+    pauses.append(pause)
+    if len(pauses) == 2:
+      proxy.heal()
+
+  monkeypatch.setattr(storage, 'time', SimpleNamespace(sleep=heal_later))
+  with pytest.warns(UserWarning, match='tried again in 4 s'):
+    assert storage.read_ranges([path], [1], [2]) == [b'bc']
+  assert pauses == [1.0, 4.0]
 
 
 def test_a_range_that_is_not_there_is_an_error(place: Path):

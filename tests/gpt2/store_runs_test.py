@@ -1,17 +1,22 @@
 """Runs whose files are in object stores: the same bits as on a disk."""
 
+from collections.abc import Iterable
 import dataclasses
 import json
 import os
 from pathlib import Path
+import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 
+from examples.gpt2 import evaluate as evaluate_module, plot, prepare
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.convert import export_model, import_model
 from examples.gpt2.evaluate import evaluate
@@ -20,8 +25,8 @@ from examples.gpt2.plot import plot_runs
 from examples.gpt2.run import claim, metrics
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED
-from examples.gpt2.storage import as_path, file_system
-from examples.gpt2.train import train
+from examples.gpt2.storage import as_path, file_system, write_whole
+from examples.gpt2.train import main, train
 
 _SETTINGS = {'config': {'steps': 3}}
 
@@ -86,16 +91,20 @@ def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
     assert file_system(run).find(str(run / name)), name
 
 
+_SIZES = (
+  'num_layers', 'num_heads', 'width', 'context_length', 'batch_size',
+  'micro_batch_size', 'steps', 'unroll', 'eval_every', 'watch_every',
+  'checkpoint_every', 'eval_sequences',
+)  # fmt: skip
+
+
+def _flags(config: Config, names: Iterable[str]) -> list[str]:
+  return [f'--{x.replace("_", "-")}={getattr(config, x)}' for x in names]
+
+
 def _arguments(config: Config, run: Path | str) -> list[str]:
-  names = (
-    'data', 'cache_dir', 'vocab_size', 'num_layers', 'num_heads', 'width',
-    'context_length', 'batch_size', 'micro_batch_size', 'steps', 'unroll',
-    'eval_every', 'watch_every', 'checkpoint_every', 'eval_sequences',
-  )  # fmt: skip
-  flags = {f'--{x.replace("_", "-")}': getattr(config, x) for x in names}
-  return [str(x) for pair in flags.items() for x in pair] + [
-    '--out-dir', str(run),
-  ]  # fmt: skip
+  names = ('data', 'cache_dir', 'vocab_size', *_SIZES)
+  return [*_flags(config, names), f'--out-dir={run}']
 
 
 def _start(arguments: list[str], **options: Any) -> subprocess.Popen:
@@ -282,12 +291,46 @@ def test_what_is_not_there_is_named(bucket: str, tiny: Config):
 
 
 @pytest.mark.slow
+def test_the_commands_of_the_page_run(
+  tiny: Config, make_bucket, tmp_path: Path, monkeypatch
+):
+  page = Path(__file__).parents[2] / 'docs' / 'storage.md'
+  (block,) = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
+  buckets = {'gs://BUCKET': make_bucket('gs'), 's3://OTHER': make_bucket('s3')}
+  for name, bucket in buckets.items():
+    block = block.replace(name, bucket)
+  first, *lines = block.splitlines()
+  assert first.startswith("pip install -e '.[cloud]'")
+  assert len(lines) == 3
+  monkeypatch.chdir(tmp_path)
+  gs, s3 = buckets.values()
+  texts = Path(tiny.data).read_text().splitlines()
+  records = [json.dumps({'text': text}) + '\n' for text in texts]
+  Path('text.jsonl').write_text(''.join(records))
+  prepare.main(
+    ['--data', 'text.jsonl', '--out-dir', f'{gs}/tokens', '--vocab-size=288']
+    + ['--validation-share=0.2']
+  )
+  sizes = _flags(tiny, _SIZES)
+  main([*sizes, '--data', f'{gs}/tokens', '--out-dir', f'{s3}/runs/two'])
+  train_line, evaluate_line, plot_line = (shlex.split(x)[3:] for x in lines)
+  main([*train_line, *sizes])
+  evaluate_module.main(evaluate_line)
+  plot.main(plot_line)
+  assert Path('both.png').exists()
+
+
+@pytest.mark.slow
 def test_the_one_file_trainer_resumes_from_a_store(make_bucket):
+  data = as_path(make_bucket('s3')) / 'tokens'
+  for name in ('train.bin', 'val.bin'):
+    tokens = np.arange(4000, dtype=np.uint16) % 251
+    write_whole(data / name, tokens.tobytes())
   command = [
     sys.executable, 'examples/pretrain.py', '--out-dir',
     f'{make_bucket("gs")}/run', '--eval-every', '2', '--num-layers', '1',
     '--width', '16', '--context-length', '16', '--batch-size', '8',
-    '--steps', '2',
+    '--steps', '2', '--data', str(data),
   ]  # fmt: skip
   for done in (0, 2):
     told = subprocess.run(

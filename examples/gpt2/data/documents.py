@@ -134,13 +134,13 @@ class DocumentReader:
   """Streams the documents of text, JSON lines and Parquet files.
 
   Each line of ``.jsonl``, ``.ndjson``, ``.jsonlines`` and ``.json`` is a JSON
-  object with the text of a document in a field, and each row of ``.parquet``
-  has it in a column. Any other file is a text: a document, or more than one
-  with lines ``<|endoftext|>`` between them; a document of more than 131,072
-  bytes is cut there, at the next end of a line (or of a word, in a line of more
-  than 16,384 bytes). Text is UTF-8, UTF-16 or UTF-32. Files that end in
-  ``.gz``, ``.zst``, ``.bz2`` or ``.xz`` are unpacked. Empty documents are left
-  out, and of folders what a leading dot hides.
+  object with the text of a document in a field, or the file is one array of
+  such objects; each row of ``.parquet`` has it in a column. Any other file is a
+  text: a document, or more than one with lines ``<|endoftext|>`` between them;
+  a document of more than 131,072 bytes is cut there, at the next end of a line
+  (or of a word, in a line of more than 16,384 bytes). Text is UTF-8, UTF-16 or
+  UTF-32. Files that end in ``.gz``, ``.zst``, ``.bz2`` or ``.xz`` are unpacked.
+  Empty documents are left out, and of folders what a leading dot hides.
   """
 
   data: Iterable[Path]  # Files, and folders with their subfolders.
@@ -230,7 +230,7 @@ class DocumentReader:
     is_json = files.kind(path) == 'JSON lines'
     stream = files.as_utf8(stream)
     if is_json:
-      parts = enumerate(stream, 1)
+      parts = enumerate(_records(stream), 1)
     elif self.is_cut:
       parts = _split_text(stream)
     else:
@@ -310,6 +310,21 @@ class DocumentReader:
       total = sum(x.num_bytes for x in self.left_out.values())
       lines[_FILES_SHOWN:] = [f'and {more:,} more; in all {total:,} bytes']
     return ''.join(f'\n  {line}' for line in lines)
+
+
+def _records(stream: IO[bytes]) -> Iterator[bytes]:
+  """Yields JSON values: the lines, or the items of an array."""
+  first = stream.readline()
+  if not first.startswith(b'['):
+    yield first
+    yield from stream
+    return
+  content = first + stream.read()
+  try:
+    for item in json.loads(content):
+      yield json.dumps(item).encode()
+  except (ValueError, RecursionError):  # Each line is then judged by itself.
+    yield from content.splitlines(keepends=True)
 
 
 def _text_of(line: str, field: str) -> str:

@@ -81,7 +81,7 @@ class ShardWriter:
     self._saves = 0
     if (folder / PROGRESS).is_file():
       self._restore()
-    elif folder.exists() and any(folder.iterdir()):
+    elif folder.exists() and not all(_is_hidden(x) for x in folder.iterdir()):
       raise FileExistsError(
         f'{folder} is there and not empty: choose another folder, or delete it.'
       )
@@ -225,6 +225,10 @@ class ShardWriter:
       for part, documents in self._waiting.items():
         if f'{part}_tokens' in arrays:
           documents.add(arrays[f'{part}_tokens'], arrays[f'{part}_lengths'])
+
+
+def _is_hidden(path: Path) -> bool:
+  return path.name.startswith('.')
 
 
 def _lengths_file(shard: Path) -> Path:

@@ -48,11 +48,15 @@ def _refusal(folder: Path, owner: str = '') -> UsageError:
   )
 
 
+LOCK = '.lock'
+"""File of a folder on a disk that is locked."""
+
+
 class FileLock:
   """A lock of the operating system, which ends with its process."""
 
   def __init__(self, folder: Path):
-    self._file = (folder / '.lock').open('wb')
+    self._file = (folder / LOCK).open('wb')
     try:
       fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

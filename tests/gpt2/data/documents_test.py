@@ -35,6 +35,22 @@ def test_json_lines_are_documents(tmp_path: Path):
   assert _read(path, text_field='content') == ['two']
 
 
+@pytest.mark.parametrize('indent', [None, 2])
+def test_the_items_of_an_array_are_documents(tmp_path: Path, indent):
+  path = tmp_path / 'a.json'
+  records = [{'text': text} for text in TEXTS]
+  path.write_text(json.dumps(records, indent=indent))
+  assert _read(path) == TEXTS
+  # A line that begins like an array does not take the others with it.
+  path.write_bytes(b'[1, 2\n' + _json_lines(TEXTS))
+  reader = DocumentReader([path], skip_bad=True)
+  assert list(reader.read('reading')) == TEXTS
+  assert reader.num_skipped == 1
+  path.write_text(json.dumps([*records, 3]))
+  with pytest.raises(UsageError, match=r'a\.json, line 101: .* JSON object'):
+    _read(path)
+
+
 def test_lines_with_the_end_of_text_token_part_documents(tmp_path: Path):
   path = tmp_path / 'a.txt'
   path.write_bytes(
