@@ -116,6 +116,19 @@ def test_the_gram_form_is_the_plain_one(coefficients, exponent, shape):
   np.testing.assert_allclose(wide, padded[: shape[0]], atol=atol)
 
 
+@pytest.mark.parametrize('dtype', [np.float32, np.complex64])
+@pytest.mark.parametrize('shape', [(515, 520), (513, 1100)])
+def test_large_matrices_are_multiplied_in_blocks(shape, dtype):
+  rng = np.random.default_rng(0)
+  matrix = rng.normal(size=(*shape, 2)) @ [1, 1j]
+  matrix = (matrix if dtype == np.complex64 else matrix.real).astype(dtype)
+  u, values, v = np.linalg.svd(matrix, full_matrices=False)
+  values = np.asarray(values, np.float64) / np.linalg.norm(values)
+  for _ in range(5):
+    values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+  np.testing.assert_allclose(_update()(matrix), (u * values) @ v, atol=1e-5)
+
+
 def test_polar_express_converges_to_the_orthogonal_factor():
   for shape in ((8, 8), (6, 20), (20, 6)):
     matrix = _spectrum(1, shape, -2)
