@@ -11,14 +11,16 @@ from merit_optax._dimension_numbers import DimensionNumbers
 from merit_optax._flax import VECTORS, flax_dimension_numbers
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask
-from merit_optax._paths import path_namer
+from merit_optax._paths import path_namer, path_names
 
 Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
 
 # Of the names along a path: embeddings of tokens, positions and patches, and
 # heads, but not the heads of an attention.
 _INPUT_OR_OUTPUT = re.compile(
-  r'embed|^(wte|wpe|patchify)$|(^|_)(head|logits|classifier|unembedding)(_|$)'
+  r'[Ee]mbed|^(wte|wpe|patchify)$|(^|_)(head|logits|classifier)(_|$)'
+  # Linen's automatic names, such as LMHead_0.
+  r'|(?<!Multi)Head(_\d+)?$'
 )
 
 
@@ -27,9 +29,11 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
 
   By default these are all arrays with two or more axes but biases and scales
   (also those of stacked layers), embeddings and heads. The latter are
-  recognized by the names along their paths: names that contain ``embed``;
-  ``wte`` and ``wpe``; and ``head``, ``logits`` or ``classifier``, alone or as a
-  part that an underscore sets apart, such as ``lm_head``.
+  recognized by the names along their paths: names that contain ``embed`` or
+  ``Embed``; ``wte``, ``wpe`` and ``patchify``; ``head``, ``logits`` or
+  ``classifier``, alone or as a part that an underscore sets apart, such as
+  ``lm_head``; and ``Head`` at the end, such as ``LMHead_0``, but not
+  ``MultiHead``.
 
   Args:
     params: Tree of arrays, or of their shapes.
@@ -45,7 +49,7 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   Raises:
     ValueError: If ``hidden`` is none of these or does not fit the parameters;
       if it chooses a parameter with fewer than two axes, or none at all, though
-      there are parameters.
+      there are parameters; if the paths of two are written the same.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -61,19 +65,14 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   if not jax.tree.leaves(params):
     return params
   params = as_arrays(params)
-  name_of = path_namer(params)
+  names = path_names(params)
   chosen = _chosen(params, hidden)
-  named = {
-    name_of(path): (param, is_hidden)
-    for (path, param), is_hidden in zip(
-      jax.tree_util.tree_leaves_with_path(params),
-      jax.tree.leaves(chosen),
-      strict=True,
-    )
-  }
+  are_hidden = jax.tree.leaves(chosen)
   vectors = [
     f'{name} {param.shape}'
-    for name, (param, is_hidden) in named.items()
+    for name, param, is_hidden in zip(
+      names, jax.tree.leaves(params), are_hidden, strict=True
+    )
     if is_hidden and len(param.shape) < 2
   ]
   if vectors:
@@ -81,10 +80,10 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
       'hidden must choose parameters with two or more axes, got '
       f'{", ".join(vectors)}.'
     )
-  if not any(is_hidden for _, is_hidden in named.values()):
+  if not any(are_hidden):
     raise ValueError(
       'hidden must choose at least one parameter, got none of '
-      f'{", ".join(named)}.'
+      f'{", ".join(names)}.'
     )
   return chosen
 

@@ -18,6 +18,7 @@ from merit_optax._hidden import (
 )
 from merit_optax._keep_norms import keep_matrix_norms
 from merit_optax._leaves import as_arrays, with_update
+from merit_optax._moments import check_decays, moment_dtype
 from merit_optax._muon import scale_by_muon
 from merit_optax._newton_schulz import Coefficients
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
@@ -220,6 +221,9 @@ def muon_hyperball(
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
   numbers = _numbers(weight_dimension_numbers)
+  adam_b1 = _arguments.decay_rate('adam_b1', adam_b1)
+  moments = moment_dtype('mu_dtype', mu_dtype)
+  check_decays('adam_b1', adam_b1, set() if moments is None else {moments})
   direction = scale_by_muon(
     ns_coeffs,
     ns_steps,
@@ -238,7 +242,7 @@ def muon_hyperball(
       weight_dimension_numbers=numbers,
     ),
     scale_by_adam(
-      _arguments.decay_rate('adam_b1', adam_b1),
+      adam_b1,
       _arguments.decay_rate('adam_b2', adam_b2),
       _arguments.at_least_zero('adam_eps', adam_eps),
       mu_dtype=mu_dtype,

@@ -71,7 +71,9 @@ def keep_matrix_norms(
   bfloat16 the norm shrinks, by 1.6 % in 10,000 steps: use
   ``radius='initial'``, which stores the norms that matrices have in ``init``,
   or float32 master weights. (With stored norms, a matrix that was zero in
-  ``init`` keeps its current norm once it has one.)
+  ``init`` keeps its current norm once it has one. What shrinks norms on
+  purpose, such as :func:`merit_optax.qk_clip`, holds for one step: the next one
+  restores the stored norm.)
 
   Args:
     norm: ``'l2'`` or ``'max'``, the largest magnitude.
@@ -119,7 +121,7 @@ def keep_matrix_norms(
   if not isinstance(norm, str) or norm not in NORMS:
     raise ValueError(f'norm must be one of {sorted(NORMS)}, got {norm!r}.')
 
-  if radius not in ('current', 'initial'):
+  if not isinstance(radius, str) or radius not in ('current', 'initial'):
     raise ValueError(f"radius must be 'current' or 'initial', got {radius!r}.")
 
   def norms(x: jax.Array, axes: MatrixAxes) -> jax.Array:

@@ -98,6 +98,8 @@ def scale_by_lmo(
     z = widen(update)
     size = l2_norm(z, _AXES[norm](axes))
     rms = size / math.sqrt(z.size / max(size.size, 1))
+    # An infinite size would make zeros, which nobody would notice.
+    rms = jnp.where(jnp.isinf(rms), jnp.nan, rms)
     # Subnormal numbers count as zero, since most hardware flushes them.
     vanished = rms < jnp.finfo(rms.dtype).tiny
     scaled = jnp.where(vanished, 0, z) / jnp.where(vanished, 1, rms + eps)

@@ -74,7 +74,7 @@ def scale_by_muon(
   belong to. Where a matrix has 1.5 times as many columns as rows or more (or
   the reverse), the products are of its Gram matrix, which takes two thirds of
   the FLOPs or fewer, as long as rounding errors stay small: in float32 it is
-  computed anew after three iterations. In bfloat16 they would not.
+  computed anew after two iterations. In bfloat16 they would not.
 
   **On a mesh**, each device orthogonalizes whole matrices: they are moved there
   and back, in ``ns_dtype``, and products are not split. Therefore the bits of
@@ -95,7 +95,8 @@ def scale_by_muon(
       coefficients for each iteration the last are repeated if there are more;
       ignored if ``ns_coeffs`` is a sequence of three for each.
     beta: Decay rate of the momentum, in [0, 1).
-    eps: Added to the Frobenius norm, >= 0.
+    eps: Added to the Frobenius norm, >= 0. With 0, a gradient that is zero
+      becomes NaN.
     mu_dtype: dtype of the momentum; ``None`` for that of the parameter.
     nesterov: Whether to use Nesterov momentum.
     ns_dtype: dtype of the operands of products, and of what moves on a mesh:
@@ -109,9 +110,11 @@ def scale_by_muon(
     mesh_axes: Axes of the mesh over which whole matrices are spread: a name, a
       sequence of names, or ``None`` to leave products to the compiler. By
       default (``'auto'``) the axes that split a matrix, if their type is
-      Explicit; else ``'fsdp'``; else the axis of a mesh with a single one.
+      Explicit; else ``'fsdp'`` and ``'tensor'``, those of them that the mesh
+      has; else the axis of a mesh with a single one.
       Name those that parameters are split over: over axes that hold copies,
-      more is sent. Ignored without a mesh.
+      more is sent. Under :func:`jax.vmap` over an Explicit axis, give ``None``.
+      Ignored without a mesh.
 
   Returns:
     A :class:`optax.GradientTransformation` whose state is an
@@ -175,6 +178,7 @@ def scale_by_muon(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.contrib.MuonState]:
     del params
+    updates = as_arrays(updates)
     axes = matrix_axes(weight_dimension_numbers, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
     count = optax.safe_increment(state.count)

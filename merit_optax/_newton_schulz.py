@@ -128,7 +128,9 @@ def orthogonalize(
     Array of the same shape, in float32 or wider.
   """
   x = widen(x)
-  x = x / (l2_norm(l2_norm(x, (2,)), (1,)) + eps)
+  norm = l2_norm(l2_norm(x, (2,)), (1,))
+  # Of an infinite one the matrix would become zero, which nobody would notice.
+  x = x / (jnp.where(jnp.isinf(norm), jnp.nan, norm) + eps)
   segments = _segments(coefficients, dtype)
   if _are_fewer_flops(segments, x.shape):
     iterate = functools.partial(_by_gram_matrices, segments)

@@ -1,5 +1,7 @@
 """Roundings that no compiler leaves out."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +14,7 @@ def to_dtype(x: jax.Array, dtype: jnp.dtype | None) -> jax.Array:
   return x if dtype is None else x.astype(dtype)
 
 
+@jax.custom_jvp
 def rounded(x: jax.Array, count: jax.Array) -> jax.Array:
   """Returns an array as it is, rounded to its dtype.
 
@@ -29,3 +32,11 @@ def rounded(x: jax.Array, count: jax.Array) -> jax.Array:
   zero = jnp.minimum(count, 0).astype(kind)
   bits = jax.lax.bitcast_convert_type(x, kind) ^ zero
   return jax.lax.bitcast_convert_type(bits, x.dtype)
+
+
+@rounded.defjvp
+def _rounded_jvp(
+  primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]
+) -> tuple[jax.Array, jax.Array]:
+  # That of bits is zero.
+  return rounded(*primals), tangents[0]

@@ -44,7 +44,7 @@ def starting_learning_rate(optimizer: str, steps: int) -> float:
     >>> merit_optax.starting_learning_rate('muon_hyperball', 2400)
     0.026
   """
-  if optimizer not in _RATE_TIMES_ROOT:
+  if not isinstance(optimizer, str) or optimizer not in _RATE_TIMES_ROOT:
     raise ValueError(
       f'optimizer must be one of {list(_RATE_TIMES_ROOT)}, got {optimizer!r}.'
     )

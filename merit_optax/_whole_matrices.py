@@ -38,19 +38,22 @@ def check_mesh_axes(mesh_axes: Any) -> tuple[str, ...] | str:
   """Returns names of axes as a tuple, and the default as it is.
 
   Raises:
-    ValueError: If it is neither a name, nor a sequence of names, nor ``None``.
+    ValueError: If it is neither a name, nor a sequence of different names, nor
+      ``None``.
   """
-  if mesh_axes == FROM_MESH:
+  if isinstance(mesh_axes, str) and mesh_axes == FROM_MESH:
     return FROM_MESH
   if mesh_axes is None:
     return ()
   names = (mesh_axes,) if isinstance(mesh_axes, str) else mesh_axes
-  if not isinstance(names, Sequence) or not all(
-    isinstance(name, str) for name in names
+  if (
+    not isinstance(names, Sequence)
+    or not all(isinstance(name, str) for name in names)
+    or len({*names}) < len(names)
   ):
     raise ValueError(
       "mesh_axes must be 'auto', None, the name of an axis of the mesh or a "
-      f'sequence of names, got {mesh_axes!r}.'
+      f'sequence of different names, got {mesh_axes!r}.'
     )
   return tuple(names)
 
@@ -96,11 +99,15 @@ def map_matrices(
     here = place._replace(mesh=_mesh(arrays))
     return _map_stacks(function, arrays, which, here, shared)
 
-  shardings = [_sharding(leaves[i]) for i in indices]
-  if place.mesh is not None and AxisType.Explicit in place.mesh.axis_types:
+  arrays = [leaves[i] for i in indices]
+  explicit = [] if place.mesh is None else _axes(place.mesh, AxisType.Explicit)
+  if explicit:
+    arrays = [_on_mesh(x, place.mesh) for x in arrays]
     # Within, shardings are constraints, as on an Auto mesh.
-    apply = jax.sharding.auto_axes(apply, out_sharding=shardings)
-  results = apply(*(leaves[i] for i in indices), *args) if indices else []
+    apply = jax.sharding.auto_axes(
+      apply, axes=tuple(explicit), out_sharding=[_sharding(x) for x in arrays]
+    )
+  results = apply(*arrays, *args) if indices else []
   for i, result in zip(indices, results, strict=True):
     leaves[i] = result
   return treedef.unflatten(leaves)
@@ -139,8 +146,20 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
 
 def _free_axes(mesh: Any) -> list[str]:
   """Returns the axes of a mesh that are not within a ``jax.shard_map``."""
+  return _axes(mesh, AxisType.Auto, AxisType.Explicit)
+
+
+def _axes(mesh: Any, *kinds: AxisType) -> list[str]:
+  """Returns the names of the axes of a mesh that have one of some types."""
   types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-  return [name for name, kind in types if kind != AxisType.Manual]
+  return [name for name, kind in types if kind in kinds]
+
+
+def _on_mesh(x: jax.Array, mesh: Any) -> jax.Array:
+  """Returns an array that is on a mesh, copied to all devices if it was not."""
+  if getattr(_sharding(x), 'mesh', mesh).empty:
+    x = jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, P()))
+  return x
 
 
 def how_multiplied(

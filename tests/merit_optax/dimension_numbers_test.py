@@ -140,7 +140,7 @@ def test_an_attention_kernel_gets_the_updates_of_its_flat_matrix(
   matrix = _steps(
     params.reshape(flat), [g.reshape(flat) for g in gradients], None
   )
-  np.testing.assert_array_equal(kernel.reshape(-1, *flat), matrix)
+  np.testing.assert_allclose(kernel.reshape(-1, *flat), matrix, rtol=1e-6)
 
 
 # Forms of a single spec.

@@ -87,6 +87,9 @@ def test_embeddings_heads_biases_and_scales_are_not_hidden():
     ('attention/query/kernel', True),
     ('headline/kernel', True),
     ('w1', True),
+    ('PosEmbed_0/kernel', False),
+    ('LMHead_0/kernel', False),
+    ('MultiHeadAttention_0/kernel', True),
   ],
 )
 def test_names_of_inputs_and_outputs(name, is_hidden):
@@ -98,6 +101,16 @@ def test_names_of_inputs_and_outputs(name, is_hidden):
   for owner in owners:
     hidden = hidden[owner]
   assert hidden[leaf] is is_hidden
+
+
+def test_paths_that_are_written_the_same_are_refused():
+  params = {'a/kernel': jnp.ones((4, 4)), 'a': {'kernel': jnp.ones((2, 4, 4))}}
+  for function in (
+    merit_optax.muon_hyperball(0.1).init,
+    merit_optax.describe_hyperball,
+  ):
+    with pytest.raises(ValueError, match='differ in their paths.*a/kernel'):
+      function(params)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_updates_and_state_are_those_of_optax(ours, theirs):
     )
     chex.assert_trees_all_close(actual, expected, atol=2e-6, rtol=0)
   chex.assert_trees_all_equal_shapes_and_dtypes(*states)
-  chex.assert_trees_all_close(*states, rtol=1e-6)
+  chex.assert_trees_all_close(*states, rtol=1e-6, atol=1e-8)
 
 
 @functools.cache
@@ -183,6 +183,28 @@ def test_matrices_of_several_parameters_do_not_mix():
     alone = merit_optax.scale_by_muon(weight_dimension_numbers=specs[name])
     expected, _ = alone.update(gradient, alone.init(gradient))
     np.testing.assert_allclose(together[name], expected, atol=5e-6)
+
+
+@_AS_OPTAX
+def test_gradients_through_an_update_are_those_of_optax():
+  gradients, weights = _gradients(0)['wide'], _gradients(1)['wide']
+  found, expected = (
+    jax.jit(
+      jax.grad(lambda g, t=t: (weights * t.update(g, t.init(g))[0]).sum())
+    )(gradients)
+    for t in (merit_optax.scale_by_muon(), optax.contrib.scale_by_muon())
+  )
+  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+  'transform',
+  [merit_optax.scale_by_muon(), *map(merit_optax.scale_by_lmo, ('row', 'rms'))],
+)
+def test_a_norm_that_overflows_is_not_silent(transform):
+  gradients = jnp.full((8, 64), 1e26)
+  updates, _ = transform.update(gradients, transform.init(gradients))
+  assert jnp.isnan(updates).all()
 
 
 def test_one_matrix_that_is_not_finite_spoils_no_other():

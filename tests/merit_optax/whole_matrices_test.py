@@ -185,3 +185,43 @@ def test_an_axis_that_the_mesh_lacks_is_named():
   array = jax.device_put(alone, NamedSharding(mesh, P('x')))
   with pytest.raises(ValueError, match=r"^mesh_axes must name axes .*'fsdp'"):
     jax.jit(transform.update)(array, transform.init(array))
+
+
+@pytest.mark.parametrize('names', [('x', 'x'), 3, np.array(['x'])])
+def test_what_are_no_axes_is_refused(names):
+  with pytest.raises(ValueError, match='^mesh_axes must be .*different names'):
+    merit_optax.scale_by_muon(mesh_axes=names)
+
+
+def _updates_alone(transform, gradients):
+  return jax.jit(transform.update)(gradients, transform.init(gradients))[0]
+
+
+def test_arrays_beside_those_on_an_explicit_mesh():
+  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
+  gradients = {
+    'alone': jax.random.normal(jax.random.key(0), (8, 8)),
+    'split': jax.random.normal(jax.random.key(1), (16, 8)),
+  }
+  split = jax.device_put(gradients['split'], NamedSharding(mesh, P('fsdp')))
+  transform = merit_optax.scale_by_muon()
+  found = _updates_alone(transform, gradients | {'split': split})
+  expected = _updates_alone(transform, gradients)
+  for name in gradients:
+    np.testing.assert_array_equal(found[name], expected[name])
+
+
+@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize('mesh_axes', ['auto', None])
+def test_within_a_shard_map_over_some_axes(axis_type, mesh_axes):
+  mesh = jax.make_mesh((2, 4), ('data', 'fsdp'), axis_types=(axis_type,) * 2)
+  transform = merit_optax.scale_by_muon(mesh_axes=mesh_axes)
+  gradients = jax.random.normal(jax.random.key(0), (16, 24))
+  within = jax.shard_map(
+    lambda g: transform.update(g, transform.init(g))[0],
+    mesh=mesh, in_specs=P(), out_specs=P(), axis_names={'data'},
+    check_vma=False,
+  )  # fmt: skip
+  found = jax.jit(within)(jax.device_put(gradients, NamedSharding(mesh, P())))
+  expected = _updates_alone(transform, gradients)
+  np.testing.assert_allclose(found, expected, atol=1e-5)
