@@ -103,6 +103,11 @@ def test_names_of_inputs_and_outputs(name, is_hidden):
   assert hidden[leaf] is is_hidden
 
 
+def test_a_moment_of_adam_that_never_decays_is_refused():
+  with pytest.raises(ValueError, match='^adam_b1 must be at most 0.996'):
+    merit_optax.muon_hyperball(0.1, adam_b1=0.999, mu_dtype='bfloat16')
+
+
 def test_paths_that_are_written_the_same_are_refused():
   params = {'a/kernel': jnp.ones((4, 4)), 'a': {'kernel': jnp.ones((2, 4, 4))}}
   for function in (
