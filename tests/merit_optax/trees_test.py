@@ -106,6 +106,7 @@ _MASKS = [
   {'w': True, 'b': False},
   freeze({'w': True, 'b': False}),
   {'w': np.array(True), 'b': jnp.array(False)},
+  {'w': np.True_, 'b': np.False_},
   lambda params: {name: x.ndim > 1 for name, x in params.items()},
 ]
 
@@ -356,6 +357,17 @@ def test_an_infinite_gradient_is_no_drift(ratio):
     updates, state = optimizer.update(gradients, state, params)
     params = optax.apply_updates(params, updates)
   assert all(np.isnan(x[0]).all() for x in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float32'])
+def test_moments_keep_an_infinity_of_a_gradient(dtype):
+  params = jnp.ones(2, dtype)
+  transform = merit_optax.scale_by_adam()
+  state = transform.init(params)
+  for gradients in (jnp.array([jnp.inf, 1], dtype), params):
+    _, state = transform.update(gradients, state)
+    for moment in (state.mu, state.nu):
+      assert jnp.isinf(moment).tolist() == [True, False]
 
 
 def test_integers_do_not_move():

@@ -36,11 +36,13 @@ def _write_text(folder: Path) -> Path:
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
+  """Returns the files of a folder, less those that tell of a claim to it."""
   names = file_system(folder).find(os.fspath(folder))
   root = os.fspath(folder).rpartition('://')[2]
   return {
     name.rpartition(root)[2]: file_system(folder).cat_file(name)
     for name in names
+    if not Path(name).name.startswith('.')
   }
 
 
