@@ -327,6 +327,11 @@ class _Critic(eqx.Module):
   target: object
 
 
+def test_a_model_of_one_field_named_value_has_its_name():
+  table = merit_optax.describe(_Critic(jnp.ones((3, 2)), None))
+  assert table.splitlines()[1].startswith('value ')
+
+
 def test_a_field_named_value_keeps_its_name_beside_what_is_masked_out():
   params = {'c': _Critic(jnp.ones((3, 2)), None)}
   mask = {'c': _Critic(True, False)}
