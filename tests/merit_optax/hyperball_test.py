@@ -89,7 +89,9 @@ def test_embeddings_heads_biases_and_scales_are_not_hidden():
     ('w1', True),
     ('PosEmbed_0/kernel', False),
     ('LMHead_0/kernel', False),
+    ('Logits_0/kernel', False),
     ('MultiHeadAttention_0/kernel', True),
+    ('AttentionHead_0/kernel', True),
   ],
 )
 def test_names_of_inputs_and_outputs(name, is_hidden):

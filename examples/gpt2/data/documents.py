@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 import dataclasses
 import hashlib
+import io
 import itertools
 import json
 from pathlib import Path
@@ -314,17 +315,21 @@ class DocumentReader:
 
 def _records(stream: IO[bytes]) -> Iterator[bytes]:
   """Yields JSON values: the lines, or the items of an array."""
-  first = stream.readline()
-  if not first.startswith(b'['):
-    yield first
+  first = b''
+  while not first.strip() and (line := stream.readline()):
+    first += line
+  if not first.lstrip().startswith(b'['):
+    yield from io.BytesIO(first)
     yield from stream
     return
   content = first + stream.read()
   try:
-    for item in json.loads(content):
-      yield json.dumps(item).encode()
+    items = json.loads(content)
   except (ValueError, RecursionError):  # Each line is then judged by itself.
-    yield from content.splitlines(keepends=True)
+    yield from io.BytesIO(content)
+    return
+  for item in items:
+    yield json.dumps(item).encode()
 
 
 def _text_of(line: str, field: str) -> str:

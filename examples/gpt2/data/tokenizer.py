@@ -20,10 +20,10 @@ END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
 SETTINGS = 'tokenizer_config.json'  # Names the end-of-text token.
 
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
-# Where long texts are cut. No token reaches over the end of a line that is
-# between characters that are no spaces. What is trained on text directly is cut
-# at the end of any line, which can change a token: such runs go on with them.
-_BETWEEN_TOKENS = re.compile(r'(?<=\S)\n(?=\S)')
+# Where long texts are cut: between a letter or digit and the end of its line,
+# which no token of the tokenizers in use joins. Runs on text itself have it cut
+# after the end of any line, which can change a token, and keep their bits.
+_BETWEEN_TOKENS = re.compile(r'(?<=[^\W_])(?=\r?\n)')
 END_OF_LINE = re.compile(r'\n')
 _NOWHERE = re.compile(r'(?!)')
 _CHARACTERS_IN_PIECE = 1 << 17
@@ -199,9 +199,10 @@ class Encoder:
     self.num_tokens = num_identifiers(tokenizer)
     self._end = tokenizer.token_to_id(end_token)
     # Some put a space before each text that they get, so also before pieces.
-    texts = ['a line\nand more', 'a line\n', 'and more']
-    whole, first, second = (x.ids for x in self._encode(texts))
-    self._cut = cut if whole == first + second else _NOWHERE
+    text = 'a line\nand more'
+    pieces = list(_pieces(text, cut, least=1))
+    whole, *parts = (x.ids for x in self._encode([text, *pieces]))
+    self._cut = cut if whole == list(itertools.chain(*parts)) else _NOWHERE
 
   def _encode(self, texts: list[str]) -> list[tokenizers.Encoding]:
     return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
@@ -209,8 +210,8 @@ class Encoder:
   def __call__(self, documents: Iterable[str]) -> np.ndarray:
     """Tokenizes documents on all cores, long ones in pieces if possible.
 
-    Pieces end with a line. Returns tokens on one axis, uint16 or, of a larger
-    vocabulary, uint32.
+    Pieces end where a line does. Returns tokens on one axis, uint16 or, of a
+    larger vocabulary, uint32.
     """
     # An empty piece marks the end of a document.
     pieces = [
@@ -248,11 +249,13 @@ def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
     yield group
 
 
-def _pieces(text: str, at: re.Pattern[str]) -> Iterator[str]:
+def _pieces(
+  text: str, at: re.Pattern[str], least: int | None = None
+) -> Iterator[str]:
   """Cuts text to pieces that the tokenizer can take in parallel."""
   start = 0
   while start < len(text):
-    cut = at.search(text, start + _CHARACTERS_IN_PIECE)
+    cut = at.search(text, start + (least or _CHARACTERS_IN_PIECE))
     end = cut.end() if cut else len(text)
     yield text[start:end]
     start = end

@@ -41,6 +41,21 @@ class Documents:
     return sum(map(len, self.lengths))
 
 
+def check_folder(folder: Path) -> None:
+  """Raises ``OSError`` where a folder holds what no writer left unfinished."""
+  if (folder / PROGRESS).is_file() or not folder.exists():
+    return
+  if not all(map(_is_claim, folder.iterdir())):
+    raise FileExistsError(
+      f'{folder} is there and not empty: choose another folder, or delete it.'
+    )
+
+
+def _is_claim(path: Path) -> bool:
+  """Returns whether a file only says that a folder is, or was, in use."""
+  return path.name == '.lock' or path.name.startswith('.claim-')
+
+
 class ShardWriter:
   """Writes tokens to a folder, as shards with an index.
 
@@ -81,11 +96,8 @@ class ShardWriter:
     self._saves = 0
     if (folder / PROGRESS).is_file():
       self._restore()
-    elif folder.exists() and not all(_is_hidden(x) for x in folder.iterdir()):
-      raise FileExistsError(
-        f'{folder} is there and not empty: choose another folder, or delete it.'
-      )
     else:
+      check_folder(folder)
       make_folder(folder)
       self._write_progress()
 
@@ -150,7 +162,8 @@ class ShardWriter:
       'shards': self._shards,
     }
     write_whole(self._folder / INDEX, _json(index))
-    # In this order: without the first, a kill in between would be resumed.
+    # Without the saved tokens, a kill in between would leave a progress file
+    # that needs them.
     for path in (self._folder / PROGRESS, self._saved):
       path.unlink(missing_ok=True)
 
@@ -225,10 +238,6 @@ class ShardWriter:
       for part, documents in self._waiting.items():
         if f'{part}_tokens' in arrays:
           documents.add(arrays[f'{part}_tokens'], arrays[f'{part}_lengths'])
-
-
-def _is_hidden(path: Path) -> bool:
-  return path.name.startswith('.')
 
 
 def _lengths_file(shard: Path) -> Path:

@@ -12,7 +12,6 @@ from typing import Protocol
 import warnings
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices.processes import say
 from examples.gpt2.storage import (
   create,
   is_remote,
@@ -156,9 +155,10 @@ def _wait_until_silent(folder: Path, path: Path) -> None:
   owner = json.loads(before)['owner']
   if owner is None:
     return
-  say(
+  print(
     f'{folder} has a run{owner} that has not said that it ended: waiting '
-    f'{SILENT_SECONDS:.0f} s for a sign that it goes on.'
+    f'{SILENT_SECONDS:.0f} s for a sign that it goes on.',
+    flush=True,
   )
   end = time.monotonic() + SILENT_SECONDS
   while time.monotonic() < end:

@@ -39,7 +39,7 @@ def test_json_lines_are_documents(tmp_path: Path):
 def test_the_items_of_an_array_are_documents(tmp_path: Path, indent):
   path = tmp_path / 'a.json'
   records = [{'text': text} for text in TEXTS]
-  path.write_text(json.dumps(records, indent=indent))
+  path.write_text('\n ' + json.dumps(records, indent=indent))
   assert _read(path) == TEXTS
   # A line that begins like an array does not take the others with it.
   path.write_bytes(b'[1, 2\n' + _json_lines(TEXTS))

@@ -1,3 +1,5 @@
+import functools
+import itertools
 import json
 from pathlib import Path
 
@@ -94,12 +96,55 @@ def test_an_end_of_text_token_follows_each_document_also_a_long_one():
   assert decoded == ''.join(text + END for text in texts)
 
 
-@hypothesis.given(text=st.text('ab!1 \n\t\r\u2028\xa0', max_size=40))
-def test_a_long_document_has_the_tokens_of_an_uncut_one(text: str):
-  tokenizer = train_tokenizer(TEXTS, 300)
+# How vocabularies split text before they merge: GPT-2's, and those of tiktoken
+# with these names, of Llama 3 and Qwen and of GPT-4o.
+_PATTERNS = {
+  'gpt2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
+  r'|\s+(?!\S)|\s+',
+  'cl100k': r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+',
+  'o200k': r'[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}'
+  r'| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+',
+}
+
+
+@functools.cache
+def _with_pattern(name: str) -> tokenizers.Tokenizer:
+  """Returns a tokenizer that has merges of spaces, ends of lines and signs."""
+  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+  pre = tokenizers.pre_tokenizers
+  tokenizer.pre_tokenizer = pre.Sequence(
+    [
+      pre.Split(tokenizers.Regex(_PATTERNS[name]), 'isolated'),
+      pre.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  trainer = tokenizers.trainers.BpeTrainer(
+    vocab_size=600,
+    initial_alphabet=sorted(pre.ByteLevel.alphabet()),
+    special_tokens=[END],
+    show_progress=False,
+  )
+  ends = itertools.product(['', '!', ';', ' ', 'a'], ['\n', '\r\n'], 'b/ \n\t')
+  texts = [''.join(parts) * n for parts in ends for n in (1, 2, 3)]
+  tokenizer.train_from_iterator(texts * 9, trainer)
+  return tokenizer
+
+
+@pytest.mark.parametrize('name', _PATTERNS)
+@hypothesis.given(text=st.text('ab!;/1 \n\t\r\u2028\xa0', max_size=40))
+def test_a_long_document_has_the_tokens_of_an_uncut_one(name: str, text: str):
+  tokenizer = _with_pattern(name)
   encode = Encoder(tokenizer, END)
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(data_tokenizer, '_CHARACTERS_IN_PIECE', 3)
     ids = encode([text])
   expected = tokenizer.encode(text).ids
   assert ids.tolist() == [*expected, tokenizer.token_to_id(END)]
+
+
+@pytest.mark.parametrize('name', _PATTERNS)
+def test_lines_and_paragraphs_are_pieces(name: str):
+  encode = Encoder(_with_pattern(name), END)
+  for text in ('word\n' * 9, 'word\r\n' * 9, 'word\n\n' * 9):
+    assert len(list(data_tokenizer._pieces(text, encode._cut, 1))) == 10
