@@ -45,14 +45,15 @@ def _oracle(gradients, b1, b2, eps, eps_root):
 @pytest.mark.parametrize(
   'rates', [(0.9, 0.999, 1e-8, 0.0), (0.0, 0.5, 0.1, 0.2)], ids=str
 )
-def test_with_correction_equals_optax(rates, dtype):
+def test_with_correction_equals_optax_bit_by_bit(rates, dtype):
   params = _tree(0, dtype)
   gradients = [_tree(seed, dtype) for seed in range(1, 6)]
   ours = merit_optax.scale_by_adam(*rates, bias_correction=True)
-  actual = list(_run(ours, params, gradients))
-  expected = list(_run(optax.scale_by_adam(*rates), params, gradients))
-  # Compilers may round a product in a sum in one program, not in the other.
-  chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-8)
+  # Compiled, a product may be rounded before it is added in one program alone.
+  with jax.disable_jit():
+    actual = list(_run(ours, params, gradients))
+    expected = list(_run(optax.scale_by_adam(*rates), params, gradients))
+  chex.assert_trees_all_equal(actual, expected)
 
 
 @pytest.mark.parametrize(

@@ -136,11 +136,13 @@ def test_an_attention_kernel_gets_the_updates_of_its_flat_matrix(
   shape, spec, flat
 ):
   params, gradients = _problem(shape)
-  kernel = _steps(params, gradients, spec)
-  matrix = _steps(
-    params.reshape(flat), [g.reshape(flat) for g in gradients], None
-  )
-  np.testing.assert_allclose(kernel.reshape(-1, *flat), matrix, rtol=1e-6)
+  # Compiled, a product may be rounded before it is added in one program alone.
+  with jax.disable_jit():
+    kernel = _steps(params, gradients, spec)
+    matrix = _steps(
+      params.reshape(flat), [g.reshape(flat) for g in gradients], None
+    )
+  np.testing.assert_array_equal(kernel.reshape(-1, *flat), matrix)
 
 
 # Forms of a single spec.

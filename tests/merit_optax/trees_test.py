@@ -319,7 +319,7 @@ def test_attention_with_biases_is_recognized(model, heads, size):
   assert specs['out']['kernel'] == _Spec((0, 1), (2,))
 
 
-# Found by trying to break it.
+# Rarer trees.
 
 
 class _Critic(eqx.Module):
