@@ -35,7 +35,6 @@ class Config:
   """Pretrains GPT-2 with MERIT."""
 
   data: Path | None = None  # Folder of uint16 train.bin, val.bin. None: stdlib.
-  # From gs:// or s3://, each process reads them into its memory.
   vocab_size: int = 256  # Above every token; a multiple of 64 is faster.
   out_dir: Path = Path('runs/pretrain')  # All hosts must see it; or gs://.
   seed: int = 0  # Of the weights and of the order of the data.
@@ -100,13 +99,14 @@ def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
   """Returns tokens to train on and tokens to validate on, one axis each."""
   if config.data:
     files = [config.data / name for name in ('train.bin', 'val.bin')]
-    if '://' in str(config.data):
+    if '://' in str(config.data):  # Each process holds all of them in memory.
       train, val = (np.frombuffer(x.read_bytes(), np.uint16) for x in files)
     else:
       train, val = (np.memmap(x, dtype=np.uint16, mode='r') for x in files)
     # In wider tokens, and in llm.c's header, odd words are mostly zero.
-    if np.mean(train[1:512:2] < 4) > 0.9 or bytes(train[:3]) == b'\x93NUMPY':
-      raise ValueError(f'{files[0]} must be uint16 tokens without a header.')
+    for file, x in zip(files, (train, val), strict=True):
+      if np.mean(x[1:512:2] < 4) > 0.9 or bytes(x[:3]) == b'\x93NUMPY':
+        raise ValueError(f'{file} must be uint16 tokens without a header.')
   else:
     files = sorted(Path(os.__file__).parent.glob('*.py'))
     tokens = np.frombuffer(b''.join(x.read_bytes() for x in files), np.uint8)
@@ -262,6 +262,8 @@ def train(config: Config) -> list[float]:
     jax.distributed.initialize()
   is_first = jax.process_index() == 0
   log = functools.partial(print, flush=True) if is_first else lambda _: None
+  if str(config.out_dir).startswith('s3:'):
+    raise ValueError(f'out_dir must be on a disk or gs://: {config.out_dir}')
   tokens, val_tokens = load_tokens(config)
   # These may change when a run resumes. The others decide its losses.
   free = 'out_dir remat accumulation_steps eval_every fsdp tensor distributed'
@@ -269,7 +271,8 @@ def train(config: Config) -> list[float]:
   settings = {k: str(v) for k, v in items if k not in free.split()}
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
-  manager = ocp.CheckpointManager(os.getcwd() / config.out_dir, options=options)
+  folder = Path(os.getcwd()) / config.out_dir  # Orbax wants absolute ones.
+  manager = ocp.CheckpointManager(folder, options=options)
   with jax.set_mesh(make_mesh(config)), manager:
     first = manager.latest_step() or 0
     if first:

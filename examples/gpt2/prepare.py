@@ -20,7 +20,7 @@ import tyro
 from examples.gpt2.config import UsageError, check_at_least, digest
 from examples.gpt2.data import files
 from examples.gpt2.data.documents import DocumentReader
-from examples.gpt2.data.shards import PARTS
+from examples.gpt2.data.shards import PARTS, PROGRESS
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
   SETTINGS,
@@ -30,8 +30,8 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.data.writer import ShardWriter, check_folder
-from examples.gpt2.run.claim import LOCK, claim
+from examples.gpt2.data.writer import ShardWriter
+from examples.gpt2.run.claim import LOCK, claim, is_claim
 from examples.gpt2.run.command import exit_on_error, table
 from examples.gpt2.storage import (
   as_path,
@@ -126,9 +126,10 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   folder = as_path(config.out_dir)
   folder = folder if is_remote(folder) else folder.resolve()
   settings = _settings(config, reader)
-  check_folder(folder)
+  _check_is_free(folder)  # Nothing is written to a folder of others.
   make_folder(folder)
   with contextlib.closing(claim(folder)) as owner:
+    _check_is_free(folder)  # Whoever had it may have finished.
     with ShardWriter(
       folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS, LOCK)
     ) as writer:
@@ -175,6 +176,16 @@ def _check(config: PrepareConfig) -> None:
   check_at_least(
     1, sample_bytes=config.sample_bytes, shard_tokens=config.shard_tokens
   )
+
+
+def _check_is_free(folder: Path) -> None:
+  """Raises ``OSError`` where a folder holds what no writer left unfinished."""
+  if (folder / PROGRESS).is_file() or not folder.exists():
+    return
+  if not all(map(is_claim, folder.iterdir())):
+    raise FileExistsError(
+      f'{folder} is there and not empty: choose another folder, or delete it.'
+    )
 
 
 def _settings(config: PrepareConfig, reader: DocumentReader) -> dict[str, Any]:

@@ -74,8 +74,8 @@ def _make_batch(
   _, rows, length = batch_shape(config, mesh).shape
   starts_AB = starts.reshape(-1, rows)
   shape, sharding = (*starts_AB.shape, length), batch_sharding(mesh)
-  # All sequences of this process are read at once, each once: from an object
-  # store, that is at the same time. T is not sharded.
+  # All sequences of this process are read in one call: from an object store,
+  # that is at the same time. T is not sharded.
   is_read_AB = np.zeros(starts_AB.shape, bool)
   for index in sharding.addressable_devices_indices_map(shape).values():
     is_read_AB[index[:2]] = True

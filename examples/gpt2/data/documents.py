@@ -315,14 +315,16 @@ class DocumentReader:
 
 def _records(stream: IO[bytes]) -> Iterator[bytes]:
   """Yields JSON values: the lines, or the items of an array."""
-  first = b''
-  while not first.strip() and (line := stream.readline()):
-    first += line
-  if not first.lstrip().startswith(b'['):
-    yield from io.BytesIO(first)
+  head = b''
+  for line in stream:
+    head += line
+    if line.strip():
+      break
+  if not head.lstrip().startswith(b'['):
+    yield from io.BytesIO(head)
     yield from stream
     return
-  content = first + stream.read()
+  content = head + stream.read()
   try:
     items = json.loads(content)
   except (ValueError, RecursionError):  # Each line is then judged by itself.

@@ -182,11 +182,12 @@ def _load_evaluation(
   data: str, tokens: Tokens, config: Config
 ) -> TokenFiles | np.ndarray:
   """Opens token files, or tokenizes text with the tokenizer of the others."""
-  path, size = as_path(data), tokens.vocab_size
+  path, size, index = as_path(data), tokens.vocab_size, None
   if path.suffix in TOKEN_SUFFIXES and path.is_file():
     found: TokenFiles | None = open_files([path], size)
   else:
-    found = open_parts(path, size, read_index(path)).get('val')
+    index = read_index(path)
+    found = open_parts(path, size, index).get('val')
   if found is None:
     if tokens.tokenizer is None or tokens.end_token is None:
       raise UsageError(
@@ -203,9 +204,8 @@ def _load_evaluation(
     check_length('--eval-data', array, config.context_length)
     return array
   check_length('--eval-data', found, config.context_length)
-  check_largest(
-    cached_statistics([found], size, config)['largest_token'], size, data
-  )
+  statistics = index or cached_statistics([found], size, config)
+  check_largest(statistics['largest_token'], size, data)
   return found
 
 

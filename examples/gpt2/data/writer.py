@@ -41,21 +41,6 @@ class Documents:
     return sum(map(len, self.lengths))
 
 
-def check_folder(folder: Path) -> None:
-  """Raises ``OSError`` where a folder holds what no writer left unfinished."""
-  if (folder / PROGRESS).is_file() or not folder.exists():
-    return
-  if not all(map(_is_claim, folder.iterdir())):
-    raise FileExistsError(
-      f'{folder} is there and not empty: choose another folder, or delete it.'
-    )
-
-
-def _is_claim(path: Path) -> bool:
-  """Returns whether a file only says that a folder is, or was, in use."""
-  return path.name == '.lock' or path.name.startswith('.claim-')
-
-
 class ShardWriter:
   """Writes tokens to a folder, as shards with an index.
 
@@ -97,7 +82,6 @@ class ShardWriter:
     if (folder / PROGRESS).is_file():
       self._restore()
     else:
-      check_folder(folder)
       make_folder(folder)
       self._write_progress()
 

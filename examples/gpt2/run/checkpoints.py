@@ -130,12 +130,13 @@ class Checkpoints:
   def wait(self) -> bool:
     """Waits until the save under way is durable; warns if it is not.
 
-    If it failed in some of several processes, the others give up after 20
-    minutes.
+    Raises ``UnsavedError`` the third time in a row. If it failed in some of
+    several processes, the others give up after 20 minutes.
     """
     if not self._saving:
       return True
     if not self._try('close'):
+      self._stop_if_hopeless()
       return False
     self._saving = None
     self._num_failures = 0

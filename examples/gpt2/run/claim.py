@@ -25,6 +25,10 @@ BEAT_SECONDS = 15.0
 SILENT_SECONDS = 60.0
 """After how long without such a sign a run counts as killed."""
 
+LOCK = '.lock'
+"""File of a folder on a disk that is locked."""
+_CLAIM = '.claim-'  # Begins the names of objects in a store.
+
 
 class Claim(Protocol):
   """The right to write to a folder, for process 0."""
@@ -41,14 +45,15 @@ def claim(folder: Path) -> Claim:
   return Lease(folder) if is_remote(folder) else FileLock(folder)
 
 
+def is_claim(path: Path) -> bool:
+  """Returns whether a file only says that its folder is, or was, claimed."""
+  return path.name == LOCK or path.name.startswith(_CLAIM)
+
+
 def _refusal(folder: Path, owner: str = '') -> UsageError:
   return UsageError(
     f'--out-dir {folder} is in use by a run that goes on now{owner}.'
   )
-
-
-LOCK = '.lock'
-"""File of a folder on a disk that is locked."""
 
 
 class FileLock:
@@ -86,7 +91,7 @@ class Lease:
   def __init__(self, folder: Path):
     self._folder = folder
     self._owner = f' on {socket.gethostname()}, process {os.getpid()}'
-    former = sorted(folder.glob('.claim-*'), key=_number)
+    former = sorted(folder.glob(f'{_CLAIM}*'), key=_number)
     if former:
       _wait_until_silent(folder, former[-1])
     self._number = _number(former[-1]) + 1 if former else 1
@@ -104,7 +109,7 @@ class Lease:
     self._thread.start()
 
   def _path(self, number: int) -> Path:
-    return self._folder / f'.claim-{number}'
+    return self._folder / f'{_CLAIM}{number}'
 
   def _content(self, owner: str | None) -> bytes:
     self._beats += 1
@@ -122,7 +127,7 @@ class Lease:
   def _look(self) -> None:
     """Looks whether another run has the folder, the next or a later one."""
     with os_errors():
-      numbers = map(_number, self._folder.glob('.claim-*'))
+      numbers = map(_number, self._folder.glob(f'{_CLAIM}*'))
       self._is_lost |= any(number > self._number for number in numbers)
 
   def check(self) -> None:
