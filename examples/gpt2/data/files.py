@@ -45,7 +45,8 @@ _UNPACK = {
 _DAMAGE = (EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
 _OTHERS = {
   b'PAR1': 'Parquet', b'ARROW1': 'Arrow', b'\x1f\x8b': 'gzip',
-  b'\x28\xb5\x2f\xfd': 'Zstandard', b'BZh': 'bzip2', b'\xfd7zXZ\0': 'xz',
+  b'\x28\xb5\x2f\xfd': 'Zstandard', b'BZh9': 'bzip2', b'\xfd7zXZ\0': 'xz',
+  b'\xff\xff\xff\xff': 'Arrow stream', b'\x04\x22\x4d\x18': 'LZ4',
   b'PK\3\4': 'ZIP', b'7z\xbc\xaf': '7-Zip', b'%PDF-': 'PDF',
   b'\x89PNG': 'PNG', b'\xff\xd8\xff': 'JPEG', b'GIF8': 'GIF',
   b'\x89HDF': 'HDF5', b'\x93NUMPY': 'NumPy', b'SQLite format 3': 'SQLite',
@@ -61,6 +62,7 @@ _MARKS = (
 # What Hugging Face keeps beside the Parquet files of a data set.
 _BESIDE = {'readme.md', 'license', 'dataset_info.json', 'dataset_infos.json'}
 _HEAD = 1 << 16
+_LOW = bytes({*range(32)} - {*b'\r\n'})
 _REPLACEMENT = '\ufffd'
 _CONTROL = set(map(chr, [*range(32), *range(0x7F, 0xA0)])) - set('\t\n\v\f\r')
 
@@ -159,22 +161,30 @@ def as_utf8(stream: IO[bytes]) -> IO[bytes]:
 
 def _encoding(head: bytes) -> str:
   """Returns the encoding of text without a byte-order mark."""
-  # Half of the bytes are zeros where Latin letters are in UTF-16. Few of them
-  # in what is UTF-8 are no sign of it.
-  num_zeros = head.count(0)
-  if num_zeros * 8 < len(head) + 1 and not is_mostly_bad(head):
-    return 'utf-8'
   for magic, name in _OTHERS.items():
     if head.startswith(magic):
       raise OtherFormatError(name)
-  if not num_zeros:
+  if head[257:262] == b'ustar':
+    raise OtherFormatError('tar')
+  if b'\0' not in head:
     return 'utf-8'
-  first, second = (head[i::2].count(0) for i in (0, 1))
+  # In UTF-16, characters of one script have the same first byte, in most
+  # scripts one below 32. In UTF-8, such bytes are few, or at any place.
+  first, second = (_count_low(head[i::2]) for i in (0, 1))
+  fewer, more = sorted((first, second))
+  is_utf_16 = more * 6 >= len(head) and fewer * 4 <= more * 3
+  if not is_utf_16 and not is_mostly_bad(head):
+    return 'utf-8'
   encoding = 'utf-16-le' if second > first else 'utf-16-be'
   text = head.decode(encoding, 'replace')
   if _CONTROL & set(text):
     raise OtherFormatError('binary')
   return encoding
+
+
+def _count_low(content: bytes) -> int:
+  """Returns the number of bytes below 32 that end no line."""
+  return len(content) - len(content.translate(None, _LOW))
 
 
 def is_mostly_bad(content: bytes) -> bool:

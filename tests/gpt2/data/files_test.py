@@ -4,6 +4,7 @@ import gzip
 import io
 import lzma
 from pathlib import Path
+import tarfile
 
 import hypothesis
 from hypothesis import strategies as st
@@ -49,6 +50,10 @@ def test_marked_text_is_read_without_its_mark(text: str, encoding: str):
   'text',
   [
     'plain\r\n' * 30_000,
+    'Широкая электрификация южных губерний даст мощный толчок подъёму\n' * 9,
+    'السلام عليكم ورحمة الله وبركاته يا أصدقاء\n' * 9,
+    'सभी मनुष्यों को गौरव और अधिकारों के मामले में जन्मजात स्वतन्त्रता\n' * 9,
+    'มนุษย์ทั้งหลายเกิดมามีอิสระและเสมอภาคกัน ในเกียรติศักดิ์\n' * 9,
     'Привет, мир!\n',
     'α β\n',
     '漢字 kanji かな\n',
@@ -67,6 +72,15 @@ def test_no_bytes_are_an_error_of_another_kind(content: bytes):
     assert str(error)
 
 
+def _tar(content: bytes) -> bytes:
+  stream = io.BytesIO()
+  with tarfile.open(fileobj=stream, mode='w') as file:
+    member = tarfile.TarInfo('a.txt')
+    member.size = len(content)
+    file.addfile(member, io.BytesIO(content))
+  return stream.getvalue()
+
+
 @hypothesis.given(text=_TEXT)
 def test_utf_8_is_read_as_it_is(text: str):
   hypothesis.assume(not text.startswith('\ufeff'))
@@ -81,6 +95,11 @@ def test_utf_8_is_read_as_it_is(text: str):
     (lzma.compress(b'text' * 9), 'xz'),
     (b'PK\3\4\x14\0\0\0', 'ZIP'),
     (b'\x89PNG\r\n\x1a\n\0\0\0\rIHDR', 'PNG'),
+    (b'PAR1' + b'text' * 99, 'Parquet'),
+    (b'\xff\xff\xff\xff\x10\0\0\0' + b'text' * 99, 'Arrow'),
+    (b'%PDF-1.7\n' + b'text' * 99, 'PDF'),
+    (_tar(b'text\n' * 999), 'tar'),
+    (bz2.compress(b'text' * 9), 'bzip2'),
     (bytes(range(256)), 'binary'),
     (np.arange(1000, dtype=np.uint16).tobytes(), 'binary'),
   ],
