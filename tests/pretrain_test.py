@@ -186,13 +186,17 @@ def test_batches_are_windows_of_the_token_files(tmp_path):
   ],
   ids=['llm.c', 'llm.c of Llama 3', 'NumPy', 'int64', 'uint32'],
 )
-def test_other_token_files_are_refused(content: bytes, tmp_path):
-  for name in ('train.bin', 'val.bin'):
-    (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_other_token_files_are_refused(content: bytes, name: str, tmp_path):
+  (_write_tokens(tmp_path) / name).write_bytes(content)
   config = _config(tmp_path / 'run', data=tmp_path, vocab_size=65536)
-  with pytest.raises(
-    ValueError, match=r'train\.bin must be uint16 tokens with'
-  ):
+  with pytest.raises(ValueError, match=f'{name} must be uint16 tokens with'):
+    pretrain.train(config)
+
+
+def test_a_place_for_no_checkpoint_is_refused(tmp_path):
+  config = _config(Path('s3://bucket/run'))
+  with pytest.raises(ValueError, match='out_dir must be on a disk or gs://'):
     pretrain.train(config)
 
 

@@ -638,9 +638,11 @@ def test_shards_are_not_read_to_count_their_tokens(config, monkeypatch):
     )
   )
   monkeypatch.setattr(shards, 'read_parts', None)
-  settings = Config(data=str(config.out_dir), context_length=16)
+  folder = str(config.out_dir)
+  settings = Config(data=folder, context_length=16, eval_data=(f'me={folder}',))
   tokens = load_tokens(resolve(settings))
   assert tokens.unigram_entropy == pytest.approx(entropy(counts))
+  assert tokens.evaluations[-1].name == 'me'
 
 
 def test_the_command_reports_what_it_made(config, monkeypatch, capsys):

@@ -444,6 +444,20 @@ def test_a_failed_save_is_told_by_what_comes_next(
   assert not list((tmp_path / 'c').iterdir())
 
 
+def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+  with (
+    pytest.warns(RuntimeWarning, match='is not saved'),
+    Checkpoints(tmp_path / 'c', keep=1) as saved,
+  ):
+    monkeypatch.setattr(os, 'rename', _fail)
+    for step in (1, 2, 3):
+      assert saved.save(step, _state(step))
+    with pytest.raises(checkpoints.UnsavedError, match='last 3 checkpoints'):
+      saved.wait()
+
+
 @pytest.mark.parametrize('error', [OSError(5, 'EIO'), PermissionError(13, '')])
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
