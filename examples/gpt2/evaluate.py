@@ -14,7 +14,7 @@ import tyro
 
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import validation_batch
-from examples.gpt2.data.documents import load_corpus
+from examples.gpt2.data.corpus import load_corpus
 from examples.gpt2.data.shards import TokenFiles, open_parts, read_index
 from examples.gpt2.data.tokenizer import END_OF_LINE, Encoder
 from examples.gpt2.data.tokens import check_length

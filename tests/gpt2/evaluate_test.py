@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.documents import load_corpus
+from examples.gpt2.data.corpus import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model.config import ModelConfig

@@ -16,12 +16,13 @@ import tokenizers
 import tqdm
 
 from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.data.corpus import Corpus, load_corpus
 from examples.gpt2.data.counts import (
   cached_statistics,
   check_largest,
   count_tokens,
 )
-from examples.gpt2.data.documents import Corpus, DocumentReader, load_corpus
+from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.mixture import Mixture, parse_sources
 from examples.gpt2.data.shards import (
   PARTS,

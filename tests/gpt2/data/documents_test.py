@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.documents import DocumentReader, load_corpus
+from examples.gpt2.data.corpus import load_corpus
+from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.files import zstd
 
 PACK = {
