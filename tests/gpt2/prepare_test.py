@@ -25,9 +25,11 @@ from examples.gpt2.data import shards, tokenizer as tokenizer_module
 from examples.gpt2.data.counts import entropy
 from examples.gpt2.data.tokenizer import Encoder, train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.generate import generate
 from examples.gpt2.prepare import PrepareConfig, main, prepare
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.claim import LOCK
+from examples.gpt2.train import train
 
 END = '<|endoftext|>'
 FILES = {
@@ -356,17 +358,27 @@ _HARD = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize('name', PUBLISHED)
-def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
-  make, file, content, end = PUBLISHED[name]
-  tokenizer, folder = make(), tmp_path / 'published'
+def _publish(folder: Path, name: str) -> tokenizers.Tokenizer:
+  make, file, content, _ = PUBLISHED[name]
+  tokenizer = make()
   folder.mkdir()
   tokenizer.save(str(folder / 'tokenizer.json'))
   (folder / file).write_text(json.dumps(content))
+  return tokenizer
+
+
+def _from_parquet(config: PrepareConfig, texts: list[str]) -> PrepareConfig:
+  path = config.out_dir.parent / 'a.parquet'
+  pa.parquet.write_table(pa.table({'text': texts}), path)
+  return dataclasses.replace(config, data=(path,))
+
+
+@pytest.mark.parametrize('name', PUBLISHED)
+def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
+  folder, end = tmp_path / 'published', PUBLISHED[name][-1]
+  tokenizer = _publish(folder, name)
   texts = TEXTS + _HARD
-  columns = pa.table({'text': texts})
-  pa.parquet.write_table(columns, tmp_path / 'a.parquet')
-  config = dataclasses.replace(config, data=(tmp_path / 'a.parquet',))
+  config = _from_parquet(config, texts)
   prepare(_with_tokenizer(config, folder))
   settings = Config(data=str(config.out_dir), context_length=16)
   tokens = load_tokens(resolve(settings))
@@ -384,6 +396,31 @@ def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
   assert decoded == collections.Counter(
     map(form, texts) if is_composed else texts
   )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('name', 'size'), [('Llama 3', 128_256), ('Qwen', 151_936)]
+)
+def test_a_large_vocabulary_is_trained_and_decoded(
+  config, tiny: Config, tmp_path: Path, name: str, size: int
+):
+  folder = tmp_path / 'published'
+  _publish(folder, name)
+  file = folder / 'tokenizer.json'
+  content = json.loads(file.read_text())
+  # No merge makes it, but it counts.
+  content['model']['vocab']['never'] = size - 1
+  file.write_text(json.dumps(content))
+  prepare(_with_tokenizer(_from_parquet(config, TEXTS), folder))
+  train(
+    dataclasses.replace(
+      tiny, data=str(config.out_dir), vocab_size=None, steps=1, width=8
+    )
+  )
+  assert (config.out_dir / 'train.bin').stat().st_size % 4 == 0
+  [text] = generate(tiny.out_dir, 'the number', tokens=4, top_k=1)
+  assert text.startswith('the number')
 
 
 def test_an_end_token_is_never_assumed(config, tmp_path: Path):

@@ -158,16 +158,16 @@ class DocumentReader:
       if not files.is_damage(error):
         raise
       raise files.OtherFormatError('damaged Parquet') from error
-    texts = [x.name for x in table.schema_arrow if x.type in _TEXTS]
+    texts = [x.name for x in table.schema_arrow if _is_text(x.type)]
     if self.text_field not in texts:
+      if self.skip_bad:
+        raise files.OtherFormatError(f'Parquet without {self.text_field!r}')
       raise UsageError(
         f'{path} has no column {self.text_field!r} of text: expected '
         f'--text-field to be one of {", ".join(texts)}.'
       )
     batches = table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field])
-    # What is no UTF-8 would stop a whole batch, as strings.
-    columns = (batch.column(0).cast(pa.binary()) for batch in batches)
-    rows = itertools.chain.from_iterable(x.to_pylist() for x in columns)
+    rows = itertools.chain.from_iterable(map(_contents, batches))
     contents = enumerate(rows, 1)
     try:
       for row, content in itertools.islice(contents, skipped, None):
@@ -221,6 +221,21 @@ class DocumentReader:
       total = sum(x.num_bytes for x in self.left_out.values())
       lines[_FILES_SHOWN:] = [f'and {more:,} more; in all {total:,} bytes']
     return ''.join(f'\n  {line}' for line in lines)
+
+
+def _is_text(kind: pa.DataType) -> bool:
+  if pa.types.is_dictionary(kind):
+    kind = kind.value_type
+  return kind in _TEXTS
+
+
+def _contents(batch: pa.RecordBatch) -> list[bytes | None]:
+  """Returns the texts in the only column of some rows."""
+  column = batch.column(0)
+  if pa.types.is_dictionary(column.type):
+    column = column.dictionary_decode()
+  # What is no UTF-8 would stop a whole batch, as strings.
+  return column.cast(pa.binary()).to_pylist()
 
 
 def _records(stream: IO[bytes]) -> Iterator[bytes]:

@@ -254,13 +254,20 @@ def _write_parquet(path: Path, texts: list[str | None], kind='string'):
   pa.parquet.write_table(pa.table(columns), path, row_group_size=7)
 
 
-@pytest.mark.parametrize('kind', ['string', 'large_string'])
+@pytest.mark.parametrize(
+  'kind',
+  ['string', 'large_string', pa.dictionary(pa.int32(), pa.string())],
+  ids=str,
+)
 def test_rows_of_parquet_are_documents(tmp_path: Path, kind: str):
   path = tmp_path / 'a.parquet'
   _write_parquet(path, [*TEXTS, None, '', 'last'], kind)
   assert _read(path) == [*TEXTS, 'last']
   with pytest.raises(UsageError, match=r"no column 'id' of text.* of text\."):
     _read(path, text_field='id')
+  reader = DocumentReader([path], 'id', skip_bad=True)
+  assert not list(reader.read(None))
+  assert "(a Parquet without 'id' file)" in reader.describe_left_out()
 
 
 def test_a_folder_of_a_data_set_is_read_by_its_parquet(tmp_path: Path):
