@@ -86,18 +86,25 @@ class Config:
   qk_norm: bool = False
   # Whether the output head has a matrix of its own.
   untied_head: bool | None = None
-  # Folder of a finished run or of an imported model whose weights to start
-  # from.
+  # Folder of a run or of an imported model whose weights to start from.
   init_from: Path | None = None
+  # Step of the checkpoint of --init-from. Default: the weights at its end.
+  init_step: int | None = None
+  # Folder of a run to go on from as a run of its own, with its optimizer's
+  # state, steps and metrics, and settings that may differ: such as a cooldown
+  # from the stable phase of wsd.
+  fork_from: Path | None = None
+  # Step of the checkpoint of --fork-from.
+  fork_step: int | None = None
 
   # Optimizer.
 
   # Optimizer of the weights. muon-hyperball is Muon's direction for hidden
   # matrices, whose norms are kept (once named muon-kept).
   optimizer: Optimizer = 'merit'
-  # Peak learning rate, after a linear warm-up and before a cosine to zero. The
-  # default of merit, lamb, muon and muon-hyperball is a constant over the root
-  # of the number of steps, that of adamw 1 / width, and that of lion 0.001.
+  # Peak learning rate, after a linear warm-up. The default of merit, lamb, muon
+  # and muon-hyperball is a constant over the root of the number of steps, that
+  # of adamw 1 / width, and that of lion 0.001.
   learning_rate: float | None = None
   # muon and muon-hyperball: learning rate of the parameters that Adam updates
   # (embeddings, biases and norms), over --learning-rate. Default: 1, of
@@ -120,8 +127,23 @@ class Config:
   # Steps between uses of --qk-clip. On GPU and TPU, where attention does not
   # show its logits, they are computed once more in such a step. Default: 1.
   qk_clip_every: int | None = None
+  # Learning rate after the warm-up: a cosine or a line down to --min-rate at
+  # the last step; wsd (warm-up, stable, decay): the peak, until --decay-steps
+  # before the end; inverse-sqrt: the peak times the root of warm-up steps over
+  # steps. Only of the last two is a run that is made longer, by a larger
+  # --steps, the one that it would have been.
+  schedule: Literal['cosine', 'linear', 'wsd', 'inverse-sqrt'] = 'cosine'
   # Share of the steps in which the learning rate rises.
   warmup_share: float = 0.1
+  # Steps in which the learning rate rises. Default: --warmup-share of --steps.
+  warmup_steps: int | None = None
+  # wsd: steps at the end in which the learning rate falls; 0 for none. Default:
+  # a fifth of --steps.
+  decay_steps: int | None = None
+  # wsd: how it falls, in a line, or as 1 - sqrt(share of --decay-steps).
+  decay_shape: Literal['linear', '1-sqrt'] = 'linear'
+  # Smallest learning rate after the warm-up, over --learning-rate.
+  min_rate: float = 0.0
   # merit: parameters that get a trust ratio; the others take clipped steps of
   # Adam.
   trust_ratio: Literal['all', 'matrices'] = 'all'
@@ -170,9 +192,13 @@ class Config:
   fresh: bool = False
   # Steps between checkpoints.
   checkpoint_every: int | None = None
+  # Minutes after which there is a checkpoint, if there was none before.
+  checkpoint_minutes: float | None = None
   # Checkpoints to keep, the newest; the best by validation loss is kept
   # besides.
   keep: int = 2
+  # Keep each checkpoint whose step is a multiple of this too.
+  keep_every: int | None = None
   # Write the metrics for TensorBoard too.
   tensorboard: bool = False
   # Write a trace of six steps, from the tenth on, for TensorBoard or xprof.

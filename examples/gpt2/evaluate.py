@@ -1,28 +1,35 @@
-"""Measures a model on held-out text: python -m examples.gpt2.evaluate --help.
+"""Measures a model on a text: python -m examples.gpt2.evaluate --help.
 
-Axes: A micro-batches, B sequences, T tokens.
+Axes: B sequences, T tokens, D features.
 """
 
+import dataclasses
+import json
 import math
 from pathlib import Path
+import sys
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 import tqdm
 import tyro
 
 from examples.gpt2.config import Config, UsageError, check_at_least
-from examples.gpt2.data.batches import validation_batch
+from examples.gpt2.data.batches import make_batch, spread
 from examples.gpt2.data.corpus import load_corpus
-from examples.gpt2.data.shards import TokenFiles, open_parts, read_index
+from examples.gpt2.data.shards import TokenFiles
 from examples.gpt2.data.tokenizer import END_OF_LINE, Encoder
-from examples.gpt2.data.tokens import check_length
-from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.model.files import Model, load_model
-from examples.gpt2.model.loss import sequence_losses
+from examples.gpt2.data.tokens import check_length, load_evaluation
+from examples.gpt2.devices.sharding import make_mesh, num_batch_shards
+from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model.files import Model
+from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
 from examples.gpt2.run.command import exit_on_error, table
+from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path
 
 
@@ -31,10 +38,17 @@ class Evaluation(NamedTuple):
 
   loss: float  # Mean cross-entropy, nats a token.
   num_sequences: int
-  num_tokens: int  # Tokens that were predicted.
+  num_tokens: int  # Tokens whose prediction counts.
   # The loss in bits, by the mean number of bytes that a token has in the whole
-  # held-out part; None where that is not text.
+  # text; None where that is not text.
   bits_per_byte: float | None
+
+
+class Windows(NamedTuple):
+  """Sequences of a text, of the same length."""
+
+  starts: np.ndarray  # Their first tokens.
+  first: np.ndarray  # The first target that counts in each.
 
 
 def main(args: list[str] | None = None) -> None:
@@ -57,23 +71,37 @@ def main(args: list[str] | None = None) -> None:
 def evaluate(
   folder: tyro.conf.Positional[Path],
   data: str,
+  held_out: bool = False,
+  text_field: str = 'text',
   context_length: int | None = None,
-  sequences: int = 1024,
+  stride: int | None = None,
+  sequences: int | None = None,
+  step: int | None = None,
   micro_batch_size: int = 8,
   mesh: str = '',
 ) -> Evaluation:
-  """Measures the loss of a model on the part of a text that is held out.
+  """Measures the loss of a model on a text.
 
-  The loss is that of the trainer for the same tokens, context length and number
-  of sequences.
+  Every token counts once, but for the first, which nothing predicts.
 
   Args:
-    folder: Folder of a finished run or of an imported model.
-    data: As the trainer's: text file, folder of text files or 'stdlib', of
-      which the trainer's held-out part is tokenized with the model's own
-      tokenizer; or a folder with val.bin.
-    context_length: Tokens in a sequence. Default: the model's.
-    sequences: Sequences to measure, at the most, spread evenly over the text.
+    folder: Folder of a run, which may go on, or of an imported model.
+    data: Text, JSON lines or Parquet, a file or a folder of files, which is
+      tokenized as examples.gpt2.prepare does it, with the model's tokenizer; a
+      file of tokens; or a folder of token files with a part to validate on.
+      'stdlib' is what the trainer holds out of it.
+    held_out: Measure the part of a text that the trainer holds out of it.
+    text_field: Field that holds the text of a document in JSON, column in
+      Parquet.
+    context_length: Tokens in a sequence. Default: the model's, or the text's if
+      that is shorter.
+    stride: Tokens from one sequence to the next. With fewer than the context
+      length, tokens have more context, which gives a lower and truer
+      perplexity and takes longer. Default: the context length.
+    sequences: Measure so many sequences, spread evenly over the text, as the
+      trainer does. Default: all.
+    step: Step of the run's checkpoint to measure. Default: the weights at the
+      end of the run, or its last checkpoint.
     micro_batch_size: Sequences that each shard of a batch (data * fsdp of the
       mesh) processes at once.
     mesh: Axes of the device mesh, such as 'fsdp=4,tensor=2', as the trainer's.
@@ -83,72 +111,136 @@ def evaluate(
     sequences=sequences,
     micro_batch_size=micro_batch_size,
     context_length=context_length,
+    stride=stride,
   )
   devices = make_mesh(mesh)
-  model = load_model(folder, devices)
+  model = load_model(folder, devices, step)
+  length = context_length or model.config.context_length
+  _check_context(model.config, length, stride, sequences)
   config = Config(
-    context_length=context_length or model.config.context_length,
-    eval_sequences=sequences,
+    text_field=text_field,
     batch_size=micro_batch_size,
     micro_batch_size=micro_batch_size,
   )
-  tokens, num_bytes = _read(data, model)
-  _check_fits(model, tokens, config.context_length, data)
-  batch_ABT, count = validation_batch(tokens, config, devices)
-
-  @jax.jit
-  def measure(params: Any, tokens_BT: jax.Array) -> jax.Array:
-    return sequence_losses(as_module(model.config, params), tokens_BT)
-
-  progress = tqdm.tqdm(batch_ABT, 'evaluating', delay=2)
-  with jax.set_mesh(devices):
-    losses = [measure(model.params, tokens_BT) for tokens_BT in progress]
-  loss = float(np.concatenate(losses)[:count].mean(dtype=np.float64))
+  tokens, num_bytes = _read(data, held_out, model, config, folder)
+  if context_length is None:
+    length = min(length, len(tokens) - 1)
+  check_length('validation', tokens, max(length, 1))
+  config = dataclasses.replace(config, context_length=length)
+  if sequences is None:
+    windows = _all_windows(len(tokens), length, stride or length)
+  else:
+    windows = _spread_windows(len(tokens), length, sequences)
+  loss = _mean_loss(model, tokens, windows, config, devices)
   bits = loss / math.log(2) * len(tokens)
-  per_byte = bits / num_bytes if num_bytes else None
-  return Evaluation(loss, count, count * config.context_length, per_byte)
+  return Evaluation(
+    loss,
+    len(windows.starts),
+    int(np.sum(length - windows.first)),
+    bits / num_bytes if num_bytes else None,
+  )
 
 
-def _read(data: str, model: Model) -> tuple[TokenFiles | np.ndarray, int]:
-  """Returns the held-out tokens, and the bytes of their text or 0."""
-  path = as_path(data)
-  parts = open_parts(path, model.num_tokens, read_index(path))
-  if 'val' in parts:
-    return parts['val'], 0
-  if model.tokenizer is None:
-    raise UsageError(
-      f'--data {data} holds no val.bin, and the model has no tokenizer for '
-      'text: expected a folder with val.bin.'
-    )
-  if model.end_token is None:
-    raise UsageError(
-      "The model's tokenizer does not tell which token comes after each "
-      'document: give --data a folder with val.bin.'
-    )
-  documents = load_corpus(data).validation
-  num_bytes = sum(len(text.encode()) for text in documents)
-  encode = Encoder(model.tokenizer, model.end_token, END_OF_LINE)
-  return encode(documents), num_bytes
-
-
-def _check_fits(
-  model: Model, tokens: TokenFiles | np.ndarray, length: int, data: str
+def _check_context(
+  config: ModelConfig, length: int, stride: int | None, sequences: int | None
 ) -> None:
-  """Raises ``UsageError`` for what the model cannot be measured on."""
-  config = model.config
   if config.architecture == 'gpt2' and length > config.context_length:
     raise UsageError(
       f'--context-length must be at most {config.context_length}, the '
       f'positions that the model has learned, got {length}.'
     )
-  check_length('validation', tokens, length)
-  chunks = [tokens] if isinstance(tokens, np.ndarray) else tokens.chunks()
-  largest = max(int(chunk.max()) for chunk in chunks)
-  if largest >= model.num_tokens:
+  if stride is not None and sequences is not None:
     raise UsageError(
-      f'--data {data} holds the token {largest}, but the model has '
-      f'{model.num_tokens} tokens: its text was tokenized for another model.'
+      '--sequences, which are spread over the text, take no --stride: leave '
+      'out one of the two.'
     )
+  if stride is not None and stride > length:
+    raise UsageError(
+      f'--stride must be at most the context length {length}, got {stride}.'
+    )
+
+
+def _read(
+  data: str, held_out: bool, model: Model, config: Config, folder: Path
+) -> tuple[TokenFiles | np.ndarray, int]:
+  """Returns tokens, and the bytes of their text or 0."""
+  if not held_out and data != 'stdlib':
+    tokens, num_bytes = load_evaluation(
+      data, model.num_tokens, model.tokenizer, model.end_token, config
+    )
+    if num_bytes and _was_trained_on(folder, data):
+      print(
+        f'{data} is what the model was trained on: --held-out measures the '
+        'part that it was not.',
+        file=sys.stderr,
+      )
+    return tokens, num_bytes
+  if model.tokenizer is None or model.end_token is None:
+    raise UsageError(
+      f'--data {data}: there is no tokenizer for text that names the token '
+      'after each document; give --data tokens.'
+    )
+  documents = load_corpus(data, config.text_field).validation
+  num_bytes = sum(len(text.encode()) for text in documents)
+  encode = Encoder(model.tokenizer, model.end_token, END_OF_LINE)
+  return encode(documents), num_bytes
+
+
+def _was_trained_on(folder: Path, data: str) -> bool:
+  """Returns whether a run has read a text, as far as its settings tell."""
+  path = as_path(folder) / 'config.json'
+  if not path.is_file():
+    return False
+  settings = json.loads(path.read_text())
+  return data in np.ravel(settings.get('corpus', {}).get('data', ''))
+
+
+def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:
+  """Returns windows in which each target of a text counts once."""
+  last = num_tokens - 1 - length
+  starts = np.minimum(np.arange(0, last + stride, stride), last)
+  ends = starts + length
+  return Windows(starts, np.concatenate([[0], ends[:-1] - starts[1:]]))
+
+
+def _spread_windows(num_tokens: int, length: int, count: int) -> Windows:
+  starts = spread(num_tokens, length, count)
+  return Windows(starts, np.zeros_like(starts))
+
+
+def _mean_loss(
+  model: Model,
+  tokens: TokenFiles | np.ndarray,
+  windows: Windows,
+  config: Config,
+  mesh: Mesh,
+) -> float:
+  """Returns the mean loss of the targets that count."""
+
+  @jax.jit
+  def measure(params: Any, tokens_BT: jax.Array, first_B: jax.Array) -> Any:
+    module = as_module(model.config, params)
+    features_BTD, _ = module.features(tokens_BT[:, :-1])
+    losses_BT = token_losses(features_BTD, module.head_VD, tokens_BT[:, 1:])
+    counts_BT = jnp.arange(config.context_length) >= first_B[:, None]
+    return jnp.sum(losses_BT, where=counts_BT, axis=1)
+
+  rows = config.micro_batch_size * num_batch_shards(mesh)
+  total = 0.0
+  with jax.set_mesh(mesh):
+    for i in tqdm.trange(
+      0, len(windows.starts), rows, desc='evaluating', delay=2
+    ):
+      starts, first = (x[i : i + rows] for x in windows)
+      # What fills the last batch counts for nothing.
+      first = np.pad(
+        first, (0, rows - len(first)), constant_values=config.context_length
+      )
+      starts = np.resize(starts, rows)
+      [tokens_BT] = make_batch(tokens, starts, config, mesh)
+      losses_B = measure(model.params, tokens_BT, first)
+      total += float(np.asarray(losses_B).sum(dtype=np.float64))
+  return total / float(np.sum(config.context_length - windows.first))
 
 
 if __name__ == '__main__':

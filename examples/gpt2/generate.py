@@ -13,8 +13,9 @@ from examples.gpt2.config import UsageError, check_at_least
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import generate_tokens
-from examples.gpt2.model.files import Model, load_model
+from examples.gpt2.model.files import Model
 from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.run.weights import load_model
 
 _TEMPERATURE = 0.8
 _PROMPT_SHARE = 8  # An eighth of the sample is the prompt.
@@ -41,12 +42,13 @@ def generate(
   top_k: int = 0,
   num_samples: int = 1,
   seed: int = 0,
+  step: int | None = None,
   mesh: str = '',
 ) -> list[str]:
   """Continues text with a model.
 
   Args:
-    folder: Folder of a finished run or of an imported model.
+    folder: Folder of a run, which may go on, or of an imported model.
     prompt: Text to continue; for a model without a tokenizer, token identifiers
       with spaces between them. Default: the start of a document.
     tokens: Tokens to generate.
@@ -55,6 +57,8 @@ def generate(
     top_k: Likeliest tokens to choose from; 0 for all.
     num_samples: Continuations, which differ by their random numbers.
     seed: Seed of the random numbers.
+    step: Step of the run's checkpoint to read. Default: the weights at the end
+      of the run, or its last checkpoint.
     mesh: Axes of the device mesh, such as 'fsdp=4,tensor=2', as the trainer's.
 
   Returns:
@@ -70,7 +74,7 @@ def generate(
   if not 0 <= seed < 2**32:
     raise UsageError(f'--seed must be in [0, 2**32), got {seed}.')
   devices = make_mesh(mesh)
-  model = load_model(folder, devices)
+  model = load_model(folder, devices, step)
   ids = _encode(model, prompt)
   _check_length(model.config, len(ids), tokens)
   ids_BT = generate_tokens(

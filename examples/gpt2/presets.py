@@ -79,32 +79,37 @@ _KEPT_SIZE = 2.0
 # What does not decide what a run computes, but for rounding.
 _NOT_IDENTITY = (
   'data', 'text_field', 'eval_data', 'cache_dir', 'out_dir', 'fresh',
-  'checkpoint_every', 'keep',
+  'checkpoint_every', 'checkpoint_minutes', 'keep', 'keep_every',
+  # Start.origin says what a run starts from.
+  'init_step', 'fork_from', 'fork_step',
   # Tokens.order says what comes of it.
   'sampling',
   'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
   'distributed', 'num_processes', 'process_id', 'init_from',
 )  # fmt: skip
-
+# Settings that releases before 0.3.0 did not have, but for those whose default
+# is None.
+_NEW = ('schedule', 'decay_shape', 'min_rate')
 
 _COUNTS = (
   'num_layers', 'num_heads', 'width', 'mlp_width', 'context_length',
   'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
-  'checkpoint_every', 'keep', 'unroll', 'qk_clip_every',
+  'checkpoint_every', 'keep', 'keep_every', 'unroll', 'qk_clip_every',
+  'init_step', 'fork_step',
 )  # fmt: skip
 
 # Settings, what is accepted in words, and whether a value that is given is.
 _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (_COUNTS, 'at least 1', lambda x: x >= 1),
-  (('watch_every', 'weight_decay', 'min_norm'), 'finite and at least 0',
-   lambda x: 0 <= x < math.inf),
+  (('watch_every', 'weight_decay', 'min_norm', 'warmup_steps', 'decay_steps'),
+   'finite and at least 0', lambda x: 0 <= x < math.inf),
   (('learning_rate', 'max_gradient_norm', 'norm_epsilon', 'qk_clip',
-    'init_std', 'adam_rate'),
+    'init_std', 'adam_rate', 'checkpoint_minutes'),
    'finite and above 0', lambda x: 0 < x < math.inf),
   (('b1', 'b2'), 'in [0, 1)', lambda x: 0 <= x < 1),
   (('clip_threshold',), 'above 0', lambda x: x > 0),
-  (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
+  (('warmup_share', 'min_rate'), 'in [0, 1]', lambda x: 0 <= x <= 1),
   (('seed',), 'in [0, 2**32)', lambda x: 0 <= x < 2**32),
   (('vocab_size',), 'in [257, 2**31)', lambda x: 257 <= x < 2**31),
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
@@ -145,6 +150,8 @@ def resolve(config: Config) -> Config:
   }
   config = _filled(config, derived)
   _check_model(config)
+  _check_schedule(config)
+  _check_start(config)
   _check_run(config)
   return config
 
@@ -185,6 +192,37 @@ def _check_model(config: Config) -> None:
     )
 
 
+def _check_schedule(config: Config) -> None:
+  has_decay = config.decay_steps is not None or config.decay_shape != 'linear'
+  if has_decay and config.schedule != 'wsd':
+    raise UsageError(
+      '--decay-steps and --decay-shape are for --schedule wsd, got --schedule '
+      f'{config.schedule}.'
+    )
+  given = (config.warmup_steps or 0) + (config.decay_steps or 0)
+  if given > config.steps:
+    raise UsageError(
+      '--warmup-steps and --decay-steps must together be at most --steps '
+      f'{config.steps}, got {given}.'
+    )
+
+
+def _check_start(config: Config) -> None:
+  for step, folder in (('init_step', 'init_from'), ('fork_step', 'fork_from')):
+    if getattr(config, step) and getattr(config, folder) is None:
+      raise UsageError(f'{flag(step)} needs {flag(folder)}.')
+  if config.init_from is not None and config.fork_from is not None:
+    raise UsageError(
+      '--init-from takes the weights of a run, --fork-from all of its state: '
+      'leave out one of the two.'
+    )
+  if config.fork_step is not None and config.fork_step >= config.steps:
+    raise UsageError(
+      f'--fork-step must be below --steps {config.steps}, got '
+      f'{config.fork_step}.'
+    )
+
+
 def _check_run(config: Config) -> None:
   for name, optimizers in _ONLY_FOR.items():
     is_set = getattr(config, name) != getattr(Config, name)
@@ -215,6 +253,9 @@ def identity(config: Config) -> dict[str, Any]:
     if name not in _NOT_IDENTITY and value is not None
   }
   # Runs from before something existed, or got its name, can resume.
+  for name in _NEW:
+    if getattr(config, name) == getattr(Config, name):
+      found.pop(name, None)
   if config.dtype == 'float32':
     del found['reduce_dtype']  # It decides nothing then.
   former = {new: old for old, new in _FORMER_NAMES.items()}

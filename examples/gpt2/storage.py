@@ -7,6 +7,7 @@ a store keeps whole objects and has neither folders nor locks, is here.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import importlib.util
+import itertools
 import os
 from pathlib import Path
 import re
@@ -281,3 +282,9 @@ def on_disk(path: Path) -> Iterator[Path]:
     with os_errors():
       file_system(path).get_file(os.fspath(path), str(copy))
     yield copy
+
+
+def unused_path(path: Path) -> Path:
+  """Returns a path that is free: with '-1' at its end, or the next number."""
+  paths = (path.with_name(f'{path.name}-{i}') for i in itertools.count(1))
+  return next(path for path in paths if not path.exists())

@@ -1,29 +1,27 @@
 """Trains a GPT-2 or Llama: python -m examples.gpt2.train --help."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import tyro
 
-from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.config import Config, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import Model, save_model
+from examples.gpt2.model.files import Model, save_model, write_description
 from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
-from examples.gpt2.run import memory, report
+from examples.gpt2.run import loop, memory, report
 from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.proof import prove
+from examples.gpt2.run.start import origin
 from examples.gpt2.run.step import Trainer
-from examples.gpt2.storage import as_path, os_errors
 import merit_optax
 
 
@@ -96,7 +94,8 @@ def _settings(
   """Returns what config.json holds."""
   return {
     'config': identity(config)
-    | {'corpus_sha256': tokens.sha256, 'init_sha256': _hash(config.init_from)}
+    | {'corpus_sha256': tokens.sha256}
+    | origin(config)
     | tokens.order,
     'corpus': {
       'data': config.data,
@@ -115,20 +114,6 @@ def _settings(
   }
 
 
-def _hash(model_folder: Path | None) -> str | None:
-  """Returns the hash of the weights that a run starts from."""
-  if model_folder is None:
-    return None
-  path = as_path(model_folder) / 'weights.safetensors'
-  if not path.is_file():
-    raise UsageError(
-      '--init-from must be the folder of a run or of a converted model, with '
-      f'a {path.name}: {model_folder} is not.'
-    )
-  with os_errors(), path.open('rb') as file:
-    return hashlib.file_digest(file, 'sha256').hexdigest()
-
-
 def default_folder(config: Config, settings: dict[str, Any]) -> Path:
   """Returns the folder of a run, named after what decides its numbers."""
   end = digest(settings['config'])[:8]
@@ -144,15 +129,17 @@ def _train(
   trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
-  with jax.set_mesh(trainer.mesh):
-    params = Loop(trainer, config, tokens, folder).run().params
   model = Model(
     trainer.model_config,
     tokens.vocab_size,
-    params,
+    None,
     tokens.tokenizer,
     tokens.end_token,
   )
+  # So that other commands can read the checkpoints.
+  on_first(write_description, folder.path, model)
+  with jax.set_mesh(trainer.mesh):
+    params = loop.run(trainer, config, tokens, folder).params
   folder.flush()  # Or a run could be finished that lacks its last lines.
   arrays = jax.tree.map(sharding.to_host, params)
 
@@ -161,6 +148,7 @@ def _train(
     plot_runs((folder.path,), folder.picture)
 
   on_first(write)
+  model = dataclasses.replace(model, params=params)
   text = sample_text(model, tokens.validation, trainer.mesh, config.seed)
   on_first(folder.write_sample, text)
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 from pathlib import Path
 
@@ -7,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.corpus import load_corpus
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import Transformer, as_module
+from examples.gpt2.prepare import PrepareConfig, prepare
 
 _CONFIG = ModelConfig(
   vocab_size=320,
@@ -78,7 +80,12 @@ def test_loss_is_that_of_the_held_out_text(
   folder: Path, text: Path, micro_batch_size: int, mesh: str
 ):
   evaluation = evaluate(
-    folder, str(text), sequences=7, micro_batch_size=micro_batch_size, mesh=mesh
+    folder,
+    str(text),
+    held_out=True,
+    sequences=7,
+    micro_batch_size=micro_batch_size,
+    mesh=mesh,
   )
   expected = _loss(folder, _held_out(folder, text), 8, 7)
   assert evaluation.loss == pytest.approx(expected, abs=1e-5)
@@ -86,7 +93,7 @@ def test_loss_is_that_of_the_held_out_text(
 
 
 def test_bits_per_byte_count_the_bytes_of_the_text(folder: Path, text: Path):
-  evaluation = evaluate(folder, str(text))
+  evaluation = evaluate(folder, str(text), held_out=True)
   tokens = _held_out(folder, text)
   (document,) = load_corpus(str(text)).validation
   assert len(document.encode()) > len(document)
@@ -97,16 +104,90 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder: Path, text: Path):
 def test_token_files_are_measured_as_their_text(
   folder: Path, text: Path, tmp_path: Path
 ):
-  expected = evaluate(folder, str(text))
+  expected = evaluate(folder, str(text), held_out=True)
   data = _write_token_files(tmp_path, _held_out(folder, text))
   evaluation = evaluate(folder, data)
   assert evaluation == expected._replace(bits_per_byte=None)
 
 
 def test_a_shorter_context_may_be_measured(folder: Path, text: Path):
-  found = evaluate(folder, str(text), context_length=5, sequences=9)
+  found = evaluate(
+    folder, str(text), held_out=True, context_length=5, sequences=9
+  )
   expected = _loss(folder, _held_out(folder, text), 5, 9)
   assert found.loss == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize('stride', [1, 3, 8])
+@pytest.mark.parametrize('count', [9, 30, 33])
+def test_every_token_counts_once(
+  folder: Path, tmp_path: Path, stride: int, count: int
+):
+  tokens = np.random.default_rng(0).integers(270, size=count)
+  found = evaluate(folder, _write_token_files(tmp_path, tokens), stride=stride)
+  model = load_model(folder)
+  losses = {}
+  for end in [*range(8, count - 1, stride), count - 1]:
+    window = tokens[end - 8 : end + 1]
+    logits = as_module(model.config, model.params)(window[None, :-1])[0]
+    log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
+    for i, target in enumerate(window[1:]):
+      losses.setdefault(end - 7 + i, -log_p[i, target])
+  assert sorted(losses) == list(range(1, count))
+  assert found.num_tokens == count - 1
+  assert found.loss == pytest.approx(np.mean([*losses.values()]), abs=1e-5)
+
+
+def test_a_text_has_the_loss_of_its_tokens(
+  folder: Path, text: Path, tmp_path: Path
+):
+  words = text.read_text().split()
+  documents = [' '.join(words[i : i + 300]) for i in range(0, 3000, 300)]
+  content = f'\n{END_OF_TEXT}\n'.join(documents)
+  (tmp_path / 'other.txt').write_text(content)
+  made = PrepareConfig(
+    data=(tmp_path / 'other.txt',),
+    out_dir=tmp_path / 'tokens',
+    tokenizer=folder / 'tokenizer.json',
+    end_token=END_OF_TEXT,
+    validation_share=0.5,
+  )
+  prepare(made)
+  found = evaluate(folder, str(tmp_path / 'other.txt'))
+  decode = load_model(folder).tokenizer.decode
+  num_tokens = 0
+  for part in ('train', 'val'):
+    file = tmp_path / 'tokens' / f'{part}.bin'
+    tokens = np.fromfile(file, np.uint16)
+    num_tokens += len(tokens)
+    texts = decode(tokens, skip_special_tokens=False).split(END_OF_TEXT)
+    lines = [json.dumps({'text': x}) for x in texts]
+    path = tmp_path / f'{part}.jsonl'
+    path.write_text('\n'.join(lines))
+    expected = evaluate(folder, str(file))._replace(bits_per_byte=None)
+    assert evaluate(folder, str(path))._replace(bits_per_byte=None) == expected
+  assert found.num_tokens == num_tokens - 1
+
+
+def test_the_text_of_the_run_is_named(
+  finished: Config, capsys: pytest.CaptureFixture
+):
+  evaluate(finished.out_dir, finished.data)
+  assert '--held-out measures' in capsys.readouterr().err
+  evaluate(finished.out_dir, finished.data, held_out=True)
+  assert '--held-out measures' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('settings', 'message'),
+  [
+    (dict(stride=9), 'at most the context length 8, got 9'),
+    (dict(stride=2, sequences=2), 'leave out one'),
+  ],
+)
+def test_a_stride_has_to_fit(folder: Path, text: Path, settings, message):
+  with pytest.raises(UsageError, match=message):
+    evaluate(folder, str(text), **settings)
 
 
 def test_a_longer_context_needs_rotary_positions(
@@ -118,14 +199,16 @@ def test_a_longer_context_needs_rotary_positions(
   params = nnx.as_pure(nnx.state(Transformer(llama, rngs=nnx.Rngs(0))))
   tokenizer = load_model(folder).tokenizer
   save_model(tmp_path, Model(llama, 270, params, tokenizer))
-  found = evaluate(tmp_path, str(text), context_length=9, sequences=4)
+  found = evaluate(
+    tmp_path, str(text), held_out=True, context_length=9, sequences=4
+  )
   assert found.num_tokens == 36
 
 
 def test_the_result_is_printed(
   folder: Path, text: Path, capsys: pytest.CaptureFixture
 ):
-  main([str(folder), '--data', str(text), '--sequences', '7'])
+  main([str(folder), '--data', str(text), '--held-out', '--sequences', '7'])
   rows = capsys.readouterr().out.splitlines()
   expected = _loss(folder, _held_out(folder, text), 8, 7)
   assert rows[0] == f'loss           {expected:.4f} nats per token'
@@ -165,6 +248,10 @@ def test_too_few_tokens_are_refused(folder: Path, tmp_path: Path):
   with pytest.raises(
     UsageError, match='validation .* 8 tokens, too few .* 8 and'
   ):
+    evaluate(folder, data, context_length=8)
+  assert evaluate(folder, data).num_tokens == 7
+  data = _write_token_files(tmp_path, np.full(1, 1))
+  with pytest.raises(UsageError, match='validation .* 1 tokens, too few'):
     evaluate(folder, data)
 
 
@@ -180,5 +267,5 @@ def test_damaged_token_files_are_named(
 def test_text_needs_a_tokenizer(folder: Path, text: Path, tmp_path: Path):
   model = load_model(folder)
   save_model(tmp_path, dataclasses.replace(model, tokenizer=None))
-  with pytest.raises(UsageError, match='the model has no tokenizer'):
+  with pytest.raises(UsageError, match='there is no tokenizer'):
     evaluate(tmp_path, str(text))

@@ -15,8 +15,8 @@ from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.presets import identity, resolve
+from examples.gpt2.run import loop
 from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import default_folder, main, train
 
@@ -140,7 +140,7 @@ def test_what_is_to_come_is_said_and_control_c_has_a_status(
   def interrupt(*_):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr('examples.gpt2.run.loop.Loop.run', interrupt)
+  monkeypatch.setattr(loop, 'run', interrupt)
   with pytest.raises(SystemExit) as stop:
     main([*_arguments(tiny), '--describe'])
   assert stop.value.code == 130
@@ -217,7 +217,9 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
 def test_a_model_that_does_not_fit_is_refused(
   finished: Config, tmp_path: Path, change: dict, words: str, monkeypatch
 ):
-  monkeypatch.setattr(Loop, '_compile', lambda _: pytest.fail('compiled'))
+  monkeypatch.setattr(
+    Trainer, 'step', property(lambda _: pytest.fail('compiled')), raising=False
+  )
   if 'data' in change:
     (tmp_path / 'other.txt').write_text('another text. ' * 500)
     change = {'data': str(tmp_path / 'other.txt')}

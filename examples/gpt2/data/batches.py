@@ -42,7 +42,7 @@ def training_batch(
   else:
     generator = np.random.default_rng((config.seed, step))
     starts = generator.integers(len(tokens) - length, size=size)
-  return _make_batch(tokens, starts, config, mesh)
+  return make_batch(tokens, starts, config, mesh)
 
 
 def validation_batch(
@@ -54,23 +54,30 @@ def validation_batch(
   may be the first input of the next. Those after the count, in the order of the
   first two axes, repeat others to fill the last micro-batch.
   """
-  length = config.context_length
-  available = (len(tokens) - 1) // length
-  count = min(available, config.eval_sequences)
-  starts = np.arange(count) * available // count * length
+  starts = spread(len(tokens), config.context_length, config.eval_sequences)
   rows = config.micro_batch_size * num_batch_shards(mesh)
   # Repeated sequences give no new maximum, where padding would.
-  filled = np.resize(starts, -(-count // rows) * rows)
-  return _make_batch(tokens, filled, config, mesh), count
+  filled = np.resize(starts, -(-len(starts) // rows) * rows)
+  return make_batch(tokens, filled, config, mesh), len(starts)
 
 
-def _make_batch(
+def spread(num_tokens: int, length: int, most: int) -> np.ndarray:
+  """Returns the starts of sequences that are spread evenly over a text."""
+  available = (num_tokens - 1) // length
+  count = min(available, most)
+  return np.arange(count) * available // count * length
+
+
+def make_batch(
   tokens: TokenFiles | np.ndarray,
   starts: np.ndarray,
   config: Config,
   mesh: Mesh,
 ) -> jax.Array:
-  """Makes an array over all devices, with any number of micro-batches."""
+  """Makes a batch over all devices, shape (A, B, T + 1).
+
+  ``starts``, of any number of micro-batches, are those of its sequences.
+  """
   _, rows, length = batch_shape(config, mesh).shape
   starts_AB = starts.reshape(-1, rows)
   shape, sharding = (*starts_AB.shape, length), batch_sharding(mesh)

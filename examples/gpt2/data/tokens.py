@@ -122,7 +122,10 @@ def _load(config: Config) -> Tokens:
         f'--eval-data {text} has the name of another set, {name}: give each a '
         'name of its own, as in name=path.'
       )
-    found = _load_evaluation(path, tokens, config)
+    found, _ = load_evaluation(
+      path, tokens.vocab_size, tokens.tokenizer, tokens.end_token, config
+    )
+    check_length(f'--eval-data {path}', found, config.context_length)
     evaluations.append(EvaluationSet(name, found, 0.0))
   return dataclasses.replace(tokens, evaluations=evaluations)
 
@@ -179,35 +182,60 @@ def _load_source(data: str, config: Config) -> Tokens:
   )
 
 
-def _load_evaluation(
-  data: str, tokens: Tokens, config: Config
-) -> TokenFiles | np.ndarray:
-  """Opens token files, or tokenizes text with the tokenizer of the others."""
-  path, size, index = as_path(data), tokens.vocab_size, None
+def load_evaluation(
+  data: str,
+  vocab_size: int,
+  tokenizer: tokenizers.Tokenizer | None,
+  end_token: str | None,
+  config: Config,
+) -> tuple[TokenFiles | np.ndarray, int]:
+  """Opens token files, or tokenizes text as examples.gpt2.prepare does.
+
+  Args:
+    data: Token file, folder with those to validate on, or text.
+    vocab_size: Number that all tokens have to be below.
+    tokenizer: Of text.
+    end_token: Follows each document of text.
+    config: Settings, of which the length of the context, the field of the text
+      and the folder of the cache count.
+
+  Returns:
+    The tokens, and the number of bytes of their text, 0 where that is not
+    known.
+
+  Raises:
+    UsageError: If there is no such data, or it does not fit the vocabulary.
+  """
+  path, index = as_path(data), None
   if path.suffix in TOKEN_SUFFIXES and path.is_file():
-    found: TokenFiles | None = open_files([path], size)
+    found: TokenFiles | None = open_files([path], vocab_size)
   else:
     index = read_index(path)
-    found = open_parts(path, size, index).get('val')
+    found = open_parts(path, vocab_size, index).get('val')
   if found is None:
-    if tokens.tokenizer is None or tokens.end_token is None:
-      raise UsageError(
-        f'--eval-data {data} holds no token files to validate on, and there '
-        'is no tokenizer for text: expected a token file, or a folder with '
-        'val.bin.'
-      )
-    reader = DocumentReader([path], config.text_field, True, is_cut=False)
-    encode = Encoder(tokens.tokenizer, tokens.end_token)
-    array = encode(reader.read(f'reading {data}'))
-    say(
-      f'--eval-data {data}: {len(array):,} tokens{reader.describe_left_out()}'
+    return _tokenize(path, tokenizer, end_token, config)
+  statistics = index or cached_statistics([found], vocab_size, config)
+  check_largest(statistics['largest_token'], vocab_size, data)
+  return found, 0
+
+
+def _tokenize(
+  path: Path,
+  tokenizer: tokenizers.Tokenizer | None,
+  end_token: str | None,
+  config: Config,
+) -> tuple[np.ndarray, int]:
+  """Returns the tokens of a whole text, and the number of its bytes."""
+  if tokenizer is None or end_token is None:
+    raise UsageError(
+      f'{path} holds no token files to validate on, and there is no tokenizer '
+      'for text that names the token after each document: expected a token '
+      'file, or a folder with val.bin.'
     )
-    check_length('--eval-data', array, config.context_length)
-    return array
-  check_length('--eval-data', found, config.context_length)
-  statistics = index or cached_statistics([found], size, config)
-  check_largest(statistics['largest_token'], size, data)
-  return found
+  reader = DocumentReader([path], config.text_field, skip_bad=True)
+  tokens = Encoder(tokenizer, end_token)(reader.read(f'reading {path}'))
+  say(f'{path}: {len(tokens):,} tokens{reader.describe_left_out()}')
+  return tokens, reader.num_bytes
 
 
 def _open_folder(folder: Path, config: Config) -> Tokens | None:

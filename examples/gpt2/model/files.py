@@ -34,7 +34,7 @@ from examples.gpt2.storage import (
 
 TOKENIZER = 'tokenizer.json'
 _MODEL = 'model.json'
-_WEIGHTS = 'weights.safetensors'
+WEIGHTS = 'weights.safetensors'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,13 @@ def save_model(folder: Path, model: Model) -> None:
   for name in (_MODEL, TOKENIZER, SETTINGS):
     with os_errors():
       (folder / name).unlink(missing_ok=True)
-  with whole_file(folder / _WEIGHTS) as path:
+  with whole_file(folder / WEIGHTS) as path:
     write_arrays(path, sharding.by_path(model.params))
+  write_description(folder, model)
+
+
+def write_description(folder: Path, model: Model) -> None:
+  """Writes what a model is, without its weights."""
   if model.tokenizer is not None:
     content = model.tokenizer.to_str(pretty=True)
     write_whole(folder / TOKENIZER, content.encode())
@@ -97,6 +102,17 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
       fit the model.
     OSError: If a file cannot be read.
   """
+  model = read_description(folder)
+  path = as_path(folder) / WEIGHTS
+  with naming(path):
+    arrays = open_arrays(path)
+    check_arrays(arrays, sharding.by_path(shapes(model.config)))
+  params = _read(model.config, arrays, mesh)
+  return dataclasses.replace(model, params=params)
+
+
+def read_description(folder: Path) -> Model:
+  """Reads what the model in a folder is, without its weights."""
   folder = as_path(folder)
   with os_errors():
     is_folder = folder.is_dir()
@@ -108,11 +124,7 @@ def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
     end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
-  with naming(folder / _WEIGHTS):
-    arrays = open_arrays(folder / _WEIGHTS)
-    check_arrays(arrays, sharding.by_path(shapes(config)))
-  params = _read(config, arrays, mesh)
-  return Model(config, num_tokens, params, tokenizer, end_token)
+  return Model(config, num_tokens, None, tokenizer, end_token)
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:

@@ -147,7 +147,7 @@ class Diagnostics:
 
   def _updates(self, state: Any, gradients: Any) -> dict[str, Any]:
     """Returns what the optimizer does, by layer and by other parameter."""
-    params, opt_state = state
+    params, opt_state = state.params, state.opt_state
     updates, _ = self._trainer.optimizer.update(gradients, opt_state, params)
     if self._config.optimizer != 'merit':
       return _by_group(_norms, params, gradients, updates)

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
@@ -19,18 +20,45 @@ OTHERS_B1 = 0.9
 
 
 def make_schedule(config: Config) -> optax.Schedule:
-  """Returns the learning rate by step: linear warm-up, then cosine to zero."""
-  warmup_steps = round(config.warmup_share * config.steps)
+  """Returns the learning rate by step, the first of which is 0."""
+  warmup_steps = config.warmup_steps
+  if warmup_steps is None:
+    warmup_steps = round(config.warmup_share * config.steps)
   peak = config.learning_rate
-  # Optax's of both in one asks whether the peak is 0, which may be traced.
+  # Optax's of warm-up and cosine in one asks whether the peak is 0, which may
+  # be traced. All of it may be warm-up; Optax wants a step of the rest.
+  rest = max(1, config.steps - warmup_steps)
   return optax.join_schedules(
     [
       optax.linear_schedule(peak / max(1, warmup_steps), peak, warmup_steps),
-      # All of it may be warm-up; the schedule wants a step of cosine.
-      optax.cosine_decay_schedule(peak, max(1, config.steps - warmup_steps)),
+      _after_warmup(config, max(1, warmup_steps), rest),
     ],
     [warmup_steps],
   )
+
+
+def _after_warmup(config: Config, before: int, steps: int) -> optax.Schedule:
+  """Returns the learning rate of the steps after the warm-up."""
+  peak, least = config.learning_rate, config.min_rate
+  if config.schedule == 'cosine':
+    return optax.cosine_decay_schedule(peak, steps, least)
+  if config.schedule == 'linear':
+    return optax.linear_schedule(peak, least * peak, steps)
+  if config.schedule == 'inverse-sqrt':
+    return lambda step: (
+      peak * jnp.maximum(jnp.sqrt(before / (before + step)), least)
+    )
+  decay_steps = config.decay_steps
+  if decay_steps is None:
+    decay_steps = config.steps // 5
+  decay_steps = min(decay_steps, steps)
+  power = {'linear': 1.0, '1-sqrt': 0.5}[config.decay_shape]
+
+  def stable_then_decay(step: jax.typing.ArrayLike) -> jax.Array:
+    done = jnp.maximum(step - (steps - decay_steps), 0) / max(1, decay_steps)
+    return peak * (1 - (1 - least) * jnp.minimum(done, 1) ** power)
+
+  return stable_then_decay
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:

@@ -8,13 +8,13 @@ from typing import Any
 
 from etils import epath
 
-from examples.gpt2.run.folder import unused_path
 from examples.gpt2.run.orbax_io import COMMITTED
 from examples.gpt2.storage import (
   is_remote,
   make_folder,
   move,
   os_errors,
+  unused_path,
 )
 
 # What Orbax raises for files that are truncated, missing or garbled.
@@ -36,10 +36,17 @@ class CheckpointFolder:
 
   PROOF = 'proof-'
 
-  def __init__(self, root: Path, keep: int):
+  def __init__(self, root: Path, keep: int = 1, keep_every: int | None = None):
+    """Names a folder, and which checkpoints of it stay.
+
+    Args:
+      root: The folder, which need not exist.
+      keep: How many of the last.
+      keep_every: Those of which multiples of steps besides.
+    """
     self.is_remote = is_remote(root)
     self.root = epath.Path(root if self.is_remote else root.absolute())
-    self._keep = keep
+    self._keep, self._keep_every = keep, keep_every
 
   def path(self, step: int) -> epath.Path:
     """Returns the folder of a checkpoint."""
@@ -80,14 +87,17 @@ class CheckpointFolder:
 
   @os_errors()
   def delete_old(self) -> None:
-    """Deletes all checkpoints but the last ones and the best."""
+    """Deletes all but the last ones, the best and those of multiples."""
     # A writer of Orbax may go on for a moment after its save has failed.
     self.clean_up()
     steps = self.steps()
     best = min(steps, key=lambda x: (self._loss(x), -x), default=None)
     for step in steps[: -self._keep]:
-      if step != best:
+      if step != best and not self._is_multiple(step):
         self._delete(self.path(step))
+
+  def _is_multiple(self, step: int) -> bool:
+    return self._keep_every is not None and step % self._keep_every == 0
 
   def _delete(self, folder: epath.Path) -> None:
     # First what makes it whole: one that is half deleted is not read.

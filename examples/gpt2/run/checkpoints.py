@@ -6,7 +6,6 @@ word, and training goes on from it. So every array is saved with a checksum,
 which is taken on its devices before the save and again after the restore.
 """
 
-from collections.abc import Callable
 import contextlib
 import math
 from pathlib import Path
@@ -20,16 +19,11 @@ import orbax.checkpoint as ocp
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.devices.sharding import by_path
-from examples.gpt2.run.checkpoint_folder import DAMAGE, CheckpointFolder
+from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checksums import checksums
 from examples.gpt2.run.command import CommandError
-from examples.gpt2.run.orbax_io import (
-  describe,
-  make_writer,
-  read_arrays,
-  root_cause,
-)
-from examples.gpt2.storage import os_errors
+from examples.gpt2.run.orbax_io import describe, make_writer
+from examples.gpt2.run.restore import DamagedError, restore, types
 
 MOST_FAILURES = 3
 """Saves that fail in a row before the run ends."""
@@ -48,9 +42,9 @@ class Checkpoints:
   the same calls.
   """
 
-  def __init__(self, folder: Path, keep: int):
+  def __init__(self, folder: Path, keep: int, keep_every: int | None = None):
     """Makes a folder, or clears it of what a killed run left unfinished."""
-    self._folder = CheckpointFolder(folder, keep)
+    self._folder = CheckpointFolder(folder, keep, keep_every)
     self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
     self._num_failures = 0  # In a row.
     on_first(self._folder.clean_up)
@@ -92,7 +86,7 @@ class Checkpoints:
     has_loss = loss is not None and math.isfinite(loss)
     record = {
       'loss': float(loss) if has_loss else math.inf,
-      'types': _types(arrays),
+      'types': types(arrays),
       'checksums': checksums(arrays),
     }
     items = ocp.args.Composite(
@@ -183,8 +177,8 @@ class Checkpoints:
     damaged: dict[int, str] = {}
     for step in reversed(on_first(self._folder.steps)):
       try:
-        state = self._restore_step(step, like)
-      except _DamagedError as error:
+        state = restore(self._folder, step, like)
+      except DamagedError as error:
         damaged[step] = str(error)
         continue
       self._set_aside(damaged)
@@ -196,28 +190,6 @@ class Checkpoints:
       + ' '.join(f'Step {step}: {error}.' for step, error in damaged.items())
     )
 
-  def _restore_step(self, step: int, like: Any) -> Any:
-    targets = by_path(like)
-    arrays, expected = _examine(self._read, step, targets)
-    # Each process has read for itself, but checksums need the devices of all.
-    _examine(_compare_checksums, arrays, expected)
-    leaves = [arrays[name] for name in targets]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-  def _read(
-    self, step: int, targets: dict[str, Any]
-  ) -> tuple[dict[str, jax.Array], dict[str, int]]:
-    """Returns arrays, and their checksums when they were saved, by path."""
-    with os_errors():
-      record = self._folder.record(step)
-    found, expected = record['types'], _types(targets)
-    for name in sorted(found.keys() | expected.keys()):
-      one, other = found.get(name, 'missing'), expected.get(name, 'nothing')
-      if one != other:
-        raise ValueError(f'{name} is {one}, expected {other}')
-    arrays = read_arrays(self._folder.path(step), targets)
-    return arrays, record['checksums']
-
   def _set_aside(self, damaged: dict[int, str]) -> None:
     """Moves checkpoints away, so that their steps can be saved again."""
     for step, error in damaged.items():
@@ -228,48 +200,9 @@ class Checkpoints:
       )
 
 
-def _types(arrays: dict[str, Any]) -> dict[str, str]:
-  """Returns the types of arrays, such as 'float32[2, 3]'."""
-  return {name: f'{x.dtype}{list(x.shape)}' for name, x in arrays.items()}
-
-
 @jax.jit
 def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
   return jax.tree.map(lambda x: jnp.isfinite(x).all(), arrays)
-
-
-def _compare_checksums(
-  arrays: dict[str, jax.Array], expected: dict[str, int]
-) -> None:
-  for name, value in checksums(arrays).items():
-    if value != expected[name]:
-      raise ValueError(f'{name} is not as it was saved, by its checksum')
-
-
-class _DamagedError(Exception):
-  """A checkpoint is not what was saved."""
-
-
-def _examine(action: Callable[..., Any], *args: Any) -> Any:
-  """Returns a result; raises in all processes if the action fails in one.
-
-  What shows no damage, such as an error of a network or a device, is raised as
-  it is.
-  """
-  result = damage = failure = None
-  try:
-    result = action(*args)
-  except Exception as error:
-    cause = root_cause(error)
-    if isinstance(cause, DAMAGE):
-      damage = _DamagedError(describe(cause))
-    else:
-      failure = cause
-  if any_failed(failure is not None):
-    raise failure or OSError('another process cannot read the checkpoints')
-  if any_failed(damage is not None):
-    raise damage or _DamagedError('another process found it damaged')
-  return result
 
 
 def _warn(text: str) -> None:

@@ -1,15 +1,16 @@
 """The folder of a run: its settings, metrics and results."""
 
 import contextlib
-import itertools
 import json
 import os
 from pathlib import Path
 from typing import Any
 import warnings
 
-from examples.gpt2.config import UsageError, describe_changes
+from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import is_first, on_first, say
+from examples.gpt2.run.changes import refusal
+from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.claim import Claim, claim
 from examples.gpt2.run.metrics import metrics_file, read_metrics
 from examples.gpt2.storage import (
@@ -17,6 +18,7 @@ from examples.gpt2.storage import (
   make_folder,
   move,
   os_errors,
+  unused_path,
   write_whole,
 )
 
@@ -27,6 +29,8 @@ _PICTURE = 'curves.png'
 _RESULTS = (
   _METRICS, 'model.json', 'weights.safetensors', _PICTURE, _SAMPLE,
 )  # fmt: skip
+# What only the end of a run writes.
+_ENDS = _RESULTS[1:]
 # What a run writes besides; not every run does.
 _OTHERS = (
   'tokenizer.json', 'tokenizer_config.json', 'checkpoints',
@@ -87,7 +91,12 @@ class RunFolder:
     if fresh and _is_requeued(old.get('slurm', {})):
       say('--fresh: Slurm has requeued this job, which goes on with its files.')
     elif fresh and old:
-      self._move_aside()
+      # Settings last, by which the rest is known to be that of this run.
+      to = self._move_aside(*_OTHERS, *_RESULTS, _CONFIG)
+      say(f'--fresh: what a run left in {self.path} is in {to} now.')
+    elif self._is_longer(old, settings) and self._is_finished():
+      to = self._move_aside(*_ENDS)
+      say(f'more --steps: the weights at the former end are in {to} now.')
     if not self._is_finished():
       content = json.dumps(settings | {'slurm': _slurm_job()}, indent=2)
       write_whole(self.path / _CONFIG, content.encode())
@@ -120,10 +129,15 @@ class RunFolder:
       raise self._refusal(
         f'a {_CONFIG} that no run of this trainer wrote, or a damaged one'
       ) from error
-    changes = describe_changes(old, json.loads(json.dumps(identity)))
-    if changes:
-      raise self._refusal(f'a run with other settings ({changes})')
+    done = max(CheckpointFolder(self.checkpoints).steps(), default=0)
+    refused = refusal(old, json.loads(json.dumps(identity)), done)
+    if refused:
+      raise self._refusal(refused)
     return settings
+
+  def _is_longer(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    before, now = (x.get('config', {}).get('steps', 0) for x in (old, new))
+    return bool(old) and now > before
 
   def _refusal(self, what: str) -> UsageError:
     return UsageError(
@@ -131,26 +145,29 @@ class RunFolder:
       'that away.'
     )
 
-  def _move_aside(self) -> None:
-    """Moves what a run has written to a folder in this one, settings last."""
+  def _move_aside(self, *names: str) -> Path:
+    """Moves files and folders to a folder in this one, and returns that."""
     folder = unused_path(self.path / 'before')
     make_folder(folder)
-    for name in (*_OTHERS, *_RESULTS, _CONFIG):
+    for name in names:
       with contextlib.suppress(FileNotFoundError):
         move(self.path / name, folder / name)
-    say(f'--fresh: what a run left in {self.path} is in {folder} now.')
+    return folder
 
-  def keep_metrics(self, step: int) -> None:
+  def keep_metrics(self, step: int, fork_from: Path | None = None) -> None:
     """Cuts off the lines of metrics.jsonl after a step, also torn ones.
 
+    If there are none, they are those of another run's folder, if one is given.
     Warns if lines of steps before are lost.
     """
-    on_first(self._keep_metrics, step)
+    on_first(self._keep_metrics, step, fork_from)
 
   @os_errors()
-  def _keep_metrics(self, step: int) -> None:
+  def _keep_metrics(self, step: int, fork_from: Path | None) -> None:
     path = self.path / _METRICS
-    lines = self.read_metrics() if path.is_file() else []
+    if fork_from is not None and not path.is_file():
+      path = as_path(fork_from) / _METRICS
+    lines = read_metrics(path) if path.is_file() else []
     kept = {line['step']: line for line in lines if line['step'] <= step}
     if len(kept) < step:
       warnings.warn(
@@ -210,9 +227,3 @@ def _line(metrics: dict[str, Any]) -> str:
   # JSON has no numbers that are not finite: they become null.
   finite = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
   return json.dumps(finite) + '\n'
-
-
-def unused_path(path: Path) -> Path:
-  """Returns a path that is free: with '-1' at its end, or the next number."""
-  paths = (path.with_name(f'{path.name}-{i}') for i in itertools.count(1))
-  return next(path for path in paths if not path.exists())

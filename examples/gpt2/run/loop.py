@@ -1,11 +1,13 @@
-"""Takes the steps of a run: compiles, resumes, evaluates, saves, stops."""
+"""The steps of a run: compiles, resumes, evaluates, saves, stops."""
 
+from collections.abc import Callable, Sequence
 import contextlib
+import dataclasses
 import functools
 import math
 import signal
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ import numpy as np
 from examples.gpt2.config import Config
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices.processes import say
+from examples.gpt2.devices.processes import on_first, say
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.run import memory
 from examples.gpt2.run.checkpoints import Checkpoints
@@ -22,7 +24,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
 from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
-from examples.gpt2.run.start import initial_params
+from examples.gpt2.run.start import initial_params, initial_state
 from examples.gpt2.run.step import Trainer, TrainState
 
 
@@ -41,144 +43,182 @@ class StoppedError(CommandError):
     return str(self.args[0])
 
 
-class Loop:
-  """The steps of a run, from its last checkpoint to its end."""
+class _Programs(NamedTuple):
+  """Compiled programs of a run."""
 
-  def __init__(
-    self, trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
-  ):
-    self._trainer = trainer
-    self._config = config
-    self._folder = folder
-    self._make_batch = functools.partial(
+  step: Any  # As Trainer.step.
+  sequence_losses: dict[tuple[int, ...], Any]  # By the shape of the tokens.
+  diagnostics: Diagnostics
+
+
+class _Evaluation(NamedTuple):
+  """A set to evaluate on."""
+
+  name: str
+  weight: float  # Of its loss in the validation loss.
+  tokens_ABT: jax.Array
+  num_sequences: int  # Those after repeat others.
+
+
+def run(
+  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
+) -> TrainState:
+  """Takes the steps of a run that are left, and returns the final state.
+
+  All programs are compiled first, so that what does not fit fails at the start.
+
+  Raises:
+    NotFiniteError: If a loss or gradient is not finite and that is to stop
+      the run; the last checkpoint is from before.
+    StoppedError: If a signal came; a checkpoint has been saved.
+    UnsavedError: If three checkpoints in a row could not be saved.
+    UsageError: If there are checkpoints but none is sound, or if
+      ``--init-from`` does not fit.
+  """
+  params = initial_params(config, trainer, tokens)
+  evaluations = [
+    _Evaluation(
+      name, weight, *batches.validation_batch(held_out, config, trainer.mesh)
+    )
+    for name, held_out, weight in tokens.evaluations
+  ]
+  programs = _compile(trainer, config, evaluations)
+  with contextlib.ExitStack() as stack:
+    checkpoints = stack.enter_context(
+      Checkpoints(folder.checkpoints, config.keep, config.keep_every)
+    )
+    state = initial_state(config, trainer, params, checkpoints)
+    done = int(state.step)
+    folder.keep_metrics(done, config.fork_from)
+    log = stack.enter_context(StepLog(config, trainer, folder, done))
+    stop = stack.enter_context(StopRequest())
+    make_batch = functools.partial(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
     )
-    self._evaluations = [
-      (x, *batches.validation_batch(x.tokens, config, trainer.mesh))
-      for x in tokens.evaluations
-    ]
-    _, self._held_out, _ = self._evaluations[0]
-    self._initial_params = initial_params(config, trainer, tokens)
-    self._is_saved = True
-    self._compile()
+    steps = _Steps(
+      config, programs, evaluations, make_batch, folder, checkpoints, log, stop,
+      state, done,
+    )  # fmt: skip
+    return steps.take()
 
-  def _compile(self) -> None:
-    """Compiles all programs, so that what does not fit fails at the start."""
-    start = time.perf_counter()
-    trainer = self._trainer
-    batch = batches.batch_shape(self._config, trainer.mesh)
-    self._take_step = trainer.step.lower(trainer.shapes, batch).compile()
-    memory.check(self._take_step, trainer.mesh)
-    # Sets of another size need a program of their own.
-    by_shape = {
-      held_out.shape: held_out for _, held_out, _ in self._evaluations
-    }
-    self._sequence_losses = {
-      shape: trainer.sequence_losses.lower(
-        trainer.shapes.params, held_out
-      ).compile()
-      for shape, held_out in by_shape.items()
-    }
-    self._diagnostics = Diagnostics(self._config, trainer)
-    if self._config.watch_every:
-      self._diagnostics.compile(trainer.shapes, batch)
-    temporary = self._take_step.memory_analysis().temp_size_in_bytes
-    say(
-      f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
-      f'moments a step needs {format_bytes(temporary)} on each device'
-    )
 
-  def run(self) -> TrainState:
-    """Takes the steps that are left, and returns the final state.
+def _compile(
+  trainer: Trainer, config: Config, evaluations: Sequence[_Evaluation]
+) -> _Programs:
+  start = time.perf_counter()
+  batch = batches.batch_shape(config, trainer.mesh)
+  step = trainer.step.lower(trainer.shapes, batch).compile()
+  memory.check(step, trainer.mesh)
+  # Sets of another size need a program of their own.
+  by_shape = {x.tokens_ABT.shape: x.tokens_ABT for x in evaluations}
+  sequence_losses = {
+    shape: trainer.sequence_losses.lower(trainer.shapes.params, x).compile()
+    for shape, x in by_shape.items()
+  }
+  diagnostics = Diagnostics(config, trainer)
+  if config.watch_every:
+    diagnostics.compile(trainer.shapes, batch)
+  temporary = step.memory_analysis().temp_size_in_bytes
+  say(
+    f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
+    f'moments a step needs {format_bytes(temporary)} on each device'
+  )
+  return _Programs(step, sequence_losses, diagnostics)
 
-    Raises:
-      NotFiniteError: If a loss or gradient is not finite and that is to stop
-        the run; the last checkpoint is from before.
-      StoppedError: If a signal came; a checkpoint has been saved.
-      UnsavedError: If three checkpoints in a row could not be saved.
-      UsageError: If there are checkpoints but none is sound.
-    """
-    config, path = self._config, self._folder.path
-    with contextlib.ExitStack() as stack:
-      self._checkpoints = stack.enter_context(
-        Checkpoints(self._folder.checkpoints, config.keep)
-      )
-      done, self._state = self._restore()
-      self._folder.keep_metrics(done)
-      self._log = stack.enter_context(
-        StepLog(config, self._trainer, self._folder, done)
-      )
-      self._stop = stack.enter_context(StopRequest())
-      if config.profile:
-        profile = stack.enter_context(Profile(path / 'profile', done))
+
+@dataclasses.dataclass
+class _Steps:
+  """The steps of a run, and what is due after each."""
+
+  config: Config
+  programs: _Programs
+  evaluations: Sequence[_Evaluation]
+  make_batch: Callable[[int], jax.Array]  # From the number of a step.
+  folder: RunFolder
+  checkpoints: Checkpoints
+  log: StepLog
+  stop: StopRequest
+  state: TrainState
+  taken: int  # Steps.
+  is_saved: bool = True
+  saved_at: float = dataclasses.field(default_factory=time.monotonic)
+
+  def take(self) -> TrainState:
+    """Takes the steps that are left, and returns the last state."""
+    done = self.taken
+    with self._profile(done) as profile:
       try:
-        batch = self._make_batch(done + 1)
-        for step in range(done + 1, config.steps + 1):
-          if config.profile:
-            profile.before(step, self._state)
+        batch = self.make_batch(done + 1)
+        for step in range(done + 1, self.config.steps + 1):
+          if profile is not None:
+            profile.before(step, self.state)
           batch = self._step(step, batch)
-        self._checkpoints.wait()
-        self._stop_if_asked(config.steps, self._stop.received())
+        self.checkpoints.wait()
+        self._stop_if_asked(self.config.steps, self.stop.received())
       except NotFiniteError as error:
         raise self._explained(error) from error
-    return self._state
+    return self.state
 
-  def _restore(self) -> tuple[int, TrainState]:
-    """Returns the number of steps done, and the state after them."""
-    params, self._initial_params = self._initial_params, None
-    found = self._checkpoints.restore(self._trainer.shapes)
-    if found is not None:
-      say(f'going on after step {found[0]}, from its checkpoint')
-      return found
-    state = self._trainer.init()
-    return 0, state if params is None else state._replace(params=params)
+  def _profile(self, done: int) -> contextlib.AbstractContextManager[Any]:
+    if self.config.profile:
+      return Profile(self.folder.path / 'profile', done)
+    return contextlib.nullcontext()
 
   def _step(self, step: int, batch: jax.Array) -> jax.Array | None:
     """Takes a step, does what is due after it, and returns the next batch."""
     measured = self._measure(step, batch)
-    self._state, metrics = self._take_step(self._state, batch)
-    self._taken = step
+    self.state, metrics = self.programs.step(self.state, batch)
+    self.taken = step
     # The host makes the next batch, and logs the step before, while the
     # devices take this one.
     start, following = time.perf_counter(), None
-    if step < self._config.steps:
-      following = self._make_batch(step + 1)
+    if step < self.config.steps:
+      following = self.make_batch(step + 1)
     seconds = time.perf_counter() - start
-    self._log.begin_step(step, metrics, measured, seconds)
+    self.log.begin_step(step, metrics, measured, seconds)
     self._finish(step)
     return following
 
   def _finish(self, step: int) -> None:
     """Evaluates, saves and stops where that is due."""
     loss = None
-    if self._is_due(step, self._config.eval_every):
+    if self._is_due(step, self.config.eval_every):
       loss = self._evaluate(step)
-    received = self._stop.received()
-    if received or self._is_due(step, self._config.checkpoint_every):
-      self._log.finish_step()
-      with self._log.paused():
-        self._is_saved = self._save(step, loss)
+    received = self.stop.received()
+    if received or self._is_save_due(step):
+      self.log.finish_step()
+      with self.log.paused():
+        self.is_saved = self._save(step, loss)
     self._stop_if_asked(step, received)
 
   def _is_due(self, step: int, every: int) -> bool:
-    return step % every == 0 or step == self._config.steps
+    return step % every == 0 or step == self.config.steps
+
+  def _is_save_due(self, step: int) -> bool:
+    if self._is_due(step, self.config.checkpoint_every):
+      return True
+    minutes = self.config.checkpoint_minutes
+    if minutes is None:
+      return False
+    # All processes save after the same step.
+    return on_first(lambda: time.monotonic() - self.saved_at >= 60 * minutes)
 
   def _measure(self, step: int, batch: jax.Array) -> dict[str, Any]:
     """Returns the diagnostics of a step, nothing if none are due."""
-    every = self._config.watch_every
+    every = self.config.watch_every
     if not every or not self._is_due(step, every):
       return {}
-    self._log.finish_step()
-    with self._log.paused():
-      return self._diagnostics(self._state, batch)
+    self.log.finish_step()
+    with self.log.paused():
+      return self.programs.diagnostics(self.state, batch)
 
   def _evaluate(self, step: int) -> float:
     """Logs and returns the mean validation loss, nats a token."""
     losses, terms, weights = {}, [], []
-    with self._log.paused():
-      for (name, _, weight), held_out, count in self._evaluations:
-        measure = self._sequence_losses[held_out.shape]
-        measured = np.asarray(measure(self._state.params, held_out))
+    with self.log.paused():
+      for name, weight, held_out, count in self.evaluations:
+        measure = self.programs.sequence_losses[held_out.shape]
+        measured = np.asarray(measure(self.state.params, held_out))
         losses[name] = float(np.mean(measured.ravel()[:count], dtype=float))
         terms.append(weight * losses[name])
         weights.append(weight)
@@ -188,25 +228,26 @@ class Loop:
       evaluation['val_losses'] = losses
     if not math.isfinite(loss):
       raise NotFiniteError(f'at step {step} {evaluation}.')
-    self._log.finish_step(evaluation)
+    self.log.finish_step(evaluation)
     return loss
 
   def _save(self, step: int, val_loss: float | None) -> bool:
-    self._log.upload()
+    self.saved_at = time.monotonic()
+    self.log.upload()
     # Lines on the disk first, so that a checkpoint never misses one.
     try:
-      self._folder.flush()
+      self.folder.flush()
     except OSError as error:
-      return self._checkpoints.fail(step, str(error))
-    return self._checkpoints.save(step, self._state, val_loss)
+      return self.checkpoints.fail(step, str(error))
+    return self.checkpoints.save(step, self.state, val_loss)
 
   def _stop_if_asked(self, step: int, received: int | None) -> None:
     """Raises, with what becomes of the run, if there was a signal."""
     if received is None:
       return
-    self._is_saved = self._checkpoints.wait() and self._is_saved
+    self.is_saved = self.checkpoints.wait() and self.is_saved
     name, saved = signal.Signals(received).name, 'no checkpoint could be saved'
-    if self._is_saved:
+    if self.is_saved:
       saved = f'a checkpoint of step {step} has been saved'
     raise StoppedError(
       f'{name}: {saved}; the same command goes on from the last one.', received
@@ -214,12 +255,14 @@ class Loop:
 
   def _explained(self, error: NotFiniteError) -> NotFiniteError:
     """Returns the error with the state of attention and what to try."""
-    seen = self._diagnostics.attention(self._state.params, self._held_out)
+    seen = self.programs.diagnostics.attention(
+      self.state.params, self.evaluations[0].tokens_ABT
+    )
     logits = np.array(seen['max_attention_logit'])
     layer = int(np.argmax(logits))
-    has_checkpoint = any(self._folder.checkpoints.glob('[0-9]*'))
+    has_checkpoint = any(self.folder.checkpoints.glob('[0-9]*'))
     return NotFiniteError(
-      f'{error} With the weights after step {self._taken}, the largest '
+      f'{error} With the weights after step {self.taken}, the largest '
       f'attention logit on held-out text is {logits[layer]:.1f}, in layer '
       f'{layer + 1} of {len(logits)}. '
       + ('The last checkpoint is sound. ' if has_checkpoint else '')

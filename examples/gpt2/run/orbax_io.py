@@ -47,19 +47,22 @@ def make_writer(path: Path) -> ocp.AsyncCheckpointer:
 
 
 def read_arrays(path: Path, like: Mapping[str, Any]) -> dict[str, Any]:
-  """Reads the arrays of a checkpoint, whatever the other processes do."""
+  """Reads some arrays of a checkpoint, whatever the other processes do."""
   _prepare(path)
   # In a barrier, the others would wait forever for one that failed.
   me = jax.process_index()
   options = ocp.options.MultiprocessingOptions(me, active_processes={me})
+  handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=options)
+  args = ocp.args.PyTreeRestore(
+    dict(like),
+    restore_args=ocp.checkpoint_utils.construct_restore_args(dict(like)),
+    partial_restore=True,
+  )
   with (
     os_errors(),
-    ocp.Checkpointer(
-      ocp.CompositeCheckpointHandler(), multiprocessing_options=options
-    ) as reader,
+    ocp.Checkpointer(handler, multiprocessing_options=options) as reader,
   ):
-    item = ocp.args.Composite(state=ocp.args.StandardRestore(dict(like)))
-    return reader.restore(path, args=item)['state']
+    return reader.restore(path / 'state', args=args)
 
 
 def _prepare(path: Path) -> None:

@@ -1,14 +1,62 @@
-"""The weights that a run starts from."""
+"""What a run starts from: a checkpoint, of another run too, weights, a seed."""
 
 from typing import Any
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.model.files import load_model
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.devices.processes import say
+from examples.gpt2.run.checkpoints import Checkpoints
+from examples.gpt2.run.restore import Checkpoint
+from examples.gpt2.run.step import Trainer, TrainState
+from examples.gpt2.run.weights import load_model, weights_sha256
 
 # What may differ between a model and the run that starts from it.
 _NOT_WEIGHTS = ('dtype', 'reduce_dtype', 'remat', 'unroll', 'init_std')
+
+
+def origin(config: Config) -> dict[str, Any]:
+  """Returns hashes of what a run starts from, to be known by.
+
+  Raises ``UsageError`` if that is not there.
+  """
+  found: dict[str, Any] = {'init_sha256': None}
+  if config.init_from is not None:
+    found['init_sha256'] = weights_sha256(config.init_from, config.init_step)
+  if config.fork_from is not None:
+    checkpoint = _forked(config)
+    found['fork'] = {'step': checkpoint.step, 'sha256': checkpoint.sha256()}
+  return found
+
+
+def _forked(config: Config) -> Checkpoint:
+  # Without a step it would be another one as soon as that run has gone on.
+  if config.fork_step is None:
+    raise UsageError(
+      f'--fork-from {config.fork_from} needs --fork-step, the step of one of '
+      'its checkpoints.'
+    )
+  return Checkpoint(config.fork_from, config.fork_step, '--fork-step')
+
+
+def initial_state(
+  config: Config, trainer: Trainer, params: Any, checkpoints: Checkpoints
+) -> TrainState:
+  """Returns the state that a run goes on from.
+
+  That is its newest sound checkpoint, else that of ``--fork-from``, else the
+  weights given, else those of the seed. Raises ``UsageError`` if there are
+  checkpoints but none is sound.
+  """
+  found = checkpoints.restore(trainer.shapes)
+  if found is not None:
+    say(f'going on after step {found[0]}, from its checkpoint')
+    return found[1]
+  if config.fork_from is not None:
+    checkpoint = _forked(config)
+    say(f'going on after step {checkpoint.step} of {config.fork_from}')
+    return checkpoint.state(trainer.shapes)
+  state = trainer.init()
+  return state if params is None else state._replace(params=params)
 
 
 def initial_params(config: Config, trainer: Trainer, tokens: Tokens) -> Any:
@@ -19,7 +67,7 @@ def initial_params(config: Config, trainer: Trainer, tokens: Tokens) -> Any:
   """
   if config.init_from is None:
     return None
-  model = load_model(config.init_from, trainer.mesh)
+  model = load_model(config.init_from, trainer.mesh, config.init_step)
   found, expected = vars(model.config), vars(trainer.model_config)
   changes = ', '.join(
     f'{name}: {found[name]} -> {expected[name]}'

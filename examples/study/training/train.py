@@ -13,10 +13,9 @@ from jax.sharding import Mesh
 from examples.gpt2.config import Config
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, processes, sharding
-from examples.gpt2.run import memory
+from examples.gpt2.run import loop, memory
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
-from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
 from examples.study.trial import Trial
 
@@ -69,7 +68,7 @@ def _train(trial: Trial, work: Path) -> dict[str, Any]:
     has_diverged = False
     try:
       with memory.advice(config, trainer), jax.set_mesh(trainer.mesh):
-        Loop(trainer, config, tokens, folder).run()
+        loop.run(trainer, config, tokens, folder)
     except NotFiniteError:
       has_diverged = True
     folder.flush()

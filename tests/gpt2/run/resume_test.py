@@ -19,9 +19,9 @@ import pytest
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data import batches
+from examples.gpt2.run import loop
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED, NotFiniteError
-from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import main, train
 
@@ -226,15 +226,15 @@ def _break_gradients(monkeypatch, step: int):
     )
     return loss, gradients, seen
 
-  make = Loop.__init__
+  run = loop.run
 
-  def remember(self, trainer, config, tokens, folder):
+  def remember(trainer, config, tokens, folder):
     batch = batches.training_batch(tokens.train, config, step, trainer.mesh)
     first_tokens['sum'] = int(batch.sum())
-    make(self, trainer, config, tokens, folder)
+    return run(trainer, config, tokens, folder)
 
   monkeypatch.setattr(Trainer, 'loss_and_gradients', broken)
-  monkeypatch.setattr(Loop, '__init__', remember)
+  monkeypatch.setattr(loop, 'run', remember)
 
 
 def test_an_infinite_gradient_stops_the_run_or_is_left_out(

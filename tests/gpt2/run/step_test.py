@@ -180,7 +180,9 @@ def test_another_optimizer_takes_the_place_of_the_settings():
   trainer = Trainer(_config(), 60, mesh, optimizer=optimizer)
   assert trainer.optimizer is optimizer
   params = _params()
-  state = TrainState(jax.tree.map(jnp.array, params), optimizer.init(params))
+  state = TrainState(
+    jnp.int32(0), jax.tree.map(jnp.array, params), optimizer.init(params)
+  )
   state, metrics = trainer.step(state, _put(trainer, _tokens(0)))
   loss, gradients, _ = _loss_and_gradients()
   chex.assert_trees_all_close(
@@ -220,7 +222,9 @@ def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
   bound = float(np.sort(logits.ravel())[-2:].mean())  # One head is above it.
   trainer = make(_config(qk_clip=bound, **settings))
   with jax.set_mesh(trainer.mesh):
-    state = TrainState(params, jax.jit(trainer.optimizer.init)(params))
+    state = TrainState(
+      jnp.int32(0), params, jax.jit(trainer.optimizer.init)(params)
+    )
     state = jax.tree.map(
       lambda x, like: jax.device_put(x, like.sharding), state, trainer.shapes
     )
@@ -237,7 +241,8 @@ def test_qk_clip_every_so_many_steps():
     config = _config(num_layers=1, **settings)
     trainer = Trainer(config, 64, make_mesh('', jax.devices()[:1]))
     params = jax.tree.map(jnp.array, _params_of_one_layer())
-    state, found = TrainState(params, trainer.optimizer.init(params)), []
+    state = TrainState(jnp.int32(0), params, trainer.optimizer.init(params))
+    found = []
     for step in range(4):
       state, metrics = trainer.step(state, _put(trainer, _tokens(step)))
       found.append(

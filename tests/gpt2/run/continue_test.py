@@ -1,0 +1,253 @@
+import dataclasses
+import json
+from pathlib import Path
+import shutil
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.evaluate import evaluate
+from examples.gpt2.generate import generate
+from examples.gpt2.presets import identity, resolve
+from examples.gpt2.run import restore
+from examples.gpt2.run.changes import refusal
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.log import MEASURED
+from examples.gpt2.run.weights import load_model
+from examples.gpt2.train import train
+
+
+def _stable(config: Config, **changes) -> Config:
+  """Returns settings of a run that can be made longer."""
+  settings = {
+    'schedule': 'wsd',
+    'warmup_steps': 2,
+    'decay_steps': 0,
+    'learning_rate': 0.01,
+    'checkpoint_every': 2,
+    'keep': 9,
+  }
+  return dataclasses.replace(config, **settings | changes)
+
+
+def _metrics(config: Config) -> list[dict]:
+  lines = RunFolder(config.out_dir).read_metrics()
+  return [
+    {k: v for k, v in line.items() if k not in MEASURED} for line in lines
+  ]
+
+
+def _assert_same_end(one: Config, other: Config) -> None:
+  chex.assert_trees_all_equal(
+    load_model(one.out_dir).params, load_model(other.out_dir).params
+  )
+
+
+@pytest.fixture(scope='module')
+def stable(make_tiny, tmp_path_factory) -> Config:
+  """Settings of a run of six steps at a constant rate, not to be changed."""
+  config = _stable(make_tiny(tmp_path_factory.mktemp('stable')))
+  train(config)
+  return config
+
+
+@pytest.fixture
+def copied(stable: Config, tmp_path: Path) -> Config:
+  shutil.copytree(stable.out_dir, tmp_path / 'run')
+  return dataclasses.replace(stable, out_dir=tmp_path / 'run')
+
+
+def test_a_longer_run_is_the_one_that_it_would_have_been(
+  stable: Config, copied: Config, tmp_path: Path
+):
+  longer = dataclasses.replace(copied, steps=10, eval_every=5)
+  train(longer)
+  at_once = dataclasses.replace(longer, out_dir=tmp_path / 'at_once')
+  train(at_once)
+  _assert_same_end(longer, at_once)
+  one, other = _metrics(longer), _metrics(at_once)
+  assert [x['step'] for x in one] == list(range(1, 11))
+  assert [x['train_loss'] for x in one] == [x['train_loss'] for x in other]
+  before = load_model(stable.out_dir).params
+  chex.assert_trees_all_equal(load_model(copied.out_dir, step=6).params, before)
+  # The former end is kept.
+  kept = (copied.out_dir / 'before-1' / 'weights.safetensors').read_bytes()
+  assert kept == (stable.out_dir / 'weights.safetensors').read_bytes()
+
+
+def test_a_cooldown_starts_from_any_checkpoint(stable: Config, tmp_path: Path):
+  cooldown = dataclasses.replace(
+    stable,
+    out_dir=tmp_path / 'cooldown',
+    fork_from=stable.out_dir,
+    fork_step=4,
+    steps=7,
+    decay_steps=3,
+    decay_shape='1-sqrt',
+  )
+  train(cooldown)
+  lines = _metrics(cooldown)
+  assert lines[:4] == _metrics(stable)[:4]
+  rates = [line['learning_rate'] for line in lines[4:]]
+  expected = 0.01 * (1 - np.sqrt(np.arange(3) / 3))
+  np.testing.assert_allclose(rates, expected, rtol=1e-6)
+  at_once = dataclasses.replace(
+    cooldown, out_dir=tmp_path / 'at_once', fork_from=None, fork_step=None
+  )
+  train(at_once)
+  _assert_same_end(cooldown, at_once)
+  # It is reported, not repeated, and known by what it started from.
+  assert train(cooldown).finished
+  with pytest.raises(UsageError, match=r"fork: .*'step': 4"):
+    train(dataclasses.replace(cooldown, fork_step=2))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    (dict(steps=10, learning_rate=0.02), 'step 1 had the learning rate 0.0'),
+    (dict(steps=10, decay_steps=6), r'step 6 had .*--fork-from'),
+    (dict(steps=5), 'has done 6 steps, more than --steps 5'),
+    (dict(steps=10, seed=1), r'other settings \(seed: 0 -> 1, steps: 6 -> 10'),
+  ],
+)
+def test_another_past_is_refused(copied: Config, changes: dict, message: str):
+  before = sorted(copied.out_dir.iterdir())
+  with pytest.raises(UsageError, match=message):
+    train(dataclasses.replace(copied, **changes))
+  assert sorted(copied.out_dir.iterdir()) == before
+
+
+def test_a_cosine_cannot_be_made_longer():
+  old = identity(resolve(Config(steps=100, learning_rate=0.1)))
+  assert '--warmup-share 0.1' in refusal(old, old | {'steps': 200}, 20)
+  assert not refusal(old, old | {'eval_every': 7}, 20)
+
+
+def test_a_fork_needs_a_checkpoint_that_is_there(
+  stable: Config, tmp_path: Path
+):
+  config = dataclasses.replace(stable, out_dir=tmp_path / 'x', steps=20)
+  forked = dataclasses.replace(config, fork_from=stable.out_dir)
+  with pytest.raises(UsageError, match='needs --fork-step'):
+    train(forked)
+  with pytest.raises(
+    UsageError, match=r'--fork-step must .*\(2, 4, 6\), got 3'
+  ):
+    train(dataclasses.replace(forked, fork_step=3))
+  other = dataclasses.replace(forked, fork_step=4, width=32, mlp_width=128)
+  with pytest.raises(UsageError, match='step 4 .* cannot be used: .*expected'):
+    train(other)
+  with pytest.raises(UsageError, match='leave out one of the two'):
+    train(dataclasses.replace(forked, fork_step=4, init_from=stable.out_dir))
+  with pytest.raises(UsageError, match='--init-step needs --init-from'):
+    train(dataclasses.replace(config, init_step=4))
+
+
+@pytest.fixture
+def unfinished(copied: Config) -> Path:
+  """The folder of a run that has not ended."""
+  for name in ('weights.safetensors', 'sample.txt', 'curves.png'):
+    (copied.out_dir / name).unlink()
+  return copied.out_dir
+
+
+@pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
+def test_weights_of_a_run_that_goes_on_are_read(
+  stable: Config, unfinished: Path, mesh: str
+):
+  devices = make_mesh(mesh) if mesh else None
+  last = load_model(unfinished, devices).params
+  chex.assert_trees_all_equal(
+    jax.device_get(last), load_model(stable.out_dir).params
+  )
+  former = load_model(unfinished, devices, step=2).params
+  with pytest.raises(AssertionError):
+    chex.assert_trees_all_equal(jax.device_get(former), jax.device_get(last))
+  with pytest.raises(UsageError, match=r'--step must .*\(2, 4, 6\), got 3'):
+    load_model(unfinished, devices, step=3)
+
+
+def test_commands_take_a_run_that_goes_on(
+  stable: Config, unfinished: Path, tmp_path: Path
+):
+  expected = _metrics(stable)[-1]['val_loss']
+  found = evaluate(
+    unfinished, stable.data, held_out=True, sequences=stable.eval_sequences
+  )
+  assert found.loss == pytest.approx(expected, abs=1e-5)
+  at_two = evaluate(unfinished, stable.data, held_out=True, step=2)
+  assert at_two.loss > found.loss
+  [text] = generate(unfinished, 'the', tokens=3, step=4)
+  assert text.startswith('the')
+  config = dataclasses.replace(
+    stable, out_dir=tmp_path / 'new', init_from=unfinished, steps=1
+  )
+  with pytest.raises(UsageError, match='--init-step chooses one'):
+    train(config)
+
+
+def test_a_run_starts_from_weights_of_a_checkpoint(
+  stable: Config, unfinished: Path, tmp_path: Path
+):
+  config = dataclasses.replace(
+    stable,
+    out_dir=tmp_path / 'new',
+    init_from=unfinished,
+    init_step=4,
+    steps=1,
+    learning_rate=1e-9,
+  )
+  train(config)
+  [line] = _metrics(config)
+  found = evaluate(
+    unfinished, stable.data, held_out=True, step=4,
+    sequences=stable.eval_sequences,
+  )  # fmt: skip
+  assert line['val_loss'] == pytest.approx(found.loss, abs=1e-5)
+
+
+def test_a_damaged_checkpoint_gives_no_weights(unfinished: Path, monkeypatch):
+  monkeypatch.setattr(restore, 'checksums', lambda arrays: arrays.keys())
+  record = unfinished / 'checkpoints' / '6' / 'record' / 'metadata'
+  content = json.loads(record.read_text())
+  name = next(k for k in content['types'] if k.startswith('params.'))
+  content['types'][name] = 'float32[1]'
+  record.write_text(json.dumps(content))
+  with pytest.raises(UsageError, match=f'step 6 .* cannot be used: .*{name}'):
+    load_model(unfinished)
+
+
+def test_some_checkpoints_are_kept_for_good(tiny: Config):
+  config = dataclasses.replace(
+    tiny, checkpoint_every=1, keep=1, keep_every=2, eval_every=9
+  )
+  train(config)
+  folders = (config.out_dir / 'checkpoints').iterdir()
+  assert sorted(int(x.name) for x in folders) == [2, 4, 6]
+
+
+@pytest.mark.parametrize(('minutes', 'steps'), [(1e-9, 6), (1e9, 1)])
+def test_checkpoints_come_by_time(tiny: Config, minutes: float, steps: int):
+  config = dataclasses.replace(
+    tiny, checkpoint_every=99, checkpoint_minutes=minutes, keep=9
+  )
+  train(config)
+  assert len([*(config.out_dir / 'checkpoints').iterdir()]) == steps
+
+
+def test_a_checkpoint_of_former_releases_has_no_step(copied: Config):
+  """As of 0.2.0, which saved no step."""
+  folder = copied.out_dir / 'checkpoints'
+  record = folder / '6' / 'record' / 'metadata'
+  content = json.loads(record.read_text())
+  for part in ('types', 'checksums'):
+    del content[part]['step']
+  record.write_text(json.dumps(content))
+  longer = dataclasses.replace(copied, steps=8)
+  train(longer)
+  assert [x['step'] for x in _metrics(longer)] == list(range(1, 9))
