@@ -153,7 +153,7 @@ def _memory(
     'temporaries': stats.temp_size_in_bytes,
     'program': stats.generated_code_size_in_bytes,
   }
-  needed = memory.needed_bytes(compiled) + parts['program']
+  needed = memory.needed_bytes(compiled)
   return {
     # Padding of arguments, and results that take no argument's place.
     'memory': parts | {'padding': needed - sum(parts.values())},

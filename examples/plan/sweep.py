@@ -9,7 +9,7 @@ import jax
 import tqdm
 
 from examples.gpt2.config import Config, Remat, UsageError
-from examples.gpt2.devices.sharding import num_batch_shards
+from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
 
 Make = Callable[[Config], tuple[Config, Trainer]]
@@ -72,7 +72,8 @@ def _measure_largest(
   found = _try(completed, trainer, measure)
   size = completed.micro_batch_size
   while not _fits(found) and config.micro_batch_size is None and size > 1:
-    size = _next_smaller(size, completed.batch_size, trainer)
+    sizes = memory.micro_batch_sizes(completed, trainer.mesh)
+    size = sizes[sizes.index(size) - 1]
     completed = dataclasses.replace(completed, micro_batch_size=size)
     found = _try(completed, trainer, measure)
   if isinstance(found, Exception):
@@ -87,15 +88,10 @@ def _try(
   try:
     return measure(config, trainer)
   except jax.errors.JaxRuntimeError as error:
-    if 'RESOURCE_EXHAUSTED' not in str(error):
+    if not memory.is_too_little(error):
       raise
     return error
 
 
 def _fits(found: dict[str, Any] | Exception) -> bool:
   return isinstance(found, dict) and found['fits']
-
-
-def _next_smaller(size: int, batch_size: int, trainer: Trainer) -> int:
-  sequences = batch_size // num_batch_shards(trainer.mesh)
-  return max(n for n in range(1, size) if sequences % n == 0)

@@ -59,7 +59,7 @@ def fit(config: Config, mesh: Mesh) -> Config:
   size = config.micro_batch_size
   if size is None:
     # A process knows the memory of its own devices only.
-    size = on_first(_default_size, config, mesh, sequences)
+    size = on_first(_default_size, config, mesh)
   if sequences % size:
     raise UsageError(
       f'--micro-batch-size {size} must divide the {sequences} sequences of '
@@ -77,17 +77,27 @@ def _default_unroll(config: Config, mesh: Mesh) -> int:
   return config.num_layers if on_cpu and is_small else 1
 
 
-def _default_size(config: Config, mesh: Mesh, sequences: int) -> int:
+def _default_size(config: Config, mesh: Mesh) -> int:
   """Returns the largest divisor of a shard's sequences that should fit."""
   device = mesh.devices.flat[0]
   capacity = hardware.memory_bytes(device)
   if capacity is None:
+    sequences = config.batch_size // num_batch_shards(mesh)
     return math.gcd(sequences, PRESETS[config.preset]['micro_batch_size'])
   filled = _FILLED_SHARES.get(device.platform, _FILLED_SHARE) * capacity
   room = filled - _state_bytes(config, mesh)
-  divisors = [n for n in range(1, sequences + 1) if sequences % n == 0]
-  fitting = [n for n in divisors if activation_bytes(config, mesh, n) <= room]
+  fitting = [
+    n
+    for n in micro_batch_sizes(config, mesh)
+    if activation_bytes(config, mesh, n) <= room
+  ]
   return max(fitting, default=1)
+
+
+def micro_batch_sizes(config: Config, mesh: Mesh) -> list[int]:
+  """Returns the micro-batches that divide a shard's sequences, in order."""
+  sequences = config.batch_size // num_batch_shards(mesh)
+  return [n for n in range(1, sequences + 1) if sequences % n == 0]
 
 
 def _state_bytes(config: Config, mesh: Mesh) -> float:
@@ -147,7 +157,19 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
   """Returns the bytes of a device that a program needs, arguments included."""
   stats = compiled.memory_analysis()
   results = stats.output_size_in_bytes - stats.alias_size_in_bytes
-  return stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
+  return (
+    stats.argument_size_in_bytes
+    + results
+    + stats.temp_size_in_bytes
+    + stats.generated_code_size_in_bytes
+  )
+
+
+def is_too_little(error: BaseException) -> bool:
+  """Returns whether an error is that of a device with too little memory."""
+  if isinstance(error, jax.errors.JaxRuntimeError):
+    return 'RESOURCE_EXHAUSTED' in str(error)
+  return isinstance(error, MemoryError)
 
 
 def check(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
@@ -167,12 +189,12 @@ def advice(config: Config, trainer: Trainer) -> Iterator[None]:
   try:
     yield
   except (jax.errors.JaxRuntimeError, MemoryError) as error:
-    if isinstance(error, MemoryError) or 'RESOURCE_EXHAUSTED' in str(error):
-      first = (str(error).splitlines() or [''])[0]
-      raise OutOfMemoryError(
-        f'out of memory: {first}\n{explain(config, trainer)}'
-      ) from error
-    raise
+    if not is_too_little(error):
+      raise
+    first = (str(error).splitlines() or [''])[0]
+    raise OutOfMemoryError(
+      f'out of memory: {first}\n{explain(config, trainer)}'
+    ) from error
 
 
 def explain(config: Config, trainer: Trainer) -> str:

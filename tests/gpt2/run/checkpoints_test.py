@@ -200,6 +200,13 @@ def test_keeps_the_last_and_the_best(tmp_path: Path):
                   [2, 6, 7]]  # fmt: skip
 
 
+def test_multiples_of_steps_are_kept_for_good(tmp_path: Path):
+  with Checkpoints(tmp_path, keep=1, keep_every=2) as saved:
+    for step in range(1, 6):
+      assert saved.save(step, _state(step))
+  assert _steps(tmp_path) == [2, 4, 5]
+
+
 def test_without_losses_only_the_last_are_kept(tmp_path: Path):
   with Checkpoints(tmp_path / 'c', keep=2) as saved:
     for step in range(5):
