@@ -23,6 +23,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.proof import prove
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.storage import as_path, os_errors
 import merit_optax
 
@@ -57,6 +58,8 @@ def train(config: Config) -> RunFolder:
   """
   config = resolve(config)
   connect(config)
+  if config.wandb is not None:
+    on_first(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)

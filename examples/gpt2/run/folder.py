@@ -30,7 +30,7 @@ _RESULTS = (
 # What a run writes besides; not every run does.
 _OTHERS = (
   'tokenizer.json', 'tokenizer_config.json', 'checkpoints',
-  'damaged-checkpoints', 'tensorboard', 'profile',
+  'damaged-checkpoints', 'tensorboard', 'wandb', 'profile',
 )  # fmt: skip
 
 
