@@ -71,7 +71,7 @@ class WandbRun:
 
   def add(self, metrics: dict[str, Any]) -> None:
     """Logs each number of a step's metrics by its path, unless it is there."""
-    if self._run is None or metrics['step'] < self._run.step:
+    if self._run is None or metrics['step'] < self._run.starting_step:
       return
     try:
       self._run.log(scalars(metrics), step=metrics['step'], commit=True)
