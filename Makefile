@@ -96,6 +96,7 @@ lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	$(RUN) ruff format --check
 	$(RUN) ruff check
 	$(RUN) mypy
+	$(VENV)/bin/shellcheck examples/launch/*.sh
 	$(RUN) check_jsonschema .github/workflows/*.yml \
 	  --builtin-schema vendor.github-workflows
 	$(RUN) check_jsonschema .github/ISSUE_TEMPLATE/*.yml \

@@ -201,6 +201,9 @@ class Config:
   keep_every: int | None = None
   # Write the metrics for TensorBoard too.
   tensorboard: bool = False
+  # Project at Weights & Biases to log the metrics to as well. A run that is
+  # resumed goes on with its run there.
+  wandb: str | None = None
   # Write a trace of six steps, from the tenth on, for TensorBoard or xprof.
   profile: bool = False
   # Print how MERIT sees each parameter, before the first step.

@@ -20,6 +20,7 @@ from examples.gpt2.run.weights import load_model
 _TEMPERATURE = 0.8
 _PROMPT_SHARE = 8  # An eighth of the sample is the prompt.
 _MAX_TOKENS = 256
+_DEFAULT_TOKENS = 200
 
 
 def main(args: list[str] | None = None) -> None:
@@ -37,7 +38,7 @@ def main(args: list[str] | None = None) -> None:
 def generate(
   folder: tyro.conf.Positional[Path],
   prompt: str = '',
-  tokens: int = 200,
+  tokens: int | None = None,
   temperature: float = _TEMPERATURE,
   top_k: int = 0,
   num_samples: int = 1,
@@ -51,7 +52,7 @@ def generate(
     folder: Folder of a run, which may go on, or of an imported model.
     prompt: Text to continue; for a model without a tokenizer, token identifiers
       with spaces between them. Default: the start of a document.
-    tokens: Tokens to generate.
+    tokens: Tokens to generate. Default: 200, or what the context has room for.
     temperature: How far to stray from the likeliest token; 0 always takes that
       one.
     top_k: Likeliest tokens to choose from; 0 for all.
@@ -76,11 +77,25 @@ def generate(
   devices = make_mesh(mesh)
   model = load_model(folder, devices, step)
   ids = _encode(model, prompt)
+  if tokens is None:
+    tokens = _room(model.config, len(ids))
   _check_length(model.config, len(ids), tokens)
   ids_BT = generate_tokens(
     model, ids, tokens, devices, seed, temperature, top_k, num_samples
   )
   return [_decode(model, ids + row) for row in ids_BT.tolist()]
+
+
+def _room(config: ModelConfig, prompt: int) -> int:
+  """Returns how many tokens to generate where the user does not say."""
+  room = config.context_length - prompt
+  if room < 1:
+    raise UsageError(
+      f'--prompt has {prompt} tokens, which fill the context length of the '
+      f'model, {config.context_length}: give a shorter one'
+      + (', or --tokens.' if config.architecture == 'llama' else '.')
+    )
+  return min(_DEFAULT_TOKENS, room)
 
 
 def _check_length(config: ModelConfig, prompt: int, tokens: int) -> None:

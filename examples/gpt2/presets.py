@@ -84,7 +84,7 @@ _NOT_IDENTITY = (
   'init_step', 'fork_from', 'fork_step',
   # Tokens.order says what comes of it.
   'sampling',
-  'watch_every', 'tensorboard', 'profile', 'describe', 'mesh',
+  'watch_every', 'tensorboard', 'wandb', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
   'distributed', 'num_processes', 'process_id', 'init_from',
 )  # fmt: skip
@@ -241,8 +241,18 @@ def _check_run(config: Config) -> None:
       f'--process-id must be in [0, {config.num_processes}), the number of '
       f'processes, got {config.process_id}.'
     )
-  if config.tensorboard and not importlib.util.find_spec('tensorboardX'):
+  if config.tensorboard and not _is_installed('tensorboardX'):
     raise UsageError('--tensorboard needs a package: pip install tensorboardX')
+  if config.wandb is not None and not _is_installed('wandb'):
+    raise UsageError(
+      "--wandb needs a package: pip install 'merit_optax[wandb]'"
+    )
+
+
+def _is_installed(package: str) -> bool:
+  spec = importlib.util.find_spec(package)
+  # A folder of that name, such as wandb makes where it is used, is no package.
+  return spec is not None and spec.origin is not None
 
 
 def identity(config: Config) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
 from examples.gpt2.run.start import origin
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.wandb_run import check_login
 import merit_optax
 
 
@@ -55,6 +56,8 @@ def train(config: Config) -> RunFolder:
   """
   config = resolve(config)
   connect(config)
+  if config.wandb is not None:
+    on_first(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
   config = memory.fit(config, mesh)
   tokens = load_tokens(config)

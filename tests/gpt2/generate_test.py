@@ -291,6 +291,37 @@ def test_a_context_that_is_too_long_is_refused_for_learned_positions(
   assert generate(bare, prompt='5 250 7', tokens=13)
 
 
+@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+@pytest.mark.parametrize(
+  ('length', 'count'), [(16, 13), (128, 125), (256, 200)]
+)
+def test_by_default_what_fits_into_the_context_is_generated(
+  tmp_path: Path, kind: str, length: int, count: int, capsys
+):
+  save_model(tmp_path, _model(kind, context_length=length))
+  (text,) = generate(tmp_path, prompt='5 250 7')
+  assert len(text.split()) == 3 + count
+  assert 'exceed' not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+  ('kind', 'advice'), [('gpt2', 'one.'), ('llama', 'one, or --tokens.')]
+)
+def test_a_prompt_without_room_after_it_is_refused(
+  tmp_path: Path, kind: str, advice: str
+):
+  save_model(tmp_path, _model(kind))
+  with pytest.raises(UsageError) as error:
+    generate(tmp_path, prompt='5 ' * 16)
+  assert '16 tokens, which fill the context' in str(error.value)
+  assert str(error.value).endswith(f'a shorter {advice}')
+
+
+def test_without_arguments_a_model_writes(folder: Path, capsys):
+  main([str(folder)])
+  assert capsys.readouterr().out.startswith(END_OF_TEXT)
+
+
 def test_a_context_that_is_too_long_is_mentioned_for_rotary_positions(
   tmp_path: Path, capsys: pytest.CaptureFixture
 ):

@@ -11,14 +11,17 @@ import os
 from pathlib import Path
 import re
 import shlex
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 
+from examples.gpt2.run.metrics import read_metrics
 from examples.gpt2.storage import as_path, make_folder, write_whole
 
 _ROOT = Path(__file__).parents[2]
@@ -254,3 +257,186 @@ def test_launch_lines_of_all_kinds_are_documented():
   for start in ('srun', 'gcloud', 'JAX_NUM_CPU_DEVICES', 'python'):
     assert any(line.startswith(start) for line in lines), start
   assert any('--coordinator' in line for line in lines)
+
+
+_RESTARTED = [
+  *_TINY, '--steps', '60', '--checkpoint-every', '10', '--eval-every', '60',
+  '--mesh', 'fsdp=2',
+]  # fmt: skip
+_SRUN = """
+import json, os, pathlib, signal, subprocess, sys
+command = sys.argv[sys.argv.index('-m'):]
+tasks = [
+  subprocess.Popen([sys.executable, *command], env=os.environ | environment)
+  for environment in json.loads(pathlib.Path('tasks.json').read_text())
+]
+def forward(number, _):
+  for task in tasks:
+    task.send_signal(number)
+signal.signal(signal.SIGUSR1, forward)
+statuses = [task.wait() for task in tasks]
+sys.exit(max(128 - x if x < 0 else x for x in statuses))
+"""
+# A VM that is there at the second look, and is preempted when the file is.
+_GCLOUD = """
+import pathlib, subprocess, sys, time
+calls, state = pathlib.Path('calls'), pathlib.Path('state')
+_, _, kind, verb, *rest = sys.argv[1:]
+if verb == 'describe':
+  if not state.exists():
+    sys.exit('NOT_FOUND')
+  print(state.read_text())
+  if state.read_text() == 'PROVISIONING':
+    state.write_text('ACTIVE')
+  sys.exit()
+with calls.open('a') as file:
+  print(kind, verb, file=file)
+if verb == 'create':
+  state.write_text('PROVISIONING')
+elif verb == 'delete':
+  state.unlink()
+else:
+  (command,) = [x for x in rest if x.startswith('--command=')]
+  # Else the training could take the place of the shell.
+  command = command.removeprefix('--command=') + '; exit $?'
+  vm = subprocess.Popen(['bash', '-c', command])
+  while vm.poll() is None and not pathlib.Path('preempted').exists():
+    time.sleep(0.05)
+  if vm.poll() is None:
+    subprocess.run(['pkill', '-TERM', '-P', str(vm.pid)])
+    vm.wait()
+    pathlib.Path('preempted').unlink()
+    state.write_text('SUSPENDED')
+  sys.exit(vm.returncode)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch) -> Path:
+  """A folder with tokens, in which the programs of clusters are emulated."""
+  generator = np.random.default_rng(0)
+  (tmp_path / 'tokens').mkdir()
+  for name in ('train.bin', 'val.bin'):
+    tokens = generator.integers(288, size=4000, dtype=np.uint16)
+    (tmp_path / 'tokens' / name).write_bytes(tokens.tobytes())
+  (tmp_path / 'bin').mkdir()
+  for name, program in {
+    'srun': _SRUN,
+    'gcloud': _GCLOUD,
+    'scontrol': 'import sys; print(*sys.argv[1:], file=open("queue", "a"))',
+  }.items():
+    path = tmp_path / 'bin' / name
+    path.write_text(f'#!{sys.executable}\n{program}')
+    path.chmod(0o755)
+  monkeypatch.setenv('PATH', f'{tmp_path / "bin"}:{os.environ["PATH"]}')
+  monkeypatch.setenv('PYTHONPATH', str(_ROOT))
+  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
+def _launch(script: str, place: str, *flags: str) -> subprocess.Popen:
+  """Starts a script as the documentation does, at a tiny size."""
+  (text,) = re.findall(
+    rf'```sh\n([^`]*examples/launch/{script} [^`]*)```',
+    (_ROOT / 'docs/pods.md').read_text(),
+  )
+  words = shlex.split(text.replace('\\\n', ' '))
+  documented = [
+    word.replace(_BUCKET, place).replace('/shared', place)
+    for word in words[words.index(f'examples/launch/{script}') + 1 :]
+  ]
+  with Path('log.txt').open('a') as log:
+    return subprocess.Popen(
+      ['bash', str(_ROOT / 'examples/launch' / script), *documented,
+       *_RESTARTED, *flags],
+      stdout=log,
+      stderr=log,
+    )  # fmt: skip
+
+
+def _wait_for_a_checkpoint(run: Path, process: subprocess.Popen) -> None:
+  while not (run / 'checkpoints' / '10').exists():
+    assert process.poll() is None, Path('log.txt').read_text()
+    time.sleep(0.05)
+
+
+def _assert_whole(run: Path) -> None:
+  log = Path('log.txt').read_text()
+  steps = [line['step'] for line in read_metrics(run / 'metrics.jsonl')]
+  assert steps == [*range(1, 61)], log
+  assert (run / 'sample.txt').is_file(), log
+  assert log.count('going on after') == 1, log
+
+
+@pytest.mark.slow
+def test_a_slurm_job_saves_before_its_time_is_up_and_is_queued_again(
+  machine: Path, monkeypatch
+):
+  tasks = _slurm('--nodes=2 --ntasks-per-node=1', _RESTARTED)
+  Path('tasks.json').write_text(json.dumps(tasks))
+  job = tasks[0]['SLURM_JOB_ID']
+  monkeypatch.setenv('SLURM_JOB_ID', job)
+  run = machine / 'run'
+  process = _launch('slurm.sh', '.', '--fresh')
+  _wait_for_a_checkpoint(run, process)
+  process.send_signal(signal.SIGUSR1)  # Slurm's B: only to the shell.
+  assert process.wait() == 0
+  log = Path('log.txt').read_text()
+  assert Path('queue').read_text() == f'requeue {job}\n', log
+  assert not (run / 'sample.txt').exists()
+  monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
+  assert _launch('slurm.sh', '.', '--fresh').wait() == 0
+  _assert_whole(run)
+  assert Path('queue').read_text() == f'requeue {job}\n'
+
+
+def test_a_slurm_job_that_fails_is_not_queued_again(machine: Path, monkeypatch):
+  monkeypatch.setenv('SLURM_JOB_ID', '7')
+  Path('tasks.json').write_text('[{}]')
+  assert _launch('slurm.sh', '.', '--steps', '0').wait() == 2
+  assert '--steps must be at least 1' in Path('log.txt').read_text()
+  assert not Path('queue').exists()
+
+
+def _as_tpu(monkeypatch, machine: Path, setup: str) -> None:
+  values = {
+    'NAME': 'vm', 'ZONE': 'zone', 'TYPE': 'v5litepod-4', 'VERSION': 'v2',
+    'SETUP': setup, 'PAUSE': '0.1', 'JAX_NUM_CPU_DEVICES': '2',
+  }  # fmt: skip
+  for name, value in values.items():
+    monkeypatch.setenv(name, value)
+  python = machine / 'merit_optax/.venv/bin/python'
+  python.parent.mkdir(parents=True)
+  python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"')
+  python.chmod(0o755)
+
+
+@pytest.mark.slow
+def test_a_preempted_tpu_is_asked_for_again_and_goes_on(
+  machine: Path, monkeypatch, make_bucket
+):
+  _as_tpu(monkeypatch, machine, 'true')
+  place = make_bucket('gs')
+  for path in (machine / 'tokens').iterdir():
+    write_whole(as_path(place) / 'tokens' / path.name, path.read_bytes())
+  run = as_path(place) / 'run'
+  process = _launch('tpu.sh', place)
+  _wait_for_a_checkpoint(run, process)
+  Path('preempted').touch()
+  assert process.wait() == 0, Path('log.txt').read_text()
+  _assert_whole(run)
+  once = ['queued-resources create', 'tpu-vm ssh', 'queued-resources delete']
+  assert Path('calls').read_text().splitlines() == 2 * once
+
+
+def test_a_tpu_whose_command_fails_is_given_back(machine: Path, monkeypatch):
+  _as_tpu(monkeypatch, machine, 'exit 2')
+  assert _launch('tpu.sh', '.').wait() == 1
+  assert 'three failures without a preemption' in Path('log.txt').read_text()
+  calls = Path('calls').read_text().splitlines()
+  assert calls == [
+    'queued-resources create',
+    *(3 * ['tpu-vm ssh']),
+    'queued-resources delete',
+  ]

@@ -13,7 +13,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
-  'adam_rate', 'ns_dtype', 'unroll', 'sampling',
+  'adam_rate', 'ns_dtype', 'unroll', 'sampling', 'wandb',
 }  # fmt: skip
 
 
@@ -204,6 +204,7 @@ def test_identity_holds_what_decides_the_numbers(name: str, value):
     ('watch_every', 3),
     ('checkpoint_every', 3),
     ('tensorboard', True),
+    ('wandb', 'project'),
   ],
 )
 def test_identity_leaves_out_what_does_not(name: str, value):

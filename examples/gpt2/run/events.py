@@ -6,8 +6,7 @@ import time
 from typing import Any
 import warnings
 
-import jax
-
+from examples.gpt2.run.metrics import scalars
 from examples.gpt2.storage import Mirror
 
 
@@ -55,11 +54,10 @@ class Events:
 
   def add(self, metrics: dict[str, Any]) -> None:
     """Writes each number of a step's metrics, by its path."""
-    values = []
-    for path, value in jax.tree.leaves_with_path(metrics):
-      # Layers count from 1.
-      keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
-      values.append({'tag': '/'.join(keys), 'simple_value': float(value)})
+    values = [
+      {'tag': name, 'simple_value': value}
+      for name, value in scalars(metrics).items()
+    ]
     self._write(step=metrics['step'], summary={'value': values})
 
   def _write(self, **content: Any) -> None:

@@ -34,7 +34,7 @@ _ENDS = _RESULTS[1:]
 # What a run writes besides; not every run does.
 _OTHERS = (
   'tokenizer.json', 'tokenizer_config.json', 'checkpoints',
-  'damaged-checkpoints', 'tensorboard', 'profile',
+  'damaged-checkpoints', 'tensorboard', 'wandb', 'profile',
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Logs a run: metrics.jsonl, TensorBoard and the progress bar."""
+"""Logs a run: metrics.jsonl, TensorBoard, W&B and the progress bar."""
 
 from collections.abc import Iterator
 import contextlib
@@ -19,6 +19,7 @@ from examples.gpt2.run.command import CommandError
 from examples.gpt2.run.events import Events
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.wandb_run import WandbRun
 
 MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 """Metrics that differ between two runs of the same settings."""
@@ -34,7 +35,7 @@ class StepLog(contextlib.ExitStack):
   """Logs one line a step, and leaves the device no time to wait.
 
   The metrics of a step are fetched after the next one has been dispatched. As a
-  context, it closes the progress bar and TensorBoard's file at its end.
+  context, it closes the progress bar and what else it has opened at its end.
   """
 
   def __init__(
@@ -51,10 +52,13 @@ class StepLog(contextlib.ExitStack):
     self._learning_rates = np.asarray(
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
-    self._events = None
+    self._others: list[Events | WandbRun] = []
     if config.tensorboard and is_first():
       events = Events(folder.path / 'tensorboard', done)
-      self._events = self.enter_context(events)
+      self._others.append(self.enter_context(events))
+    if config.wandb and is_first():
+      wandb_run = WandbRun(config.wandb, folder)
+      self._others.append(self.enter_context(wandb_run))
     self._bar = self.enter_context(
       tqdm.tqdm(
         total=config.steps,
@@ -69,9 +73,9 @@ class StepLog(contextlib.ExitStack):
     self._since = time.perf_counter()
 
   def upload(self) -> None:
-    """Copies TensorBoard's numbers to a store, if the run is in one."""
-    if self._events is not None:
-      self._events.upload()
+    """Copies the files of TensorBoard and wandb to a run in a store."""
+    for other in self._others:
+      other.upload()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -156,8 +160,8 @@ class StepLog(contextlib.ExitStack):
     self._bar.update()
     if 'val_loss' in metrics and is_first():
       self._bar.write(_describe(metrics))
-    if self._events is not None:
-      self._events.add(metrics)
+    for other in self._others:
+      other.add(metrics)
 
 
 def _describe(metrics: dict[str, Any]) -> str:

@@ -9,6 +9,8 @@ import time
 from typing import Any, Protocol
 import warnings
 
+import jax
+
 from examples.gpt2.storage import is_remote, os_errors, read_bytes, write_whole
 
 UPLOAD_SECONDS = 60.0
@@ -42,6 +44,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
       with contextlib.suppress(ValueError):
         lines.append(json.loads(text))
   return [x for x in lines if isinstance(x, dict) and 'step' in x]
+
+
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+  """Returns each number of a step by its path, such as 'layers/clipped/1'."""
+  found = {}
+  for path, value in jax.tree.leaves_with_path(metrics):
+    # Layers count from 1.
+    keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
+    found['/'.join(keys)] = float(value)
+  return found
 
 
 class MetricsFile:

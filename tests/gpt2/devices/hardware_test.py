@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import Config
-from examples.gpt2.devices import hardware
+from examples.gpt2.devices import chips, hardware
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.presets import PRESETS, resolve
 from examples.gpt2.run.step import Trainer
@@ -27,15 +27,34 @@ from examples.gpt2.run.step import Trainer
     ('TPU v5', 459),
     ('TPU v5p', 459),
     ('TPU v6 lite', 918),
+    ('TPU v6e', 918),
+    ('TPU7x', 1153.5),
     ('NVIDIA A100-SXM4-80GB', 312),
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
     ('NVIDIA H100 NVL', 835),
     ('NVIDIA H200', 989),
     ('NVIDIA B200', 2250),
+    ('NVIDIA GB200', 2500),
+    ('NVIDIA GH200 480GB', 989),
+    ('NVIDIA GH200 144G HBM3e', 989),
+    ('NVIDIA H800', 989),
+    ('NVIDIA H800 PCIe', 756),
+    ('NVIDIA A800-SXM4-80GB', 312),
+    ('NVIDIA A800 80GB PCIe', 312),
+    ('NVIDIA A10', 125),
+    ('NVIDIA A10G', 70),
     ('NVIDIA L4', 121),
     ('NVIDIA L40S', 362),
+    ('NVIDIA L40', 181),
     ('Tesla V100-SXM2-16GB', 125),
+    ('Tesla V100S-PCIE-32GB', 130),
+    ('NVIDIA GeForce RTX 4090', 165.2),
+    ('NVIDIA GeForce RTX 5090', 209.5),
+    ('NVIDIA RTX 6000 Ada Generation', 364.25),
+    ('NVIDIA RTX PRO 6000 Blackwell Workstation Edition', 503.8),
+    ('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', 438.9),
+    ('AMD Instinct MI300X', 1307.4),
   ],
 )
 def test_peaks_are_found_by_the_kind_of_device(kind: str, tera: float):
@@ -43,7 +62,32 @@ def test_peaks_are_found_by_the_kind_of_device(kind: str, tera: float):
   assert hardware.peak_flops(device) == tera * 1e12
 
 
-@pytest.mark.parametrize('kind', ['cpu', 'NVIDIA GeForce GTX 1080', ''])
+@hypothesis.given(
+  kind=st.sampled_from(sorted(chips._CHIPS)),
+  maker=st.sampled_from(['', 'NVIDIA ', 'NVIDIA GeForce ', 'Tesla ', 'AMD ']),
+  end=st.sampled_from(['', ' (of a kind)', '-SXM2-16GB', ' Edition']),
+)
+def test_every_chip_is_found_by_its_own_name(kind: str, maker: str, end: str):
+  assert chips.find(f'{maker}{kind}{end}') is chips._CHIPS[kind]
+
+
+@hypothesis.given(
+  kind=st.sampled_from(sorted(chips._CHIPS)),
+  glued=st.text('GLSXe012', min_size=1, max_size=2),
+)
+def test_a_name_within_a_word_is_another_chip(kind: str, glued: str):
+  for name in (f'{kind}{glued}', f'{glued}{kind}'):
+    assert name in chips._CHIPS or chips.find(name) is not chips._CHIPS[kind]
+
+
+@pytest.mark.parametrize(
+  'kind',
+  [
+    'cpu', 'NVIDIA GeForce GTX 1080', '', 'NVIDIA GeForce RTX 4090 Laptop GPU',
+    'NVIDIA GeForce RTX 5090 D', 'NVIDIA RTX A1000', 'NVIDIA H20',
+    'Quadro RTX 6000',
+  ],
+)  # fmt: skip
 def test_an_unknown_device_has_no_peak(kind: str):
   device = types.SimpleNamespace(device_kind=kind)
   assert math.isnan(hardware.peak_flops(device))

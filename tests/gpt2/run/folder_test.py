@@ -90,7 +90,7 @@ def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
     _finish(tmp_path)
     for name in (
       'checkpoints/3/state', 'damaged-checkpoints/2/state', 'profile/trace',
-      'tensorboard/events', 'tokenizer.json',
+      'tensorboard/events', 'tokenizer.json', 'wandb/run_id.txt',
     ):  # fmt: skip
       (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
       (tmp_path / name).write_text(f'{name} {number}')
@@ -354,7 +354,8 @@ def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
 
 @pytest.mark.parametrize(
   'name', [*_RESULTS, 'sample.txt', 'tokenizer.json', 'checkpoints/3/mine',
-           'damaged-checkpoints/mine', 'tensorboard/mine', 'profile/mine'],
+           'damaged-checkpoints/mine', 'tensorboard/mine', 'profile/mine',
+           'wandb/mine'],
 )  # fmt: skip
 def test_what_is_of_something_else_is_not_touched(tmp_path: Path, name: str):
   (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
