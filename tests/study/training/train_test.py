@@ -6,7 +6,8 @@ import signal
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.run.loop import Loop, StoppedError
+from examples.gpt2.run import loop
+from examples.gpt2.run.loop import StoppedError
 from examples.study.chains import Chain
 from examples.study.training.store import Store
 from examples.study.training.sweep import Sweep, TrialsFailedError
@@ -69,14 +70,14 @@ def test_finished_runs_are_not_repeated(scale, tmp_path, monkeypatch):
 def test_a_signal_in_the_last_step_stops_the_sweep(
   scale, tmp_path, monkeypatch, method: str
 ):
-  run, original = scale.run('adamw', 8, 0.01), getattr(Loop, method)
+  run, original = scale.run('adamw', 8, 0.01), getattr(loop._Steps, method)
 
   def interrupted(*args):
     os.kill(os.getpid(), signal.SIGTERM)
     return original(*args)
 
   with monkeypatch.context() as patch:
-    patch.setattr(Loop, method, interrupted)
+    patch.setattr(loop._Steps, method, interrupted)
     with pytest.raises(StoppedError, match='of step 2 has been saved'):
       train(run, tmp_path / 'work')
   assert train(run, tmp_path / 'work')['steps_done'] == 2
@@ -89,7 +90,7 @@ def test_an_unfinished_run_is_not_taken_up_on_another_text(
     raise KeyboardInterrupt
 
   run = scale.run('adamw', 8, 0.01)
-  monkeypatch.setattr(Loop, 'run', stop)
+  monkeypatch.setattr(loop, 'run', stop)
   with pytest.raises(KeyboardInterrupt):
     train(run, tmp_path / 'work')
   (tmp_path / 'text.txt').write_text('Another text.\n' * 800)
