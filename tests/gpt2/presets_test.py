@@ -13,7 +13,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
-  'adam_rate', 'ns_dtype', 'unroll', 'sampling',
+  'adam_rate', 'ns_dtype', 'unroll', 'sampling', 'rope_scaling',
 }  # fmt: skip
 
 
@@ -124,6 +124,8 @@ def test_settings_not_given_come_from_preset_and_optimizer(
   config = resolve(Config(preset=preset, optimizer=optimizer))
   missing = {k for k, v in vars(config).items() if v is None}
   own = {'adam_rate'} if optimizer == 'muon-hyperball' else set()
+  if preset in ('llama-3-8b', 'tinyllama-1.1b', 'smollm2-135m'):
+    own.add('norm_epsilon')
   if preset == 'demo' or optimizer == 'muon-hyperball':
     own.add('init_std')
   assert missing == _OPTIONAL - own
