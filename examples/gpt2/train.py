@@ -22,6 +22,7 @@ from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.loop import Loop
 from examples.gpt2.run.proof import prove
+from examples.gpt2.run.start import with_vocabulary
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.storage import as_path, os_errors
 import merit_optax
@@ -59,7 +60,7 @@ def train(config: Config) -> RunFolder:
   connect(config)
   mesh = sharding.make_mesh(config.mesh)
   config = memory.fit(config, mesh)
-  tokens = load_tokens(config)
+  tokens = with_vocabulary(config, load_tokens(config))
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
@@ -152,6 +153,7 @@ def _train(
     params,
     tokens.tokenizer,
     tokens.end_token,
+    tokens.companions,
   )
   folder.flush()  # Or a run could be finished that lacks its last lines.
   arrays = jax.tree.map(sharding.to_host, params)

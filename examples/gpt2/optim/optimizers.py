@@ -76,7 +76,7 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   the first heads of all count as a matrix, the second ones, and so on
   (``'split'``). The parameters are those of a model, or of one of its layers.
   """
-  # The kernel's axes are (width, groups, heads + 2, features), after the layers.
+  # The kernel's axes are (width, groups, heads + 2, features), after layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
   # Paths have slashes in merit_optax, dots here; 'blocks.0' is not stacked.
   stacked = {r'^blocks.\D': 1}
