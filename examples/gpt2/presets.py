@@ -10,6 +10,7 @@ from examples.gpt2.config import Config, UsageError, flag
 from examples.gpt2.model.config import (
   attention_defaults,
   check_attention,
+  is_scaling,
   proportional_init_std,
 )
 import merit_optax
@@ -129,6 +130,8 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('warmup_share',), 'in [0, 1]', lambda x: 0 <= x <= 1),
   (('seed',), 'in [0, 2**32)', lambda x: 0 <= x < 2**32),
   (('vocab_size',), 'in [257, 2**31)', lambda x: 257 <= x < 2**31),
+  (('rope_scaling',), 'four numbers above 0, the second below the third',
+   is_scaling),
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
 

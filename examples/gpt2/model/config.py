@@ -1,6 +1,6 @@
 """What a model is, checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import math
 import typing
@@ -99,7 +99,7 @@ def check_entry(name: str, value: Any, field: str) -> None:
     accepted, fits = 'true or false', type(value) is bool
   elif hint == RopeScaling | None:
     accepted = 'None or four numbers above 0, the second below the third'
-    fits = value is None or _is_scaling(value)
+    fits = value is None or is_scaling(value)
   else:
     is_optional = type(None) in typing.get_args(hint)
     kind = int if hint in (int, int | None) else float
@@ -110,23 +110,20 @@ def check_entry(name: str, value: Any, field: str) -> None:
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
 
 
-def _is_scaling(value: RopeScaling) -> bool:
-  return (
-    all(0 < x < math.inf for x in value)
-    and value.low_freq_factor < value.high_freq_factor
-  )
+def is_scaling(value: Sequence[float]) -> bool:
+  """Whether numbers can be a :class:`RopeScaling`."""
+  _, low, high, _ = value
+  return low < high and all(0 < x < math.inf for x in value)
 
 
 def attention_defaults(config: Any) -> dict[str, Any]:
   """Returns the attention of a model whose settings say nothing of it.
 
-  That is what every GPT-2 has. Without a value for the features of a head, the
-  heads do not divide the width.
+  That is what every GPT-2 has.
   """
-  head_width, rest = divmod(config.width, config.num_heads)
   return {
     'num_kv_heads': config.num_heads,
-    'head_width': None if rest else head_width,
+    'head_width': config.width // config.num_heads,
     'rope_theta': ROPE_THETA,
     'rope_scaling': None,
   }
@@ -138,10 +135,9 @@ def check_attention(config: Any, named: Callable[[str], str] = str) -> None:
   ``named`` gives what the settings are called in the message.
   """
   num_heads = f'{named("num_heads")} {config.num_heads}'
-  if config.head_width is None:
+  if config.width % config.num_heads:
     raise UsageError(
-      f'{num_heads} must divide {named("width")} {config.width}, unless '
-      f'{named("head_width")} is given.'
+      f'{num_heads} must divide {named("width")} {config.width}.'
     )
   if config.num_heads % config.num_kv_heads:
     raise UsageError(
