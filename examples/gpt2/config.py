@@ -12,7 +12,8 @@ Optimizer = Literal[
 ]  # fmt: skip
 Preset = Literal[
   'demo', 'small', 'medium', 'large', 'xl',
-  'llama-130m', 'llama-350m', 'llama-7b',
+  'llama-130m', 'llama-350m', 'llama-7b', 'llama-3-8b', 'tinyllama-1.1b',
+  'smollm2-135m',
 ]  # fmt: skip
 Remat = Literal['none', 'dots', 'full']
 
@@ -69,6 +70,19 @@ class Config:
   num_layers: int | None = None
   # Attention heads in a block.
   num_heads: int | None = None
+  # Heads of keys and values, each shared by a group of heads (grouped-query
+  # attention); of llama. Default: the preset's, or with --num-heads as many as
+  # those.
+  num_kv_heads: int | None = None
+  # Features of a head; of llama. Default: --width / --num-heads.
+  head_width: int | None = None
+  # Base of the frequencies of rotary positions; of llama. Default: the
+  # preset's, else 10000.
+  rope_theta: float | None = None
+  # Llama 3.1's scaling of rotary positions for longer contexts: its factor,
+  # low_freq_factor, high_freq_factor and original_max_position_embeddings; of
+  # llama. Default: none.
+  rope_scaling: tuple[float, float, float, float] | None = None
   # Features of the residual stream.
   width: int | None = None
   # Hidden features of the MLP. Default: the preset's, or with --width four

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import hashlib
 import heapq
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,15 @@ from examples.gpt2.data import files
 from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.shards import PARTS, PROGRESS
 from examples.gpt2.data.tokenizer import (
+  COMPANIONS,
   END_OF_TEXT,
-  SETTINGS,
   Encoder,
   find_end_token,
   grouped,
+  read_companions,
   read_tokenizer,
   train_tokenizer,
+  with_end_token,
 )
 from examples.gpt2.data.writer import ShardWriter
 from examples.gpt2.run.claim import LOCK, claim, is_claim
@@ -131,7 +132,7 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   with contextlib.closing(claim(folder)) as owner:
     _check_is_free(folder)  # Whoever had it may have finished.
     with ShardWriter(
-      folder, settings, config.shard_tokens, (_TOKENIZER, SETTINGS, LOCK)
+      folder, settings, config.shard_tokens, (_TOKENIZER, *COMPANIONS, LOCK)
     ) as writer:
       encode = _make_encoder(reader, config, folder)
       for parts, place in _tokenize(reader, encode, config, writer.place):
@@ -261,9 +262,9 @@ def _make_encoder(
   """Reads the tokenizer that the settings name, or trains and writes one."""
   path = folder / _TOKENIZER
   if not path.exists():
-    tokenizer, end_token = _make_tokenizer(reader, config)
-    settings = {'eos_token': end_token}
-    write_whole(folder / SETTINGS, json.dumps(settings).encode())
+    tokenizer, companions = _make_tokenizer(reader, config)
+    for name, content in companions.items():
+      write_whole(folder / name, content)
     write_whole(path, tokenizer.to_str(pretty=True).encode())
   tokenizer = read_tokenizer(path)
   # A document that spells the end-of-text token out does not end there.
@@ -273,19 +274,19 @@ def _make_encoder(
 
 def _make_tokenizer(
   reader: DocumentReader, config: PrepareConfig
-) -> tuple[tokenizers.Tokenizer, str]:
-  """Returns a tokenizer, and the token that ends a document."""
+) -> tuple[tokenizers.Tokenizer, dict[str, bytes]]:
+  """Returns a tokenizer, and the files beside it, which name its end token."""
   if config.tokenizer is None:
     vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
     sample = _sample(reader, config)
-    return train_tokenizer(sample, vocab_size), END_OF_TEXT
+    return train_tokenizer(sample, vocab_size), with_end_token({}, END_OF_TEXT)
   path = as_path(config.tokenizer)
   tokenizer = read_tokenizer(path)
   end_token = find_end_token(path, tokenizer, config.end_token)
   tokenizer.add_special_tokens([end_token])
   tokenizer.encode_special_tokens = True
   _check_tokenizer(tokenizer, config.tokenizer)
-  return tokenizer, end_token
+  return tokenizer, with_end_token(read_companions(path), end_token)
 
 
 def _check_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:

@@ -7,7 +7,12 @@ import math
 from typing import Any
 
 from examples.gpt2.config import Config, UsageError, flag
-from examples.gpt2.model.config import proportional_init_std
+from examples.gpt2.model.config import (
+  attention_defaults,
+  check_attention,
+  is_scaling,
+  proportional_init_std,
+)
 import merit_optax
 
 _RUN = dict(eval_every=100, eval_sequences=1024, checkpoint_every=100)
@@ -16,10 +21,13 @@ _GPT2 = _RUN | dict(
   watch_every=100,
 )  # fmt: skip
 _LLAMA = _GPT2 | dict(architecture='llama', untied_head=True, vocab_size=32000)
+_LLAMA_3 = _LLAMA | dict(norm_epsilon=1e-5)
 
 # All but the demo take about 20 tokens per parameter. Batch sizes are the
 # paper's where it has the model. Sizes of the Llamas are those of Zhao et al.,
-# GaLore, 2024.
+# GaLore, 2024, and of the last three those of the config.json of
+# meta-llama/Meta-Llama-3-8B, TinyLlama/TinyLlama_v1.1 and
+# HuggingFaceTB/SmolLM2-135M.
 PRESETS: dict[str, dict[str, Any]] = {
     'demo': _GPT2 | dict(
         num_layers=4, num_heads=4, width=128, mlp_width=512, context_length=128,
@@ -53,6 +61,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     'llama-7b': _LLAMA | dict(
         num_layers=32, num_heads=32, width=4096, mlp_width=11008,
         batch_size=8192, micro_batch_size=8, steps=16000,
+    ),
+    'llama-3-8b': _LLAMA_3 | dict(
+        num_layers=32, num_heads=32, num_kv_heads=8, width=4096,
+        mlp_width=14336, vocab_size=128256, context_length=8192,
+        rope_theta=500_000.0, batch_size=1024, micro_batch_size=1, steps=19200,
+    ),
+    'tinyllama-1.1b': _LLAMA_3 | dict(
+        num_layers=22, num_heads=32, num_kv_heads=4, width=2048, mlp_width=5632,
+        context_length=2048, batch_size=1024, micro_batch_size=4, steps=10500,
+    ),
+    'smollm2-135m': _LLAMA_3 | dict(
+        num_layers=30, num_heads=9, num_kv_heads=3, width=576, mlp_width=1536,
+        vocab_size=49152, context_length=8192, rope_theta=100_000.0,
+        untied_head=False, batch_size=128, micro_batch_size=1, steps=2600,
     ),
 }  # fmt: skip
 
@@ -93,7 +115,8 @@ _NOT_IDENTITY = (
 _NEW = ('schedule', 'decay_shape', 'min_rate')
 
 _COUNTS = (
-  'num_layers', 'num_heads', 'width', 'mlp_width', 'context_length',
+  'num_layers', 'num_heads', 'num_kv_heads', 'head_width', 'width',
+  'mlp_width', 'context_length',
   'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
   'checkpoint_every', 'keep', 'keep_every', 'unroll', 'qk_clip_every',
   'init_step', 'fork_step',
@@ -105,15 +128,25 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('watch_every', 'weight_decay', 'min_norm', 'warmup_steps', 'decay_steps'),
    'finite and at least 0', lambda x: 0 <= x < math.inf),
   (('learning_rate', 'max_gradient_norm', 'norm_epsilon', 'qk_clip',
-    'init_std', 'adam_rate', 'checkpoint_minutes'),
+    'init_std', 'adam_rate', 'checkpoint_minutes', 'rope_theta'),
    'finite and above 0', lambda x: 0 < x < math.inf),
   (('b1', 'b2'), 'in [0, 1)', lambda x: 0 <= x < 1),
   (('clip_threshold',), 'above 0', lambda x: x > 0),
   (('warmup_share', 'min_rate'), 'in [0, 1]', lambda x: 0 <= x <= 1),
   (('seed',), 'in [0, 2**32)', lambda x: 0 <= x < 2**32),
   (('vocab_size',), 'in [257, 2**31)', lambda x: 257 <= x < 2**31),
+  (('rope_scaling',), 'four numbers above 0, the second below the third',
+   is_scaling),
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
+
+# Defaults of a preset, and the settings that replace them where one is given.
+_REPLACED = {
+  'mlp_width': ('width', 'architecture'),
+  'num_kv_heads': ('num_heads', 'architecture'),
+  'rope_theta': ('architecture',),
+  'norm_epsilon': ('architecture',),
+}
 
 # Settings that only some optimizers have.
 _ONLY_FOR = dict.fromkeys(
@@ -139,14 +172,16 @@ def resolve(config: Config) -> Config:
   config = dataclasses.replace(config, optimizer=optimizer)
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
-  if config.width is not None or config.architecture is not None:
-    del defaults['mlp_width']
+  for name, others in _REPLACED.items():
+    if any(getattr(config, other) is not None for other in others):
+      defaults.pop(name, None)
   config = _filled(config, defaults)
   _check_ranges(config)
   derived = {
     'mlp_width': _mlp_width(config),
     'init_std': _init_std(config),
     'learning_rate': _default_rate(config),
+    **attention_defaults(config),
   }
   config = _filled(config, derived)
   _check_model(config)
@@ -170,17 +205,7 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_model(config: Config) -> None:
-  head_width, rest = divmod(config.width, config.num_heads)
-  if rest:
-    raise UsageError(
-      f'--num-heads must divide --width, got {config.num_heads} and '
-      f'{config.width}.'
-    )
-  if config.architecture == 'llama' and head_width % 2:
-    raise UsageError(
-      '--width must be an even multiple of --num-heads with --architecture '
-      f'llama, got {config.width} and {config.num_heads}.'
-    )
+  check_attention(config, flag)
   if config.reduce_dtype != 'float32' == config.dtype:
     raise UsageError('--reduce-dtype bfloat16 needs --dtype bfloat16.')
   if config.qk_clip_every is not None and config.qk_clip is None:
@@ -257,15 +282,14 @@ def _is_installed(package: str) -> bool:
 
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
+  # Runs from before something existed, or got its name, can resume.
+  usual = attention_defaults(config)
+  usual |= {name: getattr(Config, name) for name in _NEW}
   found = {
     name: value
     for name, value in vars(config).items()
-    if name not in _NOT_IDENTITY and value is not None
+    if name not in _NOT_IDENTITY and value not in (None, usual.get(name))
   }
-  # Runs from before something existed, or got its name, can resume.
-  for name in _NEW:
-    if getattr(config, name) == getattr(Config, name):
-      found.pop(name, None)
   if config.dtype == 'float32':
     del found['reduce_dtype']  # It decides nothing then.
   former = {new: old for old, new in _FORMER_NAMES.items()}

@@ -20,7 +20,7 @@ from examples.gpt2.run import loop, memory, report
 from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
-from examples.gpt2.run.start import origin
+from examples.gpt2.run.start import origin, with_vocabulary
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.wandb_run import check_login
 import merit_optax
@@ -60,7 +60,7 @@ def train(config: Config) -> RunFolder:
     on_first(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
   config = memory.fit(config, mesh)
-  tokens = load_tokens(config)
+  tokens = with_vocabulary(config, load_tokens(config))
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
@@ -138,6 +138,7 @@ def _train(
     None,
     tokens.tokenizer,
     tokens.end_token,
+    tokens.companions,
   )
   # So that other commands can read the checkpoints.
   on_first(write_description, folder.path, model)

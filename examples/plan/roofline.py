@@ -99,7 +99,8 @@ def _seconds_of_gpus(
 
 def recomputed_flops(config: ModelConfig, flops_per_token: float) -> float:
   """Returns the FLOPs of a token that rematerialization adds to the others."""
-  attention = 4.0 * config.num_layers * config.width * config.context_length
+  features = config.num_layers * config.attention_width
+  attention = 4.0 * features * config.context_length
   head = 6.0 * config.vocab_size * config.width
   full = (flops_per_token - head) / 3
   return {'none': 0.0, 'dots': attention, 'full': full}[config.remat]

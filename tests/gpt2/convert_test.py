@@ -15,14 +15,22 @@ import safetensors.numpy
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.convert import export_model, import_model, main
-from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
+from examples.gpt2.data.tokenizer import (
+  END_OF_TEXT,
+  GENERATION,
+  SETTINGS,
+  train_tokenizer,
+)
 from examples.gpt2.devices.sharding import by_path, make_mesh
-from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.model import hugging_face
+from examples.gpt2.model.config import ModelConfig, RopeScaling
 from examples.gpt2.model.decoding import generate_tokens
 from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import as_module, shapes
+from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import make_model_config
+from examples.gpt2.train import train
 
 _GPT2 = ModelConfig(
   vocab_size=320,
@@ -38,6 +46,15 @@ _CONFIGS = {
   'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True),
   'llama': dataclasses.replace(_LLAMA, untied_head=True),
   'llama-tied': dataclasses.replace(_LLAMA, norm_epsilon=1e-6),
+  'llama-3': dataclasses.replace(
+    _LLAMA,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=8,
+    rope_theta=100.0,
+    # Some features keep their speed, one changes it in part, the others by all.
+    rope_scaling=RopeScaling(8.0, 1.0, 4.0, 40.0),
+  ),
 }
 _NUM_TOKENS = 270
 _PADDED = {'token_embedding.embedding': 0, 'head.kernel': 1}
@@ -218,22 +235,40 @@ def test_qk_norm_cannot_be_exported(tmp_path: Path):
     ('gpt2', dict(n_inner=None), r'mlp.c_fc.bias is F32\[24\], .*\[64\]'),
     ('gpt2', dict(n_positions=8), r'wpe.weight is F32\[16, 16\], .*\[8,'),
     ('llama', dict(rms_norm_eps='1e-5'), "rms_norm_eps .* got '1e-5'"),
-    ('llama', dict(num_key_value_heads=1), 'num_key_value_heads must be 2'),
-    ('llama', dict(head_dim=4), 'head_dim must be 8'),
+    ('llama', dict(num_key_value_heads=1), r'k_proj.*, expected F32\[8, 16\]'),
+    ('llama', dict(num_key_value_heads=3), 'num_kv_heads 3 must divide num_he'),
+    ('llama', dict(head_dim=4), r'k_proj.*, expected F32\[8, 16\]'),
+    ('llama', dict(head_dim=3), 'head_width must be even for llama, got 3'),
     ('llama', dict(attention_bias=True), 'attention_bias must be False'),
-    ('llama', dict(rope_theta=5e5), 'rope_theta must be 10000.0, .* 500000.0'),
-    ('llama', dict(rope_scaling={'type': 'linear'}), 'rope_scaling must be'),
-    (
-      'llama',
-      dict(rope_parameters={'rope_type': 'default', 'rope_theta': 1.0}),
-      'rope_parameters must be .*10000.0.* got .*1.0',
-    ),
+    ('llama', dict(rope_scaling={'type': 'linear'}), 'or llama3, got .linear'),
     (
       'llama',
       dict(rope_parameters={'rope_type': 'yarn', 'rope_theta': 1e4}),
-      "rope_parameters must be .* 'default'.* got .*yarn",
+      "rope_type must be default or llama3, got 'yarn'",
     ),
-    ('llama', dict(num_attention_heads=16), 'must be even for llama, got 1'),
+    (
+      'llama',
+      dict(rope_parameters={'rope_theta': '1e4'}),
+      "rope_theta must be a number above 0, got '1e4'",
+    ),
+    (
+      'llama',
+      dict(rope_scaling={'rope_type': 'llama3'}),
+      'factor must be a nu',
+    ),
+    (
+      'llama-3',
+      dict(
+        rope_scaling={
+          'rope_type': 'llama3',
+          'factor': 8.0,
+          'low_freq_factor': 4.0,
+          'high_freq_factor': 4.0,
+          'original_max_position_embeddings': 8192,
+        }
+      ),
+      'rope_scaling must be .* the second below the third, got .*4.0, .*4.0',
+    ),
     (
       'llama',
       dict(tie_word_embeddings=True),
@@ -256,6 +291,285 @@ def test_models_that_are_not_ours_are_refused(
     import_model(exported, tmp_path / 'imported')
   assert str(exported) in str(caught.value)
   assert not (tmp_path / 'imported').exists()
+
+
+_SCALING = {
+  'factor': 8,
+  'low_freq_factor': 1.0,
+  'high_freq_factor': 4.0,
+  'original_max_position_embeddings': 8192,
+}
+
+
+@pytest.mark.parametrize(
+  'entries',
+  [
+    # transformers 5, 4, and 4 before it had settled on a name.
+    {
+      'rope_parameters': {
+        'rope_theta': 5e5,
+        'rope_type': 'llama3',
+        **_SCALING,
+      }
+    },
+    {'rope_theta': 500000, 'rope_scaling': {'rope_type': 'llama3', **_SCALING}},
+    {'rope_theta': 5e5, 'rope_scaling': {'type': 'llama3', **_SCALING}},
+  ],
+)
+def test_rotary_positions_are_read_as_any_version_writes_them(entries: dict):
+  settings = {
+    'model_type': 'llama',
+    'vocab_size': 64,
+    'max_position_embeddings': 16,
+    'num_hidden_layers': 1,
+    'num_attention_heads': 4,
+    'hidden_size': 16,
+    'intermediate_size': 16,
+  }
+  config, _ = hugging_face.from_settings(settings | entries)
+  assert config.rope_theta == 500_000.0
+  assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192.0)
+  assert (config.num_kv_heads, config.head_width) == (4, 4)
+  plain, _ = hugging_face.from_settings(settings)
+  assert (plain.rope_theta, plain.rope_scaling) == (10_000.0, None)
+
+
+def test_another_name_of_the_same_gelu_is_accepted(tmp_path: Path):
+  exported = _export(tmp_path, 'gpt2')
+  _change_json(
+    exported / 'config.json', activation_function='gelu_pytorch_tanh'
+  )
+  import_model(exported, tmp_path / 'imported')
+  np.testing.assert_array_equal(
+    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
+  )
+
+
+def test_models_of_former_releases_are_read(tmp_path: Path):
+  _save(tmp_path / 'model', _CONFIGS['llama'])
+  path = tmp_path / 'model' / 'model.json'
+  settings = json.loads(path.read_text())
+  for name in ('num_kv_heads', 'head_width', 'rope_theta', 'rope_scaling'):
+    del settings['config'][name]
+  path.write_text(json.dumps(settings))
+  assert load_model(tmp_path / 'model').config == _CONFIGS['llama']
+
+
+@pytest.mark.parametrize('kind', ['gpt2', 'llama-3'])
+def test_export_in_shards_of_bfloat16(tmp_path: Path, kind: str):
+  _save(tmp_path / 'model', _CONFIGS[kind])
+  out = tmp_path / 'exported'
+  export_model(tmp_path / 'model', out, 'bfloat16', '5KB')
+  index = json.loads((out / 'model.safetensors.index.json').read_text())
+  parts = sorted(out.glob('model-*.safetensors'))
+  count = len(parts)
+  assert count > 2
+  assert [x.name for x in parts] == [
+    f'model-{i + 1:05}-of-{count:05}.safetensors' for i in range(count)
+  ]
+  found = {}
+  for part in parts:
+    arrays = safetensors.numpy.load_file(part)
+    size = sum(x.nbytes for x in arrays.values())
+    assert size <= 5000 or len(arrays) == 1
+    assert {index['weight_map'][name] for name in arrays} == {part.name}
+    found |= arrays
+  assert found.keys() == index['weight_map'].keys()
+  total = sum(x.nbytes for x in found.values())
+  assert index['metadata']['total_size'] == total
+  assert {x.dtype for x in found.values()} == {np.dtype(jnp.bfloat16)}
+  assert json.loads((out / 'config.json').read_text())['torch_dtype'] == (
+    'bfloat16'
+  )
+  import_model(out, tmp_path / 'imported')
+  rounded = jax.tree.map(
+    lambda x: x.astype(jnp.bfloat16).astype(np.float32), _params(_CONFIGS[kind])
+  )
+  chex.assert_trees_all_equal(
+    _without_padding(load_model(tmp_path / 'imported').params),
+    _without_padding(rounded),
+  )
+
+
+@pytest.mark.parametrize('size', ['5', '5 gigabytes', 'fewGB'])
+def test_a_wrong_shard_size_is_named(tmp_path: Path, size: str):
+  _save(tmp_path / 'model', _GPT2)
+  with pytest.raises(UsageError, match=f'--max-shard-size {size}: .*{size}'):
+    export_model(tmp_path / 'model', tmp_path / 'out', 'float32', size)
+  assert not (tmp_path / 'out').exists()
+
+
+def _with_tokens(exported: Path, tokens: list[str], *, added: bool):
+  """Gives the tokenizer more tokens than the model has rows."""
+  path = exported / 'tokenizer.json'
+  settings = json.loads(path.read_text())
+  for number, token in enumerate(tokens, _NUM_TOKENS):
+    if added:
+      first = settings['added_tokens'][0]
+      settings['added_tokens'].append(first | {'id': number, 'content': token})
+    else:
+      settings['model']['vocab'][token] = number
+  path.write_text(json.dumps(settings))
+
+
+def test_added_tokens_without_rows_get_the_mean_of_the_others(
+  tmp_path: Path, capsys: pytest.CaptureFixture
+):
+  exported = _export(tmp_path, 'llama')
+  added = [f'<|{i}|>' for i in range(60)]
+  _with_tokens(exported, added, added=True)
+  import_model(exported, tmp_path / 'imported')
+  assert ', '.join(added) in capsys.readouterr().err
+  model = load_model(tmp_path / 'imported')
+  assert (model.num_tokens, model.config.vocab_size) == (330, 384)
+  assert model.tokenizer.token_to_id(added[-1]) == 329
+  np.testing.assert_array_equal(
+    _logits(tmp_path / 'imported')[..., :_NUM_TOKENS],
+    _logits(tmp_path / 'model'),
+  )
+  for path, x in by_path(model.params).items():
+    if path in _PADDED:
+      rows = np.moveaxis(x, _PADDED[path], 0)
+      mean = rows[:_NUM_TOKENS].mean(axis=0)
+      np.testing.assert_allclose(rows[_NUM_TOKENS:], np.tile(mean, (114, 1)))
+
+
+def test_other_tokens_without_rows_are_refused_by_name(tmp_path: Path):
+  exported = _export(tmp_path, 'llama')
+  _with_tokens(exported, ['one', 'two'], added=False)
+  with pytest.raises(UsageError, match='270 rows, .* 2 tokens, .* one, two'):
+    import_model(exported, tmp_path / 'imported')
+  assert not (tmp_path / 'imported').exists()
+
+
+def test_rows_far_beyond_the_tokens_are_left_out(tmp_path: Path):
+  exported = _export(tmp_path, 'llama-tied')
+  _change_json(exported / 'config.json', vocab_size=_NUM_TOKENS + 200)
+  name = 'model.embed_tokens.weight'
+  _change_weights(
+    exported, lambda x: x | {name: np.pad(x[name], ((0, 200), (0, 0)))}
+  )
+  import_model(exported, tmp_path / 'imported')
+  model = load_model(tmp_path / 'imported')
+  # As of tokens that were made with this tokenizer.
+  assert (model.num_tokens, model.config.vocab_size) == (_NUM_TOKENS, 320)
+  np.testing.assert_array_equal(
+    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
+  )
+
+
+def test_the_older_files_of_a_tokenizer_are_taken_along(tmp_path: Path):
+  exported = _export(tmp_path, 'gpt2')
+  tokenizer = load_model(tmp_path / 'model').tokenizer
+  for name in ('tokenizer.json', SETTINGS, GENERATION):
+    (exported / name).unlink()
+  tokenizer.model.save(str(exported))  # vocab.json and merges.txt.
+  import_model(exported, tmp_path / 'imported')
+  model = load_model(tmp_path / 'imported')
+  assert model.end_token == END_OF_TEXT
+  assert model.tokenizer.encode(_TEXT).ids == tokenizer.encode(_TEXT).ids
+  assert model.tokenizer.encode(END_OF_TEXT).ids == [0]
+
+
+_COMPANIONS = {
+  SETTINGS: {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'bos_token': '<|begin|>',
+    'eos_token': {'content': '<|end|>', 'special': True},
+    'chat_template': '{{ messages }}',
+    'model_max_length': 7,
+  },
+  'special_tokens_map.json': {'pad_token': '<|pad|>'},
+  GENERATION: {'eos_token_id': [270, 271], 'temperature': 0.6},
+}
+
+
+def _llama_of_others(folder: Path) -> Path:
+  """Writes an export with a tokenizer and files that others might have."""
+  exported = _export(folder, 'llama-3')
+  path = exported / 'tokenizer.json'
+  path.unlink()
+  tokenizer = load_model(folder / 'model').tokenizer
+  tokenizer.add_special_tokens(['<|end|>', '<|begin|>', '<|pad|>'])
+  tokenizer.save(str(path))
+  for name, content in _COMPANIONS.items():
+    (exported / name).write_text(json.dumps(content))
+  (exported / 'chat_template.jinja').write_text('{{ messages[0] }}')
+  ids = dict(bos_token_id=271, eos_token_id=270, pad_token_id=272)
+  _change_json(exported / 'config.json', **ids)
+  return exported
+
+
+def _train(folder: Path) -> Path:
+  """Prepares tokens for an imported model, and trains it a step."""
+  text = folder / 'text.txt'
+  text.write_text('\n<|endoftext|>\n'.join([f'{_TEXT} {i}' for i in range(99)]))
+  prepare(
+    PrepareConfig(
+      data=(text,),
+      out_dir=folder / 'tokens',
+      tokenizer=folder / 'imported',
+      validation_share=0.3,
+    )
+  )
+  sizes = dataclasses.asdict(_CONFIGS['llama-3'])
+  del sizes['unroll']
+  train(
+    Config(
+      **sizes | dict(context_length=8, vocab_size=None),
+      data=str(folder / 'tokens'),
+      init_from=folder / 'imported',
+      out_dir=folder / 'run',
+      steps=1,
+      batch_size=8,
+      micro_batch_size=1,
+      eval_sequences=8,
+      watch_every=0,
+    )
+  )
+  return folder / 'run'
+
+
+@pytest.mark.parametrize(
+  'trained', [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_special_tokens_survive_import_training_and_export(
+  tmp_path: Path, trained: bool
+):
+  import_model(_llama_of_others(tmp_path), tmp_path / 'imported')
+  model = _train(tmp_path) if trained else tmp_path / 'imported'
+  export_model(model, tmp_path / 'again')
+
+  def read(name: str) -> dict:
+    return json.loads((tmp_path / 'again' / name).read_text())
+
+  for name in (SETTINGS, 'special_tokens_map.json'):
+    assert read(name) == _COMPANIONS[name]
+  ids = {'bos_token_id': 271, 'eos_token_id': [270, 271], 'pad_token_id': 272}
+  assert read(GENERATION) == _COMPANIONS[GENERATION] | ids
+  assert ids.items() <= read('config.json').items()
+  template = tmp_path / 'again' / 'chat_template.jinja'
+  assert template.read_text() == '{{ messages[0] }}'
+  assert read('config.json')['vocab_size'] == 273
+
+
+@pytest.mark.parametrize(
+  ('stored', 'expected'),
+  [
+    ({}, {'bos_token_id': 0, 'eos_token_id': 0}),
+    ({'eos_token_id': 0}, {'eos_token_id': 0}),
+    ({'eos_token_id': [5, 0]}, {'eos_token_id': [5, 0]}),
+    ({'eos_token_id': 5}, {'eos_token_id': [0, 5]}),
+    ({'top_k': 5}, {'top_k': 5, 'eos_token_id': 0}),
+  ],
+)
+def test_generation_ends_where_texts_of_the_training_do(
+  stored: dict, expected: dict
+):
+  tokenizer = train_tokenizer([_TEXT], _NUM_TOKENS)
+  companions = {GENERATION: json.dumps(stored).encode()}
+  model = Model(_GPT2, _NUM_TOKENS, {}, tokenizer, END_OF_TEXT, companions)
+  assert hugging_face.generation_settings(model) == expected
 
 
 def test_pickles_are_refused(tmp_path: Path):
@@ -308,6 +622,21 @@ def test_commands_reach_their_functions(tmp_path: Path):
   assert settings['eos_token_id'] == settings['bos_token_id'] == end
 
 
+_LLAMA_3 = {
+  'num_attention_heads': 4,
+  'num_key_value_heads': 2,
+  'head_dim': 8,
+  'rope_theta': 100.0,
+  'rope_scaling': {
+    'rope_type': 'llama3',
+    'factor': 8.0,
+    'low_freq_factor': 1.0,
+    'high_freq_factor': 4.0,
+    'original_max_position_embeddings': 40,
+  },
+}
+
+
 def _transformers() -> types.ModuleType:
   reason = 'needs torch and transformers, to compare with'
   pytest.importorskip('torch', reason=reason)
@@ -354,7 +683,7 @@ def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
   assert text == model.tokenizer.decode(ours[0].tolist(), False)
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-tied'])
+@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-tied', 'llama-3'])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('epsilon', [None, 0.1])
 def test_models_of_transformers_are_read(
@@ -378,10 +707,10 @@ def test_models_of_transformers_are_read(
       hidden_size=16,
       intermediate_size=24,
       num_hidden_layers=2,
-      num_attention_heads=2,
       max_position_embeddings=16,
       tie_word_embeddings=kind == 'llama-tied',
       rms_norm_eps=epsilon or 1e-6,
+      **(_LLAMA_3 if kind == 'llama-3' else {'num_attention_heads': 2}),
     )
   theirs = transformers.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():

@@ -31,6 +31,14 @@ _CONFIGS = {
   'gpt2': _GPT2,
   'llama': dataclasses.replace(_GPT2, architecture='llama', untied_head=True),
   'qk_norm': dataclasses.replace(_GPT2, qk_norm=True),
+  'llama-3': dataclasses.replace(
+    _GPT2,
+    architecture='llama',
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=8,
+    rope_scaling=(8.0, 1.0, 4.0, 16.0),
+  ),
 }
 _NUM_TOKENS = 290
 
@@ -163,6 +171,10 @@ def test_no_tokens_are_generated_where_none_are_asked_for():
   assert _generate(_model(), num_tokens=0).shape == (1, 0)
 
 
+def test_the_cache_has_the_heads_of_keys_only():
+  assert empty_cache(_CONFIGS['llama-3'], 3, 5)[0].shape == (2, 3, 5, 2, 8)
+
+
 def test_half_precision_generates():
   assert _generate(_model(dtype='bfloat16')).shape == (1, 13)
   config = _model(dtype='bfloat16').config
@@ -170,9 +182,9 @@ def test_half_precision_generates():
 
 
 @pytest.mark.parametrize('mesh', ['fsdp=8', 'data=2,fsdp=2,tensor=2'])
-@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
+@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-3'])
 def test_a_mesh_writes_what_one_device_does(kind: str, mesh: str):
-  model, mesh = _model(kind, num_heads=4), make_mesh(mesh)
+  model, mesh = _model(kind), make_mesh(mesh)
   shardings = parameter_shardings(mesh, model.params)
   sharded = dataclasses.replace(
     model, params=jax.device_put(model.params, shardings)

@@ -13,7 +13,7 @@ from examples.gpt2.presets import OPTIMIZERS, PRESETS, identity, resolve
 _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
-  'adam_rate', 'ns_dtype', 'unroll', 'sampling', 'wandb',
+  'adam_rate', 'ns_dtype', 'unroll', 'sampling', 'wandb', 'rope_scaling',
 }  # fmt: skip
 
 
@@ -53,6 +53,23 @@ _OPTIONAL = {
     (
       {'architecture': 'llama', 'width': 12, 'num_heads': 4},
       ['--width', 'even', '--num-heads', '12', '4'],
+    ),
+    ({'num_kv_heads': 0}, ['--num-kv-heads', 'at least 1', '0']),
+    (
+      {'architecture': 'llama', 'num_kv_heads': 3},
+      ['--num-kv-heads 3 must divide --num-heads 4'],
+    ),
+    ({'num_kv_heads': 2}, ['--num-kv-heads', '--architecture llama', '2']),
+    ({'head_width': 64}, ['--head-width', '--architecture llama', '64']),
+    ({'rope_theta': 5e5}, ['--rope-theta', '--architecture llama', '500000']),
+    ({'architecture': 'llama', 'rope_theta': 0.0}, ['--rope-theta', 'above 0']),
+    (
+      {'rope_scaling': (8.0, 1.0, 4.0, 8192.0)},
+      ['--rope-scaling', '--architecture llama', '8192'],
+    ),
+    (
+      {'architecture': 'llama', 'rope_scaling': (8.0, 4.0, 1.0, 8192.0)},
+      ['--rope-scaling', 'second below the third', '4.0, 1.0'],
     ),
     (
       {'optimizer': 'adamw', 'ratios': ('row',)},
@@ -116,6 +133,35 @@ def test_each_choice_has_its_defaults():
   assert set(OPTIMIZERS) == optimizers - {'muon-kept'}
 
 
+@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
+def test_runs_from_before_attention_had_settings_are_the_same(
+  architecture: str,
+):
+  found = identity(resolve(Config(architecture=architecture)))
+  names = {'num_kv_heads', 'head_width', 'rope_theta', 'rope_scaling'}
+  assert not names & found.keys()
+  said = Config(
+    architecture=architecture, num_kv_heads=4, head_width=32, rope_theta=1e4
+  )
+  assert identity(resolve(said)) == found
+  other = Config(architecture='llama', num_kv_heads=2, rope_theta=5e5)
+  assert names & identity(resolve(other)).keys() == {
+    'num_kv_heads',
+    'rope_theta',
+  }
+
+
+def test_other_heads_than_the_presets_have_keys_of_their_own():
+  config = resolve(Config(preset='llama-3-8b', num_heads=16))
+  assert (config.num_kv_heads, config.head_width) == (16, 256)
+  config = resolve(Config(preset='llama-3-8b', width=2048))
+  assert (config.num_heads, config.num_kv_heads, config.head_width) == (
+    32,
+    8,
+    64,
+  )
+
+
 @pytest.mark.parametrize('preset', PRESETS)
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_settings_not_given_come_from_preset_and_optimizer(
@@ -124,6 +170,8 @@ def test_settings_not_given_come_from_preset_and_optimizer(
   config = resolve(Config(preset=preset, optimizer=optimizer))
   missing = {k for k, v in vars(config).items() if v is None}
   own = {'adam_rate'} if optimizer == 'muon-hyperball' else set()
+  if preset in ('llama-3-8b', 'tinyllama-1.1b', 'smollm2-135m'):
+    own.add('norm_epsilon')
   if preset == 'demo' or optimizer == 'muon-hyperball':
     own.add('init_std')
   assert missing == _OPTIONAL - own

@@ -209,7 +209,10 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
 @pytest.mark.parametrize(
   'change, words',
   [
-    ({'width': 32, 'mlp_width': 128}, r'another model.*width: 16 -> 32'),
+    (
+      {'width': 32, 'head_width': None, 'mlp_width': 128},
+      r'another model.* width: 16 -> 32',
+    ),
     ({'data': 'other'}, 'another tokenizer.*--tokenizer'),
     ({'init_from': Path('weights.safetensors')}, 'must be the folder of a run'),
   ],

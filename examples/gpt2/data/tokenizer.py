@@ -1,6 +1,6 @@
 """Tokenizers: trained, read, and applied to documents."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import itertools
 import json
@@ -18,6 +18,11 @@ from examples.gpt2.storage import on_disk
 
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
 SETTINGS = 'tokenizer_config.json'  # Names the end-of-text token.
+GENERATION = 'generation_config.json'
+COMPANIONS = (
+  SETTINGS, 'special_tokens_map.json', GENERATION, 'chat_template.jinja',
+)  # fmt: skip
+"""Files that say how a tokenizer is used, and stay beside it."""
 
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
 # Where long texts are cut: between a letter or digit and the end of its line,
@@ -88,6 +93,33 @@ def read_tokenizer(
   return tokenizer
 
 
+def has_tokenizer(folder: Path) -> bool:
+  """Whether a folder holds a tokenizer that can be read."""
+  names = ['tokenizer.json', *(vocab for vocab, _ in _GPT2_FILES)]
+  return any((folder / name).is_file() for name in names)
+
+
+def read_companions(path: Path) -> dict[str, bytes]:
+  """Returns the files beside a tokenizer, or in its folder, by name."""
+  found = {name: _folder(path) / name for name in COMPANIONS}
+  return {name: x.read_bytes() for name, x in found.items() if x.is_file()}
+
+
+def with_end_token(
+  companions: Mapping[str, bytes], end_token: str | None
+) -> dict[str, bytes]:
+  """Returns the files beside a tokenizer, which name an end token."""
+  settings = json_object(companions.get(SETTINGS))
+  if end_token in (None, _content(settings.get('eos_token'))):
+    return dict(companions)
+  content = json.dumps(settings | {'eos_token': end_token}, indent=2)
+  return {**companions, SETTINGS: content.encode()}
+
+
+def _folder(path: Path) -> Path:
+  return path if path.is_dir() else path.parent
+
+
 def _file(path: Path) -> Path:
   return path / 'tokenizer.json' if path.is_dir() else path
 
@@ -136,7 +168,7 @@ def named_end_token(path: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
   ``generation_config.json`` or ``config.json`` beside the tokenizer, else
   GPT-2's in its own files, else the only special token that there is.
   """
-  named = _named_end(path if path.is_dir() else path.parent, tokenizer)
+  named = _named_end(_folder(path), tokenizer)
   if named is not None:
     return named
   if not _file(path).exists():
@@ -166,10 +198,10 @@ def _special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
 def _named_end(folder: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
   """Returns the end-of-text token that files beside a tokenizer name."""
   for name in (SETTINGS, 'special_tokens_map.json'):
-    token = _read_json(folder / name).get('eos_token')
-    if token := token.get('content') if isinstance(token, dict) else token:
+    token = _content(_read_json(folder / name).get('eos_token'))
+    if token is not None:
       return token
-  for name in ('generation_config.json', 'config.json'):
+  for name in (GENERATION, 'config.json'):
     number = _read_json(folder / name).get('eos_token_id')
     number = number[0] if isinstance(number, list) and number else number
     if isinstance(number, int):
@@ -178,11 +210,22 @@ def _named_end(folder: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+  with contextlib.suppress(FileNotFoundError):
+    return json_object(path.read_bytes())
+  return {}
+
+
+def json_object(content: bytes | None) -> dict[str, Any]:
   """Returns the JSON object in a file, an empty one if there is none."""
-  with contextlib.suppress(FileNotFoundError, ValueError):
-    value = json.loads(path.read_bytes())
+  with contextlib.suppress(ValueError):
+    value = json.loads(content or b'{}')
     return value if isinstance(value, dict) else {}
   return {}
+
+
+def _content(token: Any) -> str | None:
+  """Returns a token that is given as text or as an object."""
+  return token.get('content') if isinstance(token, dict) else token or None
 
 
 class Encoder:

@@ -1,6 +1,6 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import json
 import math
@@ -39,6 +39,7 @@ from examples.gpt2.data.tokenizer import (
   end_token_of_folder,
   grouped,
   num_identifiers,
+  read_companions,
   read_tokenizer,
   train_tokenizer,
 )
@@ -72,6 +73,8 @@ class Tokens:
   # that ignores the context. Of several sources, the mean.
   unigram_entropy: float
   end_token: str | None = None  # Follows each document, where that is known.
+  # Files beside the tokenizer that say how it is used.
+  companions: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
   has_index: bool = False  # Whether they were counted when they were written.
   # What decides, beside the seed, which sequences a step takes, as JSON values;
   # empty where that is as in former releases.
@@ -240,9 +243,10 @@ def _tokenize(
 
 def _open_folder(folder: Path, config: Config) -> Tokens | None:
   """Opens a folder with token files, if it has some, perhaps a tokenizer."""
-  vocab_size, tokenizer = config.vocab_size, None
+  vocab_size, tokenizer, companions = config.vocab_size, None, {}
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
+    companions = read_companions(folder)
     vocab_size = num_identifiers(tokenizer)
   index = read_index(folder)
   has_index = index is not None
@@ -273,6 +277,7 @@ def _open_folder(folder: Path, config: Config) -> Tokens | None:
     vocab_size=vocab_size,
     unigram_entropy=index['unigram_entropy'],
     end_token=tokenizer and end_token_of_folder(folder / _TOKENIZER, tokenizer),
+    companions=companions,
     has_index=has_index,
   )
 

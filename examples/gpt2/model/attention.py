@@ -1,7 +1,8 @@
-"""Causal self-attention, with rotary positions in Llama.
+"""Causal self-attention, with rotary positions and grouped queries in Llama.
 
-Axes: B sequences, T tokens, S source tokens, D features, H heads, K features of
-a head, X query, key and value, C queries of a chunk.
+Axes: B sequences, T tokens, S source tokens, D features, H heads, G groups of
+heads (each with a key and a value of its own), K features of a head, X queries,
+key and value of a group, C queries of a chunk.
 """
 
 from collections.abc import Callable
@@ -18,28 +19,33 @@ from examples.gpt2.model import splash
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.layers import by_token, linear
 
-_ROTARY_BASE = 10_000.0
 # Queries for which logits exist at once where they are computed to be measured.
 _QUERIES_AT_ONCE = 128
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""Function from queries, keys and values, each (B, T, H, K), to what attention
-returns, of the same shape, and anything that the caller wants to have seen."""
+"""Function from queries, (B, T, H, K), keys and values, (B, T, G, K), to what
+attention returns, of the shape of the queries, and anything that the caller
+wants to have seen."""
 
 
 class Attention(nnx.Module):
   """Causal self-attention.
 
-  The kernel of queries, keys and values has the shape (width, heads, 3, head
-  features): a shard of the tensor axis holds whole heads, and dimension numbers
-  can take it as one matrix, as three, or as three for each head.
+  The kernel of queries, keys and values has the shape (width, groups, heads of
+  a group + 2, head features), which is (width, heads, 3, head features) unless
+  heads share keys: a shard of the tensor axis holds whole groups, and dimension
+  numbers can take it as one matrix, or as one for each place in a group, or for
+  each head.
   """
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    self.is_rotary = config.architecture == 'llama'
-    columns = config.num_heads, 3, config.head_width
+    self.config = config
+    groups = config.num_kv_heads
+    columns = groups, config.num_heads // groups + 2, config.head_width
     self.qkv = linear(config, config.width, columns, rngs)
-    self.out = linear(config, config.width, config.width, rngs, residual=True)
+    self.out = linear(
+      config, config.attention_width, config.width, rngs, residual=True
+    )
     if config.qk_norm:
       norm = functools.partial(
         nnx.RMSNorm,
@@ -54,14 +60,18 @@ class Attention(nnx.Module):
     self, x_BTD: jax.Array, positions_T: jax.Array, attend: Attend
   ) -> tuple[jax.Array, Any]:
     """Returns what is added to the residual stream, and what attend saw."""
-    qkv_BTHXK = constrain(by_token(self.qkv, x_BTD), 'heads')
-    query, key, value = jnp.moveaxis(qkv_BTHXK, 3, 0)
+    qkv_BTGXK = constrain(by_token(self.qkv, x_BTD), 'heads')
+    *queries, key, value = jnp.moveaxis(qkv_BTGXK, 3, 0)
+    heads = self.config.num_heads, self.config.head_width
+    query = jnp.stack(queries, 3).reshape(*x_BTD.shape[:2], *heads)
     if hasattr(self, 'query_norm'):
       query, key = self.query_norm(query), self.key_norm(key)
-    if self.is_rotary:
-      query, key = (rotate(x, positions_T) for x in (query, key))
+    if self.config.architecture == 'llama':
+      frequencies_K = rotary_frequencies(self.config)
+      query, key = (rotate(x, positions_T, frequencies_K) for x in (query, key))
     y_BTHK, seen = attend(query, key, value)
-    return by_token(self.out, y_BTHK.reshape(x_BTD.shape)), seen
+    y_BTD = y_BTHK.reshape(*x_BTD.shape[:2], -1)
+    return by_token(self.out, y_BTD), seen
 
 
 def causal_attention(
@@ -128,6 +138,7 @@ def _platform() -> str:
 def _max_logit(query: jax.Array, key: jax.Array) -> jax.Array:
   """Returns the largest logits, float32, shape (B, H)."""
   batch, length, *head = query.shape
+  key = _by_head(key, query)
   chunk = math.gcd(length, _QUERIES_AT_ONCE)
 
   def measure(part: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -154,6 +165,7 @@ def _attention_on_cpu(
   quicker on CPU: those have fewer elements.
   """
   length, head_width = query.shape[1], query.shape[-1]
+  key, value = _by_head(key, query), _by_head(value, query)
   query, key, value = (
     jnp.swapaxes(x, 1, 2) for x in (query * head_width**-0.5, key, value)
   )
@@ -170,14 +182,32 @@ def _attention_on_cpu(
   return y_BTHK, largest_BHT1
 
 
-def rotate(x_BTHK: jax.Array, positions_T: jax.Array) -> jax.Array:
+def _by_head(x_BTGK: jax.Array, query_BTHK: jax.Array) -> jax.Array:
+  """Returns the keys, or values, of each head, (B, T, H, K)."""
+  group = query_BTHK.shape[2] // x_BTGK.shape[2]
+  return jnp.repeat(x_BTGK, group, axis=2)
+
+
+def rotary_frequencies(config: ModelConfig) -> jax.Array:
+  """Returns by how much features turn from token to token, (K / 2,)."""
+  half = config.head_width // 2
+  frequencies = config.rope_theta ** (-jnp.arange(half) / half)
+  if config.rope_scaling is None:
+    return frequencies
+  factor, low, high, length = config.rope_scaling
+  turns = length * frequencies / (2 * math.pi)
+  kept = jnp.clip((turns - low) / (high - low), 0, 1)
+  return kept * frequencies + (1 - kept) * frequencies / factor
+
+
+def rotate(
+  x_BTHK: jax.Array, positions_T: jax.Array, frequencies_K: jax.Array
+) -> jax.Array:
   """Turns features i and i + K / 2 by angles that grow with the position.
 
   After Su et al., `RoFormer <https://arxiv.org/abs/2104.09864>`_, 2021.
   """
-  half = x_BTHK.shape[-1] // 2
-  frequencies = _ROTARY_BASE ** (-jnp.arange(half) / half)
-  angles = positions_T[:, None, None] * frequencies
+  angles = positions_T[:, None, None] * frequencies_K
   cos, sin = jnp.cos(angles), jnp.sin(angles)
   first, second = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
   turned = [first * cos - second * sin, second * cos + first * sin]

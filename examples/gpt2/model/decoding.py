@@ -1,7 +1,7 @@
 """Generates tokens with a cache of keys and values, in one compiled loop.
 
-Axes: B sequences, T tokens, S slots of the cache, V vocabulary, L layers, H
-heads, K features of a head.
+Axes: B sequences, T tokens, S slots of the cache, V vocabulary, L layers, G
+heads of keys and values, K features of a head.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from examples.gpt2.model.files import Model
 from examples.gpt2.model.transformer import Transformer, as_module
 
 Cache = tuple[jax.Array, jax.Array]
-"""Keys and values of all layers, each of shape (L, B, S, H, K)."""
+"""Keys and values of all layers, each of shape (L, B, S, G, K)."""
 
 
 def generate_tokens(
@@ -101,7 +101,7 @@ def _restrict(
 
 def empty_cache(config: ModelConfig, batch_size: int, length: int) -> Cache:
   """Returns a cache of zeros with slots for some tokens."""
-  heads = config.num_heads, config.head_width
+  heads = config.num_kv_heads, config.head_width
   shape = config.num_layers, batch_size, length, *heads
   zeros = jnp.zeros(shape, config.dtype)
   return zeros, zeros

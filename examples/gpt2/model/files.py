@@ -16,9 +16,11 @@ import tokenizers
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import (
-  SETTINGS,
+  COMPANIONS,
   end_token_of_folder,
+  read_companions,
   read_tokenizer,
+  with_end_token,
 )
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.config import ModelConfig
@@ -46,6 +48,8 @@ class Model:
   params: Any  # Tree of float32 arrays.
   tokenizer: tokenizers.Tokenizer | None = None
   end_token: str | None = None  # Of the tokenizer, after each document.
+  # Files beside the tokenizer that say how it is used.
+  companions: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def save_model(folder: Path, model: Model) -> None:
@@ -62,7 +66,7 @@ def save_model(folder: Path, model: Model) -> None:
     OSError: If a file cannot be written.
   """
   make_folder(folder)
-  for name in (_MODEL, TOKENIZER, SETTINGS):
+  for name in (_MODEL, TOKENIZER, *COMPANIONS):
     with os_errors():
       (folder / name).unlink(missing_ok=True)
   with whole_file(folder / WEIGHTS) as path:
@@ -75,9 +79,9 @@ def write_description(folder: Path, model: Model) -> None:
   if model.tokenizer is not None:
     content = model.tokenizer.to_str(pretty=True)
     write_whole(folder / TOKENIZER, content.encode())
-  if model.end_token is not None:
-    content = json.dumps({'eos_token': model.end_token})
-    write_whole(folder / SETTINGS, content.encode())
+  companions = with_end_token(model.companions, model.end_token)
+  for name, companion in companions.items():
+    write_whole(folder / name, companion)
   settings = {
     'num_tokens': model.num_tokens,
     'config': dataclasses.asdict(model.config),
@@ -120,11 +124,24 @@ def read_description(folder: Path) -> Model:
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
   with naming(folder / _MODEL):
     config, num_tokens = _parse(**read_json(folder / _MODEL))
-  tokenizer, end_token = None, None
-  if (folder / TOKENIZER).is_file():
-    tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-    end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
-  return Model(config, num_tokens, None, tokenizer, end_token)
+  vocabulary = read_vocabulary(folder, num_tokens)
+  return Model(config, num_tokens, None, *vocabulary)
+
+
+def read_vocabulary(
+  folder: Path, num_tokens: int
+) -> tuple[tokenizers.Tokenizer | None, str | None, dict[str, bytes]]:
+  """Returns tokenizer, end-of-text token and companions of a model folder.
+
+  Raises ``UsageError`` if the tokenizer is damaged, or has tokens that are not
+  below their number.
+  """
+  companions = read_companions(folder)
+  if not (folder / TOKENIZER).is_file():
+    return None, None, companions
+  tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
+  end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
+  return tokenizer, end_token, companions
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:

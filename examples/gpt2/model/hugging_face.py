@@ -1,9 +1,11 @@
 """What Hugging Face calls the settings and parameters of GPT-2 and Llama.
 
-Axes: H heads, K features of a head, X query, key and value.
+Axes: L layers, D features, G groups of heads that share a key, K features of a
+head, X queries, key and value of a group.
 """
 
 from collections.abc import Mapping
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -12,9 +14,16 @@ import jax
 import numpy as np
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.tokenizer import (
+  GENERATION,
+  SETTINGS,
+  json_object,
+  with_end_token,
+)
 from examples.gpt2.devices.sharding import by_path, path_name
 from examples.gpt2.model.config import (
   ModelConfig,
+  RopeScaling,
   check_entry,
   padded_vocab_size,
 )
@@ -33,6 +42,8 @@ _ENTRIES = {
   'context_length': ('n_positions', 'max_position_embeddings'),
   'num_layers': ('n_layer', 'num_hidden_layers'),
   'num_heads': ('n_head', 'num_attention_heads'),
+  'num_kv_heads': ('', 'num_key_value_heads'),
+  'head_width': ('', 'head_dim'),
   'width': ('n_embd', 'hidden_size'),
   'mlp_width': ('n_inner', 'intermediate_size'),
   'norm_epsilon': ('layer_norm_epsilon', 'rms_norm_eps'),
@@ -63,12 +74,16 @@ _FIXED: tuple[dict[str, Any], ...] = (
     'hidden_act': 'silu',
     'attention_bias': False,
     'mlp_bias': False,
-    # transformers 5 reads the last of these, 4 the others.
-    'rope_theta': 10000.0,
-    'rope_scaling': None,
-    'rope_parameters': {'rope_theta': 10000.0, 'rope_type': 'default'},
   },
 )
+# Another name of the same function.
+_SAME = {'gelu_pytorch_tanh': 'gelu_new'}
+_ROPE_SCALING = (
+  'factor', 'low_freq_factor', 'high_freq_factor',
+  'original_max_position_embeddings',
+)  # fmt: skip
+_OPTIONAL = ('norm_epsilon', 'num_kv_heads', 'head_width')
+_SPECIAL_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # Further entries, for dropout, which GPT-2 has unless told.
 _WRITTEN = ({'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}, {})
 # Constants that old versions saved beside the weights.
@@ -78,33 +93,84 @@ _CONSTANTS = re.compile(
 _VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
 
 
-def to_settings(model: Model) -> dict[str, Any]:
-  """Returns the entries of config.json for a model."""
+def to_settings(model: Model, dtype: str) -> dict[str, Any]:
+  """Returns the entries of config.json for a model, with weights of a dtype."""
   config, column = model.config, _column(model.config)
-  end = model.end_token and model.tokenizer.token_to_id(model.end_token)
+  ids = generation_settings(model)
   return {
     'model_type': config.architecture,
     'architectures': [_CLASSES[column]],
-    **{names[column]: getattr(config, k) for k, names in _ENTRIES.items()},
+    **{
+      names[column]: getattr(config, name)
+      for name, names in _ENTRIES.items()
+      if names[column]
+    },
     **_FIXED[column],
     **_WRITTEN[column],
+    **_rope_settings(config),
     'vocab_size': model.num_tokens,
     'tie_word_embeddings': not config.untied_head,
-    'bos_token_id': end,
-    'eos_token_id': end,
-    'torch_dtype': 'float32',
+    **{name: ids.get(name) for name in _SPECIAL_IDS},
+    'torch_dtype': dtype,
   }
 
 
+def _rope_settings(config: ModelConfig) -> dict[str, Any]:
+  """Returns entries of rotary positions, as transformers 4 and 5 read them."""
+  if config.architecture != 'llama':
+    return {}
+  theta, scaling = {'rope_theta': config.rope_theta}, None
+  if config.rope_scaling is not None:
+    *factors, length = config.rope_scaling
+    values = zip(_ROPE_SCALING, (*factors, round(length)), strict=True)
+    scaling = {'rope_type': 'llama3', **dict(values)}
+  parameters = theta | (scaling or {'rope_type': 'default'})
+  return theta | {'rope_scaling': scaling, 'rope_parameters': parameters}
+
+
+def generation_settings(model: Model) -> dict[str, Any]:
+  """Returns the entries of generation_config.json.
+
+  They are those that the model came with, else its end-of-text token is the one
+  that texts begin and end with. At that token, generation always ends.
+  """
+  found = json_object(model.companions.get(GENERATION))
+  if model.end_token is None:
+    return found
+  end = model.tokenizer.token_to_id(model.end_token)
+  if not found:
+    return {'bos_token_id': end, 'eos_token_id': end}
+  ends = found.get('eos_token_id')
+  others = ends if isinstance(ends, list) else [ends]
+  if end in others:
+    return found
+  ends = end if others == [None] else [end, *others]
+  return found | {'eos_token_id': ends}
+
+
+def special_ids(
+  settings: dict[str, Any], companions: Mapping[str, bytes]
+) -> dict[str, Any]:
+  """Returns generation_config.json, with what only config.json names."""
+  found = {name: settings.get(name) for name in _SPECIAL_IDS}
+  found = {name: x for name, x in found.items() if x is not None}
+  return found | json_object(companions.get(GENERATION))
+
+
 def tokenizer_settings(model: Model) -> dict[str, Any]:
-  """Returns what AutoTokenizer needs beside tokenizer.json."""
-  has_end = model.end_token is not None
-  names = ('bos_token', 'eos_token', 'unk_token') if has_end else ()
+  """Returns what AutoTokenizer needs beside tokenizer.json.
+
+  They are the entries that the tokenizer came with, if it did.
+  """
+  files = with_end_token(model.companions, model.end_token)
+  found = json_object(files.get(SETTINGS))
+  if found.keys() - {'eos_token'}:
+    return found
   return {
     'tokenizer_class': 'PreTrainedTokenizerFast',
     'model_max_length': model.config.context_length,
     'clean_up_tokenization_spaces': False,
-    **dict.fromkeys(names, model.end_token),
+    **dict.fromkeys(('bos_token', *found, 'unk_token'), model.end_token),
   }
 
 
@@ -123,27 +189,48 @@ def from_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
     value = settings.get(entry)
     if value is None and entry == 'n_inner':
       value = 4 * values['width']
-    if value is None and name == 'norm_epsilon':
+    if value is None and name in _OPTIONAL:
       continue
     check_entry(entry, value, name)
     values[name] = value
   num_rows = values['vocab_size']
   values['vocab_size'] = padded_vocab_size(num_rows)
+  if kind == 'llama':
+    values |= _rope_values(settings)
   is_tied = settings.get('tie_word_embeddings', kind == 'gpt2')
   config = ModelConfig(**values, architecture=kind, untied_head=not is_tied)
   _check_fixed(settings, config)
   return config, num_rows
 
 
+def _rope_values(settings: dict[str, Any]) -> dict[str, Any]:
+  """Returns what rotary positions are, as transformers 4 or 5 have written."""
+  found = settings.get('rope_scaling') or settings.get('rope_parameters') or {}
+  found = {'rope_theta': settings.get('rope_theta'), **found}
+  kind = found.get('rope_type', found.get('type', 'default'))
+  if kind not in ('default', 'llama3'):
+    raise UsageError(f'rope_type must be default or llama3, got {kind!r}.')
+  values: dict[str, Any] = {}
+  if found['rope_theta'] is not None:
+    values['rope_theta'] = _number('rope_theta', found['rope_theta'])
+  if kind == 'llama3':
+    values['rope_scaling'] = RopeScaling(
+      *(_number(name, found.get(name)) for name in _ROPE_SCALING)
+    )
+  return values
+
+
+def _number(name: str, value: Any) -> float:
+  if type(value) not in (int, float):
+    raise UsageError(f'{name} must be a number above 0, got {value!r}.')
+  return float(value)
+
+
 def _check_fixed(settings: dict[str, Any], config: ModelConfig) -> None:
   """Raises ``UsageError`` for an option that our models do not have."""
-  expected = dict(_FIXED[_column(config)])
-  if config.architecture == 'llama':
-    expected['num_key_value_heads'] = config.num_heads
-    expected['head_dim'] = config.head_width
-  for name, value in expected.items():
+  for name, value in _FIXED[_column(config)].items():
     got = settings.get(name)
-    if got is not None and got != value:
+    if got is not None and got != value and _SAME.get(str(got)) != value:
       raise UsageError(
         f'{name} must be {value!r}, which our models have, got {got!r}.'
       )
@@ -159,7 +246,8 @@ def to_arrays(
   arrays: dict[str, Any] = {}
   for path, x in by_path(params).items():
     parts = _arrange(config, num_tokens, path, x)
-    arrays |= zip(_names(config, path), parts, strict=True)
+    for names, part in zip(_names(config, path), parts, strict=True):
+      arrays |= zip(names, part, strict=True)
   return arrays
 
 
@@ -168,41 +256,61 @@ def from_arrays(
 ) -> Any:
   """Makes parameters, as NumPy arrays, of open arrays of Hugging Face.
 
-  Rows that pad the vocabulary are the mean of the others, so that their tokens
-  are at most as likely as the others on average, by Jensen's inequality. Raises
-  ``UsageError`` for an array that the model does not have or has otherwise.
+  Of a vocabulary with more rows than the model, the first are taken. Rows that
+  it lacks are the mean of its own, so that their tokens are at most as likely
+  as the others on average, by Jensen's inequality. Raises ``UsageError`` for an
+  array that the model does not have or has otherwise.
   """
+  num_ours = config.vocab_size
+  config = dataclasses.replace(config, vocab_size=num_rows)
   arrays, ours = _relevant(arrays, config), shapes(config)
   theirs = jax.eval_shape(lambda x: to_arrays(config, num_rows, x), ours)
   check_arrays(arrays, theirs, ('F32', 'F16', 'BF16'))
 
   def join(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> np.ndarray:
     name = path_name(path)
-    parts = [arrays[x][:] for x in _names(config, name)]
+    parts = [
+      np.stack([arrays[x][:] for x in names], dtype=np.float32)
+      for names in _names(config, name)
+    ]
     arrange = functools.partial(_arrange, config, num_rows, name)
     # It only moves elements, so its transpose is its inverse.
     back = jax.linear_transpose(arrange, like)
-    x = np.array(*back(np.stack(parts, dtype=np.float32)))
-    if name in _VOCABULARIES:
-      rows = x.T if name == 'head.kernel' else x
-      rows[num_rows:] = rows[:num_rows].mean(axis=0)
-    return x
+    x = np.array(*back(parts))
+    if name == 'head.kernel':
+      return _with_rows(x.T, num_ours).T
+    return _with_rows(x, num_ours) if name in _VOCABULARIES else x
 
   return jax.tree.map_with_path(join, ours)
 
 
-def _arrange(config: ModelConfig, num_rows: int, path: str, x: Any) -> Any:
-  """Moves the elements of a parameter to where its stacked arrays have them."""
-  is_kernel = config.architecture == 'llama' and path.endswith('.kernel')
+def _with_rows(x: np.ndarray, count: int) -> np.ndarray:
+  """Returns the first rows; those that are not there are the mean of all."""
+  mean = x.mean(axis=0, keepdims=True)
+  return np.concatenate([x[:count], mean.repeat(max(0, count - len(x)), 0)])
+
+
+def _arrange(
+  config: ModelConfig, num_rows: int, path: str, x: Any
+) -> list[Any]:
+  """Moves the elements of a parameter to its arrays, stacked over layers."""
+  is_llama = config.architecture == 'llama'
   x = x if path.startswith('blocks.') else x[None]
-  if '.qkv.' in path:
-    x_XHK = x.swapaxes(-3, -2)
-    x = x_XHK.reshape(*x.shape[:-3], -1)
-  if is_kernel or path == 'head.kernel':
-    x = x.swapaxes(-2, -1)
+  parts = _projections(x, is_llama) if '.qkv.' in path else [x]
+  if path == 'head.kernel' or (is_llama and path.endswith('.kernel')):
+    parts = [part.swapaxes(-2, -1) for part in parts]
   if path in _VOCABULARIES:
-    x = x[:, :num_rows]
-  return x.reshape(len(_names(config, path)), -1, *x.shape[2:])
+    parts = [part[:, :num_rows] for part in parts]
+  return parts
+
+
+def _projections(x_GXK: Any, is_llama: bool) -> list[Any]:
+  """Returns queries, keys and values, which GPT-2 has side by side."""
+  others = x_GXK.shape[:-3]
+  if not is_llama:
+    return [x_GXK.swapaxes(-3, -2).reshape(*others, -1)]
+  parts = x_GXK[..., :-2, :], x_GXK[..., -2, :], x_GXK[..., -1, :]
+  return [part.reshape(*others, -1) for part in parts]
 
 
 def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
@@ -213,7 +321,7 @@ def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     for name, x in arrays.items()
     if not _CONSTANTS.fullmatch(name)
   }
-  (embedding,) = _names(config, 'token_embedding.embedding')
+  ((embedding,),) = _names(config, 'token_embedding.embedding')
   is_double = {_HEAD, embedding} <= arrays.keys() and not config.untied_head
   if is_double and not np.array_equal(
     arrays.pop(_HEAD)[:], arrays[embedding][:]
@@ -224,8 +332,8 @@ def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
   return arrays
 
 
-def _names(config: ModelConfig, path: str) -> list[str]:
-  """Returns the names of a parameter's arrays, layer after layer."""
+def _names(config: ModelConfig, path: str) -> list[list[str]]:
+  """Returns the names of a parameter's arrays, of each layer after layer."""
   module, _, kind = path.rpartition('.')
   column = _column(config)
   name = '' if module == 'head' else _PREFIXES[column]
@@ -233,7 +341,7 @@ def _names(config: ModelConfig, path: str) -> list[str]:
   name += '.bias' if kind == 'bias' else '.weight'
   parts = [name.replace('*', x) for x in 'qkv'] if '*' in name else [name]
   layers = range(config.num_layers if path.startswith('blocks.') else 1)
-  return [part.format(layer) for layer in layers for part in parts]
+  return [[part.format(layer) for layer in layers] for part in parts]
 
 
 def _column(config: ModelConfig) -> int:

@@ -1,6 +1,7 @@
 """Attention on TPU with jax's splash kernel, which keeps logits on the chip.
 
-Axes: B sequences, T tokens, H heads, K features of a head.
+Axes: B sequences, T tokens, H heads, G heads of keys and values, K features of
+a head.
 """
 
 import functools
@@ -32,7 +33,9 @@ def splash_attention(
   *,
   interpret: bool = False,
 ) -> jax.Array:
-  """Returns causal attention, all of shape (B, T, H, K).
+  """Returns causal attention, of the shape of the queries, (B, T, H, K).
+
+  Keys and values have the shape (B, T, G, K), where G divides H.
 
   On a mesh, each device attends with its own sequences and heads, since the
   compiler cannot partition a kernel. ``interpret`` runs it without a TPU.

@@ -76,8 +76,8 @@ def with_clips(
   if config.qk_clip is None:
     return optimizer
   query, key = (
-    {r'(^|/)qkv/': merit_optax.AttentionHeads(-3, layers=0, part=(-2, index))}
-    for index in (0, 1)
+    {r'(^|/)qkv/': merit_optax.AttentionHeads(-3, layers=0, part=(-2, part))}
+    for part in (slice(0, -2), -2)
   )
   clip = merit_optax.qk_clip(config.qk_clip, query=query, key=key)
   return optax.chain(optimizer, clip)
@@ -100,10 +100,11 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   """Returns which axes of each parameter are rows and columns of a matrix.
 
   Query, key and value count as one matrix (``'fused'``), as three (``'split'``)
-  or as three for each head (``'heads'``). The parameters are those of a model,
-  or of one of its layers.
+  or as three for each head (``'heads'``). Of groups of heads that share keys,
+  the first heads of all count as a matrix, the second ones, and so on
+  (``'split'``). The parameters are those of a model, or of one of its layers.
   """
-  # The kernel's axes are (width, heads, 3, head features), after the layers.
+  # The kernel's axes are (width, groups, heads + 2, features), after layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
   # Paths have slashes in merit_optax, dots here; 'blocks.0' is not stacked.
   stacked = {r'^blocks.\D': 1}

@@ -52,9 +52,10 @@ def fit(config: Config, mesh: Mesh) -> Config:
       f'data * fsdp = {shards} of --mesh must divide --batch-size '
       f'{config.batch_size}.'
     )
-  if config.num_heads % tensor:
+  if config.num_kv_heads % tensor:
     raise UsageError(
-      f'tensor = {tensor} of --mesh must divide --num-heads {config.num_heads}.'
+      f'tensor = {tensor} of --mesh must divide --num-kv-heads '
+      f'{config.num_kv_heads} (by default --num-heads).'
     )
   size = config.micro_batch_size
   if size is None:
@@ -103,7 +104,7 @@ def micro_batch_sizes(config: Config, mesh: Mesh) -> list[int]:
 def _state_bytes(config: Config, mesh: Mesh) -> float:
   """Returns about what weights, moments and gradients take on a device."""
   ups = _up_projections(config)
-  layer = 4 * config.width + (ups + 1) * config.mlp_width
+  layer = sum(_attention_features(config)) + (ups + 1) * config.mlp_width
   embeddings = config.vocab_size * (1 + config.untied_head)
   rows = config.num_layers * layer + embeddings + config.context_length
   shards = mesh.shape['fsdp'] * mesh.shape['tensor']
@@ -120,7 +121,8 @@ def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
   tensor = mesh.shape['tensor']
   size = jnp.dtype(config.dtype).itemsize
   whole = _layer_bytes(config, size, tensor, mesh.devices.flat[0].platform)
-  projections = 3 * config.width + _up_projections(config) * config.mlp_width
+  projections = _up_projections(config) * config.mlp_width
+  projections += _attention_features(config)[0]
   kept = {
     'none': whole,
     'dots': size * (2 * config.width + projections // tensor),
@@ -137,15 +139,22 @@ def _up_projections(config: Config) -> int:
   return 2 if config.architecture == 'llama' else 1
 
 
+def _attention_features(config: Config) -> tuple[int, int]:
+  """Returns those of queries, keys and values, and of what they give."""
+  inputs = config.num_heads + 2 * config.num_kv_heads
+  return inputs * config.head_width, config.num_heads * config.head_width
+
+
 def _layer_bytes(config: Config, size: int, tensor: int, platform: str) -> int:
   """Returns the bytes of what the backward pass reads of a layer, by token."""
   # Norms compute in float32, and so does the softmax.
   stream = config.width * (4 * size + 4 * 4)
-  inner = 4 * config.width * size + 6 * config.mlp_width * size
+  attention = sum(_attention_features(config)) * size
+  inner = attention + 6 * config.mlp_width * size
   if platform == 'tpu':
     # Features of a head fill lanes.
-    head_width = config.width // config.num_heads
-    inner += 4 * config.num_heads * size * (-head_width % _TPU_LANES)
+    heads = attention // config.head_width
+    inner += heads * (-config.head_width % _TPU_LANES)
   if not has_kernel(platform, config.context_length, jnp.dtype(config.dtype)):
     # On CPU, attention keeps its weights once.
     weights = config.num_heads * config.context_length

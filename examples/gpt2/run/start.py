@@ -1,17 +1,36 @@
 """What a run starts from: a checkpoint, of another run too, weights, a seed."""
 
+import dataclasses
 from typing import Any
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import say
+from examples.gpt2.model.files import read_vocabulary
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import load_model, weights_sha256
+from examples.gpt2.storage import as_path
 
 # What may differ between a model and the run that starts from it.
 _NOT_WEIGHTS = ('dtype', 'reduce_dtype', 'remat', 'unroll', 'init_std')
+# Of a llama, which has no weights for positions.
+_NOT_WEIGHTS_OF_LLAMA = (*_NOT_WEIGHTS, 'context_length')
+
+
+def with_vocabulary(config: Config, tokens: Tokens) -> Tokens:
+  """Returns tokens with the tokenizer of ``--init-from``, if they have none.
+
+  Raises ``UsageError`` if it has tokens that the data cannot have.
+  """
+  if config.init_from is None or tokens.tokenizer is not None:
+    return tokens
+  folder = as_path(config.init_from)
+  tokenizer, end_token, companions = read_vocabulary(folder, tokens.vocab_size)
+  return dataclasses.replace(
+    tokens, tokenizer=tokenizer, end_token=end_token, companions=companions
+  )
 
 
 def origin(config: Config) -> dict[str, Any]:
@@ -69,10 +88,13 @@ def initial_params(config: Config, trainer: Trainer, tokens: Tokens) -> Any:
     return None
   model = load_model(config.init_from, trainer.mesh, config.init_step)
   found, expected = vars(model.config), vars(trainer.model_config)
+  free = _NOT_WEIGHTS
+  if model.config.architecture == 'llama':
+    free = _NOT_WEIGHTS_OF_LLAMA
   changes = ', '.join(
     f'{name}: {found[name]} -> {expected[name]}'
     for name in sorted(found)
-    if name not in _NOT_WEIGHTS and found[name] != expected[name]
+    if name not in free and found[name] != expected[name]
   )
   if changes:
     raise UsageError(

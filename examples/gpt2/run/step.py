@@ -111,8 +111,8 @@ class Trainer:
     matrices = sum(x.size for k, x in params.items() if k.endswith('.kernel'))
     if not config.untied_head:
       matrices += config.vocab_size * config.width
-    attention = config.num_layers * config.width * config.context_length
-    return 6.0 * matrices + 12.0 * attention
+    features = config.num_layers * config.attention_width
+    return 6.0 * matrices + 12.0 * features * config.context_length
 
   def model(self, params: Any) -> Transformer:
     """Returns the model with some parameters; to be traced."""
@@ -196,6 +196,10 @@ class Trainer:
   def _update(
     self, state: TrainState, gradients: Any, max_logits_LH: Any = None
   ) -> TrainState:
+    if max_logits_LH is not None:
+      # Heads that share a key are scaled together.
+      groups = len(max_logits_LH), self.model_config.num_kv_heads, -1
+      max_logits_LH = max_logits_LH.reshape(groups).max(2)
     updates, opt_state = self.optimizer.update(
       gradients, state.opt_state, state.params, max_logits=max_logits_LH
     )

@@ -15,10 +15,16 @@ from examples.gpt2.model import attention, splash
 from examples.gpt2.model.attention import (
   causal_attention,
   measured_attention,
+  rotary_frequencies,
   rotate,
 )
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import as_module, shapes
+
+
+def _config(**settings: object) -> ModelConfig:
+  sizes = dict(vocab_size=64, context_length=16, num_layers=1, mlp_width=32)
+  return ModelConfig(**sizes | {'architecture': 'llama'} | settings)
 
 
 def _normal(seed: int, *shape: int) -> np.ndarray:
@@ -36,10 +42,12 @@ def test_rotary_products_depend_on_the_distance_only(
 ):
   q, k = _normal(seed, 2, 1, 1, 1, 2 * half)
   positions = jnp.arange(5)
+  frequencies = rotary_frequencies(_config(num_heads=1, width=2 * half))
 
   def products(first: int):
     rows = [
-      rotate(jnp.tile(x, (1, 5, 1, 1)), first + positions) for x in (q, k)
+      rotate(jnp.tile(x, (1, 5, 1, 1)), first + positions, frequencies)
+      for x in (q, k)
     ]
     return jnp.einsum('BTHK,BSHK->TS', *rows)
 
@@ -50,38 +58,48 @@ def test_rotary_products_depend_on_the_distance_only(
   np.testing.assert_allclose(found[0, 0], (q * k).sum(), rtol=1e-4, atol=1e-5)
 
 
-def test_rotary_angles_are_those_of_roformer():
+@pytest.mark.parametrize('theta', [10_000.0, 500_000.0])
+def test_rotary_angles_are_those_of_roformer(theta: float):
   x = _normal(0, 1, 4, 1, 6)
+  frequencies = rotary_frequencies(
+    _config(num_heads=1, width=6, rope_theta=theta)
+  )
   pairs = x[..., :3] + 1j * x[..., 3:]
   for position in range(4):
-    angles = position / 10000 ** (np.arange(3) / 3)
+    angles = position / theta ** (np.arange(3) / 3)
     expected = pairs[0, position, 0] * np.exp(1j * angles)
-    found = rotate(jnp.asarray(x), jnp.arange(4))[0, position, 0]
+    found = rotate(jnp.asarray(x), jnp.arange(4), frequencies)[0, position, 0]
     np.testing.assert_allclose(found[:3], expected.real, atol=1e-5)
     np.testing.assert_allclose(found[3:], expected.imag, atol=1e-5)
 
 
-def test_attention_is_a_causal_softmax():
-  q, k, v = _normal(0, 3, 2, 5, 3, 4)
+@pytest.mark.parametrize('groups', [6, 3, 1])
+def test_attention_is_a_causal_softmax(groups: int):
+  q, (k, v) = _normal(0, 2, 5, 6, 4), _normal(1, 2, 2, 5, groups, 4)
   found, seen = causal_attention(*map(jnp.asarray, (q, k, v)))
   assert seen is None
-  for b, h, t in np.ndindex(2, 3, 5):
-    logits = k[b, : t + 1, h] @ q[b, t, h] / 2
+  for b, h, t in np.ndindex(2, 6, 5):
+    group = h * groups // 6
+    logits = k[b, : t + 1, group] @ q[b, t, h] / 2
     p = np.exp(logits - logits.max())
     np.testing.assert_allclose(
-      found[b, t, h], p / p.sum() @ v[b, : t + 1, h], rtol=1e-4, atol=1e-5
+      found[b, t, h],
+      p / p.sum() @ v[b, : t + 1, group],
+      rtol=1e-4,
+      atol=1e-5,
     )
 
 
 # On TPU and GPU the logits are computed beside the kernel that attends.
 @pytest.mark.parametrize('platform', ['cpu', 'tpu'])
-@pytest.mark.parametrize('length', [5, 200])
+@pytest.mark.parametrize(('length', 'groups'), [(5, 4), (200, 4), (5, 2)])
 def test_measured_attention_finds_the_largest_visible_logit(
-  platform: str, length: int, monkeypatch: pytest.MonkeyPatch
+  platform: str, length: int, groups: int, monkeypatch: pytest.MonkeyPatch
 ):
-  q, k, v = _normal(0, 3, 2, length, 3, 4)
+  q, (k, v) = _normal(0, 2, length, 4, 4), _normal(1, 2, 2, length, groups, 4)
   k[:, -1] *= 100  # Only the last query sees it.
-  logits = np.einsum('BTHK,BSHK->BHTS', q, k) / 2
+  keys = k.repeat(4 // groups, axis=2)
+  logits = np.einsum('BTHK,BSHK->BHTS', q, keys) / 2
   hidden = np.triu(np.ones((length, length), bool), 1)
   expected = np.where(hidden, -np.inf, logits).max((2, 3))
   monkeypatch.setattr(attention, '_platform', lambda: platform)
@@ -102,11 +120,13 @@ def test_measured_attention_finds_the_largest_visible_logit(
   np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('mesh', ['', 'data=2,fsdp=2,tensor=2'])
+@pytest.mark.parametrize(
+  ('mesh', 'heads'), [('', 2), ('data=2,fsdp=2,tensor=2', 2), ('tensor=2', 4)]
+)
 def test_the_kernel_for_tpu_attends_as_softmax_does(
-  mesh: str, monkeypatch: pytest.MonkeyPatch
+  mesh: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ):
-  inputs = _normal(0, 3, 4, 256, 2, 8)
+  inputs = _normal(0, 4, 256, heads, 8), *_normal(1, 2, 4, 256, 2, 8)
   # Several blocks of queries and keys, one of which is masked as a whole.
   monkeypatch.setattr(splash, '_MOST_IN_BLOCK', 128)
 

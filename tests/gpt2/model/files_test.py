@@ -224,7 +224,7 @@ def test_older_models_have_the_epsilon_of_their_architecture(
     ),
     (lambda x: x['config'].update(num_heads=3), 'num_heads 3 must divide'),
     (
-      lambda x: x['config'].update(num_heads=8),
+      lambda x: x['config'].update(num_heads=8, num_kv_heads=8, head_width=1),
       'must be even for llama, got 1',
     ),
   ],

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 import re
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors
 import safetensors.numpy
 
 from examples.gpt2.config import Config
@@ -22,7 +24,8 @@ from examples.gpt2.model.transformer import Transformer, as_module, shapes
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import make_model_config
 
-_GOLDEN = Path(__file__).parents[2] / 'data' / 'gpt2_golden.safetensors'
+_DATA = Path(__file__).parents[2] / 'data'
+_GOLDEN = _DATA / 'gpt2_golden.safetensors'
 _CONFIG = ModelConfig(
   vocab_size=64,
   context_length=16,
@@ -36,7 +39,17 @@ _KINDS = {
   'llama': dict(architecture='llama', untied_head=True, mlp_width=48),
   'gpt2-qk': dict(qk_norm=True),
   'llama-qk': dict(architecture='llama', qk_norm=True),
+  'llama-3': dict(
+    architecture='llama',
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=8,
+    rope_theta=100.0,
+    rope_scaling=(8.0, 1.0, 4.0, 40.0),
+  ),
 }
+# Presets with RMSNorm's own epsilon; others have GPT-2's.
+_RMS = ('llama-130m', 'llama-350m', 'llama-7b')
 _TOKENS = np.random.default_rng(0).integers(64, size=(4, 17)).astype(np.int32)
 
 
@@ -96,6 +109,45 @@ def test_key_bias_keeps_its_place(golden_model, golden):
   bias_LHXK = golden_model.blocks.attention.qkv.bias.get_value()
   theirs_XHK = golden['transformer.h.1.attn.c_attn.bias'].reshape(3, 4, 8)
   np.testing.assert_array_equal(bias_LHXK[1, :, 1], theirs_XHK[1])
+
+
+def test_llama_3_equals_that_of_hugging_face():
+  path = _DATA / 'llama_golden.safetensors'
+  with safetensors.safe_open(path, 'np') as file:
+    settings = json.loads(file.metadata()['config.json'])
+    tokens, expected = file.get_tensor('tokens'), file.get_tensor('logits')
+  arrays = open_arrays(path)
+  del arrays['tokens'], arrays['logits']
+  config, rows = hugging_face.from_settings(settings)
+  assert (config.num_heads, config.num_kv_heads, config.head_width) == (
+    (4, 2, 12)
+  )
+  params = hugging_face.from_arrays(config, rows, arrays)
+  logits = as_module(config, params)(tokens)[..., :rows]
+  np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def test_heads_that_share_keys_equal_those_with_copies():
+  grouped = _config('llama-3')
+  params = _params(grouped)
+  kernel_LDGXK = params['blocks']['attention']['qkv']['kernel']
+  queries, *others = np.split(kernel_LDGXK, [2, 3], axis=3)
+  queries = queries.reshape(2, 16, 4, 1, 8)
+  copies = [x.repeat(2, axis=2) for x in others]
+  kernel = np.concatenate([queries, *copies], axis=3)
+  qkv = {'qkv': {'kernel': kernel}}
+  copied = params | {
+    'blocks': params['blocks']
+    | {'attention': params['blocks']['attention'] | qkv}
+  }
+  config = dataclasses.replace(grouped, num_kv_heads=4)
+  chex.assert_trees_all_equal_shapes(copied, shapes(config))
+  np.testing.assert_allclose(
+    as_module(grouped, params)(_TOKENS),
+    as_module(config, copied)(_TOKENS),
+    rtol=1e-5,
+    atol=1e-5,
+  )
 
 
 @pytest.mark.parametrize('kind', _KINDS)
@@ -250,12 +302,15 @@ def test_llama_has_no_biases_and_no_learned_positions(qk_norm: bool):
     ('llama-130m', 134.1),
     ('llama-350m', 368.0),
     ('llama-7b', 6738.4),
+    ('llama-3-8b', 8030.3),
+    ('tinyllama-1.1b', 1100.0),
+    ('smollm2-135m', 134.5),
   ],
 )
 def test_presets_have_the_published_sizes(preset: str, millions: float):
   settings = resolve(Config(preset=preset))
   config = make_model_config(settings, settings.vocab_size)
-  assert config.norm_epsilon == (1e-6 if 'llama' in preset else 1e-5)
+  assert config.norm_epsilon == (1e-6 if preset in _RMS else 1e-5)
   config = dataclasses.replace(config, vocab_size=settings.vocab_size)
   count = sum(x.size for x in jax.tree.leaves(shapes(config)))
   assert round(count / 1e6, 1) == millions
@@ -267,7 +322,12 @@ def test_presets_have_the_published_sizes(preset: str, millions: float):
 )
 def test_initialization_is_gpt2s(kind: str, changes: dict, expected: float):
   config = _config(
-    kind, num_layers=8, num_heads=4, width=128, mlp_width=512, **changes
+    kind,
+    num_layers=8,
+    width=128,
+    head_width=None,
+    mlp_width=512,
+    **changes,
   )
   params = jax.jit(
     lambda: nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))

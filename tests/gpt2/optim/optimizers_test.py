@@ -223,14 +223,14 @@ def test_trust_ratios_can_be_for_matrices_only():
 
 
 def _matrices(kernel: jax.Array, qkv: str) -> dict[str, jax.Array]:
-  """Returns the matrices of a kernel, (layers, D, heads, 3, K), by name."""
+  """Returns the matrices of a kernel, (layers, D, groups, X, K), by name."""
   found = {}
   for i, layer in enumerate(kernel):
     rows = len(layer)
     if qkv == 'fused':
       found[f'{i}'] = layer.reshape(rows, -1)
       continue
-    for part in range(3):
+    for part in range(layer.shape[2]):
       if qkv == 'split':
         found[f'{i}.{part}'] = layer[:, :, part].reshape(rows, -1)
         continue
@@ -240,8 +240,12 @@ def _matrices(kernel: jax.Array, qkv: str) -> dict[str, jax.Array]:
 
 
 @pytest.mark.parametrize('qkv', ['fused', 'split', 'heads'])
-def test_qkv_get_the_updates_of_kernels_of_their_own(qkv: str):
-  shapes = _SHAPES['blocks']['attention']['qkv']
+@pytest.mark.parametrize('group', [1, 2])
+def test_qkv_get_the_updates_of_kernels_of_their_own(qkv: str, group: int):
+  shapes = dict(_SHAPES['blocks']['attention']['qkv'])
+  if group > 1:  # Of llama, without a bias.
+    *sizes, _, features = shapes['kernel']
+    shapes = {'kernel': (*sizes, group + 2, features)}
   params, gradients = _trees({'blocks': {'attention': {'qkv': shapes}}})
   config = _config(qkv=qkv)
   kept = [
@@ -253,7 +257,7 @@ def test_qkv_get_the_updates_of_kernels_of_their_own(qkv: str):
     _matrices(_named(x)['blocks.attention.qkv.kernel'], qkv)
     for x in (params, *gradients)
   ]
-  counts = {'fused': 1, 'split': 3, 'heads': 6}
+  counts = {'fused': 1, 'split': group + 2, 'heads': 2 * (group + 2)}
   assert len(apart[0]) == _LAYERS * counts[qkv]
   alone = merit_optax.merit(make_schedule(config), weight_decay=0.01)
   for found, expected in zip(

@@ -141,6 +141,17 @@ def test_weights_and_moments_are_counted_by_device():
       },
       marks=pytest.mark.slow,
     ),
+    pytest.param(
+      {
+        'devices': 1,
+        'architecture': 'llama',
+        'num_heads': 8,
+        'num_kv_heads': 2,
+        'head_width': 16,
+        'micro_batch_size': 16,
+      },
+      marks=pytest.mark.slow,
+    ),
   ],
 )
 def test_the_estimate_is_near_what_is_compiled(settings: dict):
@@ -206,11 +217,15 @@ def test_batch_and_heads_must_fit_the_mesh():
     UsageError, match='8 of --mesh must divide --batch-size 12'
   ):
     _fit('', batch_size=12)
-  with pytest.raises(UsageError, match='tensor = 8 .*--num-heads 4'):
+  with pytest.raises(UsageError, match='tensor = 8 .*--num-kv-heads 4'):
     _fit('tensor=8')
+  grouped = dict(architecture='llama', num_heads=8, num_kv_heads=2)
+  assert _fit('tensor=2', **grouped) == 8
+  with pytest.raises(UsageError, match='tensor = 4 .*--num-kv-heads 2'):
+    _fit('tensor=4', **grouped)
 
 
-@pytest.mark.parametrize('preset', ['small', 'xl', 'llama-7b'])
+@pytest.mark.parametrize('preset', ['small', 'xl', 'llama-7b', 'llama-3-8b'])
 def test_an_accelerator_takes_what_fills_its_memory(preset: str, monkeypatch):
   config = resolve(Config(preset=preset, dtype='bfloat16', remat='full'))
   mesh = make_mesh('fsdp=8')

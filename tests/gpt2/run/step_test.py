@@ -236,6 +236,43 @@ def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
   np.testing.assert_allclose(found, np.minimum(logits, bound), rtol=1e-4)
 
 
+@pytest.mark.parametrize('mesh', ['', 'data=4,tensor=2'])
+def test_qk_clip_scales_heads_that_share_a_key_together(mesh: str):
+  devices = jax.devices() if mesh else jax.devices()[:1]
+  config = _config(
+    architecture='llama',
+    num_heads=4,
+    num_kv_heads=2,
+    num_layers=1,
+    learning_rate=1e-30,
+    qk_clip=1.0,
+  )
+  trainer = Trainer(config, 64, make_mesh(mesh, devices))
+  generator = np.random.default_rng(0)
+  params = jax.tree.map(
+    lambda x: generator.normal(size=x.shape).astype(np.float32),
+    trainer.shapes.params,
+  )
+  # The keys of the second group are small: all its logits are below the bound.
+  params['blocks']['attention']['qkv']['kernel'][:, :, 1, 2] *= 1e-3
+  tokens = _tokens(0).reshape(2, 8, 17)
+  logits = _max_logits(trainer, params, tokens)
+  with jax.set_mesh(trainer.mesh):
+    state = TrainState(params, jax.jit(trainer.optimizer.init)(params))
+    state = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding), state, trainer.shapes
+    )
+    state, metrics = trainer.step(state, _put(trainer, tokens))
+  np.testing.assert_allclose(
+    metrics['qk_clip_max_logit'], logits.max(1), rtol=1e-4
+  )
+  largest = logits.reshape(2, 2).max(1)
+  assert largest[0] > 1 > largest[1]
+  expected = logits / np.maximum(1, largest).repeat(2)
+  found = _max_logits(trainer, jax.device_get(state.params), tokens)
+  np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
 def test_qk_clip_every_so_many_steps():
   def trajectory(**settings) -> list[np.ndarray]:
     config = _config(num_layers=1, **settings)
