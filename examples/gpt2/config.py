@@ -213,6 +213,8 @@ class Config:
   keep: int = 2
   # Keep each checkpoint whose step is a multiple of this too.
   keep_every: int | None = None
+  # Steps between exports for Hugging Face, to hf/step-N in --out-dir.
+  hf_every: int | None = None
   # Write the metrics for TensorBoard too.
   tensorboard: bool = False
   # Project at Weights & Biases to log the metrics to as well. A run that is

@@ -6,16 +6,12 @@ from pathlib import Path
 import sys
 from typing import Any, Literal
 
-import huggingface_hub
-import jax.numpy as jnp
 import tokenizers
-import tqdm
 import tyro
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import (
   GENERATION,
-  SETTINGS,
   has_tokenizer,
   named_end_token,
   num_identifiers,
@@ -24,11 +20,16 @@ from examples.gpt2.data.tokenizer import (
 )
 from examples.gpt2.model import files, hugging_face
 from examples.gpt2.model.config import padded_vocab_size
+from examples.gpt2.model.export import (
+  MAX_SHARD_SIZE,
+  WEIGHTS,
+  write_hugging_face,
+)
 from examples.gpt2.run.command import exit_on_error
+from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path, new_folder
 
 _CONFIG = 'config.json'
-_WEIGHTS = 'model.safetensors'
 
 
 def main(args: list[str] | None = None) -> None:
@@ -45,70 +46,24 @@ def main(args: list[str] | None = None) -> None:
 def export_model(
   folder: tyro.conf.Positional[Path],
   out: tyro.conf.Positional[Path],
+  step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] = 'float32',
-  max_shard_size: str = '5GB',
+  max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
   """Writes a model for GPT2LMHeadModel or LlamaForCausalLM.
 
   Args:
-    folder: Folder of a finished run or of an imported model.
+    folder: Folder of a run, which may go on, or of an imported model.
     out: Folder of the result: a new or an empty one.
+    step: Step of the run's checkpoint to export. Default: the weights at the
+      end of the run, or its last checkpoint.
     dtype: Data type of the weights.
     max_shard_size: Largest size of a file of weights, in KB, MB, GB or TB; a
       larger model is written as several files with an index.
   """
   with new_folder(as_path(out)) as scratch:
-    model = files.load_model(folder)
-    if model.config.qk_norm:
-      raise UsageError(
-        f'{folder} has qk_norm, which neither GPT2LMHeadModel nor '
-        'LlamaForCausalLM has: only a model without it can be exported.'
-      )
-    arrays = hugging_face.to_arrays(
-      model.config, model.num_tokens, model.params
-    )
-    _write_weights(scratch, arrays, dtype, max_shard_size)
-    _write_json(scratch / _CONFIG, hugging_face.to_settings(model, dtype))
-    for name, content in model.companions.items():
-      (scratch / name).write_bytes(content)
-    generation = hugging_face.generation_settings(model)
-    if generation:
-      _write_json(scratch / GENERATION, generation)
-    if model.tokenizer is not None:
-      model.tokenizer.save(str(scratch / files.TOKENIZER))
-      settings = hugging_face.tokenizer_settings(model)
-      _write_json(scratch / SETTINGS, settings)
-
-
-def _write_weights(
-  folder: Path, arrays: dict[str, Any], dtype: str, max_shard_size: str
-) -> None:
-  """Writes model.safetensors, or its parts and their index."""
-  size = jnp.dtype(dtype).itemsize
-  try:
-    split = huggingface_hub.split_state_dict_into_shards_factory(
-      arrays,
-      get_storage_size=lambda x: x.size * size,
-      filename_pattern='model{suffix}.safetensors',
-      max_shard_size=max_shard_size,
-    )
-  except ValueError as error:
-    raise UsageError(f'--max-shard-size {max_shard_size}: {error}') from error
-  parts = split.filename_to_tensors.items()
-  for part, names in tqdm.tqdm(parts, 'writing', delay=2):
-    shard = {name: arrays[name].astype(dtype) for name in names}
-    # Some versions of transformers insist on the entry.
-    files.write_arrays(folder / part, shard, {'format': 'pt'})
-  if split.is_sharded:
-    index = {
-      'metadata': split.metadata,
-      'weight_map': split.tensor_to_filename,
-    }
-    _write_json(folder / f'{_WEIGHTS}.index.json', index)
-
-
-def _write_json(path: Path, values: dict[str, Any]) -> None:
-  path.write_text(json.dumps(values, indent=2) + '\n')
+    model = load_model(folder, step=step)
+    write_hugging_face(scratch, model, dtype, max_shard_size)
 
 
 def import_model(
@@ -137,7 +92,7 @@ def _read(folder: Path) -> files.Model:
   for path in _parts(folder):
     with files.naming(path):
       arrays |= files.open_arrays(path)
-  with files.naming(folder / _WEIGHTS):
+  with files.naming(folder / WEIGHTS):
     params = hugging_face.from_arrays(config, num_rows, arrays)
   companions = read_companions(folder)
   generation = hugging_face.special_ids(settings, companions)
@@ -181,13 +136,13 @@ def _note(text: str) -> None:
 
 def _parts(folder: Path) -> list[Path]:
   """Returns the files of the weights: one, or its parts."""
-  if (folder / _WEIGHTS).is_file():
-    return [folder / _WEIGHTS]
+  if (folder / WEIGHTS).is_file():
+    return [folder / WEIGHTS]
   parts = sorted(folder.glob('model-*.safetensors'))
   if not parts:
     names = ', '.join(sorted(path.name for path in folder.glob('*.bin')))
     raise UsageError(
-      f'{folder} holds no {_WEIGHTS} and no parts of it: expected weights as '
+      f'{folder} holds no {WEIGHTS} and no parts of it: expected weights as '
       f'safetensors; pickles ({names or "*.bin"}) are not read, since they can '
       'run any code.'
     )

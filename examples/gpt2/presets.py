@@ -102,6 +102,7 @@ _KEPT_SIZE = 2.0
 _NOT_IDENTITY = (
   'data', 'text_field', 'eval_data', 'cache_dir', 'out_dir', 'fresh',
   'checkpoint_every', 'checkpoint_minutes', 'keep', 'keep_every',
+  'hf_every',
   # Start.origin says what a run starts from.
   'init_step', 'fork_from', 'fork_step',
   # Tokens.order says what comes of it.
@@ -119,7 +120,7 @@ _COUNTS = (
   'mlp_width', 'context_length',
   'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
   'checkpoint_every', 'keep', 'keep_every', 'unroll', 'qk_clip_every',
-  'init_step', 'fork_step',
+  'init_step', 'fork_step', 'hf_every',
 )  # fmt: skip
 
 # Settings, what is accepted in words, and whether a value that is given is.
@@ -208,6 +209,11 @@ def _check_model(config: Config) -> None:
   check_attention(config, flag)
   if config.reduce_dtype != 'float32' == config.dtype:
     raise UsageError('--reduce-dtype bfloat16 needs --dtype bfloat16.')
+  if config.hf_every is not None and config.qk_norm:
+    raise UsageError(
+      '--hf-every does nothing with --qk-norm, which no model of Hugging Face '
+      'here has: leave out one of the two.'
+    )
   if config.qk_clip_every is not None and config.qk_clip is None:
     raise UsageError('--qk-clip-every needs --qk-clip.')
   if config.qk_clip is not None and config.qk_norm:

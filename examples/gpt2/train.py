@@ -12,7 +12,7 @@ from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.processes import connect, is_first, on_first, say
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import Model, save_model, write_description
+from examples.gpt2.model.files import save_model, write_description
 from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
@@ -23,6 +23,7 @@ from examples.gpt2.run.proof import prove
 from examples.gpt2.run.start import origin, with_vocabulary
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.wandb_run import check_login
+from examples.gpt2.run.weights import describe_model
 import merit_optax
 
 
@@ -132,14 +133,7 @@ def _train(
   trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
-  model = Model(
-    trainer.model_config,
-    tokens.vocab_size,
-    None,
-    tokens.tokenizer,
-    tokens.end_token,
-    tokens.companions,
-  )
+  model = describe_model(trainer, tokens)
   # So that other commands can read the checkpoints.
   on_first(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):

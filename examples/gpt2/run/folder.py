@@ -8,6 +8,7 @@ from typing import Any
 import warnings
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.tokenizer import COMPANIONS
 from examples.gpt2.devices.processes import is_first, on_first, say
 from examples.gpt2.run.changes import refusal
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
@@ -33,8 +34,8 @@ _RESULTS = (
 _ENDS = _RESULTS[1:]
 # What a run writes besides; not every run does.
 _OTHERS = (
-  'tokenizer.json', 'tokenizer_config.json', 'checkpoints',
-  'damaged-checkpoints', 'tensorboard', 'wandb', 'profile',
+  'tokenizer.json', *COMPANIONS, 'checkpoints', 'damaged-checkpoints', 'hf',
+  'tensorboard', 'wandb', 'profile',
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import math
 import signal
 import time
 from typing import Any, NamedTuple
+import warnings
 
 import jax
 import numpy as np
@@ -15,7 +16,10 @@ import numpy as np
 from examples.gpt2.config import Config
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.devices import sharding
 from examples.gpt2.devices.processes import on_first, say
+from examples.gpt2.model.export import write_hugging_face
+from examples.gpt2.model.files import Model
 from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.run import memory
 from examples.gpt2.run.checkpoints import Checkpoints
@@ -26,6 +30,8 @@ from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
 from examples.gpt2.run.start import initial_params, initial_state
 from examples.gpt2.run.step import Trainer, TrainState
+from examples.gpt2.run.weights import describe_model
+from examples.gpt2.storage import new_folder
 
 
 class StoppedError(CommandError):
@@ -96,8 +102,8 @@ def run(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
     )
     steps = _Steps(
-      config, programs, evaluations, make_batch, folder, checkpoints, log, stop,
-      state, done,
+      config, programs, evaluations, describe_model(trainer, tokens),
+      make_batch, folder, checkpoints, log, stop, state, done,
     )  # fmt: skip
     return steps.take()
 
@@ -133,6 +139,7 @@ class _Steps:
   config: Config
   programs: _Programs
   evaluations: Sequence[_Evaluation]
+  model: Model  # Without weights.
   make_batch: Callable[[int], jax.Array]  # From the number of a step.
   folder: RunFolder
   checkpoints: Checkpoints
@@ -189,7 +196,31 @@ class _Steps:
       self.log.finish_step()
       with self.log.paused():
         self.is_saved = self._save(step, loss)
+    if self.config.hf_every and self._is_due(step, self.config.hf_every):
+      self._export(step)
     self._stop_if_asked(step, received)
+
+  def _export(self, step: int) -> None:
+    """Writes the weights for Hugging Face, unless they are there."""
+    self.log.finish_step()
+    with self.log.paused():
+      arrays = jax.tree.map(sharding.to_host, self.state.params)
+      try:
+        on_first(self._write_export, step, arrays)
+      except OSError as error:
+        warnings.warn(
+          f'The export of step {step} failed: {error}. python -m '
+          'examples.gpt2.convert export makes it of a checkpoint.',
+          RuntimeWarning,
+          stacklevel=2,
+        )
+
+  def _write_export(self, step: int, arrays: Any) -> None:
+    path = self.folder.path / 'hf' / f'step-{step}'
+    with contextlib.suppress(FileExistsError), new_folder(path) as scratch:
+      write_hugging_face(
+        scratch, dataclasses.replace(self.model, params=arrays)
+      )
 
   def _is_due(self, step: int, every: int) -> bool:
     return step % every == 0 or step == self.config.steps

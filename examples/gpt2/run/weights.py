@@ -9,11 +9,25 @@ from jax.sharding import Mesh
 import numpy as np
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import sharding
 from examples.gpt2.model import files
 from examples.gpt2.model.transformer import shapes
 from examples.gpt2.run.restore import Checkpoint
+from examples.gpt2.run.step import Trainer
 from examples.gpt2.storage import as_path, os_errors
+
+
+def describe_model(trainer: Trainer, tokens: Tokens) -> files.Model:
+  """Returns what the model of a run is, without weights."""
+  return files.Model(
+    trainer.model_config,
+    tokens.vocab_size,
+    None,
+    tokens.tokenizer,
+    tokens.end_token,
+    tokens.companions,
+  )
 
 
 def load_model(

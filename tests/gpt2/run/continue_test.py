@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 from pathlib import Path
 import shutil
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import Config, UsageError
+from examples.gpt2.convert import export_model
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
 from examples.gpt2.presets import identity, resolve
-from examples.gpt2.run import restore
+from examples.gpt2.run import loop, restore
 from examples.gpt2.run.changes import refusal
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED
@@ -223,6 +225,42 @@ def test_a_damaged_checkpoint_gives_no_weights(unfinished: Path, monkeypatch):
   record.write_text(json.dumps(content))
   with pytest.raises(UsageError, match=f'step 6 .* cannot be used: .*{name}'):
     load_model(unfinished)
+
+
+def test_models_for_hugging_face_are_written_on_the_way(
+  tiny: Config, tmp_path: Path
+):
+  config = dataclasses.replace(
+    tiny, hf_every=4, checkpoint_every=4, watch_every=0
+  )
+  train(config)
+  folder = config.out_dir / 'hf'
+  assert sorted(x.name for x in folder.iterdir()) == ['step-4', 'step-6']
+  for step in (4, 6):
+    out = tmp_path / f'exported-{step}'
+    export_model(config.out_dir, out, step=step)
+    names = sorted(x.name for x in out.iterdir())
+    for name in names:
+      written = (folder / f'step-{step}' / name).read_bytes()
+      assert written == (out / name).read_bytes()
+  # Those that are there stay.
+  (folder / 'step-6' / 'model.safetensors').write_text('changed')
+  for name in ('sample.txt', 'weights.safetensors'):
+    (config.out_dir / name).unlink()
+  shutil.rmtree(config.out_dir / 'checkpoints' / '6')
+  train(config)
+  text = (folder / 'step-6' / 'model.safetensors').read_text()
+  assert text == 'changed'
+
+
+def test_an_export_that_fails_does_not_end_the_run(tiny: Config, monkeypatch):
+  def fail(*_: object) -> None:
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  monkeypatch.setattr(loop, 'write_hugging_face', fail)
+  config = dataclasses.replace(tiny, hf_every=6, steps=6, watch_every=0)
+  with pytest.warns(RuntimeWarning, match='export of step 6 failed'):
+    train(config)
 
 
 def test_checkpoints_come_by_time(tiny: Config):
