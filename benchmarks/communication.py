@@ -72,7 +72,9 @@ def main(args: list[str] | None = None) -> None:
   )
 
 
-def _row(settings: Settings, mesh_text: str, optimizer: str) -> dict[str, Any]:
+def _row(
+  settings: Settings, mesh_text: str, optimizer: Optimizer
+) -> dict[str, Any]:
   """Returns what a step and its update alone send."""
   mesh = sharding.make_mesh(mesh_text)
   config = resolve(
@@ -103,7 +105,7 @@ def _row(settings: Settings, mesh_text: str, optimizer: str) -> dict[str, Any]:
 
 
 def _collectives(compiled: jax.stages.Compiled) -> list[Collective]:
-  return collectives(hlo.parse(compiled.as_text()))
+  return collectives(hlo.parse(compiled.as_text() or ''))
 
 
 def _sent(collectives: list[Collective]) -> float:

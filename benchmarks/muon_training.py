@@ -19,7 +19,7 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig
 from examples.gpt2.data.batches import training_batch, validation_batch
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import sharding
@@ -60,7 +60,7 @@ class Settings:
 
 
 def _directions(
-  config: Config, specs: Callable[[Any], Any]
+  config: FittedConfig, specs: Callable[[Any], Any]
 ) -> dict[str, optax.GradientTransformation]:
   ours = functools.partial(
     merit_optax.scale_by_muon,
@@ -100,11 +100,10 @@ def _reversed(
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   settings = tyro.cli(Settings, args=args, prog='benchmarks.muon_training')
-  config = (
-    SCALES['nano']
-    .run('muon-hyperball', settings.batch_size, 0.07, init_scale=2.0)
-    .config
+  trial = SCALES['nano'].run(
+    'muon-hyperball', settings.batch_size, 0.07, init_scale=2.0
   )
+  config: Any = trial.config
   steps = settings.steps or config.steps
   rate = merit_optax.starting_learning_rate('muon_hyperball', steps)
   config = dataclasses.replace(config, steps=steps, learning_rate=rate)
@@ -150,7 +149,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _optimizer(
-  config: Config,
+  config: FittedConfig,
   direction: optax.GradientTransformation,
   specs: Callable[[Any], Any],
 ) -> optax.GradientTransformation:
@@ -175,7 +174,7 @@ def _optimizer(
 
 
 def _train(
-  trainer: Trainer, state: TrainState, config: Config, tokens: Tokens
+  trainer: Trainer, state: TrainState, config: FittedConfig, tokens: Tokens
 ) -> dict[str, Any]:
   """Returns the training losses of a run, and its final validation loss."""
   losses = []

@@ -95,7 +95,7 @@ class Case(NamedTuple):
   name: str
   layers: Layers
   shapes: Any
-  count: int
+  count: int  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ def compile_step(
   temporary = compiled.memory_analysis().temp_size_in_bytes
   figures = {
     'compile_seconds': seconds,
-    'hlo_kilobytes': len(compiled.as_text()) / 1000,
+    'hlo_kilobytes': len(compiled.as_text() or '') / 1000,
     'bytes_moved_per_parameter': cost.get('bytes accessed', 0) / case.count,
     'temporary_bytes_per_parameter': temporary / case.count,
   }

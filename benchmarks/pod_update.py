@@ -47,7 +47,7 @@ _MAKERS: dict[str, _Make] = {
   ),
 }
 FORMER_NAMES = {'adam-kept': 'adam-hyperball', 'muon-kept': 'muon-hyperball'}
-_Name = Literal[*_MAKERS, *FORMER_NAMES]
+_Name = Literal[*_MAKERS, *FORMER_NAMES]  # type: ignore[valid-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
   weights = _weights(settings, devices)
   mesh = weights.sharding.mesh
   compiled = _compile(optimizer, weights)
-  program = hlo.parse(compiled.as_text())
+  program = hlo.parse(compiled.as_text() or '')
   found, products = collectives(program), flops.products(program)
   kind = devices[0].device_kind
   size = math.prod(weights.sharding.shard_shape(weights.shape))

@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2.config import Config, Optimizer, Preset, Remat
+from examples.gpt2.config import Config, FittedConfig, Optimizer, Preset, Remat
 from examples.gpt2.data.batches import batch_shape, training_batch
 from examples.gpt2.data.mixture import Mixture
 from examples.gpt2.data.shards import open_files
@@ -126,7 +126,7 @@ def _title(optimizer: Optimizer) -> str:
   return f'merit_optax trainer, {optimizer}'
 
 
-def _plan(config: Config) -> dict[str, float]:
+def _plan(config: FittedConfig) -> dict[str, float]:
   """Returns what the compiled step needs, and what it takes by an estimate.
 
   There is none where the peaks of the device are not known, as for a CPU.
@@ -147,7 +147,7 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
   return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
 
 
-def _config(settings: Settings, optimizer: Optimizer) -> Config:
+def _config(settings: Settings, optimizer: Optimizer) -> FittedConfig:
   names = (
     'preset', 'batch_size', 'micro_batch_size', 'dtype', 'remat', 'unroll',
   )  # fmt: skip
@@ -156,7 +156,7 @@ def _config(settings: Settings, optimizer: Optimizer) -> Config:
   return fit(config, sharding.make_mesh(''))
 
 
-def _tokens(config: Config) -> np.ndarray:
+def _tokens(config: FittedConfig) -> np.ndarray:
   """Returns random tokens of one step, shape (A, B, T + 1)."""
   return np.random.default_rng(0).integers(
     config.vocab_size,
@@ -165,7 +165,7 @@ def _tokens(config: Config) -> np.ndarray:
   )
 
 
-def _ours(config: Config, settings: Settings) -> Callable[[], None]:
+def _ours(config: FittedConfig, settings: Settings) -> Callable[[], None]:
   """Returns a function that takes some steps with our trainer."""
   mesh = sharding.make_mesh('')
   trainer = Trainer(config, config.vocab_size, mesh)
@@ -183,7 +183,7 @@ def _ours(config: Config, settings: Settings) -> Callable[[], None]:
   return run
 
 
-def _diagnostics(config: Config) -> Callable[[], None]:
+def _diagnostics(config: FittedConfig) -> Callable[[], None]:
   """Returns a function that measures the diagnostics of a step."""
   mesh = sharding.make_mesh('')
   trainer = Trainer(config, config.vocab_size, mesh)
@@ -199,7 +199,7 @@ def _diagnostics(config: Config) -> Callable[[], None]:
   return run
 
 
-def _update(config: Config) -> Callable[[], None]:
+def _update(config: FittedConfig) -> Callable[[], None]:
   """Returns a function that computes and applies the update of a step."""
   mesh = sharding.make_mesh('')
   trainer = Trainer(config, config.vocab_size, mesh)
@@ -218,7 +218,7 @@ def _update(config: Config) -> Callable[[], None]:
   return run
 
 
-def _reading(config: Config, folder: Path) -> Callable[[], None]:
+def _reading(config: FittedConfig, folder: Path) -> Callable[[], None]:
   """Returns a function that makes the batch of a step, the next each time."""
   generator = np.random.default_rng(0)
   for i in range(4):
@@ -239,7 +239,7 @@ def _reading(config: Config, folder: Path) -> Callable[[], None]:
   return run
 
 
-def _peer(config: Config, steps: int) -> Callable[[], None] | None:
+def _peer(config: FittedConfig, steps: int) -> Callable[[], None] | None:
   """Returns a function that takes some steps in PyTorch, if it is there."""
   # Threads of one framework must not spin while the other computes.
   os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
@@ -275,7 +275,7 @@ def _peer(config: Config, steps: int) -> Callable[[], None] | None:
   return run
 
 
-def _peer_config(transformers: Any, config: Config) -> Any:
+def _peer_config(transformers: Any, config: FittedConfig) -> Any:
   return transformers.GPT2Config(
     vocab_size=padded_vocab_size(config.vocab_size),
     n_positions=config.context_length,
@@ -293,7 +293,7 @@ def _peer_config(transformers: Any, config: Config) -> Any:
 
 
 def _rows(
-  timings: dict[str, Timing], config: Config, settings: Settings
+  timings: dict[str, Timing], config: FittedConfig, settings: Settings
 ) -> list[dict[str, Any]]:
   """Returns the results of each contender."""
   trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
@@ -318,7 +318,7 @@ def _rows(
   return rows
 
 
-def _print(rows: list[dict[str, Any]], config: Config) -> None:
+def _print(rows: list[dict[str, Any]], config: FittedConfig) -> None:
   print(
     f'{config.preset}, {config.batch_size} x {config.context_length} tokens, '
     f'{config.dtype}; speed over {rows[0]["speed_over"]}'

@@ -258,6 +258,41 @@ class Config:
   process_id: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Config):
+  """Settings that :func:`examples.gpt2.presets.resolve` has filled in."""
+
+  vocab_size: int
+  architecture: Literal['gpt2', 'llama']
+  num_layers: int
+  num_heads: int
+  num_kv_heads: int
+  head_width: int
+  width: int
+  mlp_width: int
+  context_length: int
+  untied_head: bool
+  rope_theta: float
+  learning_rate: float
+  weight_decay: float
+  b1: float
+  b2: float
+  batch_size: int
+  steps: int
+  eval_every: int
+  eval_sequences: int
+  watch_every: int
+  checkpoint_every: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FittedConfig(RunConfig):
+  """Settings that :func:`examples.gpt2.run.memory.fit` has filled in."""
+
+  micro_batch_size: int
+  unroll: int
+
+
 def flag(name: str) -> str:
   """Returns the command-line flag of a setting."""
   return '--' + name.replace('_', '-')

@@ -3,7 +3,6 @@
 Axes: B sequences, T tokens, D features.
 """
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -117,21 +116,17 @@ def evaluate(
   model = load_model(folder, devices, step)
   length = context_length or model.config.context_length
   _check_context(model.config, length, stride, sequences)
-  config = Config(
-    text_field=text_field,
-    batch_size=micro_batch_size,
-    micro_batch_size=micro_batch_size,
-  )
+  config = Config(text_field=text_field)
   tokens, num_bytes = _read(data, held_out, model, config, folder)
   if context_length is None:
     length = min(length, len(tokens) - 1)
   check_length('validation', tokens, max(length, 1))
-  config = dataclasses.replace(config, context_length=length)
   if sequences is None:
     windows = _all_windows(len(tokens), length, stride or length)
   else:
     windows = _spread_windows(len(tokens), length, sequences)
-  loss = _mean_loss(model, tokens, windows, config, devices)
+  rows = micro_batch_size * num_batch_shards(devices)
+  loss = _mean_loss(model, tokens, windows, length, rows, devices)
   bits = loss / math.log(2) * len(tokens)
   return Evaluation(
     loss,
@@ -212,20 +207,23 @@ def _mean_loss(
   model: Model,
   tokens: TokenFiles | np.ndarray,
   windows: Windows,
-  config: Config,
+  length: int,
+  rows: int,
   mesh: Mesh,
 ) -> float:
-  """Returns the mean loss of the targets that count."""
+  """Returns the mean loss of the targets that count.
+
+  ``length`` is that of the windows, of which ``rows`` are measured at once.
+  """
 
   @jax.jit
   def measure(params: Any, tokens_BT: jax.Array, first_B: jax.Array) -> Any:
     module = as_module(model.config, params)
     features_BTD, _ = module.features(tokens_BT[:, :-1])
     losses_BT = token_losses(features_BTD, module.head_VD, tokens_BT[:, 1:])
-    counts_BT = jnp.arange(config.context_length) >= first_B[:, None]
+    counts_BT = jnp.arange(length) >= first_B[:, None]
     return jnp.sum(losses_BT, where=counts_BT, axis=1)
 
-  rows = config.micro_batch_size * num_batch_shards(mesh)
   total = 0.0
   with jax.set_mesh(mesh):
     for i in tqdm.trange(
@@ -233,14 +231,13 @@ def _mean_loss(
     ):
       starts, first = (x[i : i + rows] for x in windows)
       # What fills the last batch counts for nothing.
-      first = np.pad(
-        first, (0, rows - len(first)), constant_values=config.context_length
-      )
+      fill = (0, rows - len(first))
+      first = np.pad(first, fill, constant_values=length)
       starts = np.resize(starts, rows)
-      [tokens_BT] = make_batch(tokens, starts, config, mesh)
+      [tokens_BT] = make_batch(tokens, starts, length, rows, mesh)
       losses_B = measure(model.params, tokens_BT, first)
       total += float(np.asarray(losses_B).sum(dtype=np.float64))
-  return total / float(np.sum(config.context_length - windows.first))
+  return total / float(np.sum(length - windows.first))
 
 
 if __name__ == '__main__':

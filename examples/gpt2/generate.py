@@ -4,9 +4,9 @@ from collections.abc import Sequence
 import math
 from pathlib import Path
 import sys
+from typing import Any
 
 from jax.sharding import Mesh
-import numpy as np
 import tyro
 
 from examples.gpt2.config import UsageError, check_at_least
@@ -117,20 +117,25 @@ def _check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 def _encode(model: Model, prompt: str) -> list[int]:
   """Returns the tokens of a prompt, at least one."""
   if model.tokenizer is None:
-    ids = [int(x) if x.isdecimal() else math.inf for x in prompt.split()]
-    if not ids or max(ids) >= model.num_tokens:
+    words = prompt.split()
+    given = [int(x) for x in words if x.isdecimal()]
+    is_wrong = len(given) < len(words) or not given
+    if is_wrong or max(given) >= model.num_tokens:
       raise UsageError(
         f'--prompt must be token identifiers below {model.num_tokens}, such as '
         f'"17 4", for the model has no tokenizer, got {prompt!r}.'
       )
-    return ids
-  ids = model.tokenizer.encode(prompt).ids
+    return given
+  tokenizer: Any = model.tokenizer
+  ids: list[int] = tokenizer.encode(prompt).ids
   if not ids and model.end_token is None:
     raise UsageError(
       '--prompt must not be empty: the tokenizer does not tell which token '
       'ends a document, to start after it.'
     )
-  return ids or [model.tokenizer.token_to_id(model.end_token)]
+  if not ids:
+    ids = [tokenizer.token_to_id(model.end_token)]
+  return ids
 
 
 def _decode(model: Model, ids: Sequence[int]) -> str:
@@ -140,7 +145,7 @@ def _decode(model: Model, ids: Sequence[int]) -> str:
   return model.tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def sample_text(model: Model, text_T: np.ndarray, mesh: Mesh, seed: int) -> str:
+def sample_text(model: Model, text_T: Any, mesh: Mesh, seed: int) -> str:
   """Continues the start of a text; all processes of the mesh must call it."""
   length = min(model.config.context_length, _MAX_TOKENS)
   prompt_T = text_T[: max(1, length // _PROMPT_SHARE)]

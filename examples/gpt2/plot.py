@@ -105,7 +105,7 @@ def _draw(
       if len(runs) > 1:
         values = np.fmax.reduce(np.atleast_2d(values.T))
         label = run if metric == present[-1] else ''
-        style = dict(color=f'C{i}', label=label)
+        style: dict[str, Any] = dict(color=f'C{i}', label=label)
       elif values.ndim > 1:
         shades = np.linspace(0, 0.9, values.shape[1])
         axes.set_prop_cycle(color=matplotlib.colormaps['viridis'](shades))

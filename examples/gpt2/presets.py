@@ -6,7 +6,7 @@ import importlib.util
 import math
 from typing import Any
 
-from examples.gpt2.config import Config, UsageError, flag
+from examples.gpt2.config import Config, RunConfig, UsageError, flag
 from examples.gpt2.model.config import (
   attention_defaults,
   check_attention,
@@ -159,7 +159,7 @@ _ONLY_FOR = dict.fromkeys(
 }
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config) -> RunConfig:
   """Fills the settings that were not given, and checks them all.
 
   Returns:
@@ -169,7 +169,7 @@ def resolve(config: Config) -> Config:
   Raises:
     UsageError: If a setting is out of its range, or does not fit another.
   """
-  optimizer = _FORMER_NAMES.get(config.optimizer, config.optimizer)
+  optimizer: Any = _FORMER_NAMES.get(config.optimizer, config.optimizer)
   config = dataclasses.replace(config, optimizer=optimizer)
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
@@ -178,18 +178,19 @@ def resolve(config: Config) -> Config:
       defaults.pop(name, None)
   config = _filled(config, defaults)
   _check_ranges(config)
-  derived = {
+  derived: dict[str, Any] = {
     'mlp_width': _mlp_width(config),
     'init_std': _init_std(config),
     'learning_rate': _default_rate(config),
     **attention_defaults(config),
   }
-  config = _filled(config, derived)
-  _check_model(config)
-  _check_schedule(config)
-  _check_start(config)
-  _check_run(config)
-  return config
+  # Not the type of what is given, which may have been resolved for a mesh.
+  resolved = RunConfig(**vars(_filled(config, derived)))
+  _check_model(resolved)
+  _check_schedule(resolved)
+  _check_start(resolved)
+  _check_run(resolved)
+  return resolved
 
 
 def _filled(config: Config, defaults: dict[str, Any]) -> Config:
@@ -205,7 +206,7 @@ def _check_ranges(config: Config) -> None:
         raise UsageError(f'{flag(name)} must be {accepted}, got {value}.')
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: RunConfig) -> None:
   check_attention(config, flag)
   if config.reduce_dtype != 'float32' == config.dtype:
     raise UsageError('--reduce-dtype bfloat16 needs --dtype bfloat16.')
@@ -223,7 +224,7 @@ def _check_model(config: Config) -> None:
     )
 
 
-def _check_schedule(config: Config) -> None:
+def _check_schedule(config: RunConfig) -> None:
   has_decay = config.decay_steps is not None or config.decay_shape != 'linear'
   if has_decay and config.schedule != 'wsd':
     raise UsageError(
@@ -238,7 +239,7 @@ def _check_schedule(config: Config) -> None:
     )
 
 
-def _check_start(config: Config) -> None:
+def _check_start(config: RunConfig) -> None:
   for step, folder in (('init_step', 'init_from'), ('fork_step', 'fork_from')):
     if getattr(config, step) and getattr(config, folder) is None:
       raise UsageError(f'{flag(step)} needs {flag(folder)}.')
@@ -254,7 +255,7 @@ def _check_start(config: Config) -> None:
     )
 
 
-def _check_run(config: Config) -> None:
+def _check_run(config: RunConfig) -> None:
   for name, optimizers in _ONLY_FOR.items():
     is_set = getattr(config, name) != getattr(Config, name)
     if is_set and config.optimizer not in optimizers:
@@ -267,7 +268,8 @@ def _check_run(config: Config) -> None:
     raise UsageError(
       '--coordinator, --num-processes and --process-id must be given together.'
     )
-  if None not in values and not 0 <= config.process_id < config.num_processes:
+  number, count = config.process_id, config.num_processes
+  if number is not None and count is not None and not 0 <= number < count:
     raise UsageError(
       f'--process-id must be in [0, {config.num_processes}), the number of '
       f'processes, got {config.process_id}.'
@@ -286,7 +288,7 @@ def _is_installed(package: str) -> bool:
   return spec is not None and spec.origin is not None
 
 
-def identity(config: Config) -> dict[str, Any]:
+def identity(config: RunConfig) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
   # Runs from before something existed, or got its name, can resume.
   usual = attention_defaults(config)
@@ -303,7 +305,7 @@ def identity(config: Config) -> dict[str, Any]:
   return found
 
 
-def _init_std(config: Config) -> float | None:
+def _init_std(config: Any) -> float | None:
   """Returns the default of the initial weights; None is that of GPT-2."""
   if config.optimizer == 'muon-hyperball':
     return proportional_init_std(config.width, _KEPT_SIZE)
@@ -312,7 +314,7 @@ def _init_std(config: Config) -> float | None:
   return None
 
 
-def _default_rate(config: Config) -> float | None:
+def _default_rate(config: Any) -> float | None:
   """Returns the learning rate by steps or width; None if there is no rule."""
   if config.optimizer == 'adamw':
     return float(f'{_ADAMW_RATE_TIMES_WIDTH / config.width:.2g}')
@@ -322,7 +324,7 @@ def _default_rate(config: Config) -> float | None:
   return merit_optax.starting_learning_rate(name, config.steps)
 
 
-def _mlp_width(config: Config) -> int:
+def _mlp_width(config: Any) -> int:
   if config.architecture == 'llama':
     return -(-8 * config.width // 48) * 16
   return 4 * config.width

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 import tyro
 
-from examples.gpt2.config import Config, digest
+from examples.gpt2.config import Config, FittedConfig, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.processes import connect, is_first, on_first, say
@@ -55,12 +56,15 @@ def train(config: Config) -> RunFolder:
     UnsavedError: If three checkpoints in a row could not be saved.
     StoppedError: After a signal; a checkpoint has been saved.
   """
-  config = resolve(config)
-  connect(config)
+  resolved = resolve(config)
+  connect(resolved)
   if config.wandb is not None:
     on_first(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
-  config = memory.fit(config, mesh)
+  return _train_fitted(memory.fit(resolved, mesh), mesh)
+
+
+def _train_fitted(config: FittedConfig, mesh: Mesh) -> RunFolder:
   tokens = with_vocabulary(config, load_tokens(config))
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
@@ -81,7 +85,7 @@ def train(config: Config) -> RunFolder:
   return folder
 
 
-def _describe(trainer: Trainer, config: Config) -> str:
+def _describe(trainer: Trainer, config: FittedConfig) -> str:
   settings = merit_settings(config)
   shown = (
     'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios',
@@ -93,7 +97,7 @@ def _describe(trainer: Trainer, config: Config) -> str:
 
 
 def _settings(
-  config: Config, tokens: Tokens, trainer: Trainer
+  config: FittedConfig, tokens: Tokens, trainer: Trainer
 ) -> dict[str, Any]:
   """Returns what config.json holds."""
   return {
@@ -130,7 +134,7 @@ def default_folder(config: Config, settings: dict[str, Any]) -> Path:
 
 
 def _train(
-  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
+  trainer: Trainer, config: FittedConfig, tokens: Tokens, folder: RunFolder
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
   model = describe_model(trainer, tokens)

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import tyro
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config, FittedConfig, UsageError
 from examples.gpt2.devices import chips, sharding
 from examples.gpt2.devices.chips import Chip
 from examples.gpt2.presets import resolve
@@ -146,12 +146,12 @@ def _sweep(
 
 def _trainer(
   config: Config, devices: list[jax.Device]
-) -> tuple[Config, Trainer]:
+) -> tuple[FittedConfig, Trainer]:
   """Returns settings and trainer as examples.gpt2.train makes them."""
-  config = resolve(config)
+  resolved = resolve(config)
   mesh = sharding.make_mesh(config.mesh, devices)
-  config = memory.fit(config, mesh)
-  return config, Trainer(config, config.vocab_size, mesh)
+  fitted = memory.fit(resolved, mesh)
+  return fitted, Trainer(fitted, fitted.vocab_size, mesh)
 
 
 if __name__ == '__main__':

@@ -86,7 +86,7 @@ def _product(x: Instruction, times: int) -> Product:
 def _dot_flops(x: Instruction) -> float:
   """Returns two FLOPs for each result and each term that it sums."""
   shape = x.operands[0].arrays[0].shape
-  axes = re.findall(r'\d+', _CONTRACTED.search(x.attributes)[1])
+  axes = re.findall(r'\d+', _CONTRACTED.search(x.attributes).group(1))
   # A call of cuBLAS returns its workspace too.
   return 2.0 * math.prod([*x.arrays[0].shape, *(shape[int(i)] for i in axes)])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig
 from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.chips import Chip
@@ -24,12 +24,12 @@ _SETTINGS = (
   'preset', 'optimizer', 'dtype', 'remat', 'context_length', 'batch_size',
   'micro_batch_size', 'steps',
 )  # fmt: skip
-_LEAST_EFFORT = {'exec_time_optimization_effort': -1.0}
+_LEAST_EFFORT: Any = {'exec_time_optimization_effort': -1.0}
 _DTYPES = {'float32': 'f32', 'bfloat16': 'bf16'}
 
 
 def compile_step(
-  config: Config, trainer: Trainer, *, quick: bool = False
+  config: FittedConfig, trainer: Trainer, *, quick: bool = False
 ) -> jax.stages.Compiled:
   """Compiles a step of training, with the least effort if ``quick``."""
   batch = batch_shape(config, trainer.mesh)
@@ -55,7 +55,7 @@ def compile_update(trainer: Trainer) -> jax.stages.Compiled:
 
 
 def measure_step(
-  config: Config, trainer: Trainer, chip: Chip, *, quick: bool = False
+  config: FittedConfig, trainer: Trainer, chip: Chip, *, quick: bool = False
 ) -> dict[str, Any]:
   """Compiles a step, with the least effort if ``quick``, and measures it.
 
@@ -87,7 +87,7 @@ def measure_update(trainer: Trainer, chip: Chip) -> dict[str, Any]:
   return _measure(program, trainer, chip, flops.products(program))
 
 
-def _model_product(config: Config, trainer: Trainer) -> Product:
+def _model_product(config: FittedConfig, trainer: Trainer) -> Product:
   """Returns the products of forward and backward pass as if they were one.
 
   They are known from the model, and kernels written by hand hide some of them.
@@ -112,7 +112,7 @@ def _update_products(trainer: Trainer) -> list[Product]:
 
 
 def _parse(compiled: jax.stages.Compiled) -> Computation:
-  return hlo.parse(compiled.as_text())
+  return hlo.parse(compiled.as_text() or '')
 
 
 def _measure(
@@ -141,7 +141,10 @@ def _measure(
 
 
 def _memory(
-  config: Config, trainer: Trainer, chip: Chip, compiled: jax.stages.Compiled
+  config: FittedConfig,
+  trainer: Trainer,
+  chip: Chip,
+  compiled: jax.stages.Compiled,
 ) -> dict[str, Any]:
   """Returns the bytes of a device by what they hold, and whether they fit."""
   stats = compiled.memory_analysis()

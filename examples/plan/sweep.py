@@ -8,13 +8,13 @@ from typing import Any, get_args
 import jax
 import tqdm
 
-from examples.gpt2.config import Config, Remat, UsageError
+from examples.gpt2.config import Config, FittedConfig, Remat, UsageError
 from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
 
-Make = Callable[[Config], tuple[Config, Trainer]]
+Make = Callable[[Config], tuple[FittedConfig, Trainer]]
 """Function from settings to those that the trainer completes, and a trainer."""
-Measure = Callable[[Config, Trainer], dict[str, Any]]
+Measure = Callable[[FittedConfig, Trainer], dict[str, Any]]
 """Function to the measurements of a step."""
 
 
@@ -82,7 +82,7 @@ def _measure_largest(
 
 
 def _try(
-  config: Config, trainer: Trainer, measure: Measure
+  config: FittedConfig, trainer: Trainer, measure: Measure
 ) -> dict[str, Any] | jax.errors.JaxRuntimeError:
   """Returns the measurements, or the error of a step that does not fit."""
   try:

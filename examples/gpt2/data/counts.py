@@ -54,7 +54,7 @@ def count_tokens(parts: list[TokenFiles], vocab_size: int) -> dict[str, Any]:
     with tqdm.tqdm(desc='counting tokens', total=len(part), delay=2) as bar:
       for chunk in part.chunks():
         _check_below(chunk, vocab_size, part.shards[0].path.parent)
-        sha256.update(chunk)
+        sha256.update(chunk)  # type: ignore[arg-type]
         counts += np.bincount(chunk, minlength=vocab_size)
         bar.update(chunk.size)
   return {

@@ -140,6 +140,7 @@ class DocumentReader:
   ) -> Iterator[str]:
     is_json = files.kind(path) == 'JSON lines'
     stream = files.as_utf8(stream)
+    parts: Iterator[tuple[int, bytes]]
     if is_json:
       parts = enumerate(_records(stream), 1)
     elif self.is_cut:

@@ -36,7 +36,7 @@ ACCEPTED = (
 
 # Zstandard's own limit, which files of --long=31 need.
 _LONGEST = {zstd.DecompressionParameter.window_log_max: 31}
-_UNPACK = {
+_UNPACK: dict[str, Any] = {
   '.gz': gzip.open,
   '.zst': functools.partial(zstd.open, options=_LONGEST),
   '.bz2': bz2.open,

@@ -184,10 +184,10 @@ def open_parts(
       Shard(folder / x['file'], np.dtype(x['dtype']), x['tokens']) for x in rows
     ]
     for shard in shards:
-      found, expected = sizes.get(shard.path.name), shard.num_bytes
-      if found != expected:
+      size, expected = sizes.get(shard.path.name), shard.num_bytes
+      if size != expected:
         raise UsageError(
-          f'{shard.path} has {found or 0} bytes: expected {expected} by '
+          f'{shard.path} has {size or 0} bytes: expected {expected} by '
           f'{INDEX}. It is damaged, or was not copied whole.'
         )
     parts[part] = TokenFiles(shards)

@@ -15,7 +15,7 @@ import numpy as np
 import tokenizers
 import tqdm
 
-from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.config import Config, RunConfig, UsageError, digest
 from examples.gpt2.data.corpus import Corpus, load_corpus
 from examples.gpt2.data.counts import (
   cached_statistics,
@@ -82,7 +82,7 @@ class Tokens:
   evaluations: Sequence[EvaluationSet] = ()
 
 
-def load_tokens(config: Config) -> Tokens:
+def load_tokens(config: RunConfig) -> Tokens:
   """Reads the tokens that the settings name, tokenizing text the first time.
 
   Token files are read in whole, to count and hash the tokens, only the first
@@ -104,7 +104,7 @@ def load_tokens(config: Config) -> Tokens:
   return tokens
 
 
-def _load(config: Config) -> Tokens:
+def _load(config: RunConfig) -> Tokens:
   sources = parse_sources(config.data)
   loaded = [_load_source(source.path, config) for source in sources]
   tokens = _mix(loaded, [source.weight for source in sources], config)
@@ -134,7 +134,7 @@ def _load(config: Config) -> Tokens:
 
 
 def _mix(
-  parts: list[Tokens], weights: list[float | None], config: Config
+  parts: list[Tokens], weights: list[float | None], config: RunConfig
 ) -> Tokens:
   """Returns the tokens of all sources, and the order of their sequences."""
   first, is_single = parts[0], len(parts) == 1
@@ -150,9 +150,9 @@ def _mix(
       'files of the others by python -m examples.gpt2.prepare --tokenizer '
       f'{first.source}.'
     )
-  found = weights if weights[0] else [float(len(x.train)) for x in parts]
+  found = [x for x in weights if x] or [float(len(x.train)) for x in parts]
   shares = [weight / math.fsum(found) for weight in found]
-  order = {'sampling': sampling}
+  order: dict[str, Any] = {'sampling': sampling}
   if not is_single:
     order |= {'weights': shares}
   entropies = [x.unigram_entropy for x in parts]
@@ -169,7 +169,7 @@ def _mix(
   )
 
 
-def _load_source(data: str, config: Config) -> Tokens:
+def _load_source(data: str, config: RunConfig) -> Tokens:
   tokens = _open_folder(as_path(data), config)
   if tokens is not None:
     return tokens
@@ -177,8 +177,10 @@ def _load_source(data: str, config: Config) -> Tokens:
   key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
   folder = as_path(config.cache_dir) / key[:16]
   _fill_cache(folder, corpus, config)
+  made = _open_folder(folder, config)
+  assert made is not None
   return dataclasses.replace(
-    _open_folder(folder, config),
+    made,
     source=corpus.source,
     num_bytes=corpus.num_bytes,
     sha256=corpus.sha256,
@@ -241,7 +243,7 @@ def _tokenize(
   return tokens, reader.num_bytes
 
 
-def _open_folder(folder: Path, config: Config) -> Tokens | None:
+def _open_folder(folder: Path, config: RunConfig) -> Tokens | None:
   """Opens a folder with token files, if it has some, perhaps a tokenizer."""
   vocab_size, tokenizer, companions = config.vocab_size, None, {}
   if (folder / _TOKENIZER).is_file():
@@ -294,7 +296,7 @@ def check_length(
     )
 
 
-def _fill_cache(folder: Path, corpus: Corpus, config: Config) -> None:
+def _fill_cache(folder: Path, corpus: Corpus, config: RunConfig) -> None:
   """Tokenizes a corpus, all or nothing, unless the folder has its tokens."""
   if _is_whole(folder, config):
     return
@@ -325,7 +327,7 @@ def _open_cached(folder: Path) -> tuple[list[TokenFiles], int]:
   return [open_files([folder / f'{x}.bin'], size) for x in PARTS], size
 
 
-def _is_whole(folder: Path, config: Config) -> bool:
+def _is_whole(folder: Path, config: RunConfig) -> bool:
   """Returns whether a cached folder holds what was written to it.
 
   An error of the disk is raised: it is no damage, and the cache is shared.

@@ -160,7 +160,7 @@ class ShardWriter:
     ):
       for tokens in documents.tokens:
         file.write(tokens.tobytes())
-        sha256.update(tokens)
+        sha256.update(tokens)  # type: ignore[arg-type]
     lengths = _lengths_file(self._folder / name)
     make_folder(lengths.parent)
     with whole_file(lengths) as scratch, scratch.open('wb') as file:
@@ -185,7 +185,7 @@ class ShardWriter:
     """Saves what is in no shard yet, then says so in one file."""
     before = self._saved
     self._saves += 1
-    arrays = {'counts': self._counts}
+    arrays: dict[str, Any] = {'counts': self._counts}
     for part, documents in self._waiting.items():
       if documents.tokens:
         arrays[f'{part}_tokens'] = np.concatenate(documents.tokens)

@@ -10,7 +10,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import (
+  AbstractMesh,
+  AxisType,
+  Mesh,
+  NamedSharding,
+  PartitionSpec as P,
+)
 import numpy as np
 import optax
 
@@ -87,7 +93,9 @@ def parameter_shardings(mesh: Mesh, params: Any) -> Any:
   Raises ``UsageError`` if an axis does not divide a parameter's dimension.
   """
 
-  def sharding(path: tuple[Any, ...], param: jax.ShapeDtypeStruct):
+  def sharding(
+    path: tuple[Any, ...], param: jax.ShapeDtypeStruct
+  ) -> NamedSharding:
     name, spec = path_name(path), _parameter_spec(path)
     for size, axes in zip(param.shape, spec, strict=False):
       names = [axes] if isinstance(axes, str) else axes or ()
@@ -130,7 +138,7 @@ def state_shardings(
   )
 
 
-def num_batch_shards(mesh: Mesh) -> int:
+def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
   """Returns the number of parts that a micro-batch is split into."""
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
@@ -227,10 +235,11 @@ def to_host(x: jax.Array) -> np.ndarray | None:
   """
   if x.is_fully_addressable or x.is_fully_replicated:
     return np.asarray(x)
-  is_stacked = x.ndim > 1 and x.sharding.spec[0] is None
+  sharding: Any = x.sharding
+  is_stacked = x.ndim > 1 and sharding.spec[0] is None
   stack = x if is_stacked else x[None]
   take = jax.jit(
-    lambda stack, i: stack[i], out_shardings=replicated(x.sharding.mesh)
+    lambda stack, i: stack[i], out_shardings=replicated(sharding.mesh)
   )
   whole = np.empty(stack.shape, x.dtype) if jax.process_index() == 0 else None
   for i in range(len(stack)):

@@ -53,11 +53,12 @@ class ModelConfig:
   architecture: Literal['gpt2', 'llama'] = 'gpt2'
   # What norms of the residual stream add to the variance; None for 1e-5, of
   # llama 1e-6.
-  norm_epsilon: float | None = None
+  norm_epsilon: float = None  # type: ignore[assignment]
   # The next four are llama's. Heads of keys and values, each for a group of
   # adjacent heads; None for one for each head.
-  num_kv_heads: int | None = None
-  head_width: int | None = None  # Features of a head; None for width / heads.
+  num_kv_heads: int = None  # type: ignore[assignment]
+  # Features of a head; None for width / heads.
+  head_width: int = None  # type: ignore[assignment]
   rope_theta: float = ROPE_THETA  # Base of the frequencies of positions.
   rope_scaling: RopeScaling | None = None
   init_std: float = INIT_STD  # Of weights and embeddings.
@@ -101,8 +102,9 @@ def check_entry(name: str, value: Any, field: str) -> None:
     accepted = 'None or four numbers above 0, the second below the third'
     fits = value is None or is_scaling(value)
   else:
-    is_optional = type(None) in typing.get_args(hint)
-    kind = int if hint in (int, int | None) else float
+    # It is filled in after the check.
+    is_optional = getattr(ModelConfig, field, 0) is None
+    kind = int if hint is int else float
     accepted = f'{"an integer" if kind is int else "a float"} above 0'
     fits = type(value) is kind and 0 < value < math.inf
     fits |= is_optional and value is None

@@ -85,7 +85,10 @@ _ROPE_SCALING = (
 _OPTIONAL = ('norm_epsilon', 'num_kv_heads', 'head_width')
 _SPECIAL_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # Further entries, for dropout, which GPT-2 has unless told.
-_WRITTEN = ({'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0}, {})
+_WRITTEN: tuple[dict[str, Any], ...] = (
+  {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0},
+  {},
+)
 # Constants that old versions saved beside the weights.
 _CONSTANTS = re.compile(
   r'.*h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'

@@ -21,12 +21,12 @@ class MLP(nnx.Module):
   """GELU between two linear layers; Llama: SwiGLU, with a third as gate."""
 
   def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    sizes = config.width, config.mlp_width
+    width, inner = config.width, config.mlp_width
     self.is_gated = config.architecture == 'llama'
     if self.is_gated:
-      self.gate = linear(config, *sizes, rngs)
-    self.up = linear(config, *sizes, rngs)
-    self.down = linear(config, *reversed(sizes), rngs, residual=True)
+      self.gate = linear(config, width, inner, rngs)
+    self.up = linear(config, width, inner, rngs)
+    self.down = linear(config, inner, width, rngs, residual=True)
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Returns what is added to the residual stream, shape (B, T, D)."""

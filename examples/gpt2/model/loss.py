@@ -100,7 +100,8 @@ def _forward(
 def _backward(
   residuals: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
-  return *((g * x).astype(x.dtype) for x in residuals), None
+  features_BTD, head_VD = ((g * x).astype(x.dtype) for x in residuals)
+  return features_BTD, head_VD, None
 
 
 mean_cross_entropy.defvjp(_forward, _backward)

@@ -6,6 +6,7 @@ a head.
 
 import functools
 import math
+from typing import Any
 
 import jax
 from jax.experimental.pallas.ops.tpu.splash_attention import (
@@ -70,4 +71,5 @@ def _block_sizes(length: int) -> kernels.BlockSizes:
     'block_q', 'block_kv', 'block_q_dkv', 'block_kv_dkv', 'block_q_dq',
     'block_kv_dq',
   )  # fmt: skip
-  return kernels.BlockSizes(**dict.fromkeys(names, size))
+  sizes: dict[str, Any] = dict.fromkeys(names, size)
+  return kernels.BlockSizes(**sizes)

@@ -25,7 +25,7 @@ class Linear(nnx.LinearGeneral):
     super().__init__(*args, **kwargs)
     self.reduce_dtype = reduce_dtype
 
-  def __call__(self, x_ND: jax.Array) -> jax.Array:
+  def __call__(self, x_ND: jax.Array) -> jax.Array:  # type: ignore[override]
     """Returns an array of shape (N, *features), in the layer's dtype."""
     kernel = self.kernel.get_value()
     y = _matmul(x_ND.astype(self.dtype), kernel, self.reduce_dtype)
@@ -44,7 +44,7 @@ class Embed(nnx.Embed):
     super().__init__(*args, **kwargs)
     self.reduce_dtype = reduce_dtype
 
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: Any) -> jax.Array:  # type: ignore[override]
     """Returns rows that are rounded to the layer's dtype, in reduce_dtype."""
     table_VD = self.embedding.get_value()
     return _look_up(table_VD, tokens, self.dtype, self.reduce_dtype)

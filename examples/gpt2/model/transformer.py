@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
     Returns:
       Features that the head reads, (B, T, D), and all that ``attend`` saw.
     """
-    positions_T = first_position + jnp.arange(tokens_BT.shape[1])
+    positions_T = jnp.asarray(first_position) + jnp.arange(tokens_BT.shape[1])
     x_BTD = self.token_embedding(tokens_BT)
     if self.config.architecture == 'gpt2':
       x_BTD += self.position_embedding(positions_T)

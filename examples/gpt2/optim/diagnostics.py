@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
@@ -30,7 +30,7 @@ _SHARES = (
 class Diagnostics:
   """Measures attention, gradient and update of a step before it is taken."""
 
-  def __init__(self, config: Config, trainer: 'Trainer'):
+  def __init__(self, config: FittedConfig, trainer: 'Trainer'):
     self._config = config
     self._trainer = trainer
     everywhere = sharding.replicated(trainer.mesh)
@@ -156,7 +156,9 @@ class Diagnostics:
     adam = optax.tree.get(opt_state, 'ScaleByAdamState')
     statistics = merit_statistics(**merit_settings(self._config))
 
-    def measure(params, gradients, updates, clipped, mu, nu) -> dict[str, Any]:
+    def measure(
+      params: Any, gradients: Any, updates: Any, clipped: Any, mu: Any, nu: Any
+    ) -> dict[str, Any]:
       moments = optax.ScaleByAdamState(adam.count, mu, nu)
       by_param = statistics(clipped, moments, params)
       return _norms(params, gradients, updates) | _pool(by_param, params)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import RunConfig
 from examples.gpt2.devices.sharding import by_path, path_name
 import merit_optax
 
@@ -19,7 +19,7 @@ OTHERS_B1 = 0.9
 """Decay of Adam's first moment beside Muon, whose own decays more slowly."""
 
 
-def make_schedule(config: Config) -> optax.Schedule:
+def make_schedule(config: RunConfig) -> optax.Schedule:
   """Returns the learning rate by step, the first of which is 0."""
   warmup_steps = config.warmup_steps
   if warmup_steps is None:
@@ -37,7 +37,7 @@ def make_schedule(config: Config) -> optax.Schedule:
   )
 
 
-def _after_warmup(config: Config, before: int, steps: int) -> optax.Schedule:
+def _after_warmup(config: RunConfig, before: int, steps: int) -> optax.Schedule:
   """Returns the learning rate of the steps after the warm-up."""
   peak, least = config.learning_rate, config.min_rate
   if config.schedule == 'cosine':
@@ -61,13 +61,13 @@ def _after_warmup(config: Config, before: int, steps: int) -> optax.Schedule:
   return stable_then_decay
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
+def make_optimizer(config: RunConfig) -> optax.GradientTransformation:
   """Returns the optimizer of a run."""
   return with_clips(_OPTIMIZERS[config.optimizer](config), config)
 
 
 def with_clips(
-  optimizer: optax.GradientTransformation, config: Config
+  optimizer: optax.GradientTransformation, config: RunConfig
 ) -> optax.GradientTransformation:
   """Puts an optimizer behind the clip of the gradient, and before QK-clip."""
   optimizer = optax.chain(
@@ -83,7 +83,7 @@ def with_clips(
   return optax.chain(optimizer, clip)
 
 
-def merit_settings(config: Config) -> dict[str, Any]:
+def merit_settings(config: RunConfig) -> dict[str, Any]:
   """Returns the arguments of :func:`merit_optax.merit`."""
   is_unbounded = math.isinf(config.clip_threshold)
   matrices_only = config.trust_ratio == 'matrices'
@@ -149,7 +149,7 @@ def is_matrix(params: Any) -> Any:
   )
 
 
-def _adam_settings(config: Config) -> dict[str, Any]:
+def _adam_settings(config: RunConfig) -> dict[str, Any]:
   return dict(
     learning_rate=make_schedule(config),
     b1=config.b1,
@@ -159,16 +159,16 @@ def _adam_settings(config: Config) -> dict[str, Any]:
   )
 
 
-def decay_mask(config: Config) -> Callable[[Any], Any] | None:
+def decay_mask(config: RunConfig) -> Callable[[Any], Any] | None:
   """Returns what says which parameters decay, None for all."""
   return is_matrix if config.decay == 'matrices' else None
 
 
-def _specs(config: Config) -> Callable[[Any], Any]:
+def _specs(config: RunConfig) -> Callable[[Any], Any]:
   return functools.partial(dimension_numbers, qkv=config.qkv)
 
 
-def _muon(config: Config) -> optax.GradientTransformation:
+def _muon(config: RunConfig) -> optax.GradientTransformation:
   settings = _adam_settings(config)
   rate, specs = settings['learning_rate'], _specs(config)
   adam_rate = 1.0 if config.adam_rate is None else config.adam_rate
@@ -210,7 +210,7 @@ def _muon(config: Config) -> optax.GradientTransformation:
   )
 
 
-def _muon_hyperball(config: Config) -> optax.GradientTransformation:
+def _muon_hyperball(config: RunConfig) -> optax.GradientTransformation:
   rate = make_schedule(config)
   return merit_optax.muon_hyperball(
     rate,
@@ -225,7 +225,7 @@ def _muon_hyperball(config: Config) -> optax.GradientTransformation:
   )
 
 
-def _ns_dtype(config: Config) -> str:
+def _ns_dtype(config: RunConfig) -> str:
   """Returns the dtype of Muon's products, by default that of activations."""
   return config.ns_dtype or config.dtype
 

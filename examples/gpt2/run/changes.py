@@ -64,5 +64,6 @@ def _changes(
 
 def _learning_rates(settings: dict[str, Any], steps: int) -> np.ndarray:
   known = {name: settings[name] for name in _SCHEDULE if name in settings}
-  schedule = make_schedule(dataclasses.replace(Config(), **known))
+  config: Any = dataclasses.replace(Config(), **known)
+  schedule = make_schedule(config)
   return np.asarray(jax.vmap(schedule)(np.arange(steps)))

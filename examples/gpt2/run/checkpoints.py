@@ -83,9 +83,10 @@ class Checkpoints:
     for name, is_finite in jax.device_get(_are_finite(arrays)).items():
       if not is_finite:
         return self.fail(step, f'{name} is not finite')
-    has_loss = loss is not None and math.isfinite(loss)
+    if loss is None or not math.isfinite(loss):
+      loss = math.inf
     record = {
-      'loss': float(loss) if has_loss else math.inf,
+      'loss': float(loss),
       'types': types(arrays),
       'checksums': checksums(arrays),
     }
@@ -142,6 +143,7 @@ class Checkpoints:
 
   def _try(self, action: str, *args: Any, **named: Any) -> bool:
     """Does a part of the save; if it fails in a process, warns in all."""
+    assert self._saving is not None
     step, writer = self._saving
     reason = ''
     try:

@@ -51,7 +51,8 @@ def exit_on_error() -> Iterator[None]:
       yield
     return
   except (UsageError, OSError) as error:
-    status, message, cause = 2, f'error: {error}', error
+    cause: BaseException = error
+    status, message = 2, f'error: {error}'
   except CommandError as error:
     status, message, cause = error.status, f'stopped: {error}', error
   except KeyboardInterrupt as error:

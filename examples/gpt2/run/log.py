@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import tqdm
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.processes import is_first
 from examples.gpt2.optim.optimizers import make_schedule
@@ -39,7 +39,7 @@ class StepLog(contextlib.ExitStack):
   """
 
   def __init__(
-    self, config: Config, trainer: Trainer, folder: RunFolder, done: int
+    self, config: FittedConfig, trainer: Trainer, folder: RunFolder, done: int
   ):
     super().__init__()
     self._config, self._folder = config, folder

@@ -13,7 +13,7 @@ import warnings
 import jax
 import numpy as np
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import sharding
@@ -67,7 +67,7 @@ class _Evaluation(NamedTuple):
 
 
 def run(
-  trainer: Trainer, config: Config, tokens: Tokens, folder: RunFolder
+  trainer: Trainer, config: FittedConfig, tokens: Tokens, folder: RunFolder
 ) -> TrainState:
   """Takes the steps of a run that are left, and returns the final state.
 
@@ -109,7 +109,7 @@ def run(
 
 
 def _compile(
-  trainer: Trainer, config: Config, evaluations: Sequence[_Evaluation]
+  trainer: Trainer, config: FittedConfig, evaluations: Sequence[_Evaluation]
 ) -> _Programs:
   start = time.perf_counter()
   batch = batches.batch_shape(config, trainer.mesh)
@@ -136,7 +136,7 @@ def _compile(
 class _Steps:
   """The steps of a run, and what is due after each."""
 
-  config: Config
+  config: FittedConfig
   programs: _Programs
   evaluations: Sequence[_Evaluation]
   model: Model  # Without weights.
@@ -155,7 +155,7 @@ class _Steps:
     done = self.taken
     with self._profile(done) as profile:
       try:
-        batch = self.make_batch(done + 1)
+        batch: Any = self.make_batch(done + 1)
         for step in range(done + 1, self.config.steps + 1):
           if profile is not None:
             profile.before(step, self.state)

@@ -2,14 +2,13 @@
 
 from collections.abc import Iterator
 import contextlib
-import dataclasses
 import math
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import FittedConfig, RunConfig, UsageError
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.processes import on_first
 from examples.gpt2.devices.sharding import num_batch_shards
@@ -37,7 +36,7 @@ class OutOfMemoryError(CommandError):
   status = 4
 
 
-def fit(config: Config, mesh: Mesh) -> Config:
+def fit(config: RunConfig, mesh: Mesh) -> FittedConfig:
   """Chooses what depends on the devices, and checks it and the mesh.
 
   That is the micro-batch and ``unroll``, unless they are given.
@@ -68,17 +67,18 @@ def fit(config: Config, mesh: Mesh) -> Config:
       'shards of --mesh takes.'
     )
   unroll = config.unroll or _default_unroll(config, mesh)
-  return dataclasses.replace(config, micro_batch_size=size, unroll=unroll)
+  sizes = {'micro_batch_size': size, 'unroll': unroll}
+  return FittedConfig(**vars(config) | sizes)
 
 
-def _default_unroll(config: Config, mesh: Mesh) -> int:
+def _default_unroll(config: RunConfig, mesh: Mesh) -> int:
   """Returns the number of layers of a small model on CPU, else 1."""
   on_cpu = mesh.devices.flat[0].platform == 'cpu'
   is_small = config.num_layers <= _MOST_UNROLLED
   return config.num_layers if on_cpu and is_small else 1
 
 
-def _default_size(config: Config, mesh: Mesh) -> int:
+def _default_size(config: RunConfig, mesh: Mesh) -> int:
   """Returns the largest divisor of a shard's sequences that should fit."""
   device = mesh.devices.flat[0]
   capacity = hardware.memory_bytes(device)
@@ -95,13 +95,13 @@ def _default_size(config: Config, mesh: Mesh) -> int:
   return max(fitting, default=1)
 
 
-def micro_batch_sizes(config: Config, mesh: Mesh) -> list[int]:
+def micro_batch_sizes(config: RunConfig, mesh: Mesh) -> list[int]:
   """Returns the micro-batches that divide a shard's sequences, in order."""
   sequences = config.batch_size // num_batch_shards(mesh)
   return [n for n in range(1, sequences + 1) if sequences % n == 0]
 
 
-def _state_bytes(config: Config, mesh: Mesh) -> float:
+def _state_bytes(config: RunConfig, mesh: Mesh) -> float:
   """Returns about what weights, moments and gradients take on a device."""
   ups = _up_projections(config)
   layer = sum(_attention_features(config)) + (ups + 1) * config.mlp_width
@@ -111,7 +111,7 @@ def _state_bytes(config: Config, mesh: Mesh) -> float:
   return _BYTES_A_PARAMETER * config.width * rows / shards
 
 
-def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
+def activation_bytes(config: RunConfig, mesh: Mesh, sequences: int) -> int:
   """Returns an estimate of the activations of a micro-batch on a device.
 
   It counts what the backward pass reads: of each layer all, only the products
@@ -135,17 +135,19 @@ def activation_bytes(config: Config, mesh: Mesh, sequences: int) -> int:
   return tokens * (config.num_layers * kept + whole) + logits + head
 
 
-def _up_projections(config: Config) -> int:
+def _up_projections(config: RunConfig) -> int:
   return 2 if config.architecture == 'llama' else 1
 
 
-def _attention_features(config: Config) -> tuple[int, int]:
+def _attention_features(config: RunConfig) -> tuple[int, int]:
   """Returns those of queries, keys and values, and of what they give."""
   inputs = config.num_heads + 2 * config.num_kv_heads
   return inputs * config.head_width, config.num_heads * config.head_width
 
 
-def _layer_bytes(config: Config, size: int, tensor: int, platform: str) -> int:
+def _layer_bytes(
+  config: RunConfig, size: int, tensor: int, platform: str
+) -> int:
   """Returns the bytes of what the backward pass reads of a layer, by token."""
   # Norms compute in float32, and so does the softmax.
   stream = config.width * (4 * size + 4 * 4)
@@ -193,7 +195,7 @@ def check(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
 
 
 @contextlib.contextmanager
-def advice(config: Config, trainer: Trainer) -> Iterator[None]:
+def advice(config: FittedConfig, trainer: Trainer) -> Iterator[None]:
   """Turns a failed allocation into an ``OutOfMemoryError`` with advice."""
   try:
     yield
@@ -206,7 +208,7 @@ def advice(config: Config, trainer: Trainer) -> Iterator[None]:
     ) from error
 
 
-def explain(config: Config, trainer: Trainer) -> str:
+def explain(config: FittedConfig, trainer: Trainer) -> str:
   """Returns where the memory goes, and what to change, the cheapest first."""
   mesh, size = trainer.mesh, config.micro_batch_size
   params = hardware.bytes_per_device(trainer.shapes.params)

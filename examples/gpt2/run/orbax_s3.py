@@ -37,7 +37,7 @@ def install() -> None:
     rest = directory.removeprefix(_SCHEME).lstrip('/')
     return _in_s3(describe(f'gs://{rest}', *args, **named))
 
-  tensorstore_utils.build_kvstore_tspec = describe_any
+  setattr(tensorstore_utils, describe.__name__, describe_any)
 
 
 def _in_s3(spec: Any) -> Any:

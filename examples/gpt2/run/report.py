@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import hardware
 from examples.gpt2.run.command import format_bytes, table
@@ -15,7 +15,7 @@ from examples.gpt2.run.step import Trainer
 
 
 def before(
-  config: Config, tokens: Tokens, trainer: Trainer, folder: RunFolder
+  config: FittedConfig, tokens: Tokens, trainer: Trainer, folder: RunFolder
 ) -> str:
   """Returns what is to come."""
   devices = jax.devices()

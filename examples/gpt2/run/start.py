@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import FittedConfig, UsageError
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import say
 from examples.gpt2.model.files import read_vocabulary
@@ -14,12 +14,18 @@ from examples.gpt2.run.weights import load_model, weights_sha256
 from examples.gpt2.storage import as_path
 
 # What may differ between a model and the run that starts from it.
-_NOT_WEIGHTS = ('dtype', 'reduce_dtype', 'remat', 'unroll', 'init_std')
+_NOT_WEIGHTS: tuple[str, ...] = (
+  'dtype',
+  'reduce_dtype',
+  'remat',
+  'unroll',
+  'init_std',
+)
 # Of a llama, which has no weights for positions.
 _NOT_WEIGHTS_OF_LLAMA = (*_NOT_WEIGHTS, 'context_length')
 
 
-def with_vocabulary(config: Config, tokens: Tokens) -> Tokens:
+def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
   """Returns tokens with the tokenizer of ``--init-from``, if they have none.
 
   Raises ``UsageError`` if it has tokens that the data cannot have.
@@ -33,7 +39,7 @@ def with_vocabulary(config: Config, tokens: Tokens) -> Tokens:
   )
 
 
-def origin(config: Config) -> dict[str, Any]:
+def origin(config: FittedConfig) -> dict[str, Any]:
   """Returns hashes of what a run starts from, to be known by.
 
   Raises ``UsageError`` if that is not there.
@@ -47,8 +53,9 @@ def origin(config: Config) -> dict[str, Any]:
   return found
 
 
-def _forked(config: Config) -> Checkpoint:
+def _forked(config: FittedConfig) -> Checkpoint:
   # Without a step it would be another one as soon as that run has gone on.
+  assert config.fork_from is not None
   if config.fork_step is None:
     raise UsageError(
       f'--fork-from {config.fork_from} needs --fork-step, the step of one of '
@@ -58,7 +65,7 @@ def _forked(config: Config) -> Checkpoint:
 
 
 def initial_state(
-  config: Config, trainer: Trainer, params: Any, checkpoints: Checkpoints
+  config: FittedConfig, trainer: Trainer, params: Any, checkpoints: Checkpoints
 ) -> TrainState:
   """Returns the state that a run goes on from.
 
@@ -78,7 +85,9 @@ def initial_state(
   return state if params is None else state._replace(params=params)
 
 
-def initial_params(config: Config, trainer: Trainer, tokens: Tokens) -> Any:
+def initial_params(
+  config: FittedConfig, trainer: Trainer, tokens: Tokens
+) -> Any:
   """Returns the weights of ``--init-from``, None without it.
 
   Raises ``UsageError`` if its model is another than that of the settings, or

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 import optax
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import RunConfig
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.attention import (
   Attend,
@@ -66,7 +66,7 @@ class Trainer:
 
   def __init__(
     self,
-    config: Config,
+    config: RunConfig,
     vocab_size: int,
     mesh: Mesh,
     optimizer: optax.GradientTransformation | None = None,
@@ -220,7 +220,7 @@ class Trainer:
     )
 
 
-def make_model_config(config: Config, vocab_size: int) -> ModelConfig:
+def make_model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
   """Returns what the model is, with a rounded-up vocabulary."""
   names = [field.name for field in dataclasses.fields(ModelConfig)]
   return ModelConfig(
