@@ -26,6 +26,7 @@ from examples.gpt2.data.tokenizer import (
   SETTINGS,
   train_tokenizer,
 )
+from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.sharding import by_path, make_mesh
 from examples.gpt2.model import hugging_face
 from examples.gpt2.model.config import ModelConfig, RopeScaling
@@ -34,6 +35,7 @@ from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.presets import resolve
+from examples.gpt2.run.start import with_vocabulary
 from examples.gpt2.run.step import make_model_config
 from examples.gpt2.train import train
 
@@ -575,6 +577,18 @@ def test_generation_ends_where_texts_of_the_training_do(
   companions = {GENERATION: json.dumps(stored).encode()}
   model = Model(_GPT2, _NUM_TOKENS, {}, tokenizer, END_OF_TEXT, companions)
   assert hugging_face.generation_settings(model) == expected
+
+
+def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
+  config = Config(init_from=_save(tmp_path / 'model', _GPT2))
+  tokens = Tokens('', 0, '', None, None, None, _NUM_TOKENS, 0.0)
+  found = with_vocabulary(config, tokens)
+  assert found.end_token == END_OF_TEXT
+  expected = load_model(config.init_from).tokenizer
+  assert found.tokenizer.to_str() == expected.to_str()
+  assert with_vocabulary(Config(), tokens) is tokens
+  with pytest.raises(UsageError, match='up to 269: .* below 100'):
+    with_vocabulary(config, dataclasses.replace(tokens, vocab_size=100))
 
 
 def test_pickles_are_refused(tmp_path: Path):

@@ -104,8 +104,8 @@ def check_entry(name: str, value: Any, field: str) -> None:
     is_optional = type(None) in typing.get_args(hint)
     kind = int if hint in (int, int | None) else float
     accepted = f'{"an integer" if kind is int else "a float"} above 0'
-    fits = type(value) is kind and 0 < value < math.inf
-    fits |= is_optional and value is None
+    is_number = type(value) is kind and 0 < value < math.inf
+    fits = is_number or (is_optional and value is None)
   if not fits:
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
 
