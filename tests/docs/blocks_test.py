@@ -79,16 +79,17 @@ class _ReadError(Exception):
 @pytest.fixture
 def reading_only(monkeypatch: pytest.MonkeyPatch) -> None:
   """Ends commands when they have read their arguments."""
-  parse = tyro.cli
+  parse, parse_subcommand = tyro.cli, tyro.extras.subcommand_cli_from_dict
+
+  def idle(function):
+    return functools.wraps(function)(lambda *_, **__: None)
 
   def cli(what, **kwargs):
-    if inspect.isfunction(what):
-      what = functools.wraps(what)(lambda *_, **__: None)
-    parse(what, **kwargs)
+    parse(idle(what) if inspect.isfunction(what) else what, **kwargs)
     raise _ReadError
 
-  def subcommand_cli(subcommands, args, **_):
-    inspect.signature(subcommands[args[0]]).bind(*args[1:])
+  def subcommand_cli(subcommands, **kwargs):
+    parse_subcommand({k: idle(x) for k, x in subcommands.items()}, **kwargs)
     raise _ReadError
 
   monkeypatch.setattr(tyro, 'cli', cli)

@@ -2,7 +2,12 @@ from collections.abc import Callable
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
+import re
+import shlex
+import subprocess
+import sys
 import types
 
 import chex
@@ -21,6 +26,7 @@ from examples.gpt2.data.tokenizer import (
   SETTINGS,
   train_tokenizer,
 )
+from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.sharding import by_path, make_mesh
 from examples.gpt2.model import hugging_face
 from examples.gpt2.model.config import ModelConfig, RopeScaling
@@ -29,6 +35,7 @@ from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.presets import resolve
+from examples.gpt2.run.start import with_vocabulary
 from examples.gpt2.run.step import make_model_config
 from examples.gpt2.train import train
 
@@ -572,6 +579,18 @@ def test_generation_ends_where_texts_of_the_training_do(
   assert hugging_face.generation_settings(model) == expected
 
 
+def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
+  config = Config(init_from=_save(tmp_path / 'model', _GPT2))
+  tokens = Tokens('', 0, '', None, None, None, _NUM_TOKENS, 0.0)
+  found = with_vocabulary(config, tokens)
+  assert found.end_token == END_OF_TEXT
+  expected = load_model(config.init_from).tokenizer
+  assert found.tokenizer.to_str() == expected.to_str()
+  assert with_vocabulary(Config(), tokens) is tokens
+  with pytest.raises(UsageError, match='up to 269: .* below 100'):
+    with_vocabulary(config, dataclasses.replace(tokens, vocab_size=100))
+
+
 def test_pickles_are_refused(tmp_path: Path):
   exported = _export(tmp_path, 'gpt2')
   (exported / 'model.safetensors').rename(exported / 'pytorch_model.bin')
@@ -612,7 +631,8 @@ def test_a_folder_that_is_not_empty_is_left_alone(
 def test_commands_reach_their_functions(tmp_path: Path):
   _save(tmp_path / 'model', _GPT2)
   out = tmp_path / 'exported'
-  main(['export', str(tmp_path / 'model'), str(out)])
+  flags = ['--dtype', 'float32', '--max-shard-size', '5GB']
+  main(['export', str(tmp_path / 'model'), str(out), *flags])
   main(['import', str(out), str(tmp_path / 'imported')])
   assert load_model(tmp_path / 'imported').config == _GPT2
   with safetensors.safe_open(out / 'model.safetensors', 'np') as file:
@@ -635,6 +655,35 @@ _LLAMA_3 = {
     'original_max_position_embeddings': 40,
   },
 }
+
+
+def test_lm_eval_measures_an_export(tmp_path: Path):
+  pytest.importorskip('lm_eval', reason='needs lm-eval[hf]')
+  config = dataclasses.replace(_CONFIGS['llama-3'], context_length=64)
+  _save(tmp_path / 'model', config)
+  export_model(tmp_path / 'model', tmp_path / 'exported', 'bfloat16')
+  lines = [{'text': f'{_TEXT} {i}', 'ends': ['here', 'there']} for i in 'ab']
+  (tmp_path / 'lines.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  (tmp_path / 'local.yaml').write_text(
+    'task: local\ndataset_path: json\ntest_split: test\n'
+    f'dataset_kwargs: {{data_files: {{test: {tmp_path}/lines.jsonl}}}}\n'
+    'output_type: multiple_choice\ndoc_to_text: "{{text}}"\n'
+    'doc_to_choice: "{{ends}}"\ndoc_to_target: 0\n'
+  )
+  page = Path(__file__).parents[2] / 'examples' / 'gpt2' / 'README.md'
+  (command,) = re.findall(r'^lm_eval .*$', page.read_text(), re.M)
+  command = command.replace('lambada_openai', 'local --include_path .')
+  script = Path(sys.executable).with_name('lm_eval')
+  done = subprocess.run(
+    [script, *shlex.split(command)[1:], '--device', 'cpu'],
+    cwd=tmp_path,
+    env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_DATASETS_CACHE': 'cache'},
+    capture_output=True,
+    text=True,
+    check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert re.search(r'\|acc +\|↑ +\| +[\d.]+\|', done.stdout)
 
 
 def _transformers() -> types.ModuleType:

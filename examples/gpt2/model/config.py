@@ -106,8 +106,8 @@ def check_entry(name: str, value: Any, field: str) -> None:
     is_optional = getattr(ModelConfig, field, 0) is None
     kind = int if hint is int else float
     accepted = f'{"an integer" if kind is int else "a float"} above 0'
-    fits = type(value) is kind and 0 < value < math.inf
-    fits |= is_optional and value is None
+    is_number = type(value) is kind and 0 < value < math.inf
+    fits = is_number or (is_optional and value is None)
   if not fits:
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
 

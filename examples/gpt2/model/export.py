@@ -68,7 +68,7 @@ def _write_weights(
     raise UsageError(f'--max-shard-size {max_shard_size}: {error}') from error
   parts = split.filename_to_tensors.items()
   for part, names in tqdm.tqdm(parts, 'writing', delay=2):
-    shard = {name: arrays[name].astype(dtype) for name in names}
+    shard = {name: arrays[name].astype(dtype, copy=False) for name in names}
     # Some versions of transformers insist on the entry.
     files.write_arrays(folder / part, shard, {'format': 'pt'})
   if split.is_sharded:
