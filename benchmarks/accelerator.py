@@ -18,9 +18,9 @@ from typing import Any, Literal, get_args
 import tqdm
 import tyro
 
+from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.atomic import write_whole
-from examples.gpt2.run.command import columns, exit_on_error
 
 Part = Literal[
   'trajectories', 'optax-suite',

@@ -13,10 +13,10 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
+from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import Config, Optimizer, Preset
 from examples.gpt2.devices import sharding
 from examples.gpt2.presets import resolve
-from examples.gpt2.run.command import columns, exit_on_error
 from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer
 from examples.plan import hlo, programs

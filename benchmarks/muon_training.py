@@ -19,6 +19,7 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
+from examples.gpt2.command import columns
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.data.batches import training_batch, validation_batch
 from examples.gpt2.data.tokens import Tokens, load_tokens
@@ -28,7 +29,6 @@ from examples.gpt2.optim.optimizers import (
   make_schedule,
   with_clips,
 )
-from examples.gpt2.run.command import columns
 from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.study.scales import SCALES

@@ -30,6 +30,7 @@ from benchmarks.rounds import (  # noqa: E402
   ratio,
   write_json,
 )
+from examples.gpt2.command import columns  # noqa: E402
 from examples.gpt2.config import Config, Preset  # noqa: E402
 from examples.gpt2.devices import sharding  # noqa: E402
 from examples.gpt2.optim.optimizers import (  # noqa: E402
@@ -37,7 +38,6 @@ from examples.gpt2.optim.optimizers import (  # noqa: E402
   muon_dimension_numbers,
 )
 from examples.gpt2.presets import resolve  # noqa: E402
-from examples.gpt2.run.command import columns  # noqa: E402
 from examples.gpt2.run.step import Trainer  # noqa: E402
 import merit_optax  # noqa: E402
 

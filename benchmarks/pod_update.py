@@ -17,9 +17,9 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
+from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices import chips, sharding
-from examples.gpt2.run.command import columns, exit_on_error
 from examples.plan import flops, hlo, topology
 from examples.plan.collectives import collectives
 from examples.plan.passes import bfloat16_flops

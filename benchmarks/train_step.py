@@ -25,8 +25,8 @@ from examples.gpt2.data.mixture import Mixture
 from examples.gpt2.data.shards import open_files
 from examples.gpt2.devices import chips, hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
-from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.presets import resolve
+from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.memory import fit, needed_bytes
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs

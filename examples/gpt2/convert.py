@@ -9,6 +9,7 @@ from typing import Any, Literal
 import tokenizers
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import (
   GENERATION,
@@ -25,7 +26,6 @@ from examples.gpt2.model.export import (
   WEIGHTS,
   write_hugging_face,
 )
-from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path, new_folder
 

@@ -16,6 +16,7 @@ import numpy as np
 import tqdm
 import tyro
 
+from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import make_batch, spread
 from examples.gpt2.data.corpus import load_corpus
@@ -27,7 +28,6 @@ from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model
 from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
-from examples.gpt2.run.command import exit_on_error, table
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path
 

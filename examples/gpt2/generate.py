@@ -9,12 +9,12 @@ from typing import Any
 from jax.sharding import Mesh
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError, check_at_least
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import generate_tokens
 from examples.gpt2.model.files import Model
-from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.weights import load_model
 
 _TEMPERATURE = 0.8

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 import numpy as np
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError
-from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.storage import as_path, whole_file
 

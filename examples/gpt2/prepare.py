@@ -16,6 +16,7 @@ import numpy as np
 import tokenizers
 import tyro
 
+from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import UsageError, check_at_least, digest
 from examples.gpt2.data import files
 from examples.gpt2.data.documents import DocumentReader
@@ -33,7 +34,6 @@ from examples.gpt2.data.tokenizer import (
 )
 from examples.gpt2.data.writer import ShardWriter
 from examples.gpt2.run.claim import LOCK, claim, is_claim
-from examples.gpt2.run.command import exit_on_error, table
 from examples.gpt2.storage import (
   as_path,
   is_remote,

@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, FittedConfig, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
@@ -18,7 +19,6 @@ from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import loop, memory, report
-from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
 from examples.gpt2.run.start import origin, with_vocabulary

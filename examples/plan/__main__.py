@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, FittedConfig, UsageError
 from examples.gpt2.devices import chips, sharding
 from examples.gpt2.devices.chips import Chip
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
-from examples.gpt2.run.command import exit_on_error
 from examples.gpt2.run.step import Trainer
 from examples.plan import programs, report, sweep, topology
 

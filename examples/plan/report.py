@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from examples.gpt2.run.command import columns, format_bytes, table
+from examples.gpt2.command import columns, format_bytes, table
 
 _FLAGS = ('mesh', 'remat', 'micro_batch_size')
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 import jax
 import tyro
 
+from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, Remat, UsageError, flag
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices import hardware, processes
-from examples.gpt2.run.command import exit_on_error
 from examples.study.analysis import report
 from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from examples.gpt2.command import CommandError
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checksums import checksums
-from examples.gpt2.run.command import CommandError
 from examples.gpt2.run.orbax_io import describe, make_writer
 from examples.gpt2.run.restore import DamagedError, restore, types
 

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 import tqdm
 
+from examples.gpt2.command import CommandError
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.processes import is_first
 from examples.gpt2.optim.optimizers import make_schedule
-from examples.gpt2.run.command import CommandError
 from examples.gpt2.run.events import Events
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer

@@ -13,6 +13,7 @@ import warnings
 import jax
 import numpy as np
 
+from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
@@ -20,10 +21,9 @@ from examples.gpt2.devices import sharding
 from examples.gpt2.devices.processes import on_first, say
 from examples.gpt2.model.export import write_hugging_face
 from examples.gpt2.model.files import Model
-from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.run import memory
 from examples.gpt2.run.checkpoints import Checkpoints
-from examples.gpt2.run.command import CommandError, format_bytes
+from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
 from examples.gpt2.run.profile import Profile

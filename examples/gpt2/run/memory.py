@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig, RunConfig, UsageError
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.processes import on_first
 from examples.gpt2.devices.sharding import num_batch_shards
 from examples.gpt2.model.attention import has_kernel
 from examples.gpt2.presets import PRESETS
-from examples.gpt2.run.command import CommandError, format_bytes
 from examples.gpt2.run.step import Trainer
 
 _TPU_LANES = 128

@@ -12,10 +12,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import numpy as np
 import orbax.checkpoint as ocp
 
+from examples.gpt2.command import format_bytes
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices.processes import any_failed, on_first
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
-from examples.gpt2.run.command import format_bytes
 from examples.gpt2.run.orbax_io import describe, make_writer, read_arrays
 from examples.gpt2.storage import make_folder, os_errors, write_whole
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
+from examples.gpt2.command import format_bytes, table
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import hardware
-from examples.gpt2.run.command import format_bytes, table
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 

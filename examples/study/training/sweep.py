@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import tqdm
 
+from examples.gpt2.command import CommandError
 from examples.gpt2.devices import hardware, processes
-from examples.gpt2.run.command import CommandError
 from examples.study.training import together
 from examples.study.training.store import Store
 from examples.study.training.train import train

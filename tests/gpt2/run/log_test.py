@@ -13,10 +13,10 @@ import pytest
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import log as step_log
+from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED, NotFiniteError, StepLog
 from examples.gpt2.run.memory import OutOfMemoryError

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 import jax
 import pytest
 
+from examples.gpt2.command import format_bytes, table
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import report
-from examples.gpt2.run.command import format_bytes, table
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 

@@ -4,7 +4,7 @@ Axis letters: A micro-batches, B sequences, T tokens, L layers, H heads.
 """
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,8 @@ from examples.gpt2.config import FittedConfig
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
+from examples.gpt2.run.step import Trainer, TrainState
 from merit_optax import attention_statistics, merit_statistics
-
-if TYPE_CHECKING:  # The package run imports this one.
-  from examples.gpt2.run.step import Trainer, TrainState
 
 # Of merit_statistics; the median would sort every parameter.
 _SHARES = (
@@ -30,7 +28,7 @@ _SHARES = (
 class Diagnostics:
   """Measures attention, gradient and update of a step before it is taken."""
 
-  def __init__(self, config: FittedConfig, trainer: 'Trainer'):
+  def __init__(self, config: FittedConfig, trainer: Trainer):
     self._config = config
     self._trainer = trainer
     everywhere = sharding.replicated(trainer.mesh)
@@ -38,13 +36,13 @@ class Diagnostics:
     self._measure_attention = jax.jit(self._attention, out_shardings=everywhere)
 
   def compile(
-    self, state_shapes: 'TrainState', batch_shape: jax.ShapeDtypeStruct
+    self, state_shapes: TrainState, batch_shape: jax.ShapeDtypeStruct
   ) -> None:
     """Compiles ahead of time what a call runs."""
     self._measure = self._measure.lower(state_shapes, batch_shape).compile()
 
   def __call__(
-    self, state: 'TrainState', tokens_ABT: jax.Array
+    self, state: TrainState, tokens_ABT: jax.Array
   ) -> dict[str, Any]:
     """Measures a step before it is taken; the state is not donated.
 

@@ -10,9 +10,9 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import batch_sharding, make_mesh
-from examples.gpt2.optim.diagnostics import Diagnostics
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.presets import OPTIMIZERS, resolve
+from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.step import Trainer, TrainState
 import merit_optax
 
