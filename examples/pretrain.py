@@ -260,8 +260,8 @@ def train(config: Config) -> list[float]:
   """Trains from the last checkpoint on, and returns the loss of each step."""
   if config.distributed:
     jax.distributed.initialize()
-  is_first = jax.process_index() == 0
-  log = functools.partial(print, flush=True) if is_first else lambda _: None
+  is_process_0 = jax.process_index() == 0
+  log = functools.partial(print, flush=True) if is_process_0 else lambda _: None
   if str(config.out_dir).startswith('s3:'):
     raise ValueError(f'out_dir must be on a disk or gs://: {config.out_dir}')
   tokens, val_tokens = load_tokens(config)

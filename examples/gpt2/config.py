@@ -4,7 +4,9 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 # The last is a former name of muon-hyperball.
 Optimizer = Literal[
@@ -16,6 +18,12 @@ Preset = Literal[
   'smollm2-135m',
 ]  # fmt: skip
 Remat = Literal['none', 'dots', 'full']
+# Flags that had other names are still accepted under these.
+_FormerlyFresh = Annotated[bool, tyro.conf.arg(aliases=['--fresh'])]
+_FormerlyKeep = Annotated[int, tyro.conf.arg(aliases=['--keep'])]
+_FormerlyWatchEvery = Annotated[
+  int | None, tyro.conf.arg(aliases=['--watch-every'])
+]
 
 
 class UsageError(ValueError):
@@ -189,7 +197,7 @@ class Config:
   eval_sequences: int | None = None
   # Steps between diagnostics of attention, updates and the gradient's noise; 0
   # for none. Diagnostics take about as long as 1.2 steps.
-  watch_every: int | None = None
+  diagnostics_every: _FormerlyWatchEvery = None
   # What to do when a loss or gradient is infinite or not a number: stop, or
   # leave the step out and go on.
   not_finite: Literal['stop', 'skip'] = 'stop'
@@ -203,16 +211,16 @@ class Config:
   # Start over, even if there are checkpoints of this run. What it left is moved
   # aside within the folder, not deleted. A job that Slurm requeues goes on from
   # the checkpoints that it has written itself.
-  fresh: bool = False
+  from_scratch: _FormerlyFresh = False
   # Steps between checkpoints.
   checkpoint_every: int | None = None
   # Minutes after which there is a checkpoint, if there was none before.
   checkpoint_minutes: float | None = None
   # Checkpoints to keep, the newest; the best by validation loss is kept
   # besides.
-  keep: int = 2
+  max_to_keep: _FormerlyKeep = 2
   # Keep each checkpoint whose step is a multiple of this too.
-  keep_every: int | None = None
+  keep_period: int | None = None
   # Steps between exports for Hugging Face, to hf/step-N in --out-dir.
   hf_every: int | None = None
   # Write the metrics for TensorBoard too.
@@ -281,7 +289,7 @@ class RunConfig(Config):
   steps: int
   eval_every: int
   eval_sequences: int
-  watch_every: int
+  diagnostics_every: int
   checkpoint_every: int
 
 

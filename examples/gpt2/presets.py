@@ -18,7 +18,7 @@ import merit_optax
 _RUN = dict(eval_every=100, eval_sequences=1024, checkpoint_every=100)
 _GPT2 = _RUN | dict(
   architecture='gpt2', untied_head=False, context_length=1024, vocab_size=50257,
-  watch_every=100,
+  diagnostics_every=100,
 )  # fmt: skip
 _LLAMA = _GPT2 | dict(architecture='llama', untied_head=True, vocab_size=32000)
 _LLAMA_3 = _LLAMA | dict(norm_epsilon=1e-5)
@@ -32,7 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     'demo': _GPT2 | dict(
         num_layers=4, num_heads=4, width=128, mlp_width=512, context_length=128,
         vocab_size=1024, batch_size=64, micro_batch_size=8, steps=400,
-        eval_every=40, eval_sequences=512, checkpoint_every=80, watch_every=40,
+        eval_every=40, eval_sequences=512, checkpoint_every=80,
+        diagnostics_every=40,
     ),
     'small': _GPT2 | dict(
         num_layers=12, num_heads=12, width=768, mlp_width=3072,
@@ -100,14 +101,14 @@ _KEPT_SIZE = 2.0
 
 # What does not decide what a run computes, but for rounding.
 _NOT_IDENTITY = (
-  'data', 'text_field', 'eval_data', 'cache_dir', 'out_dir', 'fresh',
-  'checkpoint_every', 'checkpoint_minutes', 'keep', 'keep_every',
+  'data', 'text_field', 'eval_data', 'cache_dir', 'out_dir', 'from_scratch',
+  'checkpoint_every', 'checkpoint_minutes', 'max_to_keep', 'keep_period',
   'hf_every',
   # Start.origin says what a run starts from.
   'init_step', 'fork_from', 'fork_step',
   # Tokens.order says what comes of it.
   'sampling',
-  'watch_every', 'tensorboard', 'wandb', 'profile', 'describe', 'mesh',
+  'diagnostics_every', 'tensorboard', 'wandb', 'profile', 'describe', 'mesh',
   'micro_batch_size', 'remat', 'unroll', 'not_finite', 'coordinator',
   'distributed', 'num_processes', 'process_id', 'init_from',
 )  # fmt: skip
@@ -119,14 +120,15 @@ _COUNTS = (
   'num_layers', 'num_heads', 'num_kv_heads', 'head_width', 'width',
   'mlp_width', 'context_length',
   'batch_size', 'micro_batch_size', 'steps', 'eval_every', 'eval_sequences',
-  'checkpoint_every', 'keep', 'keep_every', 'unroll', 'qk_clip_every',
+  'checkpoint_every', 'max_to_keep', 'keep_period', 'unroll', 'qk_clip_every',
   'init_step', 'fork_step', 'hf_every',
 )  # fmt: skip
 
 # Settings, what is accepted in words, and whether a value that is given is.
 _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (_COUNTS, 'at least 1', lambda x: x >= 1),
-  (('watch_every', 'weight_decay', 'min_norm', 'warmup_steps', 'decay_steps'),
+  (('diagnostics_every', 'weight_decay', 'min_norm', 'warmup_steps',
+    'decay_steps'),
    'finite and at least 0', lambda x: 0 <= x < math.inf),
   (('learning_rate', 'max_gradient_norm', 'norm_epsilon', 'qk_clip',
     'init_std', 'adam_rate', 'checkpoint_minutes', 'rope_theta'),

@@ -12,7 +12,12 @@ from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import Config, FittedConfig, digest
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.devices.processes import connect, is_first, on_first, say
+from examples.gpt2.devices.processes import (
+  connect,
+  is_process_0,
+  on_process_0,
+  print_once,
+)
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import save_model, write_description
 from examples.gpt2.optim.optimizers import merit_settings
@@ -59,7 +64,7 @@ def train(config: Config) -> RunFolder:
   resolved = resolve(config)
   connect(resolved)
   if config.wandb is not None:
-    on_first(check_login, config.wandb)
+    on_process_0(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
   return _train_fitted(memory.fit(resolved, mesh), mesh)
 
@@ -70,17 +75,17 @@ def _train_fitted(config: FittedConfig, mesh: Mesh) -> RunFolder:
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
   with RunFolder(path) as folder:
-    folder.start(settings, fresh=config.fresh)
+    folder.start(settings, from_scratch=config.from_scratch)
     if folder.finished:
-      say(f'This run has been done: {path}')
+      print_once(f'This run has been done: {path}')
     else:
-      say(report.before(config, tokens, trainer, folder))
+      print_once(report.before(config, tokens, trainer, folder))
       prove(folder.checkpoints, trainer.shapes)
       if config.describe:
-        say('\n' + _describe(trainer, config) + '\n')
+        print_once('\n' + _describe(trainer, config) + '\n')
       with memory.advice(config, trainer):
         _train(trainer, config, tokens, folder)
-    if is_first():
+    if is_process_0():
       print(report.after(folder))
   return folder
 
@@ -139,7 +144,7 @@ def _train(
   """Trains, and writes weights, picture and, last, the sample."""
   model = describe_model(trainer, tokens)
   # So that other commands can read the checkpoints.
-  on_first(write_description, folder.path, model)
+  on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):
     params = loop.run(trainer, config, tokens, folder).params
   folder.flush()  # Or a run could be finished that lacks its last lines.
@@ -149,10 +154,10 @@ def _train(
     save_model(folder.path, dataclasses.replace(model, params=arrays))
     plot_runs((folder.path,), folder.picture)
 
-  on_first(write)
+  on_process_0(write)
   model = dataclasses.replace(model, params=params)
   text = sample_text(model, tokens.validation, trainer.mesh, config.seed)
-  on_first(folder.write_sample, text)
+  on_process_0(folder.write_sample, text)
 
 
 if __name__ == '__main__':

@@ -124,7 +124,7 @@ def study(settings: Settings) -> None:
     with store.locked():
       _print_cost(settings, scale, store)
       _train(settings, scale, store, jobs)
-  processes.on_first(_report, settings, scale, store)
+  processes.on_process_0(_report, settings, scale, store)
 
 
 def _print_archived(name: str) -> None:
@@ -189,7 +189,7 @@ def _print_cost(settings: Settings, scale: Scale, store: Store) -> None:
       f', of {median:.0f} s each as the {len(seconds)} that are done: '
       f'{count * median / 3600:.1f} hours, divided by --jobs'
     )
-  processes.say(text)
+  processes.print_once(text)
 
 
 def _train(settings: Settings, scale: Scale, store: Store, jobs: int) -> None:

@@ -90,7 +90,7 @@ class Scale:
     steps = self.steps or steps or round(self.tokens / per_step)
     every = max(1, steps // _DIAGNOSTICS_STEPS) if with_diagnostics else 0
     config = dataclasses.replace(
-      config, steps=steps, eval_every=steps, watch_every=every
+      config, steps=steps, eval_every=steps, diagnostics_every=every
     )
     return Trial(config, chain, with_diagnostics)
 

@@ -32,6 +32,10 @@ def test_no_flags_are_the_defaults():
     (['--out-dir', 'a/b'], 'out_dir', Path('a/b')),
     (['--mesh', 'fsdp=4,tensor=2'], 'mesh', 'fsdp=4,tensor=2'),
     (['--steps', '7'], 'steps', 7),
+    # Names of 0.2.0.
+    (['--watch-every', '7'], 'diagnostics_every', 7),
+    (['--keep', '7'], 'max_to_keep', 7),
+    (['--fresh'], 'from_scratch', True),
   ],
 )
 def test_a_flag_sets_its_field_alone(args: list[str], name: str, value):

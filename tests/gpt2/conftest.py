@@ -72,7 +72,7 @@ def _tiny(folder: Path) -> Config:
       steps=6,
       unroll=1,
       eval_every=4,
-      watch_every=4,
+      diagnostics_every=4,
       checkpoint_every=4,
       eval_sequences=24,
     )

@@ -531,7 +531,7 @@ def _train(folder: Path) -> Path:
       batch_size=8,
       micro_batch_size=1,
       eval_sequences=8,
-      watch_every=0,
+      diagnostics_every=0,
     )
   )
   return folder / 'run'

@@ -31,7 +31,7 @@ _PAGES = ['README.md', 'examples/gpt2/README.md', *(
 _TINY = shlex.split(
   '--num-layers 2 --width 64 --num-heads 4 --context-length 16 --steps 4 '
   '--vocab-size 288 --batch-size 32 --eval-every 4 --eval-sequences 32 '
-  '--watch-every 4 --checkpoint-every 2 --unroll 1 --cache-dir cache'
+  '--diagnostics-every 4 --checkpoint-every 2 --unroll 1 --cache-dir cache'
 )
 # The machine of a test has no TPU, so jax is told to ask for metadata.
 _ON_TPU = """
@@ -378,7 +378,7 @@ def test_a_slurm_job_saves_before_its_time_is_up_and_is_queued_again(
   job = tasks[0]['SLURM_JOB_ID']
   monkeypatch.setenv('SLURM_JOB_ID', job)
   run = machine / 'run'
-  process = _launch('slurm.sh', '.', '--fresh')
+  process = _launch('slurm.sh', '.', '--from-scratch')
   _wait_for_a_checkpoint(run, process)
   process.send_signal(signal.SIGUSR1)  # Slurm's B: only to the shell.
   assert process.wait() == 0
@@ -386,7 +386,7 @@ def test_a_slurm_job_saves_before_its_time_is_up_and_is_queued_again(
   assert Path('queue').read_text() == f'requeue {job}\n', log
   assert not (run / 'sample.txt').exists()
   monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
-  assert _launch('slurm.sh', '.', '--fresh').wait() == 0
+  assert _launch('slurm.sh', '.', '--from-scratch').wait() == 0
   _assert_whole(run)
   assert Path('queue').read_text() == f'requeue {job}\n'
 

@@ -11,13 +11,15 @@ from examples.gpt2.plot import main, plot_runs
 from examples.gpt2.run.folder import RunFolder
 
 
-def _lines(layers: int = 4, watch_every: int = 2, steps: int = 6) -> list[dict]:
+def _lines(
+  layers: int = 4, diagnostics_every: int = 2, steps: int = 6
+) -> list[dict]:
   lines = []
   for step in range(1, steps + 1):
     line = {'step': step, 'train_loss': 6.0 / step, 'gradient_norm': 1.0 / step}
     if step % 3 == 0:
       line['val_loss'] = 7.0 / step
-    if watch_every and step % watch_every == 0:
+    if diagnostics_every and step % diagnostics_every == 0:
       values = [step + i / layers for i in range(layers)]
       line |= {
         'max_attention_logit': values,
@@ -104,8 +106,12 @@ def test_a_run_is_drawn_by_layer(tmp_path: Path, drawn, capsys):
 
 def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
   runs = tuple(
-    _run(tmp_path / name, _lines(layers, watch_every))
-    for name, layers, watch_every in (('a', 2, 1), ('b', 3, 2), ('c', 2, 0))
+    _run(tmp_path / name, _lines(layers, diagnostics_every))
+    for name, layers, diagnostics_every in (
+      ('a', 2, 1),
+      ('b', 3, 2),
+      ('c', 2, 0),
+    )
   )
   assert plot_runs(runs, tmp_path / 'picture.png').stat().st_size > 1000
   assert _ink(tmp_path / 'picture.png') > 0.01
@@ -127,7 +133,7 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
 def test_a_run_without_diagnostics_has_its_losses(
   tmp_path: Path, drawn, suffix: str
 ):
-  run = _run(tmp_path / 'run', _lines(watch_every=0))
+  run = _run(tmp_path / 'run', _lines(diagnostics_every=0))
   out = plot_runs((run,), tmp_path / f'picture.{suffix}')
   assert list(_panels(drawn[0])) == ['loss (nats per token)', 'gradient norm']
   assert out.stat().st_size > 1000

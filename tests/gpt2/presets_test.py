@@ -14,6 +14,8 @@ _OPTIONAL = {
   'out_dir', 'init_from', 'coordinator', 'num_processes', 'process_id',
   'micro_batch_size', 'norm_epsilon', 'qk_clip', 'qk_clip_every', 'init_std',
   'adam_rate', 'ns_dtype', 'unroll', 'sampling', 'wandb', 'rope_scaling',
+  'warmup_steps', 'decay_steps', 'init_step', 'fork_from', 'fork_step',
+  'hf_every', 'keep_period', 'checkpoint_minutes',
 }  # fmt: skip
 
 
@@ -24,9 +26,9 @@ _OPTIONAL = {
     ({'batch_size': -4}, ['--batch-size', 'at least 1', '-4']),
     ({'batch_size': 0}, ['--batch-size', 'at least 1', '0']),
     ({'unroll': 0}, ['--unroll', 'at least 1', '0']),
-    ({'keep': 0}, ['--keep', 'at least 1', '0']),
+    ({'max_to_keep': 0}, ['--max-to-keep', 'at least 1', '0']),
     ({'checkpoint_every': 0}, ['--checkpoint-every', 'at least 1', '0']),
-    ({'watch_every': -1}, ['--watch-every', 'at least 0', '-1']),
+    ({'diagnostics_every': -1}, ['--diagnostics-every', 'at least 0', '-1']),
     ({'width': 0}, ['--width', 'at least 1', '0']),
     ({'width': -4, 'optimizer': 'adamw'}, ['--width', 'at least 1', '-4']),
     ({'steps': -1}, ['--steps', 'at least 1', '-1']),
@@ -113,7 +115,7 @@ def test_a_wrong_setting_is_named(settings: dict, words: list[str]):
   'settings',
   [
     {'clip_threshold': math.inf},
-    {'watch_every': 0},
+    {'diagnostics_every': 0},
     {'warmup_share': 0.0},
     {'warmup_share': 1.0},
     {'weight_decay': 0.0},
@@ -244,12 +246,12 @@ def test_identity_holds_what_decides_the_numbers(name: str, value):
   [
     ('cache_dir', '/elsewhere'),
     ('out_dir', '/elsewhere'),
-    ('fresh', True),
+    ('from_scratch', True),
     ('mesh', 'fsdp=2'),
     ('micro_batch_size', 16),
     ('remat', 'full'),
     ('unroll', 1),
-    ('watch_every', 3),
+    ('diagnostics_every', 3),
     ('checkpoint_every', 3),
     ('tensorboard', True),
     ('wandb', 'project'),

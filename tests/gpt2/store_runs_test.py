@@ -84,7 +84,7 @@ def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
   run = as_path(bucket) / 'run'
   config = dataclasses.replace(
     tiny, out_dir=run, tensorboard=True, profile=True, steps=12,
-    checkpoint_every=12, eval_every=12, watch_every=0,
+    checkpoint_every=12, eval_every=12, diagnostics_every=0,
   )  # fmt: skip
   train(config)
   for name in ('tensorboard', 'profile'):
@@ -93,7 +93,7 @@ def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
 
 _SIZES = (
   'num_layers', 'num_heads', 'width', 'context_length', 'batch_size',
-  'micro_batch_size', 'steps', 'unroll', 'eval_every', 'watch_every',
+  'micro_batch_size', 'steps', 'unroll', 'eval_every', 'diagnostics_every',
   'checkpoint_every', 'eval_sequences',
 )  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
     (run / 'checkpoints' / '3' / 'state').write_bytes(b'state')
     (run / 'notes.txt').write_text('mine')
   with RunFolder(run) as folder:
-    folder.start(_SETTINGS, fresh=True)
+    folder.start(_SETTINGS, from_scratch=True)
   assert not (run / 'checkpoints').exists()
   assert (run / 'notes.txt').read_text() == 'mine'
   aside = run / 'before-1'

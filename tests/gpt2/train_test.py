@@ -36,7 +36,7 @@ def _arguments(config: Config, **changes) -> list[str]:
     'steps': config.steps,
     'eval_every': config.eval_every,
     'eval_sequences': config.eval_sequences,
-    'watch_every': config.watch_every,
+    'diagnostics_every': config.diagnostics_every,
   } | changes
   return [
     text

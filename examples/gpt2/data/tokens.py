@@ -43,7 +43,7 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.devices.processes import any_failed, on_first, say
+from examples.gpt2.devices.processes import any_failed, on_process_0, print_once
 from examples.gpt2.storage import as_path, new_folder
 
 _TOKENIZER = 'tokenizer.json'
@@ -94,7 +94,7 @@ def load_tokens(config: RunConfig) -> Tokens:
   """
   if jax.process_count() == 1:
     return _load(config)
-  expected = on_first(lambda: _load(config).sha256)
+  expected = on_process_0(lambda: _load(config).sha256)
   tokens = _load(config)
   if any_failed(tokens.sha256 != expected):
     raise UsageError(
@@ -239,7 +239,7 @@ def _tokenize(
     )
   reader = DocumentReader([path], config.text_field, skip_bad=True)
   tokens = Encoder(tokenizer, end_token)(reader.read(f'reading {path}'))
-  say(f'{path}: {len(tokens):,} tokens{reader.describe_left_out()}')
+  print_once(f'{path}: {len(tokens):,} tokens{reader.describe_left_out()}')
   return tokens, reader.num_bytes
 
 

@@ -72,14 +72,14 @@ def _has_a_node_for_itself() -> bool:
   return not is_chosen and bool(re.fullmatch(r'1(\(x\d+\))?', tasks))
 
 
-def is_first() -> bool:
+def is_process_0() -> bool:
   """Returns whether this is process 0, which writes what is shared."""
   return jax.process_index() == 0
 
 
-def say(text: str) -> None:
+def print_once(text: str) -> None:
   """Prints, in process 0."""
-  if is_first():
+  if is_process_0():
     print(text, flush=True)
 
 
@@ -90,18 +90,18 @@ def any_failed(has_failed: bool) -> bool:
   return bool(multihost_utils.process_allgather(np.array(has_failed)).any())
 
 
-def on_first(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def on_process_0(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
   """Calls a function in process 0, and gives its result, JSON values, to all.
 
   An error is given to all as well, so that none waits for the others: to other
   processes than 0 as ``UsageError`` or ``OSError`` if it is one, else as
   ``RuntimeError``. The function must not wait for other processes; where it
-  calls ``on_first`` itself, nothing is sent.
+  calls ``on_process_0`` itself, nothing is sent.
   """
   if jax.process_count() == 1 or _calls_for_all.get():
     return function(*args, **named)
   outcome, raised = {}, None
-  if is_first():
+  if is_process_0():
     token = _calls_for_all.set(True)
     try:
       outcome = {'result': function(*args, **named)}
@@ -126,6 +126,6 @@ def _broadcast(value: Any) -> Any:
   size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
   # Powers of two: each shape is a program to compile.
   padded = np.zeros(1 << (size - 1).bit_length(), np.uint8)
-  if is_first():
+  if is_process_0():
     padded[:size] = content
   return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)[:size]))

@@ -25,7 +25,7 @@ _QUERIES_AT_ONCE = 128
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """Function from queries, (B, T, H, K), keys and values, (B, T, G, K), to what
 attention returns, of the shape of the queries, and anything that the caller
-wants to have seen."""
+wants to be measured."""
 
 
 class Attention(nnx.Module):
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, positions_T: jax.Array, attend: Attend
   ) -> tuple[jax.Array, Any]:
-    """Returns what is added to the residual stream, and what attend saw."""
+    """Returns what the residual stream gets, and what attend measured."""
     qkv_BTGXK = constrain(by_token(self.qkv, x_BTD), 'heads')
     *queries, key, value = jnp.moveaxis(qkv_BTGXK, 3, 0)
     heads = self.config.num_heads, self.config.head_width
@@ -69,15 +69,15 @@ class Attention(nnx.Module):
     if self.config.architecture == 'llama':
       frequencies_K = rotary_frequencies(self.config)
       query, key = (rotate(x, positions_T, frequencies_K) for x in (query, key))
-    y_BTHK, seen = attend(query, key, value)
+    y_BTHK, measured = attend(query, key, value)
     y_BTD = y_BTHK.reshape(*x_BTD.shape[:2], -1)
-    return by_token(self.out, y_BTD), seen
+    return by_token(self.out, y_BTD), measured
 
 
 def causal_attention(
   query: jax.Array, key: jax.Array, value: jax.Array
 ) -> tuple[jax.Array, None]:
-  """Attends from each token to itself and those before it; sees nothing."""
+  """Attends from each token to itself and those before it; measures nothing."""
   platform = _platform()
   if platform == 'cpu':
     return _attention_on_cpu(query, key, value)[0], None
@@ -112,7 +112,7 @@ def measured_attention(
   *,
   is_due: jax.typing.ArrayLike = True,
 ) -> tuple[jax.Array, jax.Array]:
-  """Attends, and sees the largest logit of each sequence and head, (B, H).
+  """Attends, and measures the largest logit of each sequence and head, (B, H).
 
   It has no gradient, and is NaN where it is not due: of a kernel that keeps its
   logits to itself it costs a product of queries and keys.

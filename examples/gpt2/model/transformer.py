@@ -54,12 +54,12 @@ class Block(nnx.Module):
   def __call__(
     self, x_BTD: jax.Array, positions_T: jax.Array, attend: Attend
   ) -> tuple[jax.Array, Any]:
-    """Returns the residual stream after the block, and what attend saw."""
-    y_BTD, seen = self.attention(
+    """Returns the residual stream after the block, and what attend measured."""
+    y_BTD, measured = self.attention(
       self.attention_norm(x_BTD), positions_T, attend
     )
     x_BTD = constrain(x_BTD + y_BTD)
-    return constrain(x_BTD + self.mlp(self.mlp_norm(x_BTD))), seen
+    return constrain(x_BTD + self.mlp(self.mlp_norm(x_BTD))), measured
 
 
 class Transformer(nnx.Module):
@@ -106,7 +106,7 @@ class Transformer(nnx.Module):
       by_layer: Arguments of ``attend`` with a leading axis of layers.
 
     Returns:
-      Features that the head reads, (B, T, D), and all that ``attend`` saw.
+      Features that the head reads, (B, T, D), and all that ``attend`` measured.
     """
     positions_T = jnp.asarray(first_position) + jnp.arange(tokens_BT.shape[1])
     x_BTD = self.token_embedding(tokens_BT)
@@ -129,10 +129,10 @@ class Transformer(nnx.Module):
       # In a scan nothing can be merged with the forward pass anyway.
       policy = _KEPT[self.config.remat]
       run = jax.checkpoint(run, policy=policy, prevent_cse=False)
-    x_BTD, seen = jax.lax.scan(
+    x_BTD, measured = jax.lax.scan(
       run, constrain(x_BTD), (blocks, by_layer), unroll=self.config.unroll
     )
-    return self.final_norm(x_BTD), seen
+    return self.final_norm(x_BTD), measured
 
   @property
   def head_VD(self) -> jax.Array:

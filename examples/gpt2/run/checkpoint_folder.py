@@ -36,17 +36,19 @@ class CheckpointFolder:
 
   PROOF = 'proof-'
 
-  def __init__(self, root: Path, keep: int = 1, keep_every: int | None = None):
+  def __init__(
+    self, root: Path, max_to_keep: int = 1, keep_period: int | None = None
+  ):
     """Names a folder, and which checkpoints of it stay.
 
     Args:
       root: The folder, which need not exist.
-      keep: How many of the last.
-      keep_every: Those of which multiples of steps besides.
+      max_to_keep: How many of the last.
+      keep_period: Those of which multiples of steps besides.
     """
     self.is_remote = is_remote(root)
     self.root = epath.Path(root if self.is_remote else root.absolute())
-    self._keep, self._keep_every = keep, keep_every
+    self._max_to_keep, self._keep_period = max_to_keep, keep_period
 
   def path(self, step: int) -> epath.Path:
     """Returns the folder of a checkpoint."""
@@ -92,12 +94,12 @@ class CheckpointFolder:
     self.clean_up()
     steps = self.steps()
     best = min(steps, key=lambda x: (self._loss(x), -x), default=None)
-    for step in steps[: -self._keep]:
+    for step in steps[: -self._max_to_keep]:
       if step != best and not self._is_multiple(step):
         self._delete(self.path(step))
 
   def _is_multiple(self, step: int) -> bool:
-    return self._keep_every is not None and step % self._keep_every == 0
+    return self._keep_period is not None and step % self._keep_period == 0
 
   def _delete(self, folder: epath.Path) -> None:
     # First what makes it whole: one that is half deleted is not read.

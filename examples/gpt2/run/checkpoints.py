@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 
 from examples.gpt2.command import CommandError
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.devices.processes import any_failed, on_process_0
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checksums import checksums
@@ -42,12 +42,14 @@ class Checkpoints:
   the same calls.
   """
 
-  def __init__(self, folder: Path, keep: int, keep_every: int | None = None):
+  def __init__(
+    self, folder: Path, max_to_keep: int, keep_period: int | None = None
+  ):
     """Makes a folder, or clears it of what a killed run left unfinished."""
-    self._folder = CheckpointFolder(folder, keep, keep_every)
+    self._folder = CheckpointFolder(folder, max_to_keep, keep_period)
     self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
     self._num_failures = 0  # In a row.
-    on_first(self._folder.clean_up)
+    on_process_0(self._folder.clean_up)
 
   def __enter__(self) -> 'Checkpoints':
     return self
@@ -136,7 +138,7 @@ class Checkpoints:
     self._saving = None
     self._num_failures = 0
     try:
-      on_first(self._folder.delete_old)
+      on_process_0(self._folder.delete_old)
     except OSError as error:
       _warn(f'Old checkpoints are not deleted: {error}')
     return True
@@ -157,7 +159,7 @@ class Checkpoints:
       # Where the save has started, it fails for want of the other processes.
       writer.close()
     with contextlib.suppress(OSError):
-      on_first(self._folder.clean_up)
+      on_process_0(self._folder.clean_up)
     self._failed(step, reason or 'another process failed')
     return False
 
@@ -177,7 +179,7 @@ class Checkpoints:
     self.wait()
     # Their text alone: a traceback would keep the arrays on the devices.
     damaged: dict[int, str] = {}
-    for step in reversed(on_first(self._folder.steps)):
+    for step in reversed(on_process_0(self._folder.steps)):
       try:
         state = restore(self._folder, step, like)
       except DamagedError as error:
@@ -188,14 +190,15 @@ class Checkpoints:
     if not damaged:
       return None
     raise UsageError(
-      f'No checkpoint in {self._folder.root} can be used; --fresh starts over. '
+      f'No checkpoint in {self._folder.root} can be used; --from-scratch '
+      'starts over. '
       + ' '.join(f'Step {step}: {error}.' for step, error in damaged.items())
     )
 
   def _set_aside(self, damaged: dict[int, str]) -> None:
     """Moves checkpoints away, so that their steps can be saved again."""
     for step, error in damaged.items():
-      path = on_first(self._folder.set_aside, step)
+      path = on_process_0(self._folder.set_aside, step)
       _warn(
         f'The checkpoint of step {step} in {self._folder.root} is damaged, so '
         f'one before it is used, and it is moved to {path}: {error}.'

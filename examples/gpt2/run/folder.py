@@ -9,7 +9,11 @@ import warnings
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import COMPANIONS
-from examples.gpt2.devices.processes import is_first, on_first, say
+from examples.gpt2.devices.processes import (
+  is_process_0,
+  on_process_0,
+  print_once,
+)
 from examples.gpt2.run.changes import refusal
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.claim import Claim, claim
@@ -66,38 +70,47 @@ class RunFolder:
   @property
   def finished(self) -> bool:
     """Whether a run ended here."""
-    return on_first(self._is_finished)
+    return on_process_0(self._is_finished)
 
   @os_errors()
   def _is_finished(self) -> bool:
     return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
 
-  def start(self, settings: dict[str, Any], *, fresh: bool = False) -> None:
+  def start(
+    self, settings: dict[str, Any], *, from_scratch: bool = False
+  ) -> None:
     """Makes the folder and writes its settings, JSON values.
 
-    A run is known by the entry ``'config'``. With ``fresh``, what it left here
-    is moved to a folder in this one, ``before-1`` or the next number that is
-    free; but a job that Slurm has requeued goes on with what it wrote before.
+    A run is known by the entry ``'config'``. With ``from_scratch``, what it
+    left here is moved to a folder in this one, ``before-1`` or the next number
+    that is free; but a job that Slurm has requeued goes on with what it wrote.
 
     Raises ``UsageError`` if the folder cannot be written, if it holds another
     run or something else of a name that a run writes, or if a run is going on
     in it.
     """
-    on_first(self._start, settings, fresh)
+    on_process_0(self._start, settings, from_scratch)
 
   @os_errors()
-  def _start(self, settings: dict[str, Any], fresh: bool) -> None:
+  def _start(self, settings: dict[str, Any], from_scratch: bool) -> None:
     self._open()
     old = self._own_settings(settings['config'])
-    if fresh and _is_requeued(old.get('slurm', {})):
-      say('--fresh: Slurm has requeued this job, which goes on with its files.')
-    elif fresh and old:
+    if from_scratch and _is_requeued(old.get('slurm', {})):
+      print_once(
+        '--from-scratch: Slurm has requeued this job, which goes on with its '
+        'files.'
+      )
+    elif from_scratch and old:
       # Settings last, by which the rest is known to be that of this run.
       to = self._move_aside(*_OTHERS, *_RESULTS, _CONFIG)
-      say(f'--fresh: what a run left in {self.path} is in {to} now.')
+      print_once(
+        f'--from-scratch: what a run left in {self.path} is in {to} now.'
+      )
     elif self._is_longer(old, settings) and self._is_finished():
       to = self._move_aside(*_ENDS)
-      say(f'more --steps: the weights at the former end are in {to} now.')
+      print_once(
+        f'more --steps: the weights at the former end are in {to} now.'
+      )
     if not self._is_finished():
       content = json.dumps(settings | {'slurm': _slurm_job()}, indent=2)
       write_whole(self.path / _CONFIG, content.encode())
@@ -161,7 +174,7 @@ class RunFolder:
     If there are none, they are those of another run's folder, if one is given.
     Warns if lines of steps before are lost.
     """
-    on_first(self._keep_metrics, step, fork_from)
+    on_process_0(self._keep_metrics, step, fork_from)
 
   @os_errors()
   def _keep_metrics(self, step: int, fork_from: Path | None) -> None:
@@ -183,7 +196,7 @@ class RunFolder:
     It waits for no other process, and raises nothing. In a store, the lines go
     up about once a minute.
     """
-    if is_first():
+    if is_process_0():
       self._metrics.add(_line(metrics))
 
   def flush(self) -> None:
@@ -191,7 +204,7 @@ class RunFolder:
 
     Raises ``UsageError`` if another run has taken over a folder in a store.
     """
-    on_first(self._flush)
+    on_process_0(self._flush)
 
   def _flush(self) -> None:
     if self._claim is not None:

@@ -14,7 +14,7 @@ import tqdm
 from examples.gpt2.command import CommandError
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.processes import is_first
+from examples.gpt2.devices.processes import is_process_0
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.run.events import Events
 from examples.gpt2.run.folder import RunFolder
@@ -53,10 +53,10 @@ class StepLog(contextlib.ExitStack):
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
     self._others: list[Events | WandbRun] = []
-    if config.tensorboard and is_first():
+    if config.tensorboard and is_process_0():
       events = Events(folder.path / 'tensorboard', done)
       self._others.append(self.enter_context(events))
-    if config.wandb and is_first():
+    if config.wandb and is_process_0():
       wandb_run = WandbRun(config.wandb, folder)
       self._others.append(self.enter_context(wandb_run))
     self._bar = self.enter_context(
@@ -65,7 +65,7 @@ class StepLog(contextlib.ExitStack):
         initial=done,
         unit='step',
         mininterval=0.5 if sys.stderr.isatty() else 10,
-        disable=not is_first(),
+        disable=not is_process_0(),
       )
     )
     self._evaluation = 'none'
@@ -158,7 +158,7 @@ class StepLog(contextlib.ExitStack):
     }
     self._bar.set_postfix(shown, refresh=False)
     self._bar.update()
-    if 'val_loss' in metrics and is_first():
+    if 'val_loss' in metrics and is_process_0():
       self._bar.write(_describe(metrics))
     for other in self._others:
       other.add(metrics)

@@ -18,7 +18,7 @@ from examples.gpt2.config import FittedConfig
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import sharding
-from examples.gpt2.devices.processes import on_first, say
+from examples.gpt2.devices.processes import on_process_0, print_once
 from examples.gpt2.model.export import write_hugging_face
 from examples.gpt2.model.files import Model
 from examples.gpt2.run import memory
@@ -91,7 +91,7 @@ def run(
   programs = _compile(trainer, config, evaluations)
   with contextlib.ExitStack() as stack:
     checkpoints = stack.enter_context(
-      Checkpoints(folder.checkpoints, config.keep, config.keep_every)
+      Checkpoints(folder.checkpoints, config.max_to_keep, config.keep_period)
     )
     state = initial_state(config, trainer, params, checkpoints)
     done = int(state.step)
@@ -122,10 +122,10 @@ def _compile(
     for shape, x in by_shape.items()
   }
   diagnostics = Diagnostics(config, trainer)
-  if config.watch_every:
+  if config.diagnostics_every:
     diagnostics.compile(trainer.shapes, batch)
   temporary = step.memory_analysis().temp_size_in_bytes
-  say(
+  print_once(
     f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
     f'moments a step needs {format_bytes(temporary)} on each device'
   )
@@ -206,7 +206,7 @@ class _Steps:
     with self.log.paused():
       arrays = jax.tree.map(sharding.to_host, self.state.params)
       try:
-        on_first(self._write_export, step, arrays)
+        on_process_0(self._write_export, step, arrays)
       except OSError as error:
         warnings.warn(
           f'The export of step {step} failed: {error}. python -m '
@@ -232,11 +232,13 @@ class _Steps:
     if minutes is None:
       return False
     # All processes save after the same step.
-    return on_first(lambda: time.monotonic() - self.saved_at >= 60 * minutes)
+    return on_process_0(
+      lambda: time.monotonic() - self.saved_at >= 60 * minutes
+    )
 
   def _measure(self, step: int, batch: jax.Array) -> dict[str, Any]:
     """Returns the diagnostics of a step, nothing if none are due."""
-    every = self.config.watch_every
+    every = self.config.diagnostics_every
     if not every or not self._is_due(step, every):
       return {}
     self.log.finish_step()
@@ -286,10 +288,10 @@ class _Steps:
 
   def _explained(self, error: NotFiniteError) -> NotFiniteError:
     """Returns the error with the state of attention and what to try."""
-    seen = self.programs.diagnostics.attention(
+    measured = self.programs.diagnostics.attention(
       self.state.params, self.evaluations[0].tokens_ABT
     )
-    logits = np.array(seen['max_attention_logit'])
+    logits = np.array(measured['max_attention_logit'])
     layer = int(np.argmax(logits))
     has_checkpoint = any(self.folder.checkpoints.glob('[0-9]*'))
     return NotFiniteError(

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig, RunConfig, UsageError
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.processes import on_first
+from examples.gpt2.devices.processes import on_process_0
 from examples.gpt2.devices.sharding import num_batch_shards
 from examples.gpt2.model.attention import has_kernel
 from examples.gpt2.presets import PRESETS
@@ -59,7 +59,7 @@ def fit(config: RunConfig, mesh: Mesh) -> FittedConfig:
   size = config.micro_batch_size
   if size is None:
     # A process knows the memory of its own devices only.
-    size = on_first(_default_size, config, mesh)
+    size = on_process_0(_default_size, config, mesh)
   if sequences % size:
     raise UsageError(
       f'--micro-batch-size {size} must divide the {sequences} sequences of '

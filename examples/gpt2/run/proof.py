@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 
 from examples.gpt2.command import format_bytes
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.devices.processes import any_failed, on_process_0
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.orbax_io import describe, make_writer, read_arrays
 from examples.gpt2.storage import make_folder, os_errors, write_whole
@@ -31,14 +31,14 @@ def prove(root: Path, state: Any) -> None:
     UsageError: If it cannot be saved, if a process does not see it, or if the
       disk is too full for the state.
   """
-  folder = CheckpointFolder(root, keep=1)
-  on_first(_check_room, folder, _num_bytes(state))
+  folder = CheckpointFolder(root, max_to_keep=1)
+  on_process_0(_check_room, folder, _num_bytes(state))
   # First a file: where hosts do not see the same folder, Orbax would wait.
-  name = on_first(_write_file, folder)
+  name = on_process_0(_write_file, folder)
   _raise_in_all(_read_file, folder, name)
   _raise_in_all(_save, folder, name)
   _raise_in_all(_read, folder, name)
-  on_first(folder.clean_up)
+  on_process_0(folder.clean_up)
 
 
 def _raise_in_all(
@@ -53,7 +53,7 @@ def _raise_in_all(
   except Exception as error:
     reason = describe(error)
   if any_failed(bool(reason)):
-    on_first(folder.clean_up)
+    on_process_0(folder.clean_up)
     raise UsageError(
       f'--out-dir {folder.root.parent} cannot hold a checkpoint: '
       f'{reason or "another process says why"}. It must be writable, and the '

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from examples.gpt2.config import UsageError, digest
-from examples.gpt2.devices.processes import any_failed, on_first
+from examples.gpt2.devices.processes import any_failed, on_process_0
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.run.checkpoint_folder import DAMAGE, CheckpointFolder
 from examples.gpt2.run.checksums import checksums
@@ -120,7 +120,7 @@ class Checkpoint:
       UsageError: If there is none of that step, which are named.
     """
     self._folder = CheckpointFolder(as_path(run) / 'checkpoints')
-    steps = on_first(self._folder.steps)
+    steps = on_process_0(self._folder.steps)
     if not steps or step not in (None, *steps):
       found = ', '.join(map(str, steps)) or 'none'
       raise UsageError(

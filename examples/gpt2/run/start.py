@@ -5,7 +5,7 @@ from typing import Any
 
 from examples.gpt2.config import FittedConfig, UsageError
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices.processes import say
+from examples.gpt2.devices.processes import print_once
 from examples.gpt2.model.files import read_vocabulary
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.restore import Checkpoint
@@ -75,11 +75,11 @@ def initial_state(
   """
   found = checkpoints.restore(trainer.shapes)
   if found is not None:
-    say(f'going on after step {found[0]}, from its checkpoint')
+    print_once(f'going on after step {found[0]}, from its checkpoint')
     return found[1]
   if config.fork_from is not None:
     checkpoint = _forked(config)
-    say(f'going on after step {checkpoint.step} of {config.fork_from}')
+    print_once(f'going on after step {checkpoint.step} of {config.fork_from}')
     return checkpoint.state(trainer.shapes)
   state = trainer.init()
   return state if params is None else state._replace(params=params)

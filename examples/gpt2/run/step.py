@@ -123,30 +123,30 @@ class Trainer:
   ) -> tuple[jax.Array, Any]:
     """Returns the mean loss of tokens of shape (B, T + 1); to be traced.
 
-    Beside it stands what ``attend`` has seen, by layer.
+    Beside it stands what ``attend`` has measured, by layer.
     """
     model = self.model(params)
-    features_BTD, seen = model.features(tokens_BT[:, :-1], attend)
+    features_BTD, measured = model.features(tokens_BT[:, :-1], attend)
     loss = mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
-    return loss, seen
+    return loss, measured
 
   def loss_and_gradients(
     self, params: Any, tokens_ABT: jax.Array, attend: Attend = causal_attention
   ) -> tuple[jax.Array, Any, Any]:
     """Returns mean loss and gradient of tokens of shape (A, B, T + 1).
 
-    Beside them stands what ``attend`` has seen, by micro-batch and layer.
+    Beside them stands what ``attend`` has measured, by micro-batch and layer.
     """
 
     def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, Any]:
-      (loss, seen), gradients = jax.value_and_grad(self.loss, has_aux=True)(
+      (loss, measured), gradients = jax.value_and_grad(self.loss, has_aux=True)(
         params, tokens_BT, attend
       )
-      return jax.tree.map(jnp.add, total, (loss, gradients)), seen
+      return jax.tree.map(jnp.add, total, (loss, gradients)), measured
 
     zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
-    total, seen = jax.lax.scan(add, zero, tokens_ABT)
-    return *jax.tree.map(lambda x: x / len(tokens_ABT), total), seen
+    total, measured = jax.lax.scan(add, zero, tokens_ABT)
+    return *jax.tree.map(lambda x: x / len(tokens_ABT), total), measured
 
   def _make_model(self) -> Transformer:
     key = jax.random.key(self._config.seed)

@@ -39,7 +39,9 @@ class Store:
       UsageError: If a line is damaged.
     """
     self.path = path
-    self.records: dict[str, dict[str, Any]] = processes.on_first(_read, path)
+    self.records: dict[str, dict[str, Any]] = processes.on_process_0(
+      _read, path
+    )
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[None]:
@@ -50,11 +52,11 @@ class Store:
       OSError: If the file cannot be written.
     """
     with contextlib.ExitStack() as stack:
-      processes.on_first(stack.enter_context, _locked(self.path))
-      self.records = processes.on_first(_read, self.path)
+      processes.on_process_0(stack.enter_context, _locked(self.path))
+      self.records = processes.on_process_0(_read, self.path)
       yield
       # After an error, the first closes it alone: others may have none.
-      processes.on_first(stack.close)
+      processes.on_process_0(stack.close)
 
   def result(self, trial: Trial) -> Result | None:
     """Returns the result of a trial, None if it has none."""
@@ -75,7 +77,7 @@ class Store:
     Raises:
       OSError: If the file cannot be written.
     """
-    record = processes.on_first(_append, self.path, record)
+    record = processes.on_process_0(_append, self.path, record)
     self.records[record['key']] = record
 
   def check_text(self, sha256: str) -> None:

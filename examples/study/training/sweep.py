@@ -58,7 +58,7 @@ class Sweep:
       desc='trials',
       unit='trial',
       smoothing=0.1,
-      disable=not processes.is_first(),
+      disable=not processes.is_process_0(),
     )
 
   def __enter__(self) -> 'Sweep':
@@ -97,7 +97,7 @@ class Sweep:
   def _keep(self, key: str, record: dict[str, Any]) -> None:
     """Stores the result of a trial."""
     self._store.add(record)
-    if processes.is_first():
+    if processes.is_process_0():
       shutil.rmtree(self._work / key, ignore_errors=True)
       self._bar.write(_summary(record))
     self._bar.update()

@@ -72,7 +72,7 @@ def _train(trial: Trial, work: Path) -> dict[str, Any]:
     except NotFiniteError:
       has_diverged = True
     folder.flush()
-    lines = processes.on_first(folder.read_metrics)
+    lines = processes.on_process_0(folder.read_metrics)
   return {
     'loss': None if has_diverged else round(lines[-1]['val_loss'], 5),
     'corpus_sha256': tokens.sha256,

@@ -18,7 +18,7 @@ _PAGE = Path(__file__).parents[3] / 'docs' / 'data.md'
 _TINY = shlex.split(
   '--num-layers 1 --width 16 --num-heads 2 --context-length 16 --steps 2 '
   '--batch-size 8 --micro-batch-size 1 --eval-every 2 --eval-sequences 8 '
-  '--watch-every 0 --unroll 1 --cache-dir cache --out-dir run'
+  '--diagnostics-every 0 --unroll 1 --cache-dir cache --out-dir run'
 )
 _TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(2000)]
 

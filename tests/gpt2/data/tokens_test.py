@@ -262,13 +262,13 @@ def test_an_error_of_the_disk_is_not_taken_for_damage(
 def two_processes(monkeypatch):
   """Has the tests' process be the second of two, with all that it needs."""
 
-  def on_first(function):
+  def on_process_0(function):
     result = json.loads(json.dumps(function()))
     monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
     return result
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(tokens_module, 'on_first', on_first)
+  monkeypatch.setattr(tokens_module, 'on_process_0', on_process_0)
   monkeypatch.setattr(tokens_module, 'any_failed', lambda failed: failed)
 
 
@@ -287,6 +287,6 @@ def test_other_tokens_than_those_of_the_first_process_are_refused(
     _with_bins(tiny, tmp_path, [0] * 100, [1] * 99)
     return result
 
-  monkeypatch.setattr(tokens_module, 'on_first', on_another_host)
+  monkeypatch.setattr(tokens_module, 'on_process_0', on_another_host)
   with pytest.raises(UsageError, match='must be the same in all processes'):
     load_tokens(config)

@@ -88,12 +88,14 @@ def test_one_process_of_a_node_takes_all_its_gpus(
 
 
 def test_one_process_does_all_by_itself(capsys):
-  assert processes.is_first()
-  processes.say('words')
+  assert processes.is_process_0()
+  processes.print_once('words')
   assert capsys.readouterr().out == 'words\n'
-  assert processes.on_first(lambda x, y: {'sum': x + y}, 1, y=2) == {'sum': 3}
+  assert processes.on_process_0(lambda x, y: {'sum': x + y}, 1, y=2) == {
+    'sum': 3
+  }
   with pytest.raises(KeyError, match='gone'):
-    processes.on_first({}.__getitem__, 'gone')
+    processes.on_process_0({}.__getitem__, 'gone')
   assert processes.any_failed(True)
   assert not processes.any_failed(False)
 
@@ -109,13 +111,13 @@ def test_what_process_0_does_for_all_waits_for_none(monkeypatch):
     return x if x else {}[x]
 
   def outer(x):
-    return [processes.on_first(inner, x), processes.on_first(inner, 2)]
+    return [processes.on_process_0(inner, x), processes.on_process_0(inner, 2)]
 
-  assert processes.on_first(outer, 1) == [1, 2]
+  assert processes.on_process_0(outer, 1) == [1, 2]
   with pytest.raises(KeyError):
-    processes.on_first(outer, 0)
+    processes.on_process_0(outer, 0)
   # After an error too.
-  assert processes.on_first(inner, 3) == 3
+  assert processes.on_process_0(inner, 3) == 3
   found = [x.get('result', x.get('text', '')[:12]) for x in sent]
   assert found == [[1, 2], 'in process 0', 3]
 
@@ -143,7 +145,7 @@ def call(result):
 
 def outcome(value):
   try:
-    return processes.on_first(call, value)
+    return processes.on_process_0(call, value)
   except Exception as error:
     return [type(error).__name__, str(error)]
 
@@ -155,7 +157,7 @@ print(json.dumps({
   'calls': len(calls),
   'failed': [processes.any_failed(process == 1), processes.any_failed(False)],
 }))
-processes.say('only once')
+processes.print_once('only once')
 """
 
 

@@ -127,6 +127,49 @@ def test_the_schedule_warms_up_and_ends_near_zero(
     np.testing.assert_allclose(falling, cosine, rtol=1e-3, atol=1e-6 * rate)
 
 
+def _rates(**settings) -> np.ndarray:
+  config = resolve(Config(learning_rate=2.0, **settings))
+  schedule = make_schedule(config)
+  return np.asarray(jax.vmap(schedule)(jnp.arange(config.steps)))
+
+
+@pytest.mark.parametrize(
+  ('settings', 'expected'),
+  [
+    (dict(schedule='linear'), [2, 1.75, 1.5, 1.25, 1, 0.75, 0.5, 0.25]),
+    (dict(schedule='linear', min_rate=0.5), np.linspace(2, 1.125, 8)),
+    (
+      dict(schedule='cosine', min_rate=0.5),
+      1.5 + 0.5 * np.cos(np.pi * np.arange(8) / 8),
+    ),
+    (dict(schedule='wsd'), [2, 2, 2, 2, 2, 2, 2, 1]),
+    (dict(schedule='wsd', decay_steps=0), [2] * 8),
+    (dict(schedule='wsd', decay_steps=4), [2, 2, 2, 2, 2, 1.5, 1, 0.5]),
+    (
+      dict(schedule='wsd', decay_steps=4, decay_shape='1-sqrt', min_rate=0.2),
+      [2] * 4 + [2 * (1 - 0.8 * np.sqrt(i / 4)) for i in range(4)],
+    ),
+    (
+      dict(schedule='inverse-sqrt', min_rate=0.5),
+      [max(2 * np.sqrt(2 / (2 + i)), 1) for i in range(8)],
+    ),
+  ],
+)
+def test_schedules_after_the_warmup(settings: dict, expected):
+  rates = _rates(steps=10, warmup_steps=2, **settings)
+  np.testing.assert_allclose(rates[:2], [1, 1.5], rtol=1e-6)
+  np.testing.assert_allclose(rates[2:], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [dict(schedule='wsd', decay_steps=5), dict(schedule='inverse-sqrt')],
+)
+def test_what_can_be_made_longer_does_not_depend_on_its_end(settings: dict):
+  short, long = (_rates(steps=n, warmup_steps=3, **settings) for n in (20, 40))
+  np.testing.assert_array_equal(short[:15], long[:15])
+
+
 @_ALL
 def test_settings_reach_the_optimizer(optimizer: str):
   # A parameter of Muon's, and one of its Adam.

@@ -83,13 +83,13 @@ def _assert_same(found: Any, expected: Any) -> None:
 
 
 def _save(folder: Path, *steps: int) -> None:
-  with Checkpoints(folder, keep=9) as saved:
+  with Checkpoints(folder, max_to_keep=9) as saved:
     for step in steps:
       assert saved.save(step, _state(step))
 
 
 def _restore(folder: Path) -> tuple[int, Any] | None:
-  with Checkpoints(folder, keep=9) as saved:
+  with Checkpoints(folder, max_to_keep=9) as saved:
     return saved.restore(_like(_state(0)))
 
 
@@ -137,9 +137,9 @@ def _run(program: str, *arguments: object, **options: Any) -> subprocess.Popen:
 def test_restores_every_bit_on_any_mesh(tmp_path: Path, mesh: str):
   folder = tmp_path / 'run' / 'checkpoints'
   state = _state(3)
-  with Checkpoints(folder, keep=1) as saved:
+  with Checkpoints(folder, max_to_keep=1) as saved:
     assert saved.save(3, state)
-  with Checkpoints(folder, keep=1) as saved, warnings.catch_warnings():
+  with Checkpoints(folder, max_to_keep=1) as saved, warnings.catch_warnings():
     warnings.simplefilter('error')
     like = _like(state, mesh)
     step, restored = saved.restore(like)
@@ -175,7 +175,7 @@ def test_the_state_may_be_donated(tmp_path: Path):
   )
   state = _state(1)
   before = jax.device_get(jax.tree.map(jnp.copy, state))
-  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=2) as saved:
     assert saved.save(1, state)
     for _ in range(5):
       state = step(state)
@@ -191,7 +191,7 @@ def test_keeps_the_last_and_the_best(tmp_path: Path):
   losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5, 7: None}
   kept = []
   for steps in ((1, 2, 3, 4), (5, 6, 7)):  # What is best outlives a restart.
-    with Checkpoints(folder, keep=2) as saved:
+    with Checkpoints(folder, max_to_keep=2) as saved:
       for step in steps:
         assert saved.save(step, _state(step), losses[step])
         saved.wait()
@@ -201,28 +201,28 @@ def test_keeps_the_last_and_the_best(tmp_path: Path):
 
 
 def test_multiples_of_steps_are_kept_for_good(tmp_path: Path):
-  with Checkpoints(tmp_path, keep=1, keep_every=2) as saved:
+  with Checkpoints(tmp_path, max_to_keep=1, keep_period=2) as saved:
     for step in range(1, 6):
       assert saved.save(step, _state(step))
   assert _steps(tmp_path) == [2, 4, 5]
 
 
 def test_without_losses_only_the_last_are_kept(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=2) as saved:
     for step in range(5):
       assert saved.save(step, _state(step))
   assert _steps(tmp_path / 'c') == [3, 4]
 
 
 def test_a_better_checkpoint_takes_the_place_of_the_best(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
     for step, loss in enumerate([3.0, 2.0, 2.5, 1.0, 1.0, 4.0]):
       assert saved.save(step, _state(step), loss)
   assert _steps(tmp_path / 'c') == [4, 5]
 
 
 def test_a_step_is_saved_once(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
     assert saved.save(4, _state(4))
     with pytest.warns(RuntimeWarning, match='step 4 is not saved'):
       assert not saved.save(4, _state(5))
@@ -241,7 +241,7 @@ def test_a_state_that_is_not_finite_is_refused(
   for key in path[:-1]:
     inner = inner[key]
   inner[path[-1]] = inner[path[-1]].at[-1, -1].set(float(bad))
-  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
     assert saved.save(1, _state(1))
     name = '.'.join(path)
     with pytest.warns(RuntimeWarning, match=f'step 2 .*: {name} is not finite'):
@@ -259,7 +259,7 @@ def _only(
 
 def _assert_falls_back(folder: Path, *reasons: str) -> None:
   """Asserts that checkpoint 2 is set aside, and 1 is used."""
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     with pytest.warns(RuntimeWarning) as caught:
       step, state = saved.restore(_like(_state(0)))
     warning = _only(caught, 'step 2')
@@ -343,7 +343,7 @@ def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
   for step in (1, 2):
     os.truncate(_files(folder / str(step))[0], 10)
   for _ in range(2):  # A second try does not start over in silence either.
-    with pytest.raises(UsageError, match='--fresh') as error:
+    with pytest.raises(UsageError, match='--from-scratch') as error:
       _restore(folder)
     assert all(s in str(error.value) for s in ('Step 1', 'Step 2', str(folder)))
   assert _steps(folder) == [1, 2]
@@ -363,7 +363,7 @@ def test_a_state_of_another_form_is_refused(
 ):
   _save(tmp_path / 'c', 1)
   with (
-    Checkpoints(tmp_path / 'c', keep=1) as saved,
+    Checkpoints(tmp_path / 'c', max_to_keep=1) as saved,
     pytest.raises(UsageError) as error,
   ):
     saved.restore(_like(_state(1) | change))
@@ -374,7 +374,7 @@ def test_a_state_of_another_form_is_refused(
 _FULL_DISK = """
 import resource
 folder = Path(sys.argv[1])
-saved = Checkpoints(folder, keep=1)
+saved = Checkpoints(folder, max_to_keep=1)
 assert saved.save(1, _state(1), 1.0)
 saved.wait()
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -393,7 +393,7 @@ assert saved.restore(_like(_state(1)))[0] == 1
 assert saved.save(4, _state(4), 2.0)
 saved.wait()
 assert sorted(path.name for path in folder.iterdir()) == ['1', '4']
-assert Checkpoints(folder, keep=1).restore(_like(_state(1)))[0] == 4
+assert Checkpoints(folder, max_to_keep=1).restore(_like(_state(1)))[0] == 4
 """
 
 
@@ -416,7 +416,7 @@ def test_a_failed_save_does_not_end_the_run(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: tuple[Any, str]
 ):
   folder = tmp_path / 'c'
-  with Checkpoints(folder, keep=1) as saved:
+  with Checkpoints(folder, max_to_keep=1) as saved:
     assert saved.save(1, _state(1), 1.0)
     saved.wait()
     with monkeypatch.context() as patch:
@@ -441,7 +441,7 @@ def test_a_failed_save_is_told_by_what_comes_next(
   with (
     monkeypatch.context() as patch,
     pytest.warns(RuntimeWarning, match='is not saved') as caught,
-    Checkpoints(tmp_path / 'c', keep=2) as saved,
+    Checkpoints(tmp_path / 'c', max_to_keep=2) as saved,
   ):
     patch.setattr(os, 'rename', _fail)
     assert saved.save(1, _state(1))
@@ -456,7 +456,7 @@ def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(
 ):
   with (
     pytest.warns(RuntimeWarning, match='is not saved'),
-    Checkpoints(tmp_path / 'c', keep=1) as saved,
+    Checkpoints(tmp_path / 'c', max_to_keep=1) as saved,
   ):
     monkeypatch.setattr(os, 'rename', _fail)
     for step in (1, 2, 3):
@@ -474,7 +474,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
 
   folder = tmp_path / 'c'
   _save(folder, 1)
-  with Checkpoints(folder, keep=1) as saved:
+  with Checkpoints(folder, max_to_keep=1) as saved:
     assert saved.save(2, _state(2))
     with monkeypatch.context() as patch:
       patch.setattr('shutil.rmtree', fail)
@@ -488,7 +488,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
 def test_after_an_error_the_save_under_way_is_finished(tmp_path: Path):
   with (
     pytest.raises(KeyError, match='mine'),
-    Checkpoints(tmp_path / 'c', keep=1) as saved,
+    Checkpoints(tmp_path / 'c', max_to_keep=1) as saved,
   ):
     assert saved.save(1, _state(1))
     raise KeyError('mine')
@@ -532,21 +532,21 @@ def test_an_error_of_a_device_is_not_called_damage(
 
 
 def test_what_is_being_saved_is_restored(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', keep=1) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
     for step in (1, 2, 3):
       assert saved.save(step, _state(step))
       assert saved.restore(_like(_state(0)))[0] == step
 
 
 def test_a_step_before_the_last_can_be_saved(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', keep=2) as saved:
+  with Checkpoints(tmp_path / 'c', max_to_keep=2) as saved:
     for step in (5, 3):
       assert saved.save(step, _state(step))
   assert _steps(tmp_path / 'c') == [3, 5]
 
 
 _KILLED = """
-saved = Checkpoints(Path(sys.argv[1]), keep=2)
+saved = Checkpoints(Path(sys.argv[1]), max_to_keep=2)
 found = saved.restore(_like(_large(0)))
 step = found[0] if found else 0
 if found:
@@ -582,7 +582,7 @@ def test_a_killed_run_goes_on(tmp_path: Path):
   for (_, last), (first, _) in itertools.pairwise(reached):
     assert last - 1 <= first <= last + 2
   assert unfinished, 'no run was killed during a save'
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     step, state = saved.restore(_like(_large(0)))
     _assert_same(state, _large(step))
     assert saved.save(step + 1, _large(step + 1))
@@ -613,7 +613,7 @@ def restore(saved):
     assert np.array_equal(x.data, y.data)
   return ' '.join(str(warning.message) for warning in caught)
 
-with Checkpoints(folder, keep=3) as saved:
+with Checkpoints(folder, max_to_keep=3) as saved:
   for step in (1, 2, 3, 4):
     assert saved.save(step, value(step))
 if me == 0:
@@ -623,7 +623,7 @@ if me == 0:
   for file in _files(folder / '4' / 'state' / 'ocdbt.process_1'):
     os.truncate(file, 0)
 multihost_utils.sync_global_devices('damaged')
-with Checkpoints(folder, keep=3) as saved:
+with Checkpoints(folder, max_to_keep=3) as saved:
   texts = restore(saved)
   assert ('another process' in texts) == (me == 0), texts
   assert 'checksum' in texts, texts
@@ -634,7 +634,7 @@ with Checkpoints(folder, keep=3) as saved:
 read = ocp.Checkpointer.restore
 if me == 1:
   ocp.Checkpointer.restore = _fail
-with Checkpoints(folder, keep=3) as saved:
+with Checkpoints(folder, max_to_keep=3) as saved:
   try:
     saved.restore(like)
     raise AssertionError('restored')

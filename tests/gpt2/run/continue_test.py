@@ -31,8 +31,8 @@ def _stable(config: Config, **changes) -> Config:
     'decay_steps': 0,
     'learning_rate': 0.01,
     'checkpoint_every': 2,
-    'keep': 9,
-    'watch_every': 0,
+    'max_to_keep': 9,
+    'diagnostics_every': 0,
   }
   return dataclasses.replace(config, **settings | changes)
 
@@ -231,7 +231,7 @@ def test_models_for_hugging_face_are_written_on_the_way(
   tiny: Config, tmp_path: Path
 ):
   config = dataclasses.replace(
-    tiny, hf_every=4, checkpoint_every=4, watch_every=0
+    tiny, hf_every=4, checkpoint_every=4, diagnostics_every=0
   )
   train(config)
   folder = config.out_dir / 'hf'
@@ -258,14 +258,18 @@ def test_an_export_that_fails_does_not_end_the_run(tiny: Config, monkeypatch):
     raise OSError(errno.ENOSPC, 'No space left on device')
 
   monkeypatch.setattr(loop, 'write_hugging_face', fail)
-  config = dataclasses.replace(tiny, hf_every=6, steps=6, watch_every=0)
+  config = dataclasses.replace(tiny, hf_every=6, steps=6, diagnostics_every=0)
   with pytest.warns(RuntimeWarning, match='export of step 6 failed'):
     train(config)
 
 
 def test_checkpoints_come_by_time(tiny: Config):
   config = dataclasses.replace(
-    tiny, checkpoint_every=99, checkpoint_minutes=1e-9, keep=9, watch_every=0
+    tiny,
+    checkpoint_every=99,
+    checkpoint_minutes=1e-9,
+    max_to_keep=9,
+    diagnostics_every=0,
   )
   train(config)
   assert len([*(config.out_dir / 'checkpoints').iterdir()]) == 6

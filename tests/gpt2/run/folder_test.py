@@ -96,7 +96,7 @@ def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
       (tmp_path / name).write_text(f'{name} {number}')
     before = _files(tmp_path)
     with RunFolder(tmp_path) as folder:
-      folder.start(_SETTINGS, fresh=True)
+      folder.start(_SETTINGS, from_scratch=True)
       assert not folder.finished
     assert f'before-{number}' in capsys.readouterr().out
     after = _files(tmp_path)
@@ -109,7 +109,7 @@ def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
 
 def test_fresh_in_a_new_folder_moves_nothing(tmp_path: Path):
   with RunFolder(tmp_path) as folder:
-    folder.start(_SETTINGS, fresh=True)
+    folder.start(_SETTINGS, from_scratch=True)
   assert set(_files(tmp_path)) == {'config.json', '.lock'}
 
 
@@ -122,14 +122,14 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
 ):
   monkeypatch.setenv('SLURM_JOB_ID', '7')
   with RunFolder(tmp_path) as folder:
-    folder.start(_SETTINGS, fresh=True)
+    folder.start(_SETTINGS, from_scratch=True)
     folder.log({'step': 1})
   for name, value in (('JOB_ID', job), ('RESTART_COUNT', restarts)):
     monkeypatch.delenv(f'SLURM_{name}', raising=False)
     if value:
       monkeypatch.setenv(f'SLURM_{name}', value)
   with RunFolder(tmp_path) as folder:
-    folder.start(_SETTINGS, fresh=True)
+    folder.start(_SETTINGS, from_scratch=True)
   assert (tmp_path / 'metrics.jsonl').exists() == goes_on
   assert ('requeued' in capsys.readouterr().out) == goes_on
 
@@ -248,11 +248,11 @@ def test_other_processes_write_nothing(tmp_path: Path, monkeypatch):
       raise outcome
     return outcome
 
-  monkeypatch.setattr(run_folder, 'on_first', from_process_0)
-  monkeypatch.setattr(run_folder, 'is_first', lambda: False)
+  monkeypatch.setattr(run_folder, 'on_process_0', from_process_0)
+  monkeypatch.setattr(run_folder, 'is_process_0', lambda: False)
   path = tmp_path / 'run'
   with RunFolder(path) as folder:
-    folder.start(_SETTINGS, fresh=True)
+    folder.start(_SETTINGS, from_scratch=True)
     assert folder.finished
     folder.keep_metrics(0)
     folder.log({'step': 1})
@@ -345,10 +345,10 @@ def test_what_fails_in_process_0_is_raised_in_all(tmp_path: Path):
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
   with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS)
-  for fresh in (False, True):
+  for from_scratch in (False, True):
     with pytest.raises(UsageError, match='seed: 0 -> 1'):
       RunFolder(tmp_path).start(
-        {'config': {'steps': 3, 'seed': 1}}, fresh=fresh
+        {'config': {'steps': 3, 'seed': 1}}, from_scratch=from_scratch
       )
 
 
@@ -361,9 +361,9 @@ def test_what_is_of_something_else_is_not_touched(tmp_path: Path, name: str):
   (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
   (tmp_path / name).write_text('mine')
   words = f'{Path(name).parts[0]} of something else'
-  for fresh in (False, True):
+  for from_scratch in (False, True):
     with pytest.raises(UsageError, match=words):
-      RunFolder(tmp_path).start(_SETTINGS, fresh=fresh)
+      RunFolder(tmp_path).start(_SETTINGS, from_scratch=from_scratch)
   assert _files(tmp_path) == {name: b'mine', '.lock': b''}
 
 

@@ -325,7 +325,7 @@ def test_the_weights_that_are_looked_at_are_named(tiny: Config, monkeypatch):
   # Step 6 has been dispatched when step 5 is known not to be finite.
   text = 'at step 5 .* With the weights after step 6, the largest'
   with pytest.raises(NotFiniteError, match=text):
-    train(dataclasses.replace(tiny, watch_every=0))
+    train(dataclasses.replace(tiny, diagnostics_every=0))
 
 
 def test_a_step_that_cannot_fit_ends_before_it_is_taken(

@@ -103,7 +103,7 @@ def test_a_run_that_cannot_be_saved_later_ends(
     str(tiny.out_dir), *shlex.split('--vocab-size 288 --num-layers 2'
     ' --num-heads 2 --width 16 --context-length 16 --batch-size 16'
     ' --micro-batch-size 1'
-    ' --steps 40 --eval-every 40 --watch-every 0 --checkpoint-every 2'
+    ' --steps 40 --eval-every 40 --diagnostics-every 0 --checkpoint-every 2'
     ' --eval-sequences 8 --unroll 1'),
   ]  # fmt: skip
   with (
@@ -133,7 +133,7 @@ from examples.gpt2.run.proof import prove
 state = {'x': jax.ShapeDtypeStruct((3,), 'float32')}
 prove(Path(sys.argv[1], 'shared'), state)
 everywhere = NamedSharding(make_mesh(''), P())
-with Checkpoints(Path(sys.argv[1], 'shared'), keep=1) as saved:
+with Checkpoints(Path(sys.argv[1], 'shared'), max_to_keep=1) as saved:
   assert saved.save(1, {'x': jax.device_put(np.ones(3, 'float32'), everywhere)})
 try:
   prove(Path(sys.argv[1], sys.argv[3], 'own'), state)

@@ -38,7 +38,9 @@ def config(tiny: Config) -> Config:
 
 
 def _eight_steps(tiny: Config) -> Config:
-  return dataclasses.replace(tiny, steps=8, checkpoint_every=2, watch_every=3)
+  return dataclasses.replace(
+    tiny, steps=8, checkpoint_every=2, diagnostics_every=3
+  )
 
 
 @pytest.fixture(scope='module')
@@ -84,7 +86,7 @@ def _start(
     '--vocab-size', '288', '--num-layers', '2', '--num-heads', '2',
     '--width', '32', '--context-length', '16', '--batch-size', '16',
     '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
-    '--watch-every', '20', '--eval-sequences', '24',
+    '--diagnostics-every', '20', '--eval-sequences', '24',
   )  # fmt: skip
   with (folder / f'{name}.log').open('a') as log:
     return subprocess.Popen(
@@ -158,7 +160,7 @@ def test_a_signal_saves_a_checkpoint(
   flags = ['--data', config.data, '--out-dir', str(config.out_dir)]
   for name in ('vocab_size', 'num_layers', 'num_heads', 'width',
                'context_length', 'batch_size', 'micro_batch_size', 'steps',
-               'eval_every', 'eval_sequences', 'cache_dir', 'watch_every',
+               'eval_every', 'eval_sequences', 'cache_dir', 'diagnostics_every',
                'unroll'):  # fmt: skip
     flags += ['--' + name.replace('_', '-'), str(getattr(config, name))]
   with monkeypatch.context() as patch:
@@ -173,7 +175,7 @@ def test_a_signal_saves_a_checkpoint(
 
 
 def test_fresh_starts_over(killed_config: Config, uninterrupted, capsys):
-  train(dataclasses.replace(killed_config, fresh=True))
+  train(dataclasses.replace(killed_config, from_scratch=True))
   assert 'going on' not in capsys.readouterr().out
   _assert_same_run(killed_config.out_dir, uninterrupted)
 

@@ -55,7 +55,7 @@ def folder(bucket: str) -> Path:
 
 
 def _save(folder: Path, *steps: int) -> None:
-  with Checkpoints(folder, keep=9) as saved:
+  with Checkpoints(folder, max_to_keep=9) as saved:
     for step in steps:
       assert saved.save(step, _state(step))
 
@@ -73,7 +73,7 @@ def _files(folder: Path) -> list[str]:
 def test_restores_every_bit_on_any_mesh(folder: Path):
   _save(folder, 3)
   for mesh in ('fsdp=2,tensor=1', ''):
-    with Checkpoints(folder, keep=1) as saved, warnings.catch_warnings():
+    with Checkpoints(folder, max_to_keep=1) as saved, warnings.catch_warnings():
       warnings.simplefilter('error')
       step, state = saved.restore(_like(mesh))
     assert step == 3
@@ -81,12 +81,12 @@ def test_restores_every_bit_on_any_mesh(folder: Path):
 
 
 def test_an_empty_folder_restores_nothing(folder: Path):
-  with Checkpoints(folder, keep=1) as saved:
+  with Checkpoints(folder, max_to_keep=1) as saved:
     assert saved.restore(_like()) is None
 
 
 def test_keeps_the_last_and_the_best(folder: Path):
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     for step, loss in enumerate([2.0, 1.0, 3.0, None, 4.0]):
       assert saved.save(step, _state(step), loss)
   assert _steps(folder) == [1, 3, 4]
@@ -108,7 +108,7 @@ def test_a_damaged_checkpoint_is_set_aside(
 ):
   _save(folder, 1, 2)
   damage(file_system(folder), _files(folder / '2')[0])
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     with pytest.warns(RuntimeWarning, match='step 2 .*is damaged'):
       step, state = saved.restore(_like())
     assert step == 1
@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     assert _steps(folder) == [1]
     assert _files(folder.parent / 'damaged-checkpoints' / '2-1')
     assert saved.save(2, _state(2))
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     assert saved.restore(_like())[0] == 2
 
 
@@ -124,8 +124,8 @@ def test_if_all_are_damaged_the_user_decides(folder: Path):
   _save(folder, 1)
   _truncate(file_system(folder), _files(folder / '1')[0])
   with (
-    Checkpoints(folder, keep=2) as saved,
-    pytest.raises(UsageError, match='--fresh'),
+    Checkpoints(folder, max_to_keep=2) as saved,
+    pytest.raises(UsageError, match='--from-scratch'),
   ):
     saved.restore(_like())
   assert _steps(folder) == [1]
@@ -134,7 +134,7 @@ def test_if_all_are_damaged_the_user_decides(folder: Path):
 def test_what_a_killed_save_left_is_no_checkpoint(folder: Path):
   _save(folder, 1, 2)
   (folder / '2' / 'commit_success.txt').unlink()
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     assert saved.restore(_like())[0] == 1
     assert _steps(folder) == [1]
     assert saved.save(2, _state(2))
@@ -142,7 +142,7 @@ def test_what_a_killed_save_left_is_no_checkpoint(folder: Path):
 
 
 def test_a_store_that_refuses_does_not_end_the_run(folder: Path, proxy):
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     assert saved.save(1, _state(1))
     assert saved.wait()
     proxy.status = 403
@@ -157,7 +157,7 @@ def test_a_store_that_refuses_to_be_read_is_not_called_damaged(
   folder: Path, proxy
 ):
   _save(folder, 1)
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     proxy.status = 403
     with pytest.raises(OSError):
       saved.restore(_like())
@@ -167,7 +167,7 @@ def test_a_store_that_refuses_to_be_read_is_not_called_damaged(
 
 @pytest.mark.slow
 def test_a_store_that_is_away_for_a_while_loses_nothing(folder: Path, proxy):
-  with Checkpoints(folder, keep=2) as saved, warnings.catch_warnings():
+  with Checkpoints(folder, max_to_keep=2) as saved, warnings.catch_warnings():
     warnings.simplefilter('error', RuntimeWarning)
     assert saved.save(1, _state(1))
     saved.wait()
@@ -180,7 +180,7 @@ def test_a_store_that_is_away_for_a_while_loses_nothing(folder: Path, proxy):
 
 @pytest.mark.slow
 def test_a_slow_store_keeps_no_step_waiting(folder: Path, proxy):
-  with Checkpoints(folder, keep=2) as saved:
+  with Checkpoints(folder, max_to_keep=2) as saved:
     proxy.delay = 0.1
     assert saved.save(1, _state(1))
     started = len(proxy.requests)

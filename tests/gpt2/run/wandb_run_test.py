@@ -291,7 +291,7 @@ def test_a_killed_run_goes_on_in_the_same_run(wandb, tmp_path: Path):
         '--vocab-size', '288', '--num-layers', '1', '--num-heads', '1',
         '--width', '16', '--context-length', '16', '--batch-size', '8',
         '--steps', '40', '--eval-every', '10', '--checkpoint-every', '5',
-        '--watch-every', '10', '--eval-sequences', '8',
+        '--diagnostics-every', '10', '--eval-sequences', '8',
       ],
       cwd=tmp_path,
       env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},

@@ -58,11 +58,13 @@ def test_a_result_is_in_the_file_at_once(tmp_path):
 
 
 def test_all_processes_hear_of_the_end(path, monkeypatch):
-  told, on_first = [], processes.on_first
+  told, on_process_0 = [], processes.on_process_0
   store = Store(path)
   with store.locked():
     monkeypatch.setattr(
-      processes, 'on_first', lambda x, *y: told.append(x) or on_first(x, *y)
+      processes,
+      'on_process_0',
+      lambda x, *y: told.append(x) or on_process_0(x, *y),
     )
   assert [function.__name__ for function in told] == ['close']
 
