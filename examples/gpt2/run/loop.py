@@ -196,7 +196,9 @@ class _Steps:
       self.log.finish_step()
       with self.log.paused():
         self.is_saved = self._save(step, loss)
-    if self.config.hf_every and self._is_due(step, self.config.hf_every):
+    every = self.config.hf_every
+    # After a signal there may be little time; the checkpoint can be exported.
+    if every and received is None and self._is_due(step, every):
       self._export(step)
     self._stop_if_asked(step, received)
 
