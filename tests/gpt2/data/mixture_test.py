@@ -278,7 +278,7 @@ def test_sources_of_different_tokenizers_are_refused(tiny, prepared: Path):
   [
     ('web=code.jsonl', 'has the name of another set, web'),
     ('x=nothing', 'nothing does not exist'),
-    ('x=short.txt', 'The --eval-data part of the data has 2 tokens'),
+    ('x=short.txt', 'The --eval-data short.txt part of the data has 2 tokens'),
     ('x=large.npy', 'holds the token 300'),
   ],
 )
