@@ -46,9 +46,9 @@ def main(args: list[str] | None = None) -> None:
 def export_model(
   folder: tyro.conf.Positional[Path],
   out: tyro.conf.Positional[Path],
-  step: int | None = None,
   dtype: Literal['float32', 'bfloat16'] = 'float32',
   max_shard_size: str = MAX_SHARD_SIZE,
+  step: int | None = None,
 ) -> None:
   """Writes a model for GPT2LMHeadModel or LlamaForCausalLM.
 

@@ -221,7 +221,7 @@ def test_weights_in_parts_and_of_half_precision_are_read(tmp_path: Path):
 def test_qk_norm_cannot_be_exported(tmp_path: Path):
   config = dataclasses.replace(_GPT2, qk_norm=True)
   _save(tmp_path / 'model', config)
-  with pytest.raises(UsageError, match='has qk_norm, which neither'):
+  with pytest.raises(UsageError, match='Neither .* has qk_norm'):
     export_model(tmp_path / 'model', tmp_path / 'exported')
   assert not (tmp_path / 'exported').exists()
 

@@ -142,7 +142,7 @@ def test_a_fork_needs_a_checkpoint_that_is_there(
     UsageError, match=r'--fork-step must .*\(2, 4, 6\), got 3'
   ):
     train(dataclasses.replace(forked, fork_step=3))
-  other = dataclasses.replace(forked, fork_step=4, width=32, mlp_width=128)
+  other = dataclasses.replace(forked, fork_step=4, mlp_width=128)
   with pytest.raises(UsageError, match='step 4 .* cannot be used: .*expected'):
     train(other)
   with pytest.raises(UsageError, match='leave out one of the two'):

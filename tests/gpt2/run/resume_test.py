@@ -199,7 +199,10 @@ def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
   'change, words',
   [
     ({'seed': 1}, 'seed: 0 -> 1'),
-    ({'width': 32, 'mlp_width': 64}, 'width: 16 -> 32'),
+    (
+      {'width': 32, 'head_width': None, 'mlp_width': 64},
+      'width: 16 -> 32',
+    ),
     ({'learning_rate': 0.5}, 'learning_rate: 0.033 -> 0.5'),
     ({'data': 'other'}, 'corpus_sha256'),
   ],

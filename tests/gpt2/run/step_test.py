@@ -258,7 +258,9 @@ def test_qk_clip_scales_heads_that_share_a_key_together(mesh: str):
   tokens = _tokens(0).reshape(2, 8, 17)
   logits = _max_logits(trainer, params, tokens)
   with jax.set_mesh(trainer.mesh):
-    state = TrainState(params, jax.jit(trainer.optimizer.init)(params))
+    state = TrainState(
+      jnp.int32(0), params, jax.jit(trainer.optimizer.init)(params)
+    )
     state = jax.tree.map(
       lambda x, like: jax.device_put(x, like.sharding), state, trainer.shapes
     )
