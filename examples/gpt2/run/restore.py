@@ -121,11 +121,12 @@ class Checkpoint:
     """
     self._folder = CheckpointFolder(as_path(run) / 'checkpoints')
     steps = on_process_0(self._folder.steps)
-    if not steps or step not in (None, *steps):
-      found = ', '.join(map(str, steps)) or 'none'
+    if not steps:
+      raise UsageError(f'{run} has neither final weights nor a checkpoint yet.')
+    if step not in (None, *steps):
       raise UsageError(
         f'{flag} must be the step of a checkpoint in {self._folder.root} '
-        f'({found}), got {step}.'
+        f'({", ".join(map(str, steps))}), got {step}.'
       )
     self.step: int = steps[-1] if step is None else step
 

@@ -175,6 +175,13 @@ def test_weights_of_a_run_that_goes_on_are_read(
     load_model(unfinished, devices, step=3)
 
 
+def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
+  shutil.rmtree(unfinished / 'checkpoints')
+  (unfinished / 'checkpoints').mkdir()
+  with pytest.raises(UsageError, match='run has neither final weights nor'):
+    load_model(unfinished)
+
+
 @pytest.mark.slow
 def test_commands_take_a_run_that_goes_on(
   stable: Config, unfinished: Path, tmp_path: Path
