@@ -186,8 +186,8 @@ def _was_trained_on(folder: Path, data: str) -> bool:
   path = as_path(folder) / 'config.json'
   if not path.is_file():
     return False
-  settings = json.loads(path.read_text())
-  return data in np.ravel(settings.get('corpus', {}).get('data', ''))
+  known = json.loads(path.read_text()).get('corpus', {}).get('data', [])
+  return data in (known if isinstance(known, list) else [known])
 
 
 def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:

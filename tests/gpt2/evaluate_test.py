@@ -174,6 +174,9 @@ def test_the_text_of_the_run_is_named(
 ):
   evaluate(finished.out_dir, finished.data)
   assert '--held-out measures' in capsys.readouterr().err
+  part = Path(finished.data).with_name('text')  # A part of the name.
+  part.write_text(Path(finished.data).read_text())
+  evaluate(finished.out_dir, str(part))
   evaluate(finished.out_dir, finished.data, held_out=True)
   assert '--held-out measures' not in capsys.readouterr().err
 

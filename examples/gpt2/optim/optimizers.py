@@ -20,7 +20,7 @@ OTHERS_B1 = 0.9
 
 
 def make_schedule(config: RunConfig) -> optax.Schedule:
-  """Returns the learning rate by step, the first of which is 0."""
+  """Returns the learning rate by the number of steps done."""
   warmup_steps = config.warmup_steps
   if warmup_steps is None:
     warmup_steps = round(config.warmup_share * config.steps)

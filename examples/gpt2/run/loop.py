@@ -10,6 +10,7 @@ import time
 from typing import Any, NamedTuple
 import warnings
 
+from etils import epath
 import jax
 import numpy as np
 
@@ -28,7 +29,11 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
 from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
-from examples.gpt2.run.start import initial_params, initial_state
+from examples.gpt2.run.start import (
+  has_checkpoint,
+  initial_params,
+  initial_state,
+)
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import describe_model
 from examples.gpt2.storage import new_folder
@@ -81,7 +86,9 @@ def run(
     UsageError: If there are checkpoints but none is sound, or if
       ``--init-from`` does not fit.
   """
-  params = initial_params(config, trainer, tokens)
+  params = None
+  if not has_checkpoint(folder):
+    params = initial_params(config, trainer, tokens)
   evaluations = [
     _Evaluation(
       name, weight, *batches.validation_batch(held_out, config, trainer.mesh)
@@ -203,7 +210,7 @@ class _Steps:
     self._stop_if_asked(step, received)
 
   def _export(self, step: int) -> None:
-    """Writes the weights for Hugging Face, unless they are there."""
+    """Writes the weights for Hugging Face."""
     self.log.finish_step()
     with self.log.paused():
       arrays = jax.tree.map(sharding.to_host, self.state.params)
@@ -219,7 +226,9 @@ class _Steps:
 
   def _write_export(self, step: int, arrays: Any) -> None:
     path = self.folder.path / 'hf' / f'step-{step}'
-    with contextlib.suppress(FileExistsError), new_folder(path) as scratch:
+    # Of a step that is taken again after a kill, which may have cut it short.
+    epath.Path(path).rmtree(missing_ok=True)
+    with new_folder(path) as scratch:
       write_hugging_face(
         scratch, dataclasses.replace(self.model, params=arrays)
       )

@@ -1,13 +1,19 @@
 """What a run starts from: a checkpoint, of another run too, weights, a seed."""
 
+from collections.abc import Callable
+import contextlib
 import dataclasses
+import functools
+from pathlib import Path
 from typing import Any
 
 from examples.gpt2.config import FittedConfig, UsageError
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices.processes import print_once
+from examples.gpt2.devices.processes import on_process_0, print_once
 from examples.gpt2.model.files import read_vocabulary
+from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checkpoints import Checkpoints
+from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import load_model, weights_sha256
@@ -42,15 +48,52 @@ def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
 def origin(config: FittedConfig) -> dict[str, Any]:
   """Returns hashes of what a run starts from, to be known by.
 
-  Raises ``UsageError`` if that is not there.
+  If that is gone, since another run has deleted its checkpoint meanwhile, they
+  are those that the run in ``--out-dir`` has written of the same step. Raises
+  ``UsageError`` if there is neither.
   """
+  known = on_process_0(_recorded, config.out_dir)
   found: dict[str, Any] = {'init_sha256': None}
   if config.init_from is not None:
-    found['init_sha256'] = weights_sha256(config.init_from, config.init_step)
+    is_same = known.get('init_step') == config.init_step
+    found['init_sha256'] = _unless_gone(
+      functools.partial(weights_sha256, config.init_from, config.init_step),
+      known.get('init_sha256') if is_same else None,
+    )
+  if config.init_step is not None:
+    found['init_step'] = config.init_step
   if config.fork_from is not None:
-    checkpoint = _forked(config)
-    found['fork'] = {'step': checkpoint.step, 'sha256': checkpoint.sha256()}
+    fork = known.get('fork', {})
+    is_same = fork.get('step') == config.fork_step
+    sha256 = _unless_gone(
+      lambda: _forked(config).sha256(), fork.get('sha256') if is_same else None
+    )
+    found['fork'] = {'step': config.fork_step, 'sha256': sha256}
   return found
+
+
+def _recorded(out_dir: Path | None) -> dict[str, Any]:
+  """Returns the settings of the run in a folder, nothing without one."""
+  if out_dir is None:
+    return {}
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    return dict(RunFolder(out_dir).read_settings()['config'])
+  return {}
+
+
+def _unless_gone(read: Callable[[], str], known: str | None) -> str:
+  """Returns what is read or, if that is not there, what is known of it."""
+  try:
+    return read()
+  except UsageError:
+    if known is None:
+      raise
+    return known
+
+
+def has_checkpoint(folder: RunFolder) -> bool:
+  """Returns whether a run goes on from a checkpoint of its own."""
+  return bool(on_process_0(CheckpointFolder(folder.checkpoints).steps))
 
 
 def _forked(config: FittedConfig) -> Checkpoint:

@@ -175,6 +175,31 @@ def test_weights_of_a_run_that_goes_on_are_read(
     load_model(unfinished, devices, step=3)
 
 
+@pytest.mark.parametrize('name', ['fork', 'init'])
+def test_a_run_goes_on_when_what_it_started_from_is_gone(
+  copied: Config, tmp_path: Path, monkeypatch, name: str
+):
+  settings = {f'{name}_from': copied.out_dir, f'{name}_step': 4}
+  config = dataclasses.replace(
+    copied, out_dir=tmp_path / 'new', steps=7, checkpoint_every=1, **settings
+  )
+  save = loop._Steps._save
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+    def interrupt(steps, step, loss):
+      if step == 6:
+        raise KeyboardInterrupt
+      return save(steps, step, loss)
+
+    patch.setattr(loop._Steps, '_save', interrupt)
+    train(config)
+  shutil.rmtree(copied.out_dir / 'checkpoints' / '4')
+  with pytest.raises(UsageError, match=rf'--{name}-step must be the step of'):
+    train(dataclasses.replace(config, out_dir=tmp_path / 'other'))
+  train(config)
+  assert [x['step'] for x in _metrics(config)] == list(range(1, 8))
+
+
 def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
   shutil.rmtree(unfinished / 'checkpoints')
   (unfinished / 'checkpoints').mkdir()
@@ -250,14 +275,15 @@ def test_models_for_hugging_face_are_written_on_the_way(
     for name in names:
       written = (folder / f'step-{step}' / name).read_bytes()
       assert written == (out / name).read_bytes()
-  # Those that are there stay.
-  (folder / 'step-6' / 'model.safetensors').write_text('changed')
+  # Of a step that is taken again they are written again.
+  weights = folder / 'step-6' / 'model.safetensors'
+  before = weights.read_bytes()
+  weights.write_text('cut short')
   for name in ('sample.txt', 'weights.safetensors'):
     (config.out_dir / name).unlink()
   shutil.rmtree(config.out_dir / 'checkpoints' / '6')
   train(config)
-  text = (folder / 'step-6' / 'model.safetensors').read_text()
-  assert text == 'changed'
+  assert weights.read_bytes() == before
 
 
 def test_an_export_that_fails_does_not_end_the_run(tiny: Config, monkeypatch):
