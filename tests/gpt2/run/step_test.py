@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import re
+from typing import Any
 
 import chex
 import jax
@@ -207,6 +208,20 @@ def _max_logits(trainer: Trainer, params, tokens_ABT: np.ndarray) -> np.ndarray:
   return np.asarray(model.features(tokens_NT[:, :-1], attend)[1])
 
 
+def _step_from(
+  trainer: Trainer, params: Any, tokens: np.ndarray
+) -> tuple[TrainState, dict[str, jax.Array]]:
+  """Takes the first step from some weights."""
+  with jax.set_mesh(trainer.mesh):
+    opt_state = jax.jit(trainer.optimizer.init)(params)
+    state = jax.tree.map(
+      lambda x, like: jax.device_put(x, like.sharding),
+      TrainState(jnp.int32(0), params, opt_state),
+      trainer.shapes,
+    )
+    return trainer.step(state, _put(trainer, tokens))
+
+
 @_MOST_OPTIMIZERS
 @pytest.mark.parametrize('mesh', ['', 'data=2,fsdp=2,tensor=2'])
 def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
@@ -221,14 +236,7 @@ def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
   logits = _max_logits(make(_config(**settings)), params, tokens)
   bound = float(np.sort(logits.ravel())[-2:].mean())  # One head is above it.
   trainer = make(_config(qk_clip=bound, **settings))
-  with jax.set_mesh(trainer.mesh):
-    state = TrainState(
-      jnp.int32(0), params, jax.jit(trainer.optimizer.init)(params)
-    )
-    state = jax.tree.map(
-      lambda x, like: jax.device_put(x, like.sharding), state, trainer.shapes
-    )
-    state, metrics = trainer.step(state, _put(trainer, tokens))
+  state, metrics = _step_from(trainer, params, tokens)
   np.testing.assert_allclose(
     metrics['qk_clip_max_logit'], logits.max(1), rtol=1e-5
   )
@@ -257,14 +265,7 @@ def test_qk_clip_scales_heads_that_share_a_key_together(mesh: str):
   params['blocks']['attention']['qkv']['kernel'][:, :, 1, 2] *= 1e-3
   tokens = _tokens(0).reshape(2, 8, 17)
   logits = _max_logits(trainer, params, tokens)
-  with jax.set_mesh(trainer.mesh):
-    state = TrainState(
-      jnp.int32(0), params, jax.jit(trainer.optimizer.init)(params)
-    )
-    state = jax.tree.map(
-      lambda x, like: jax.device_put(x, like.sharding), state, trainer.shapes
-    )
-    state, metrics = trainer.step(state, _put(trainer, tokens))
+  state, metrics = _step_from(trainer, params, tokens)
   np.testing.assert_allclose(
     metrics['qk_clip_max_logit'], logits.max(1), rtol=1e-4
   )
