@@ -59,7 +59,7 @@ NAMED_COEFFICIENTS = MappingProxyType(
 # In the Gram form, iterations enlarge a rounding error of the Gram matrix. Once
 # it would be larger than this, the matrix is multiplied, and its Gram matrix
 # computed anew.
-_LARGEST_GRAM_ERROR = 1e-5
+_LARGEST_GRAM_ERROR = 1e-4
 
 
 def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
@@ -172,14 +172,19 @@ def _plainly(
 def _segments(
   coefficients: tuple[Triple, ...], dtype: jnp.dtype
 ) -> list[list[Triple]]:
-  """Returns runs of iterations in which errors of a Gram matrix stay small."""
-  segments: list[list[Triple]] = [[]]
-  for triple in coefficients:
-    growth = math.prod(a**2 for a, _, _ in segments[-1])
+  """Returns runs of iterations in which errors of a Gram matrix stay small.
+
+  The longest is the last one: small singular values, which suffer most from an
+  error, are large by then.
+  """
+  segments = [[coefficients[-1]]]
+  for triple in reversed(coefficients[:-1]):
+    longer = [triple, *segments[0]]
+    growth = math.prod(a**2 for a, _, _ in longer[:-1])
     if jnp.finfo(dtype).eps * growth < _LARGEST_GRAM_ERROR:
-      segments[-1].append(triple)
+      segments[0] = longer
     else:
-      segments.append([triple])
+      segments.insert(0, [triple])
   return segments
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from examples.study.experiments import (
   ablation,
   attention_logits,
+  aux,
   batch_scaling,
   clip_threshold,
   hyperparameters,
@@ -30,5 +31,6 @@ EXPERIMENTS: dict[str, Any] = {
   'ablation': ablation,
   'clip-threshold': clip_threshold,
   'llama': llama,
+  'aux': aux,
 }
 """Modules by the name of the command."""

@@ -12,10 +12,12 @@ from examples.study.tuning.stages import (
   compare_all,
   initial_weights,
   warmup_and_b1,
+  without_ratios,
 )
 
 __all__ = [
   'Case', 'Plan', 'compare_all', 'count_trials', 'execute',
   'find_length_rates', 'find_rates', 'gather', 'initial_weights',
   'middle_batch', 'plan_multiples', 'scale_rate', 'warmup_and_b1',
+  'without_ratios',
 ]  # fmt: skip

@@ -39,6 +39,12 @@ class Case:
     optimizer = self.optimizer.with_settings(**settings)
     return dataclasses.replace(self, optimizer=optimizer)
 
+  def with_chain(self, **changes: Any) -> 'Case':
+    """Returns the same with changes of the optimizer's chain."""
+    chain = dataclasses.replace(self.optimizer.chain, **changes)
+    optimizer = dataclasses.replace(self.optimizer, chain=chain)
+    return dataclasses.replace(self, optimizer=optimizer)
+
   def trial(self, learning_rate: float, seed: int, **changes: Any) -> Trial:
     """Returns a trial."""
     return self.optimizer.trial(

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 import dataclasses
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from examples.study.points import Point, Tuned
 from examples.study.tuning.cases import Case
@@ -56,16 +56,16 @@ class Coordinate:
   """
 
   setting: str
-  values: tuple[float, ...]
-  usual: float = 1.0
+  values: tuple[Any, ...]
+  usual: Any = 1.0
   form: str = '{:g}'
   promising: float = PROMISING
 
-  def value(self, case: Case) -> float:
+  def value(self, case: Case) -> Any:
     """Returns the value of a case."""
     return case.optimizer.settings.get(self.setting, self.usual)
 
-  def changed(self, case: Case, value: float) -> Case:
+  def changed(self, case: Case, value: Any) -> Case:
     """Returns a case with another value."""
     return case.with_settings(**{self.setting: value})
 
@@ -78,6 +78,18 @@ class Coordinate:
     i = self.values.index(self.value(case))
     cases = [self.changed(case, x) for x in self.values[max(0, i - 1) : i + 2]]
     return {self.name(x): x for x in cases}
+
+
+class Others(Coordinate):
+  """Optimizers of what is no hidden matrix, of a chain that has others."""
+
+  def value(self, case: Case) -> str:
+    """Returns the name of the optimizer."""
+    return case.optimizer.chain.others
+
+  def changed(self, case: Case, value: str) -> Case:
+    """Returns a case with another optimizer."""
+    return case.with_chain(others=value)
 
 
 class GroupRate(Coordinate):
@@ -93,11 +105,8 @@ class GroupRate(Coordinate):
 
   def changed(self, case: Case, value: float) -> Case:
     """Returns a case with another rate."""
-    chain = case.optimizer.chain
-    rates = dict(chain.rates) | {self.setting: value}
-    chain = dataclasses.replace(chain, rates=tuple(sorted(rates.items())))
-    optimizer = dataclasses.replace(case.optimizer, chain=chain)
-    return dataclasses.replace(case, optimizer=optimizer)
+    rates = dict(case.optimizer.chain.rates) | {self.setting: value}
+    return case.with_chain(rates=tuple(sorted(rates.items())))
 
 
 def best(tunings: Tunings) -> str:
@@ -111,20 +120,30 @@ def search(found: Search, coordinate: Coordinate) -> Plan[Search]:
   Returns what was tried of its values. The best is evaluated with fresh seeds,
   unless it is that from before.
   """
-  name = coordinate.name(found.best)
-  cases = {name: found.best}
-  tried = {name: found.tried[best(found.tried)]}
+  tuned = found.tried[best(found.tried)]
+  tried, chosen = yield from improve(found.best, tuned, coordinate)
+  if chosen is found.best:
+    return Search(tried, chosen, found.point)
+  point = yield from chosen.evaluate(tried[best(tried)])
+  return Search(tried, chosen, point)
+
+
+def improve(
+  case: Case, tuned: Tuned, coordinate: Coordinate
+) -> Plan[tuple[Tunings, Case]]:
+  """Plans to tune a further setting of a case, with one seed.
+
+  Returns what was tried of its values, and the case with the best of them.
+  """
+  name = coordinate.name(case)
+  cases, tried = {name: case}, {name: tuned}
   # The next values, and those beyond where one of them is the best.
   for _ in coordinate.values[1:]:
     around = coordinate.neighbors(cases[best(tried)])
     proposed = {x: y for x, y in around.items() if x not in tried}
     tried |= yield from tune(proposed, tried, coordinate.promising)
     cases |= proposed
-  chosen = cases[best(tried)]
-  if chosen is found.best:
-    return Search(tried, chosen, found.point)
-  point = yield from chosen.evaluate(tried[best(tried)])
-  return Search(tried, chosen, point)
+  return tried, cases[best(tried)]
 
 
 def tune(

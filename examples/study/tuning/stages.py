@@ -44,20 +44,19 @@ def compare_all(stage: Stage, scale: Scale) -> Plan[list[Point]]:
   )
   plain = yield from gather(
     {
-      (HYPERBALL.name, size): _without_ratios(found[WITH_RATIOS.name, size])
+      (HYPERBALL.name, size): without_ratios(found[WITH_RATIOS.name, size])
       for size in sizes
     }
   )
   return [point for x in (found | plain).values() for point in x.points]
 
 
-def _without_ratios(found: Search) -> Plan[Search]:
+def without_ratios(found: Search) -> Plan[Search]:
   """Plans Hyperball without MERIT's ratios, else as with them."""
   theirs, scale = found.best.optimizer, found.best.scale
   parts = tuple(x for x in theirs.chain.parts if x != 'merit')
-  chain = dataclasses.replace(theirs.chain, parts=parts)
-  ours = dataclasses.replace(theirs, name=HYPERBALL.name, chain=chain)
-  case = dataclasses.replace(found.best, optimizer=ours)
+  ours = dataclasses.replace(theirs, name=HYPERBALL.name)
+  case = dataclasses.replace(found.best, optimizer=ours).with_chain(parts=parts)
   tuned = yield from case.find_rate(
     found.point.tuned.learning_rate, seeds=scale.tuning_seeds[:1]
   )
