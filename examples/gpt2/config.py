@@ -108,7 +108,8 @@ class Config:
   qk_norm: bool = False
   # Whether the output head has a matrix of its own.
   untied_head: bool | None = None
-  # Folder of a run or of an imported model whose weights to start from.
+  # Folder of a run or of an imported model whose weights to start from. What
+  # the model is need not be said then, nor with --fork-from.
   init_from: Path | None = None
   # Step of the checkpoint of --init-from. Default: the weights at its end.
   init_step: int | None = None

@@ -26,7 +26,7 @@ from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import loop, memory, report
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
-from examples.gpt2.run.start import origin, with_vocabulary
+from examples.gpt2.run.start import origin, with_model, with_vocabulary
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.run.weights import describe_model
@@ -61,7 +61,7 @@ def train(config: Config) -> RunFolder:
     UnsavedError: If three checkpoints in a row could not be saved.
     StoppedError: After a signal; a checkpoint has been saved.
   """
-  resolved = resolve(config)
+  resolved = resolve(with_model(config))
   connect(resolved)
   if config.wandb is not None:
     on_process_0(check_login, config.wandb)

@@ -35,7 +35,7 @@ from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.presets import resolve
-from examples.gpt2.run.start import with_vocabulary
+from examples.gpt2.run.start import with_model, with_vocabulary
 from examples.gpt2.run.step import make_model_config
 from examples.gpt2.train import train
 
@@ -519,11 +519,9 @@ def _train(folder: Path) -> Path:
       validation_share=0.3,
     )
   )
-  sizes = dataclasses.asdict(_CONFIGS['llama-3'])
-  del sizes['unroll']
   train(
     Config(
-      **sizes | dict(context_length=8, vocab_size=None),
+      context_length=8,
       data=str(folder / 'tokens'),
       init_from=folder / 'imported',
       out_dir=folder / 'run',
@@ -589,6 +587,31 @@ def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
   assert with_vocabulary(Config(), tokens) is tokens
   with pytest.raises(UsageError, match='up to 269: .* below 100'):
     with_vocabulary(config, dataclasses.replace(tokens, vocab_size=100))
+
+
+@pytest.mark.parametrize(
+  'model',
+  [
+    *_CONFIGS.values(),
+    dataclasses.replace(_LLAMA, norm_epsilon=1e-5, qk_norm=True),
+  ],
+)
+def test_what_the_model_is_need_not_be_said(tmp_path: Path, model: ModelConfig):
+  folder = _save(tmp_path / 'model', model)
+  start = Config(init_from=folder, preset='llama-3-8b')
+  config = make_model_config(resolve(with_model(start)), _NUM_TOKENS)
+  free = {x: vars(model)[x] for x in ('unroll', 'remat', 'init_std')}
+  assert dataclasses.replace(config, **free) == model
+  with pytest.raises(UsageError, match='--num-layers 7 instead of 2'):
+    with_model(dataclasses.replace(start, num_layers=7))
+  shorter = dataclasses.replace(start, context_length=5)
+  if model.architecture == 'llama':
+    assert with_model(shorter).context_length == 5
+  else:
+    with pytest.raises(UsageError, match='--context-length 5 instead of 16'):
+      with_model(shorter)
+  gone = Config(init_from=tmp_path / 'gone')
+  assert with_model(gone) == gone
 
 
 def test_pickles_are_refused(tmp_path: Path):

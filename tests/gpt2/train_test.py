@@ -214,7 +214,7 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
   [
     (
       {'width': 32, 'head_width': None, 'mlp_width': 128},
-      r'another model.* width: 16 -> 32',
+      'another model.* --width 32 instead of 16, --mlp-width 128',
     ),
     ({'data': 'other'}, 'another tokenizer.*--tokenizer'),
     ({'init_from': Path('weights.safetensors')}, 'must be the folder of a run'),

@@ -63,6 +63,18 @@ def _read(
   """Returns arrays, and their checksums when they were saved, by path."""
   with os_errors():
     record = folder.record(step)
+  targets = _stored(record, targets, only)
+  arrays = read_arrays(folder.path(step), targets)
+  return arrays, record['checksums']
+
+
+def _stored(
+  record: dict[str, Any], targets: dict[str, Any], only: str = ''
+) -> dict[str, Any]:
+  """Returns what a checkpoint has of the targets, which may lack the step.
+
+  Raises ``ValueError`` if it has other arrays.
+  """
   found = {k: x for k, x in record['types'].items() if k.startswith(only)}
   if _STEP not in found:
     targets = {k: x for k, x in targets.items() if k != _STEP}
@@ -71,8 +83,7 @@ def _read(
     one, other = found.get(name, 'missing'), expected.get(name, 'nothing')
     if one != other:
       raise ValueError(f'{name} is {one}, expected {other}')
-  arrays = read_arrays(folder.path(step), targets)
-  return arrays, record['checksums']
+  return targets
 
 
 def _compare_checksums(
@@ -134,6 +145,20 @@ class Checkpoint:
     """Returns a hash of its arrays, by their checksums; for process 0."""
     with os_errors():
       return digest(self._folder.record(self.step)['checksums'])
+
+  def check(self, like: Any) -> None:
+    """Raises ``UsageError`` if a whole state has other arrays."""
+    on_process_0(self._check, like)
+
+  def _check(self, like: Any) -> None:
+    try:
+      with os_errors():
+        _stored(self._folder.record(self.step), by_path(like))
+    except ValueError as error:
+      raise UsageError(
+        f'The checkpoint of step {self.step} in {self._folder.root} is not of '
+        f'the model and optimizer that the settings say: {error}.'
+      ) from error
 
   def state(self, like: Any) -> Any:
     """Reads a whole state."""

@@ -7,10 +7,11 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from examples.gpt2.config import FittedConfig, UsageError
+from examples.gpt2.config import Config, FittedConfig, UsageError, flag
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import on_process_0, print_once
-from examples.gpt2.model.files import read_vocabulary
+from examples.gpt2.model.config import NORM_EPSILON
+from examples.gpt2.model.files import read_description, read_vocabulary
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
@@ -19,16 +20,55 @@ from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import load_model, weights_sha256
 from examples.gpt2.storage import as_path
 
-# What may differ between a model and the run that starts from it.
-_NOT_WEIGHTS: tuple[str, ...] = (
-  'dtype',
-  'reduce_dtype',
-  'remat',
-  'unroll',
-  'init_std',
-)
-# Of a llama, which has no weights for positions.
-_NOT_WEIGHTS_OF_LLAMA = (*_NOT_WEIGHTS, 'context_length')
+# Settings that say what a model is.
+_MODEL = (
+  'architecture', 'num_layers', 'num_heads', 'num_kv_heads', 'head_width',
+  'rope_theta', 'rope_scaling', 'width', 'mlp_width', 'context_length',
+  'norm_epsilon', 'qk_norm', 'untied_head',
+)  # fmt: skip
+
+
+def with_model(config: Config) -> Config:
+  """Returns settings with those of the model that a run starts from.
+
+  That is the model of ``--init-from`` or ``--fork-from``. Raises ``UsageError``
+  if a setting that is given is another.
+  """
+  folder = config.init_from or config.fork_from
+  if folder is None:
+    return config
+  is_set = {x: getattr(config, x) != getattr(Config, x) for x in _MODEL}
+  try:
+    found = dict(vars(read_description(folder).config))
+  except UsageError:  # Of what is gone or damaged, others say more.
+    found = _recorded(config.out_dir)
+  else:
+    _check_same_model(folder, found, config, is_set)
+  missing = {x: found[x] for x in _MODEL if x in found and not is_set[x]}
+  # Stored settings leave out what is usual.
+  if found.get('norm_epsilon') == NORM_EPSILON.get(
+    found.get('architecture', '')
+  ):
+    missing.pop('norm_epsilon', None)
+  return dataclasses.replace(config, **missing)
+
+
+def _check_same_model(
+  folder: Path, found: dict[str, Any], config: Config, is_set: dict[str, bool]
+) -> None:
+  # A Llama has no weights for positions.
+  is_llama = found['architecture'] == 'llama'
+  changes = [
+    f'{flag(x)} {getattr(config, x)} instead of {found[x]}'
+    for x in _MODEL
+    if is_set[x] and getattr(config, x) != found[x]
+    if not (is_llama and x == 'context_length')
+  ]
+  if changes:
+    raise UsageError(
+      f'{folder} holds another model than the settings say: '
+      f'{", ".join(changes)}. They may be left out.'
+    )
 
 
 def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
@@ -133,25 +173,19 @@ def initial_params(
 ) -> Any:
   """Returns the weights of ``--init-from``, None without it.
 
-  Raises ``UsageError`` if its model is another than that of the settings, or
-  has another tokenizer than the data.
+  Raises ``UsageError`` if they have another vocabulary or tokenizer than the
+  data, or if the state of ``--fork-from`` has other shapes.
   """
+  if config.fork_from is not None:
+    _forked(config).check(trainer.shapes)
   if config.init_from is None:
     return None
   model = load_model(config.init_from, trainer.mesh, config.init_step)
-  found, expected = vars(model.config), vars(trainer.model_config)
-  free = _NOT_WEIGHTS
-  if model.config.architecture == 'llama':
-    free = _NOT_WEIGHTS_OF_LLAMA
-  changes = ', '.join(
-    f'{name}: {found[name]} -> {expected[name]}'
-    for name in sorted(found)
-    if name not in free and found[name] != expected[name]
-  )
-  if changes:
+  rows = [x.vocab_size for x in (model.config, trainer.model_config)]
+  if rows[0] != rows[1]:
     raise UsageError(
-      f'--init-from {config.init_from} holds another model than the settings '
-      f'say ({changes}).'
+      f'--init-from {config.init_from} has a vocabulary of {rows[0]} tokens, '
+      f'and --data {config.data} one of {rows[1]} (padded).'
     )
   tokenizers = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(tokenizers)) > 1:
