@@ -41,10 +41,10 @@ from examples.gpt2.presets import resolve  # noqa: E402
 from examples.gpt2.run.step import Trainer  # noqa: E402
 import merit_optax  # noqa: E402
 
-# muon is Optax's. The last two are former names.
+# muon is Optax's, whole-muon the same with ours. The last two are former names.
 Name = Literal[
-  'adamw', 'lamb', 'merit', 'muon', 'adam-hyperball', 'muon-hyperball',
-  'adam-kept', 'muon-kept',
+  'adamw', 'lamb', 'merit', 'muon', 'whole-muon', 'adam-hyperball',
+  'muon-hyperball', 'adam-kept', 'muon-kept',
 ]  # fmt: skip
 _RATE = 1e-3
 
@@ -208,6 +208,7 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
         muon_dimension_numbers, qkv='fused'
       ),
     ),
+    'whole-muon': lambda: _whole_muon(specs),
     'adam-hyperball': lambda: merit_optax.adam_hyperball(
       _RATE, weight_dimension_numbers=specs
     ),
@@ -215,6 +216,24 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
       _RATE, weight_dimension_numbers=specs
     ),
   }[FORMER_NAMES.get(name, name)]()
+
+
+def _whole_muon(specs: Callable[[Any], Any]) -> optax.GradientTransformation:
+  """Returns Optax's Muon with ``merit_optax.scale_by_muon`` in it."""
+
+  def labels(params: Any) -> Any:
+    return jax.tree.map(
+      lambda is_hidden: 'muon' if is_hidden else 'adam',
+      merit_optax.hidden_matrices(params),
+    )
+
+  muon = optax.chain(
+    merit_optax.scale_by_muon(weight_dimension_numbers=specs),
+    optax.add_decayed_weights(0.01),
+    optax.scale_by_learning_rate(_RATE),
+  )
+  adam = optax.adamw(_RATE, weight_decay=0.0, nesterov=True)
+  return optax.partition({'muon': muon, 'adam': adam}, labels)
 
 
 def compile_step(

@@ -73,9 +73,9 @@ def scale_by_muon(
   All matrices of one shape are computed as one stack, whatever parameters they
   belong to. Where a matrix has 1.5 times as many columns as rows or more (or
   the reverse), the products are of its Gram matrix, which takes fewer FLOPs
-  (0.8 of them at four times as many columns), as long as rounding errors stay
-  small: in float32 it is computed anew after two iterations. In bfloat16 they
-  would not.
+  (two thirds of them at four times as many columns), as long as rounding errors
+  stay small: in float32 it is computed anew after two of five iterations. In
+  bfloat16 they would not.
 
   **On a mesh**, each device orthogonalizes whole matrices: they are moved there
   and back, in ``ns_dtype``, and products are not split. Therefore the bits of

@@ -31,7 +31,7 @@ def per_parameter(
     weight_dimension_numbers: As the user gave them.
   """
   # Inlined, it leaves the program as it is, and equal shapes are traced once.
-  change_traced = jax.jit(change, static_argnums=2, inline=True)
+  change_traced = jax.jit(change, static_argnums=2)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     check_params(weight_dimension_numbers, as_arrays(params))

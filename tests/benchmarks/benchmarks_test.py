@@ -31,7 +31,8 @@ def test_each_contender_has_its_turn_in_each_round():
 def test_optimizer_steps_are_compared(tmp_path: Path):
   out = tmp_path / 'results.json'
   names = [
-    'adamw', 'lamb', 'merit', 'muon', 'adam-hyperball', 'muon-hyperball',
+    'adamw', 'lamb', 'merit', 'muon', 'whole-muon', 'adam-hyperball',
+    'muon-hyperball',
   ]  # fmt: skip
   optimizer_step.main([
     '--presets', 'demo', '--num-layers', '1',
