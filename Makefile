@@ -117,13 +117,15 @@ package: $(VENV)/.dev ## Build wheel and sdist into dist/, and check them.
 	$(RUN) build
 	$(RUN) twine check --strict dist/*
 
-# $(VENV)/.test and so on mark that the extra of that name is installed. Without
-# --no-compile, pip would compile what is never imported too.
+# $(VENV)/.test and so on mark that the dependency group of that name is installed,
+# which the pip of Python 3.11 does not know yet. Without --no-compile, pip would
+# compile what is never imported too.
 $(VENV)/.%: pyproject.toml $(wildcard constraints*.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo 'Python 3.11 or newer is needed: make PYTHON=python3.12 ...'; exit 1; }
 	@echo 'Installing into $(VENV), which takes a few minutes.'
 	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --disable-pip-version-check 'pip>=25.1'
 	$(RUN) pip install --quiet --no-compile --disable-pip-version-check \
-	  --constraint $(CONSTRAINTS) --editable '.[$*]'
+	  --constraint $(CONSTRAINTS) --group $* --editable .
 	@touch $@

@@ -2,7 +2,7 @@
 
 The weights keep Hugging Face's names; the logits are transformers' own, from
 the CPU in float32. Every parameter is drawn at random, biases and layer norms
-too, so that each term counts. To run it (needs the `compare` extra):
+too, so that each term counts. To run it (needs the `compare` group):
 
   python tests/data/make_gpt2_golden.py tests/data/gpt2_golden.safetensors
 """

@@ -3,7 +3,7 @@
 It has grouped queries, heads that are wider than width / heads, and rotary
 positions as Llama 3.1 scales them. As in make_gpt2_golden.py, all is
 transformers' own, and every parameter is drawn at random. To run it (needs the
-`compare` extra):
+`compare` group):
 
   python tests/data/make_llama_golden.py tests/data/llama_golden.safetensors
 """

@@ -31,9 +31,9 @@ _FLAGS = (
   '--disable-sync',
 )
 
-pytest.importorskip('sphinx', reason='needs the extra docs')
+pytest.importorskip('sphinx', reason='needs the group docs')
 sync_api = pytest.importorskip(
-  'playwright.sync_api', reason='needs the extra docs'
+  'playwright.sync_api', reason='needs the group docs'
 )
 pytestmark = [
   pytest.mark.slow,

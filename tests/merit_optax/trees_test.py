@@ -197,13 +197,15 @@ def test_other_leaves_are_named(take):
     take({'kernel': jnp.ones((3, 2), jnp.float8_e4m3fn)})
 
 
-def test_numbers_are_arrays():
-  number, array = {'s': 2.0}, {'s': jnp.full((), 2.0)}
-  optimizer = merit_optax.merit(0.1, weight_decay=0.1)
+@pytest.mark.parametrize('value', [2.0, 2, 2.0 + 1.0j])
+def test_numbers_are_arrays(value):
+  number, array = {'s': value}, {'s': jnp.asarray(value)}
+  optimizer = merit_optax.merit(0.1)
   states = [optimizer.init(x) for x in (number, array)]
   chex.assert_trees_all_equal_shapes_and_dtypes(*states)
+  gradients = jax.tree.map(lambda x: 1.0 * x, array)
   chex.assert_trees_all_equal(
-    _step(optimizer, number, number), _step(optimizer, array, array)
+    _step(optimizer, number, gradients), _step(optimizer, array, gradients)
   )
 
 
