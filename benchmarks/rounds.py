@@ -1,4 +1,4 @@
-"""Interleaved timing: what disturbs the machine disturbs all contenders."""
+"""Interleaved timing: what disturbs the machine disturbs all candidates."""
 
 from collections.abc import Callable
 import dataclasses
@@ -21,7 +21,7 @@ from examples.gpt2.devices import hardware
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """Seconds of a contender, by round."""
+  """Seconds of a candidate, by round."""
 
   seconds: tuple[float, ...]
 
@@ -40,28 +40,28 @@ class Timing:
 
 
 def race(
-  contenders: dict[str, Callable[[], None]], rounds: int
+  candidates: dict[str, Callable[[], None]], rounds: int
 ) -> dict[str, Timing]:
-  """Times contenders in turns.
+  """Times candidates in turns.
 
   Args:
-    contenders: By name, functions that do a piece of work and wait for its end.
+    candidates: By name, functions that do a piece of work and wait for its end.
       Each is called once before the first round.
     rounds: How often to time each.
 
   Returns:
     The timings, by name.
   """
-  seconds: dict[str, list[float]] = {name: [] for name in contenders}
-  for name in tqdm.tqdm(contenders, 'compiling', leave=False):
-    contenders[name]()
+  seconds: dict[str, list[float]] = {name: [] for name in candidates}
+  for name in tqdm.tqdm(candidates, 'compiling', leave=False):
+    candidates[name]()
   for number in tqdm.trange(rounds, desc='rounds', leave=False):
-    names = list(contenders)
+    names = list(candidates)
     # Nobody always runs after the same neighbour.
     random.Random(number).shuffle(names)
     for name in names:
       start = time.perf_counter()
-      contenders[name]()
+      candidates[name]()
       seconds[name].append(time.perf_counter() - start)
   return {name: Timing(tuple(x)) for name, x in seconds.items()}
 

@@ -71,7 +71,7 @@ class Settings:
   """Steps in a round."""
 
   rounds: int = 7
-  """Rounds, in each of which every contender has its turn."""
+  """Rounds, in each of which every candidate has its turn."""
 
   out: Path = Path('benchmarks/results/train_step.json')
   """File of the results."""
@@ -81,21 +81,21 @@ def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   settings = tyro.cli(Settings, args=args, prog='benchmarks.train_step')
   config = _config(settings, 'merit')
-  contenders = {
+  candidates = {
     _title(name): _ours(_config(settings, name), settings)
     for name in settings.optimizers
   }
-  contenders[_DIAGNOSTICS] = _diagnostics(config)
-  contenders[_UPDATE] = _update(config)
+  candidates[_DIAGNOSTICS] = _diagnostics(config)
+  candidates[_UPDATE] = _update(config)
   folder = contextlib.ExitStack()
-  contenders[_READING] = _reading(
+  candidates[_READING] = _reading(
     config, Path(folder.enter_context(tempfile.TemporaryDirectory()))
   )
   peer = _peer(config, settings.steps)
   if peer is not None:
-    contenders[_PEER] = peer
+    candidates[_PEER] = peer
   with folder:
-    timings = race(contenders, settings.rounds)
+    timings = race(candidates, settings.rounds)
   parts = {
     'update_seconds': timings.pop(_UPDATE).median,
     'reading_seconds': timings.pop(_READING).median,
@@ -295,7 +295,7 @@ def _peer_config(transformers: Any, config: FittedConfig) -> Any:
 def _rows(
   timings: dict[str, Timing], config: FittedConfig, settings: Settings
 ) -> list[dict[str, Any]]:
-  """Returns the results of each contender."""
+  """Returns the results of each candidate."""
   trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
   flops = trainer.flops_per_token
   peak = hardware.peak_flops(jax.devices()[0]) * jax.device_count()

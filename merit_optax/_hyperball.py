@@ -148,7 +148,7 @@ def muon_hyperball(
     :func:`merit_optax.starting_learning_rate`.
   - Put a clip of the gradient's norm in front, such as
     :func:`merit_optax.clip_by_global_norm`, and use a warm-up.
-  - :func:`merit_optax.describe_hyperball` shows what becomes of each parameter.
+  - :func:`merit_optax.describe_hyperball` shows how each parameter is treated.
 
   Given the same gradients, an update has the same bits on every mesh.
 

@@ -26,8 +26,8 @@ def checked(name: str, mask: Any) -> Callable[[Any], Any]:
 
   Returns:
     A function that raises ``ValueError`` if the mask holds anything else, does
-    not fit the parameters, or is itself a boolean. That is what becomes of a
-    function that ``optax.inject_hyperparams`` took for a schedule.
+    not fit the parameters, or is itself a boolean, as a function is that
+    ``optax.inject_hyperparams`` took for a schedule.
   """
 
   def check(params: Any) -> Any:

@@ -295,3 +295,12 @@ def test_moments_that_were_taken_over_are_those_merit_would_have():
     update(gradients[3], expected, params),
     rtol=1e-5,
   )
+
+
+@pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16])
+def test_the_largest_decay_that_a_message_names_is_accepted(dtype):
+  params = jnp.ones((2, 2))
+  with pytest.raises(ValueError, match='b2 must be at most') as raised:
+    merit_optax.merit(0.1, b2=0.9999, nu_dtype=dtype).init(params)
+  largest = float(str(raised.value).split('at most ')[1].split()[0])
+  merit_optax.merit(0.1, b2=largest, nu_dtype=dtype).init(params)

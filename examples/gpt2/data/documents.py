@@ -253,7 +253,7 @@ def _records(stream: IO[bytes]) -> Iterator[bytes]:
   content = head + stream.read()
   try:
     items = json.loads(content)
-  except (ValueError, RecursionError):  # Each line is then judged by itself.
+  except (ValueError, RecursionError):  # Each line is then looked at by itself.
     yield from io.BytesIO(content)
     return
   for item in items:

@@ -286,7 +286,7 @@ class _Steps:
     return self.checkpoints.save(step, self.state, val_loss)
 
   def _stop_if_asked(self, step: int, received: int | None) -> None:
-    """Raises, with what becomes of the run, if there was a signal."""
+    """Raises ``StoppedError`` if there was a signal."""
     if received is None:
       return
     self.is_saved = self.checkpoints.wait() and self.is_saved
