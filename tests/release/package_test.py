@@ -63,7 +63,6 @@ def test_wheel_holds_the_library_only(wheel: Path):
       | {'merit_optax/py.typed'}
       | {f'{_NAME}.dist-info/{name}' for name in about}
     )
-  assert wheel.stat().st_size < 60_000
 
 
 def test_tree_and_sdist_build_the_same_wheel(wheel: Path, tmp_path: Path):
