@@ -23,7 +23,6 @@ hypothesis.settings.load_profile('tests')
 
 _LONGEST = (
   'resume_test.py',
-  'runs_test.py',
   'step_test.py',
   'train_test.py',
   'pretrain_test.py',
@@ -31,12 +30,10 @@ _LONGEST = (
   'blocks_test.py',
   'optax_suite_test.py',
   'together_test.py',
-  'measures_test.py',
   'command_test.py',
   'report_test.py',
   'benchmarks_test.py',
   'log_test.py',
-  'arms_test.py',
 )
 
 

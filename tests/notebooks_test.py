@@ -111,15 +111,11 @@ def test_outputs_are_those_of_one_run_of_this_code(path):
 
 
 @_each_notebook
-def test_notebook_has_the_form_that_nbformat_writes(path):
+def test_notebook_has_the_form_that_nbformat_writes_and_a_title(path):
   notebook = _read(path)
   nbformat.validate(notebook)
   assert path.read_text() == nbformat.writes(notebook) + '\n'
-
-
-@_each_notebook
-def test_notebook_starts_with_a_title(path):
-  assert _read(path).cells[0].source.startswith('# ')
+  assert notebook.cells[0].source.startswith('# ')
 
 
 def _install_cell() -> str:

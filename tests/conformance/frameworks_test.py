@@ -33,9 +33,14 @@ def _mean_squared_error(outputs, targets):
   return jnp.mean((outputs - targets) ** 2)
 
 
-def _assert_falls(losses):
-  assert len(losses) == _STEPS
+def _train(step, *carry):
+  """Returns what is carried through the steps, whose loss has to fall."""
+  losses = []
+  for _ in range(_STEPS):
+    *carry, loss = step(*carry)
+    losses.append(float(loss))
   assert losses[-1] < losses[0] / 3, losses
+  return carry
 
 
 def _dict_params():
@@ -60,15 +65,6 @@ def _dict_step(optimizer):
     return optax.apply_updates(params, updates), state, loss
 
   return step
-
-
-def test_dict():
-  optimizer, params, losses = _optimizer(), _dict_params(), []
-  state, step = optimizer.init(params), _dict_step(optimizer)
-  for _ in range(_STEPS):
-    params, state, loss = step(params, state)
-    losses.append(float(loss))
-  _assert_falls(losses)
 
 
 class _NnxModel(nnx.Module):
@@ -115,11 +111,10 @@ def test_nnx_optimizer_of_sharded_parameters():
     def step(model, optimizer):
       loss, gradient = nnx.value_and_grad(_nnx_loss)(model, *_data())
       optimizer.update(model, gradient)
-      return loss
+      return [loss]
 
     model, optimizer = create()
-    losses = [float(step(model, optimizer)) for _ in range(_STEPS)]
-  _assert_falls(losses)
+    _train(lambda: step(model, optimizer))
   kernel = model.hidden.kernel
   expected = NamedSharding(_mesh((4, 2)), P('fsdp', 'tensor'))
   assert kernel.sharding.is_equivalent_to(expected, 2)
@@ -133,7 +128,7 @@ def test_nnx_optimizer_of_sharded_parameters():
 
 @pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 def test_nnx_parameters_as_plain_arrays():
-  optimizer, losses = _optimizer(), []
+  optimizer = _optimizer()
 
   @jax.jit
   def step(params, state):
@@ -147,11 +142,7 @@ def test_nnx_parameters_as_plain_arrays():
   with jax.set_mesh(_mesh((4, 2))):
     graphdef, params = nnx.split(_NnxModel(nnx.Rngs(0)))
     params = nnx.as_pure(params)
-    state = optimizer.init(params)
-    for _ in range(_STEPS):
-      params, state, loss = step(params, state)
-      losses.append(float(loss))
-  _assert_falls(losses)
+    _train(step, params, optimizer.init(params))
 
 
 class _LinenModel(linen.Module):
@@ -180,11 +171,7 @@ def test_linen_train_state():
     loss, gradient = jax.value_and_grad(loss_of)(state.params)
     return state.apply_gradients(grads=gradient), loss
 
-  losses = []
-  for _ in range(_STEPS):
-    state, loss = step(state)
-    losses.append(float(loss))
-  _assert_falls(losses)
+  (state,) = _train(step, state)
   assert state.step == state.opt_state[0].count == _STEPS
 
 
@@ -209,11 +196,7 @@ def test_equinox_with_leaves_that_are_no_arrays():
     updates, state = optimizer.update(gradient, state, params)
     return eqx.apply_updates(model, updates), state, loss
 
-  losses = []
-  for _ in range(_STEPS):
-    model, state, loss = step(model, state)
-    losses.append(float(loss))
-  _assert_falls(losses)
+  _train(step, model, state)
 
 
 def _shardings(optimizer, params, mesh):
@@ -231,12 +214,12 @@ def _shardings(optimizer, params, mesh):
 
 
 @pytest.mark.parametrize(
-  'options', [{}, {'mu_dtype': jnp.bfloat16}], ids=['default', 'mu_dtype']
-)
-@pytest.mark.parametrize(
-  'shape, names',
-  [((2, 4), ('fsdp', 'tensor')), ((8,), ('fsdp',))],
-  ids=['other shape', 'fewer axes'],
+  'shape, names, options',
+  [
+    ((2, 4), ('fsdp', 'tensor'), {}),
+    ((8,), ('fsdp',), {'mu_dtype': jnp.bfloat16}),
+  ],
+  ids=['other shape', 'fewer axes and another dtype'],
 )
 def test_orbax_restores_the_state_on_another_mesh(
   shape, names, options, tmp_path

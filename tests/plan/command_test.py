@@ -20,16 +20,12 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import fit
-from examples.gpt2.run.step import Trainer
 from examples.plan import (
   __main__ as plan,
-  collectives,
-  hlo,
   programs,
   roofline,
   sweep,
   topology,
-  traffic,
 )
 
 _TINY = (
@@ -46,12 +42,7 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
   assert error.value.code == 2
   text = capsys.readouterr().err
   assert "'.[pod]'" in text
-  assert topology.requirement() in text
-  assert f'jax {jax.__version__}' in text
-
-
-def test_the_libtpu_that_jax_asks_for_is_found():
-  assert topology.requirement().startswith('libtpu==')
+  assert re.search(rf"'libtpu==[\d.*]+', .* jax {jax.__version__}", text), text
 
 
 def test_a_sweep_tries_every_mesh_once():
@@ -61,6 +52,11 @@ def test_a_sweep_tries_every_mesh_once():
     sizes = dict(axis.split('=') for axis in text.split(','))
     assert list(sizes) == ['data', 'fsdp', 'tensor']
     assert math.prod(map(int, sizes.values())) == 12
+
+
+def test_a_sweep_rematerializes_as_told_or_more():
+  found = [x.remat for x in sweep.ways(Config(remat='dots'), 1)]
+  assert found == ['dots', 'full']
 
 
 @pytest.fixture
@@ -95,6 +91,9 @@ def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
   assert sum(results['memory'].values()) == results['needed_bytes']
   # A micro-batch takes the parameters of each of two layers.
   assert results['collectives']['all-gather']['executions'] >= 2
+  update = results['update']
+  assert set(update['collectives']) == {'all-reduce'}
+  assert 0 < update['hbm_bytes'] < results['hbm_bytes']
   assert 0 < results['update_share'] < 1
   text = capsys.readouterr().out
   for words in (
@@ -105,15 +104,12 @@ def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
 
 
 @pytest.mark.usefixtures('emulated_slice')
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_products_of_the_update_are_part_of_the_step(
-  dtype: str, tmp_path: Path, capsys
-):
+def test_products_of_the_update_are_part_of_the_step(tmp_path: Path, capsys):
   out = tmp_path / 'plan.json'
-  plan.main(
-    [*_TINY, '--mesh', 'fsdp=2', '--optimizer', 'muon', '--dtype', dtype]
-    + ['--out', str(out)]
-  )
+  plan.main([
+    *_TINY, '--mesh', 'fsdp=2', '--optimizer', 'muon', '--qk-clip', '100',
+    '--dtype', 'bfloat16', '--out', str(out),
+  ])  # fmt: skip
   results = json.loads(out.read_text())
   update = results['update']
   # Five iterations for four matrices, 16 rows or columns each, of two layers.
@@ -129,22 +125,16 @@ def test_products_of_the_update_are_part_of_the_step(
 
 
 @pytest.mark.usefixtures('emulated_slice')
-def test_an_update_without_products_is_not_compiled_for_the_step(monkeypatch):
-  monkeypatch.setattr(programs, 'compile_update', None)
-  plan.main([*_TINY, '--sweep', '--remat', 'full', '--batch-size', '1'])
-
-
-@pytest.mark.usefixtures('emulated_slice')
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
     (('--batch-size', '15'), 'must divide --batch-size 15'),
-    (('--micro-batch-size', '3'), '--micro-batch-size 3 must divide'),
     (('--mesh', 'fsdp=3'), 'number of devices'),
     (('--sweep',), '--sweep tries every mesh'),
+    (('--network', '25'), '--network is GB/s of a GPU'),
   ],
 )
-def test_what_the_trainer_refuses_is_refused(
+def test_settings_that_do_not_fit_are_refused(
   flags: tuple[str, ...], message: str, capsys
 ):
   with pytest.raises(SystemExit) as error:
@@ -154,58 +144,73 @@ def test_what_the_trainer_refuses_is_refused(
 
 
 @pytest.mark.usefixtures('emulated_slice')
-def test_a_sweep_says_why_meshes_are_left_out(tmp_path: Path, capsys):
+def test_a_sweep_says_why_meshes_are_left_out(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+  # An update without products is not compiled on its own, which takes long.
+  monkeypatch.setattr(programs, 'compile_update', None)
   out = tmp_path / 'plan.json'
   plan.main(
-    [*_TINY, '--sweep', '--batch-size', '1', '--remat', 'dots']
+    [*_TINY, '--sweep', '--batch-size', '1', '--remat', 'full']
     + ['--out', str(out)]
   )
   results = json.loads(out.read_text())
-  found = {(row['mesh'], row['remat']) for row in results['rows']}
-  assert found == {('data=1,fsdp=1,tensor=2', x) for x in ('dots', 'full')}
+  (best,) = results['rows']
+  assert best['mesh'] == 'data=1,fsdp=1,tensor=2'
   left_out = ['data=2,fsdp=1,tensor=1', 'data=1,fsdp=2,tensor=1']
   reason = 'data * fsdp = 2 of --mesh must divide --batch-size 1.'
   assert results['left_out'] == {reason: left_out}
   text = capsys.readouterr().out
   assert f'left out: {reason} ({", ".join(left_out)})' in text
-  best = results['rows'][0]
-  assert f'--mesh {best["mesh"]} --remat {best["remat"]} ' in text
+  assert f'--mesh {best["mesh"]} --remat full --micro-batch-size 1' in text
 
 
-@pytest.mark.usefixtures('emulated_slice')
-@pytest.mark.parametrize('given', [(), ('--micro-batch-size', '8')])
-@pytest.mark.parametrize('raises', [False, True])
-def test_a_sweep_takes_a_smaller_micro_batch_where_one_does_not_fit(
-  given: tuple[str, ...],
-  raises: bool,
-  tmp_path: Path,
-  monkeypatch: pytest.MonkeyPatch,
-):
-  tried = []
+def _sweep(measure, **settings: Any) -> dict[str, Any]:
+  """Sweeps over two devices; only the micro-batch decides what is measured."""
+  config = resolve(Config(batch_size=16, remat='full', **settings))
 
-  def measure(config: Config, trainer: Trainer, **_: Any) -> dict[str, Any]:
-    size = config.micro_batch_size
-    tried.append(size)
-    if raises and size > 2:
-      raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 3G of 1G')
-    return dict.fromkeys(
-      ('needed_bytes', 'seconds', 'seconds_without_overlap', 'mfu',
-       'tokens_per_second'), 1.0
-    ) | {'mesh': config.mesh, 'remat': config.remat, 'fits': size <= 2,
-         'micro_batch_size': size, 'bound': 'memory'}  # fmt: skip
+  def make(config):
+    mesh = make_mesh(config.mesh, jax.devices()[:2])
+    return fit(config, mesh), types.SimpleNamespace(mesh=mesh)
 
-  monkeypatch.setattr(programs, 'measure_step', measure)
-  out = tmp_path / 'plan.json'
-  plan.main([*_TINY, '--sweep', '--remat', 'full', '--out', str(out), *given])
-  results = json.loads(out.read_text())
-  if not given:
-    assert {row['micro_batch_size'] for row in results['rows']} == {2}
-    assert len(tried) > len(results['rows']) == 3
-  elif raises:
-    assert not results['rows']
-  else:
-    assert set(tried) == {8}
-    assert not any(row['fits'] for row in results['rows'])
+  return sweep.measure_all(
+    config, 2, make, lambda config, _: measure(config.micro_batch_size)
+  )
+
+
+def _measure_or_raise(size: int) -> dict[str, Any]:
+  if size > 2:
+    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 3G of 1G')
+  return {'fits': True, 'seconds_without_overlap': 1.0, 'size': size}
+
+
+def _measure(size: int) -> dict[str, Any]:
+  return {'fits': size <= 2, 'seconds_without_overlap': 1 / size, 'size': size}
+
+
+@pytest.mark.parametrize('measure', [_measure, _measure_or_raise])
+def test_a_sweep_takes_the_largest_micro_batch_that_fits(measure):
+  rows = _sweep(measure)['rows']
+  assert [row['size'] for row in rows] == [2, 2, 2]
+
+
+def test_a_micro_batch_that_is_given_is_the_only_one():
+  rows = _sweep(_measure, micro_batch_size=8)['rows']
+  assert [row['size'] for row in rows] == [8, 8, 8]
+  found = _sweep(_measure_or_raise, micro_batch_size=8)
+  assert found['rows'] == []
+  assert list(found['left_out']) == ['RESOURCE_EXHAUSTED: 3G of 1G']
+
+
+def test_a_sweep_ranks_what_fits_first_and_then_by_time():
+  measured = iter([(False, 1.0), (True, 3.0), (True, 2.0)])
+
+  def measure(_: int) -> dict[str, Any]:
+    fits, seconds = next(measured)
+    return {'fits': fits, 'seconds_without_overlap': seconds}
+
+  rows = _sweep(measure, micro_batch_size=8)['rows']
+  assert [row['seconds_without_overlap'] for row in rows] == [2.0, 3.0, 1.0]
 
 
 @pytest.mark.usefixtures('emulated_slice')
@@ -244,21 +249,3 @@ def test_attention_is_that_of_the_mesh(platform: str | None, monkeypatch):
   with jax.sharding.use_abstract_mesh(mesh):
     jax.eval_shape(causal_attention, query, query, query)
   assert bool(calls) == (platform is not None)
-
-
-@pytest.mark.parametrize('qk_clip', [None, 100.0])
-def test_the_update_alone_has_no_gradients(qk_clip: float | None):
-  sizes = dict(
-    num_layers=1, width=16, num_heads=2, context_length=8, qk_clip=qk_clip
-  )
-  config = resolve(Config(**sizes, vocab_size=257, unroll=1))
-  trainer = Trainer(config, 257, make_mesh('fsdp=8'))
-  update, step = (
-    hlo.parse(compiled.as_text())
-    for compiled in (
-      programs.compile_update(trainer),
-      programs.compile_step(fit(config, trainer.mesh), trainer),
-    )
-  )
-  assert 0 < traffic.hbm_bytes(update) < traffic.hbm_bytes(step)
-  assert {x.kind for x in collectives.collectives(update)} == {'all-reduce'}

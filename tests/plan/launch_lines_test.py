@@ -2,11 +2,8 @@
 
 import json
 import math
-import os
 from pathlib import Path
 import re
-import subprocess
-import sys
 
 import tyro
 
@@ -55,16 +52,9 @@ def _launches() -> dict[str, int]:
   return launches
 
 
-def test_documented_launches_fit_their_meshes():
+def test_documented_launches_fit_their_meshes(run):
   launches = _launches()
   assert {8, 16, 256} <= set(launches.values())
-  done = subprocess.run(
-    [sys.executable, '-c', _TRACE, json.dumps(launches)],
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=_ROOT,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu', 'JAX_NUM_CPU_DEVICES': '256'},
-  )
+  done = run('-c', _TRACE, json.dumps(launches), JAX_NUM_CPU_DEVICES='256')
   assert done.returncode == 0, done.stderr
   assert done.stdout.split() == ['0'] * len(launches)

@@ -121,6 +121,13 @@ def test_tests_that_make_names_exist():
   assert [path for path in named if not (_ROOT / path).exists()] == []
 
 
+def test_tests_that_run_first_exist():
+  text = (_ROOT / 'tests/conftest.py').read_text()
+  named = set(re.findall(r"'(\w+_test\.py)'", text))
+  assert 'resume_test.py' in named
+  assert named <= {path.name for path in _ROOT.glob('tests/**/*_test.py')}
+
+
 def _git_grep(*arguments: str) -> list[str]:
   done = subprocess.run(
     ['git', 'grep', '--untracked', '-I', *arguments],

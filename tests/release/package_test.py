@@ -63,7 +63,6 @@ def test_wheel_holds_the_library_only(wheel: Path):
       | {'merit_optax/py.typed'}
       | {f'{_NAME}.dist-info/{name}' for name in about}
     )
-  assert wheel.stat().st_size < 60_000
 
 
 def test_tree_and_sdist_build_the_same_wheel(wheel: Path, tmp_path: Path):
@@ -155,28 +154,27 @@ largest: jax.Array = found.max_logit
 """
 
 
-@pytest.mark.parametrize(
-  'line, complaint',
-  [
-    ('', None),
-    ('merit_optax.merit()', 'Missing positional argument "learning_rate"'),
-    ('merit_optax.merit(0.1, beta=0.9)', 'Unexpected keyword argument'),
-    ('merit_optax.describe(params) + 1', 'Unsupported operand types'),
-    ('found.logit', 'has no attribute "logit"'),
-    ('merit_optax.lamb', 'has no attribute "lamb"'),
-  ],
-)
-def test_a_users_program_is_type_checked(
-  user: Path, tmp_path: Path, line: str, complaint: str | None
-):
+_MISTAKES = {
+  'merit_optax.merit()': 'Missing positional argument "learning_rate"',
+  'merit_optax.merit(0.1, beta=0.9)': 'Unexpected keyword argument',
+  'merit_optax.describe(params) + 1': 'Unsupported operand types',
+  'found.logit': 'has no attribute "logit"',
+  'merit_optax.lamb': 'has no attribute "lamb"',
+}
+
+
+def test_a_users_program_is_type_checked(user: Path, tmp_path: Path):
   program = tmp_path / 'program.py'
-  program.write_text(f'{_TYPED}{line}\n')
+  program.write_text(_TYPED + '\n'.join(_MISTAKES))
   done = subprocess.run(
     [sys.executable, '-m', 'mypy', '--strict', '--python-executable', user,
-     '--config-file', '', '--cache-dir', user.parents[1] / 'cache', program],
+     '--config-file', '', '--cache-dir', tmp_path / 'cache', program],
     cwd=tmp_path, capture_output=True, text=True, check=False,
   )  # fmt: skip
-  if complaint is None:
-    assert done.returncode == 0, done.stdout + done.stderr
-  else:
-    assert complaint in done.stdout, done.stdout + done.stderr
+  *complaints, count = done.stdout.splitlines()
+  # Nothing is wrong with the lines before them.
+  assert count.startswith('Found 5 errors in 1 file'), done.stdout + done.stderr
+  first = len(_TYPED.splitlines()) + 1
+  for number, expected in enumerate(_MISTAKES.values(), first):
+    (found,) = [x for x in complaints if f'program.py:{number}: error' in x]
+    assert expected in found

@@ -29,8 +29,8 @@ def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   ('flags', 'message'),
   [
     ('--jobs 0 --results .', '--jobs must be at least 1, got 0'),
-    ('--steps 0 --results .', '--steps must be at least 1, got 0'),
     ('--jobs 2 --mesh fsdp=2', '--jobs must be 1, got 2'),
+    ('--jobs 2 --together 3', '--together 3 needs one process and --jobs 1'),
     ('--steps 3', '--results another folder'),
     ('--data x.txt', '--results another folder'),
     ('--scale small --dtype bfloat16', '--results another folder'),
@@ -56,11 +56,11 @@ def tokens(tmp_path: Path):
 def start(tmp_path: Path):
   """Starts a tiny study as a process, whose output goes to NAME.log."""
 
-  def start(name: str, *flags: str, devices: int = 1) -> subprocess.Popen:
+  def start(name: str, *flags: str) -> subprocess.Popen:
     environment = {
       'PYTHONPATH': str(_TINY_STUDY.parents[2]),
       'JAX_PLATFORMS': 'cpu',
-      'JAX_NUM_CPU_DEVICES': str(devices),
+      'JAX_NUM_CPU_DEVICES': '2',
     }
     with (tmp_path / f'{name}.log').open('w') as log:
       return subprocess.Popen(
@@ -89,7 +89,7 @@ def start_pair(start):
       start(
         f'process{i}', '--coordinator', f'localhost:{port}',
         '--num-processes', '2', '--process-id', str(i), '--mesh',
-        'fsdp=2,tensor=2', '--results', f'results{i}', devices=2,
+        'fsdp=2,tensor=2', '--results', f'results{i}',
       )
       for i in range(2)
     ]  # fmt: skip
@@ -120,23 +120,13 @@ def test_an_experiment_runs_from_beginning_to_end(
     monkeypatch.setattr(module, 'EXPERIMENTS', tiny['EXPERIMENTS'])
   monkeypatch.chdir(tmp_path)
   command.main([
-    'batch-scaling', '--steps', '3', '--data', '.', '--jobs', '1', '--mesh',
-    'tensor=2', '--results', 'results',
+    'batch-scaling', '--scale', 'small', '--steps', '3', '--data', '.',
+    '--jobs', '1', '--mesh', 'fsdp=2,tensor=2', '--results', 'results',
   ])  # fmt: skip
-  _assert_results(tmp_path / 'results', 'nano')
+  _assert_results(tmp_path / 'results', 'small')
   output = capsys.readouterr().out
   assert 'about 2 trials left' in output
   assert output.count('wrote') == 2
-
-
-@pytest.mark.slow
-def test_a_large_scale_runs_on_a_mesh(start, tmp_path):
-  study = start(
-    'study', '--scale', 'small', '--results', 'results', '--mesh',
-    'fsdp=2,tensor=2', devices=4,
-  )  # fmt: skip
-  assert study.wait() == 0
-  _assert_results(tmp_path / 'results', 'small')
 
 
 @pytest.mark.slow

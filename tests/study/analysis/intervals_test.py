@@ -14,21 +14,19 @@ def _point(*losses: float) -> Point:
   return Point({}, None, tuple(results))
 
 
-def test_the_interval_is_that_of_scipy():
+@pytest.mark.parametrize('is_paired', [False, True])
+def test_the_interval_is_that_of_scipy(is_paired: bool):
   first, second = (1.50, 1.52, 1.47, 1.51), (1.60, 1.66, 1.58)
-  found = difference(_point(*first), _point(*second))
-  expected = stats.ttest_ind(first, second, equal_var=False)
+  if is_paired:
+    found = paired_difference(_point(*first), _point(*second))
+    # The last seed has no partner.
+    first = first[:3]
+    expected = stats.ttest_rel(first, second)
+  else:
+    found = difference(_point(*first), _point(*second))
+    expected = stats.ttest_ind(first, second, equal_var=False)
   interval = expected.confidence_interval(0.95)
   assert found.mean == pytest.approx(np.mean(first) - np.mean(second))
-  assert found[1:3] == pytest.approx((interval.low, interval.high))
-
-
-def test_pairs_are_compared_as_scipy_does():
-  first, second = (1.50, 1.52, 1.47, 1.51), (1.60, 1.66, 1.58)
-  found = paired_difference(_point(*first), _point(*second))
-  expected = stats.ttest_rel(first[:3], second)
-  interval = expected.confidence_interval(0.95)
-  assert found.mean == pytest.approx(np.mean(first[:3]) - np.mean(second))
   assert found[1:3] == pytest.approx((interval.low, interval.high))
 
 

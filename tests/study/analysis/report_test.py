@@ -13,7 +13,6 @@ from examples.study.analysis.logits import costs, peak
 from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS, steps_to_loss
 from examples.study.points import Point
-from examples.study.render import markdown
 from examples.study.training.store import Store
 from examples.study.trial import Result, make_result
 from examples.study.tuning.plans import execute
@@ -129,11 +128,6 @@ def test_enough_is_quoted():
   assert counts['README.md'] >= 1
   assert counts['docs/which_optimizer.md'] >= 8
   assert counts['docs/hyperparameters.md'] >= 7
-
-
-def test_a_table_is_read_as_it_was_written():
-  rows = [{'a': '1', 'b': ''}, {'a': '', 'b': '2 [1, 3]'}]
-  assert _read_markdown(markdown(rows)) == rows
 
 
 def test_what_is_not_complete_is_told(tmp_path):

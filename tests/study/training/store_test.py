@@ -69,14 +69,6 @@ def test_all_processes_hear_of_the_end(path, monkeypatch):
   assert [function.__name__ for function in told] == ['close']
 
 
-def test_a_line_begins_with_what_a_reader_looks_for(path):
-  line = json.loads(path.read_text().splitlines()[0])
-  assert list(line.items())[1:7] == [
-    ('optimizer', 'adamw'), ('arm', ''), ('batch_size', 16),
-    ('learning_rate', 0.02), ('seed', 0), ('loss', 2.0),
-  ]  # fmt: skip
-
-
 @hypothesis.settings(max_examples=10)
 @hypothesis.given(st.permutations(_RUNS))
 def test_a_new_run_adds_one_line_whatever_came_before(runs):
@@ -92,11 +84,14 @@ def test_a_new_run_adds_one_line_whatever_came_before(runs):
     after = path.read_text().splitlines()
   assert [x for x in after if x in before] == before
   assert len(after) == len(before) + 1 == len(_RUNS)
-  ranks = [list(json.loads(line).values())[1:6] for line in after]
-  assert ranks == sorted(ranks)
+  # What a reader looks for comes first.
+  begins = [list(json.loads(line).items())[1:6] for line in after]
+  names = ['optimizer', 'arm', 'batch_size', 'learning_rate', 'seed']
+  assert all([name for name, _ in begin] == names for begin in begins)
+  assert begins == sorted(begins)
 
 
-@pytest.mark.parametrize('share', [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize('share', [0.0, 0.5, 1.0])
 def test_a_torn_last_line_is_dropped_and_its_run_repeated(path, share):
   lines = path.read_bytes().splitlines(keepends=True)
   # Without the last bracket at most.
@@ -119,7 +114,7 @@ def test_a_last_line_without_its_end_of_line_is_kept(path):
   assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize('line', ['{', '[]', '{}', '', 'null', '<<<<<<< HEAD'])
+@pytest.mark.parametrize('line', ['{', '[]', '{}', ''])
 def test_a_damaged_line_is_named(path, line):
   lines = path.read_text().splitlines()
   path.write_text('\n'.join([lines[0], line, *lines[2:]]) + '\n')
