@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+import string
 import subprocess
 import sys
 import unicodedata
@@ -90,7 +91,7 @@ def _is_held_out(text: str, share: float) -> bool:
 @hypothesis.given(
   texts=st.lists(
     st.text(st.characters(exclude_categories=['Cs']), max_size=30)
-    | st.sampled_from([END, f'a{END}b', ' \n ', '\r\n', 'x' * 70_000]),
+    | st.sampled_from([END, f'a{END}b', ' \n ', '\r\n']),
     max_size=12,
   ),
   kind=st.sampled_from(['jsonl', 'jsonl.gz', 'txt', 'txt.gz']),
@@ -121,16 +122,6 @@ def test_documents_come_back_from_their_tokens(
   assert not any(_is_held_out(text, 0.5) for text in train)
 
 
-def test_the_trainer_reads_the_result(config: PrepareConfig, tmp_path: Path):
-  prepare(config)
-  settings = Config(
-    data=str(config.out_dir), context_length=16, cache_dir=tmp_path / 'cache'
-  )
-  tokens = load_tokens(resolve(settings))
-  assert tokens.vocab_size == 300
-  assert tokens.tokenizer.decode(tokens.train[:]).startswith('the number')
-
-
 def test_what_was_made_is_counted(config: PrepareConfig):
   with config.data[0].open('a') as file:
     file.write('junk\n')
@@ -150,22 +141,6 @@ def test_what_was_made_is_counted(config: PrepareConfig):
   }
 
 
-def test_documents_are_grouped_without_a_change(config, tmp_path, monkeypatch):
-  prepare(config)
-  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 70)
-  again = dataclasses.replace(config, out_dir=tmp_path / 'again')
-  prepare(again)
-  assert _contents(config.out_dir) == _contents(again.out_dir)
-
-
-def test_long_documents_are_whole(config: PrepareConfig):
-  text = ''.join(TEXTS) * 300
-  _write_json(config.data[0], [*TEXTS, text])
-  prepare(config)
-  train, validation = _documents(config.out_dir)
-  assert (train + validation)[text] == 1
-
-
 def _contents(folder: Path) -> dict[str, bytes]:
   return {
     path.relative_to(folder).as_posix(): path.read_bytes()
@@ -179,21 +154,16 @@ def test_the_number_of_cores_changes_nothing(config: PrepareConfig, tmp_path):
   words = np.random.default_rng(1).integers(10**4, size=10**4)
   texts = [' '.join(map(str, words[i : i * i])) for i in sizes]
   _write_json(config.data[0], texts)
-  results = []
-  for cores in ('1', '2'):
-    out_dir = tmp_path / cores
-    env = os.environ | {
-      'RAYON_NUM_THREADS': cores,
-      'TOKENIZERS_PARALLELISM': 'false',
-    }
-    subprocess.run(
-      [sys.executable, '-m', 'examples.gpt2.prepare', '--data', config.data[0],
-       '--out-dir', out_dir, '--vocab-size=300', '--validation-share=0.5'],
-      check=True, env=env, capture_output=True,
-    )  # fmt: skip
-    results.append(_contents(out_dir))
-  assert results[0] == results[1]
-  assert set(results[0]) == FILES
+  prepare(config)
+  alone = {'RAYON_NUM_THREADS': '1', 'TOKENIZERS_PARALLELISM': 'false'}
+  subprocess.run(
+    [sys.executable, '-m', 'examples.gpt2.prepare', '--data', config.data[0],
+     '--out-dir', tmp_path / 'alone', '--vocab-size=300',
+     '--validation-share=0.5'],
+    check=True, env=os.environ | alone, capture_output=True,
+  )  # fmt: skip
+  assert _contents(tmp_path / 'alone') == _contents(config.out_dir)
+  assert set(_contents(config.out_dir)) == FILES
 
 
 def test_the_vocabulary_is_trained_on_the_smallest_hashes(config, monkeypatch):
@@ -220,10 +190,9 @@ def _with_tokenizer(config: PrepareConfig, path: Path) -> PrepareConfig:
   return dataclasses.replace(config, tokenizer=path, vocab_size=None)
 
 
-@pytest.mark.parametrize('name', ['out', 'out/tokenizer.json'])
-def test_a_tokenizer_can_be_used_again(config, tmp_path, name: str):
+def test_a_tokenizer_can_be_used_again(config, tmp_path: Path):
   prepare(config)
-  again = _with_tokenizer(config, tmp_path / name)
+  again = _with_tokenizer(config, config.out_dir / 'tokenizer.json')
   again = dataclasses.replace(again, out_dir=tmp_path / 'again')
   prepare(again)
   assert _contents(again.out_dir) == _contents(config.out_dir)
@@ -240,20 +209,13 @@ def _without_a_byte(tokenizer: tokenizers.Tokenizer) -> str:
   return json.dumps(content)
 
 
-@pytest.mark.parametrize(
-  ('change', 'message'),
-  [
-    (lambda _: 'junk', 'is no tokenizer'),
-    (_lower_case, 'expected a byte-level one'),
-    (_without_a_byte, 'expected a byte-level one'),
-  ],
-)
+@pytest.mark.parametrize('change', [_lower_case, _without_a_byte])
 def test_a_tokenizer_that_would_lose_text_is_refused(
-  config, tmp_path: Path, change, message: str
+  config, tmp_path: Path, change
 ):
   path = tmp_path / 'given.json'
   path.write_text(change(train_tokenizer(TEXTS, 300)))
-  with pytest.raises(UsageError, match=f'given.json .*{message}'):
+  with pytest.raises(UsageError, match='given.json .*expected a byte-level'):
     prepare(_with_tokenizer(config, path))
 
 
@@ -266,33 +228,26 @@ _SPLIT = (
 
 def _llama_2() -> tokenizers.Tokenizer:
   """SentencePiece with bytes to fall back on, as transformers converts it."""
+  space = '\u2581'
   names = ['<unk>', '<s>', '</s>', *(f'<0x{i:02X}>' for i in range(256))]
-  names += [
-    '\u2581',
-    *'abcdefghijklmnopqrstuvwxyz',
-    '\u2581t',
-    'he',
-    '\u2581the',
-  ]
+  names += [space, *string.ascii_lowercase, space + 't', 'he', space + 'the']
   tokenizer = tokenizers.Tokenizer(
     tokenizers.models.BPE(
       {name: i for i, name in enumerate(names)},
-      [('\u2581', 't'), ('h', 'e'), ('\u2581t', 'he')],
+      [(space, 't'), ('h', 'e'), (space + 't', 'he')],
       unk_token='<unk>', fuse_unk=True, byte_fallback=True,
     )
   )  # fmt: skip
-  tokenizer.normalizer = tokenizers.normalizers.Sequence(
-    [
-      tokenizers.normalizers.Prepend('\u2581'),
-      tokenizers.normalizers.Replace(' ', '\u2581'),
-    ]
+  normalizers, decoders = tokenizers.normalizers, tokenizers.decoders
+  tokenizer.normalizer = normalizers.Sequence(
+    [normalizers.Prepend(space), normalizers.Replace(' ', space)]
   )
-  tokenizer.decoder = tokenizers.decoders.Sequence(
+  tokenizer.decoder = decoders.Sequence(
     [
-      tokenizers.decoders.Replace('\u2581', ' '),
-      tokenizers.decoders.ByteFallback(),
-      tokenizers.decoders.Fuse(),
-      tokenizers.decoders.Strip(' ', 1, 0),
+      decoders.Replace(space, ' '),
+      decoders.ByteFallback(),
+      decoders.Fuse(),
+      decoders.Strip(' ', 1, 0),
     ]
   )
   tokenizer.add_special_tokens(['<unk>', '<s>', '</s>'])
@@ -347,7 +302,6 @@ PUBLISHED = {
   'Qwen': (
     _qwen, 'special_tokens_map.json', {'eos_token': {'content': END}}, END,
   ),
-  'GPT-NeoX': (_neox, 'tokenizer_config.json', {'eos_token': END}, END),
   'OLMo': (_neox, 'special_tokens_map.json', {'eos_token': END}, END),
 }  # fmt: skip
 _HARD = [
@@ -365,6 +319,13 @@ def _publish(folder: Path, name: str) -> tokenizers.Tokenizer:
   tokenizer.save(str(folder / 'tokenizer.json'))
   (folder / file).write_text(json.dumps(content))
   return tokenizer
+
+
+def _write_large(path: Path, tokenizer: tokenizers.Tokenizer, size: int):
+  content = json.loads(tokenizer.to_str())
+  # No merge makes it, but it counts.
+  content['model']['vocab']['never'] = size - 1
+  path.write_text(json.dumps(content))
 
 
 def _from_parquet(config: PrepareConfig, texts: list[str]) -> PrepareConfig:
@@ -399,26 +360,18 @@ def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-  ('name', 'size'), [('Llama 3', 128_256), ('Qwen', 151_936)]
-)
 def test_a_large_vocabulary_is_trained_and_decoded(
-  config, tiny: Config, tmp_path: Path, name: str, size: int
+  config, tiny: Config, tmp_path: Path
 ):
   folder = tmp_path / 'published'
-  _publish(folder, name)
-  file = folder / 'tokenizer.json'
-  content = json.loads(file.read_text())
-  # No merge makes it, but it counts.
-  content['model']['vocab']['never'] = size - 1
-  file.write_text(json.dumps(content))
+  tokenizer = _publish(folder, 'Qwen')
+  _write_large(folder / 'tokenizer.json', tokenizer, 151_936)
   prepare(_with_tokenizer(_from_parquet(config, TEXTS), folder))
   train(
     dataclasses.replace(
       tiny, data=str(config.out_dir), vocab_size=None, steps=1, width=8
     )
   )
-  assert (config.out_dir / 'train.bin').stat().st_size % 4 == 0
   [text] = generate(tiny.out_dir, 'the number', tokens=4, top_k=1)
   assert text.startswith('the number')
 
@@ -447,15 +400,12 @@ def test_an_end_token_that_text_becomes_too_is_refused(config, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-  ('size', 'dtype'), [(65536, 'uint16'), (65537, 'uint32'), (200_000, 'uint32')]
+  ('size', 'dtype'), [(65536, 'uint16'), (65537, 'uint32')]
 )
 def test_the_size_of_the_vocabulary_decides_the_type(
   config, tmp_path, size: int, dtype: str
 ):
-  content = json.loads(train_tokenizer(TEXTS, 300).to_str())
-  # No merge makes it, but it counts.
-  content['model']['vocab']['never'] = size - 1
-  (tmp_path / 'large.json').write_text(json.dumps(content))
+  _write_large(tmp_path / 'large.json', train_tokenizer(TEXTS, 300), size)
   prepare(_with_tokenizer(config, tmp_path / 'large.json'))
   settings = Config(
     data=str(config.out_dir), context_length=16, cache_dir=tmp_path / 'cache'
@@ -480,7 +430,6 @@ def test_the_size_of_the_vocabulary_decides_the_type(
     ),
     ({'validation_share': 0.0}, r'--validation-share .*\(0, 1\), got 0'),
     ({'validation_share': 1.0}, '--validation-share .* got 1'),
-    ({'validation_share': float('nan')}, '--validation-share .* got nan'),
     ({'sample_bytes': 0}, '--sample-bytes must be at least 1, got 0'),
     ({'data': (Path('/nothing'),)}, '--data /nothing does not exist'),
     ({'validation_share': 1e-9}, '40 .* and 0 .*--validation-share than 1e-09'),
@@ -495,10 +444,14 @@ def test_a_setting_out_of_its_range_is_refused(config, changes, message: str):
 
 def test_a_folder_that_holds_something_is_refused_and_kept(config):
   config.out_dir.mkdir()
-  (config.out_dir / 'precious').write_text('data')
+  precious = config.out_dir / 'precious'
+  precious.write_text('data')
   with pytest.raises(OSError, match='out is there and not empty'):
     prepare(config)
   assert _contents(config.out_dir) == {'precious': b'data'}
+  precious.unlink()
+  prepare(config)
+  assert set(_contents(config.out_dir)) == FILES
 
 
 def test_a_second_run_is_refused_and_changes_nothing(config, tmp_path):
@@ -518,12 +471,6 @@ def test_a_second_run_is_refused_and_changes_nothing(config, tmp_path):
   assert _contents(made.out_dir) == _contents(expected.out_dir)
 
 
-def test_an_empty_folder_is_filled(config: PrepareConfig):
-  config.out_dir.mkdir()
-  prepare(config)
-  assert set(_contents(config.out_dir)) == FILES
-
-
 def test_what_another_wrote_in_the_meantime_is_kept(config, monkeypatch):
   def train(*args):
     (config.out_dir / 'precious').write_text('data')
@@ -535,15 +482,14 @@ def test_what_another_wrote_in_the_meantime_is_kept(config, monkeypatch):
   assert _contents(config.out_dir) == {'precious': b'data'}
 
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, OSError])
 def test_a_stopped_run_without_a_shard_leaves_nothing(
-  config, tmp_path, monkeypatch, error
+  config, tmp_path, monkeypatch
 ):
-  def fail(*_):
-    raise error
+  def stop(*_):
+    raise KeyboardInterrupt
 
-  monkeypatch.setattr(Encoder, 'documents', fail)
-  with pytest.raises(error):
+  monkeypatch.setattr(Encoder, 'documents', stop)
+  with pytest.raises(KeyboardInterrupt):
     prepare(config)
   assert [path.name for path in tmp_path.iterdir()] == ['text.jsonl']
 
@@ -567,8 +513,7 @@ prepare.main(sys.argv[3:])
   ('function', 'call'),
   [
     ('write_whole', 1), ('write_whole', 2), ('write_whole', 5),
-    ('whole_file', 1), ('whole_file', 2), ('whole_file', 7),
-    ('entropy', 1),
+    ('whole_file', 2), ('entropy', 1),
   ],
 )  # fmt: skip
 def test_a_killed_run_goes_on_to_the_same_files(

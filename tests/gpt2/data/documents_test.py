@@ -1,8 +1,6 @@
-import bz2
 from collections.abc import Iterable
 import gzip
 import json
-import lzma
 from pathlib import Path
 
 import hypothesis
@@ -16,12 +14,11 @@ from examples.gpt2.data.corpus import load_corpus
 from examples.gpt2.data.documents import DocumentReader
 from examples.gpt2.data.files import zstd
 
-PACK = {
-  'gz': gzip.compress,
-  'zst': zstd.compress,
-  'bz2': bz2.compress,
-  'xz': lzma.compress,
-}
+TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(100)]
+
+
+def _json_lines(texts: Iterable[str]) -> bytes:
+  return b''.join(json.dumps({'text': x}).encode() + b'\n' for x in texts)
 
 
 def _read(*paths: Path, **options) -> list[str]:
@@ -36,11 +33,10 @@ def test_json_lines_are_documents(tmp_path: Path):
   assert _read(path, text_field='content') == ['two']
 
 
-@pytest.mark.parametrize('indent', [None, 2])
-def test_the_items_of_an_array_are_documents(tmp_path: Path, indent):
+def test_the_items_of_an_array_are_documents(tmp_path: Path):
   path = tmp_path / 'a.json'
   records = [{'text': text} for text in TEXTS]
-  path.write_text('\n ' + json.dumps(records, indent=indent))
+  path.write_text('\n ' + json.dumps(records, indent=2))
   assert _read(path) == TEXTS
   # A line that begins like an array does not take the others with it.
   path.write_bytes(b'[1, 2\n' + _json_lines(TEXTS))
@@ -92,13 +88,6 @@ def test_long_texts_are_cut_at_the_end_of_a_line_or_word(tmp_path: Path, end):
   assert all(text.endswith(end) for text in documents)
 
 
-def test_compressed_files_are_unpacked(tmp_path: Path):
-  for name in ('a.txt.gz', 'b.json.gz'):
-    with gzip.open(tmp_path / name, 'wt') as file:
-      file.write(json.dumps({'text': name}))
-  assert _read(tmp_path) == ['{"text": "a.txt.gz"}', 'b.json.gz']
-
-
 def test_files_are_read_in_order_and_without_hidden_ones(tmp_path: Path):
   for name in ('b', 'a/z', '.git/c', '.d', 'a/.e'):
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -130,12 +119,10 @@ def test_documents_are_streamed(tmp_path: Path):
   [
     ('a.txt', b'a\nb\ncaf\xe9\n', 'a.txt, line 3: .*UTF-8 text.*0xe9'),
     ('a.txt', b'a\n<|endoftext|>\nb\n\xff', 'line 4: '),
-    ('a.txt', b'a\n\xe6\xbc', 'line 2: '),
     ('a.txt', b'long ' * 50_000 + b'\n\xff', 'line 2: '),
     ('a.jsonl', b'{"text": ""}\n\n{"text": 1', 'a.jsonl, line 3: .*JSON obj'),
     ('a.jsonl', b'{"text": ""}\n{"txt": "a"}', "line 2: .*field 'text'.*txt"),
     ('a.jsonl', b'{"text": 1}', "line 1: .*field 'text'"),
-    ('a.jsonl', b'["text"]', 'line 1: '),
     ('a.jsonl', b'\n{"text": "\xe9"}', 'line 2: .*0xe9'),
     ('a.jsonl', b'{"text": "\\ud800"}', 'line 1: .*surrogates'),
     ('a.jsonl', b'[' * 100_000, 'line 1: .*recursion'),
@@ -158,17 +145,8 @@ def test_documents_that_cannot_be_read_can_be_skipped(tmp_path: Path):
     assert reader.num_skipped == 3
 
 
-@pytest.mark.parametrize(
-  'content',
-  [
-    b'no gzip',
-    gzip.compress(b'text' * 99)[:-9],
-    gzip.compress(b'text')[:10] + b'\xff' * 20,
-  ],
-  ids=['not compressed', 'cut off', 'changed'],
-)
-def test_a_damaged_compressed_file_is_named(tmp_path: Path, content: bytes):
-  (tmp_path / 'a.txt.gz').write_bytes(content)
+def test_a_damaged_file_is_named_and_not_skipped(tmp_path: Path):
+  (tmp_path / 'a.txt.gz').write_bytes(gzip.compress(b'text' * 99)[:-9])
   with pytest.raises(UsageError, match=r'a\.txt\.gz is damaged'):
     _read(tmp_path, skip_bad=True)
 
@@ -187,20 +165,6 @@ def test_the_standard_library_is_split_by_file():
   held_out = sum(len(text.encode()) for text in corpus.validation)
   assert 0.04 < held_out / corpus.num_bytes < 0.12
   assert any('class OrderedDict' in text for text in corpus.train)
-
-
-def test_reading_twice_gives_the_same(tmp_path: Path):
-  for i in range(50):
-    (tmp_path / f'{i}.txt').write_text(f'document {i} ' * 20)
-  assert load_corpus(str(tmp_path)) == load_corpus(str(tmp_path))
-
-
-def test_a_changed_file_changes_the_hash(tmp_path: Path):
-  path = tmp_path / 'a.txt'
-  path.write_text('one')
-  before = load_corpus(str(path)).sha256
-  path.write_text('two')
-  assert load_corpus(str(path)).sha256 != before
 
 
 def test_a_single_file_is_split_within(text_file: Path):
@@ -224,7 +188,7 @@ def test_a_folder_is_read_with_its_subfolders_and_without_binaries(
   assert 'latin.txt: 1 documents, 4 bytes' in corpus.source
 
 
-@pytest.mark.parametrize('content', [b'', b' \n', b'\0\1\2', b'\xff\xfe'])
+@pytest.mark.parametrize('content', [b' \n', b'\0\1\2'])
 def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes):
   path = tmp_path / 'data.txt'
   path.write_bytes(content)
@@ -232,21 +196,14 @@ def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes):
     load_corpus(str(path))
 
 
-def test_a_missing_path_is_refused(tmp_path: Path):
-  with pytest.raises(UsageError, match='does not exist.*expected'):
-    load_corpus(str(tmp_path / 'nothing'))
-
-
-def test_an_empty_folder_is_refused(tmp_path: Path):
-  with pytest.raises(UsageError, match='a folder without files'):
-    load_corpus(str(tmp_path))
-
-
-def _json_lines(texts: Iterable[str]) -> bytes:
-  return b''.join(json.dumps({'text': x}).encode() + b'\n' for x in texts)
-
-
-TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(100)]
+def test_a_corpus_needs_files(tmp_path: Path):
+  for data, message in {
+    '': 'must not be empty',
+    f'{tmp_path}/nothing': 'does not exist: expected',
+    str(tmp_path): 'a folder without files',
+  }.items():
+    with pytest.raises(UsageError, match=f'--data {data}.*{message}'):
+      load_corpus(data)
 
 
 def _write_parquet(path: Path, texts: list[str | None], kind='string'):
@@ -270,23 +227,11 @@ def test_rows_of_parquet_are_documents(tmp_path: Path, kind: str):
   assert "(a Parquet without 'id' file)" in reader.describe_left_out()
 
 
-def test_a_folder_of_a_data_set_is_read_by_its_parquet(tmp_path: Path):
-  (tmp_path / 'data').mkdir()
-  (tmp_path / 'README.md').write_text('# A data set')
-  for i in range(2):
-    path = tmp_path / 'data' / f'train-0000{i}-of-00002.parquet'
-    _write_parquet(path, TEXTS[50 * i :][:50])
-  assert _read(tmp_path) == TEXTS
-  corpus = load_corpus(str(tmp_path))
-  assert sorted(corpus.train + corpus.validation) == sorted(TEXTS)
-
-
-@pytest.mark.parametrize('suffix', PACK)
-def test_no_compressed_file_is_taken_for_a_document(tmp_path, suffix: str):
-  for i in range(4):
-    path = tmp_path / f'{i}.jsonl.{suffix}'
-    path.write_bytes(PACK[suffix](_json_lines(TEXTS[20 * i :][:20])))
-  (tmp_path / '4.jsonl').write_bytes(_json_lines(TEXTS[80:]))
+def test_no_compressed_file_is_taken_for_a_document(tmp_path: Path):
+  contents = _json_lines(TEXTS[:30]), _json_lines(TEXTS[30:60])
+  (tmp_path / '0.jsonl.gz').write_bytes(gzip.compress(contents[0]))
+  (tmp_path / '1.jsonl.zst').write_bytes(zstd.compress(contents[1]))
+  (tmp_path / '2.jsonl').write_bytes(_json_lines(TEXTS[60:]))
   reader = DocumentReader([tmp_path], skip_bad=True)
   assert list(reader.read('reading')) == TEXTS
   assert not reader.left_out
@@ -294,7 +239,7 @@ def test_no_compressed_file_is_taken_for_a_document(tmp_path, suffix: str):
 
 def test_other_formats_are_named_and_counted(tmp_path: Path):
   (tmp_path / 'a.jsonl').write_bytes(_json_lines(TEXTS) + b'junk\n')
-  content = PACK['zst'](_json_lines(TEXTS))
+  content = zstd.compress(_json_lines(TEXTS))
   (tmp_path / 'b.zstd').write_bytes(content)
   (tmp_path / 'c.parquet').write_bytes(b'junk')
   with pytest.raises(
@@ -327,9 +272,10 @@ def test_of_many_files_that_are_left_out_all_bytes_are_counted(tmp_path):
 
 def test_a_bad_byte_does_not_leave_out_a_text(tmp_path: Path):
   path = tmp_path / 'a.txt'
-  path.write_bytes(b'some text\n' * 50 + b'caf\xe9\n' + b'more\n' * 50)
+  # A character that others were replaced by is none to count.
+  path.write_bytes('some \ufffd\n'.encode() * 99 + b'caf\xe9\nmore')
   reader = DocumentReader([path], skip_bad=True)
-  expected = 'some text\n' * 50 + 'caf\ufffd\n' + 'more\n' * 50
+  expected = 'some \ufffd\n' * 99 + 'caf\ufffd\nmore'
   assert list(reader.read('reading')) == [expected]
   assert reader.num_replaced == 1
   assert not reader.left_out
@@ -347,23 +293,17 @@ def test_byte_order_marks_are_no_text(tmp_path: Path):
   assert _read(tmp_path) == ['text', *TEXTS[:2], *TEXTS[:2]]
 
 
-@pytest.mark.parametrize(
-  'name', ['a.jsonl', 'a.JSONL', 'a.jsonlines', 'a.json']
-)
-@pytest.mark.parametrize('encoding', ['utf-8', 'utf-16-le', 'utf-16'])
-def test_the_trainer_reads_what_prepare_reads(tmp_path, name, encoding: str):
+@pytest.mark.parametrize('encoding', ['utf-8', 'utf-16-le'])
+def test_the_trainer_reads_what_prepare_reads(tmp_path: Path, encoding: str):
   content = _json_lines(TEXTS).decode().encode(encoding)
-  (tmp_path / name).write_bytes(content)
-  for hidden in ('.env', '.git/config'):
-    (tmp_path / hidden).parent.mkdir(exist_ok=True)
-    (tmp_path / hidden).write_text('secret')
+  (tmp_path / 'a.jsonlines').write_bytes(content)
+  (tmp_path / '.env').write_text('secret')
   assert _read(tmp_path) == TEXTS
   corpus = load_corpus(str(tmp_path))
   assert sorted(corpus.train + corpus.validation) == sorted(TEXTS)
   assert corpus.validation
 
 
-@hypothesis.settings(max_examples=25)
 @hypothesis.given(place=st.integers(0, 204), skip_bad=st.booleans())
 def test_reading_goes_on_from_any_place(
   tmp_path_factory, place: int, skip_bad: bool
@@ -398,10 +338,3 @@ def test_damaged_parquet_is_named(tmp_path: Path, first: int, message: str):
   path.write_bytes(content)
   with pytest.raises(UsageError, match=message):
     _read(path)
-
-
-def test_only_bytes_that_are_no_utf_8_are_counted(tmp_path: Path):
-  (tmp_path / 'a.txt').write_bytes('\ufffd text'.encode() * 99 + b'\xff')
-  reader = DocumentReader([tmp_path], skip_bad=True)
-  assert list(reader.read('reading')) == ['\ufffd text' * 99 + '\ufffd']
-  assert reader.num_replaced == 1

@@ -41,17 +41,12 @@ def test_tokens_decode_to_the_text(tiny: Config):
   assert tokens.num_bytes == len(text.encode())
 
 
-def test_the_smallest_vocabulary_gives_bytes(tiny: Config):
-  tokens = load_tokens(dataclasses.replace(tiny, vocab_size=257))
-  text = Path(tiny.data).read_bytes()
-  # An end-of-text token follows each part.
-  assert len(tokens.train) + len(tokens.validation) == len(text) + 2
-
-
 def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
   first = load_tokens(tiny)
   Path(tiny.data).write_text('other text ' * 500)
-  assert load_tokens(tiny).sha256 != first.sha256
+  second = load_tokens(tiny)
+  assert second.sha256 != first.sha256
+  assert second.tokenizer.decode(second.train[:]).startswith('other text')
   monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
   load_tokens(tiny)
 
@@ -86,32 +81,15 @@ def test_a_cache_of_tokens_that_cannot_be_written_is_an_error(tiny: Config):
     load_tokens(tiny)
 
 
-def test_training_the_tokenizer_twice_gives_the_same(tiny: Config, tmp_path):
-  again = dataclasses.replace(tiny, cache_dir=tmp_path / 'another')
-  first, second = load_tokens(tiny), load_tokens(again)
-  np.testing.assert_array_equal(first.train, second.train)
-  assert first.tokenizer.to_str() == second.tokenizer.to_str()
-
-
-def test_unigram_entropy(tiny: Config, tmp_path: Path):
-  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
-  entropy = 0.5 * math.log(2) + 0.5 * math.log(4)
-  assert load_tokens(config).unigram_entropy == pytest.approx(entropy)
-
-
 def test_nanogpt_files_are_read(tiny: Config, tmp_path: Path):
-  train = np.arange(200) % 288
-  tokens = load_tokens(_with_bins(tiny, tmp_path, train, train[:50]))
+  train, validation = [0, 1] * 50, [2] * 100
+  tokens = load_tokens(_with_bins(tiny, tmp_path, train, validation))
   np.testing.assert_array_equal(tokens.train, train)
-  np.testing.assert_array_equal(tokens.validation, train[:50])
+  np.testing.assert_array_equal(tokens.validation, validation)
+  entropy = 0.5 * math.log(2) + 0.5 * math.log(4)
+  assert tokens.unigram_entropy == pytest.approx(entropy)
   assert tokens.tokenizer is None
   assert tokens.vocab_size == 288
-
-
-def test_a_token_outside_the_vocabulary_is_refused(tiny: Config, tmp_path):
-  config = _with_bins(tiny, tmp_path, [288] * 100, [0] * 100)
-  with pytest.raises(UsageError, match='288.*--vocab-size'):
-    load_tokens(config)
 
 
 @pytest.mark.parametrize(
@@ -144,10 +122,8 @@ def test_token_files_are_counted_once(tiny: Config, tmp_path, monkeypatch):
   first = load_tokens(config)
   monkeypatch.setattr(np, 'bincount', None)
   second = load_tokens(config)
-  assert (second.sha256, second.unigram_entropy) == (
-    first.sha256,
-    first.unigram_entropy,
-  )
+  assert second.sha256 == first.sha256
+  assert second.unigram_entropy == first.unigram_entropy
 
 
 @pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
@@ -171,16 +147,16 @@ def _wait_for_another_time(path: Path) -> None:
 
 
 def test_the_counts_of_other_files_are_not_taken(tiny: Config, tmp_path: Path):
-  folders = tmp_path / 'one', tmp_path / 'two'
   hashes = set()
-  for i, folder in enumerate(folders):
+  for i in range(2):
+    folder = tmp_path / str(i)
     folder.mkdir()
     config = _with_bins(tiny, folder, [i] * 100, [0] * 100)
     hashes.add(load_tokens(config).sha256)
   assert len(hashes) == 2
 
 
-@pytest.mark.parametrize('content', [b'', b'junk', b'\xff', b'{"largest_to'])
+@pytest.mark.parametrize('content', [b'\xff', b'{"largest_to'])
 def test_damaged_counts_are_made_again(tiny, tmp_path, content: bytes):
   config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
   first = load_tokens(config)
@@ -215,8 +191,17 @@ def test_text_that_is_just_long_enough_is_taken(tiny: Config):
   assert len(load_tokens(config).validation) == 17
 
 
-@pytest.mark.parametrize('name', ['train.bin', 'val.bin', 'tokenizer.json'])
-@pytest.mark.parametrize('damage', ['flipped', 'cut', 'cut oddly', 'lost'])
+@pytest.mark.parametrize(
+  ('name', 'damage'),
+  [
+    ('train.bin', 'cut oddly'),
+    ('train.bin', 'flipped'),
+    ('val.bin', 'cut'),
+    ('val.bin', 'lost'),
+    ('tokenizer.json', 'flipped'),
+    ('tokenizer.json', 'lost'),
+  ],
+)
 def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
   before = load_tokens(tiny)
   expected = np.array(before.train), before.tokenizer.to_str()
@@ -234,9 +219,8 @@ def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
 
 
 @pytest.mark.parametrize('name', ['tokenizer.json', 'val.bin'])
-@pytest.mark.parametrize('number', [errno.EACCES, errno.EIO])
 def test_an_error_of_the_disk_is_not_taken_for_damage(
-  tiny: Config, monkeypatch, name: str, number: int
+  tiny: Config, monkeypatch, name: str
 ):
   load_tokens(tiny)
   (folder,) = (path.parent for path in tiny.cache_dir.glob('*/val.bin'))
@@ -245,7 +229,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage(
 
   def fail(path, *args, of=0, **named):
     if path.name == name and path.parent == folder:
-      raise OSError(number, os.strerror(number), str(path))
+      raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
     return original[of](path, *args, **named)
 
   with monkeypatch.context() as patch:
@@ -254,7 +238,7 @@ def test_an_error_of_the_disk_is_not_taken_for_damage(
       patch.setattr(Path, 'stat', functools.partialmethod(fail, of=1))
     with pytest.raises(OSError, match=name) as caught:
       load_tokens(tiny)
-  assert caught.value.errno == number
+  assert caught.value.errno == errno.EIO
   assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
