@@ -425,7 +425,9 @@ def test_an_nnx_optimizer_gives_what_plain_trees_give():
   pure = jax.tree.map(jnp.copy, nnx.as_pure(params))
   gradients = jax.tree.map(jnp.cos, pure)
   updates, state = merit.update(gradients, merit.init(pure), pure)
-  optimizer.update(model, jax.tree.map(jnp.cos, params))
+  nnx.jit(nnx.Optimizer.update)(
+    optimizer, model, jax.tree.map(jnp.cos, params)
+  )
   watched = statistics(
     nnx.state(model, nnx.Param),
     optimizer.opt_state,
