@@ -29,14 +29,16 @@ def test_matrices_vectors_and_scalars():
     {
       'w': jnp.zeros((3, 2)),
       'layers': [{'b': jnp.zeros(4)}],
+      'a': jnp.ones(1),
       's': jnp.ones(()),
     },
     """
     parameter   shape   matrices   ratios               decayed
+    a           (1,)    1 x 1      weight               yes
     layers/0/b  (4,)    1 x 4      weight               yes
     s           ()      1 x 1      weight               yes
     w           (3, 2)  1 x 3 x 2  weight, row, column  yes
-    Of one element, which cannot change sign unless min_norm is above zero: s
+    Of one element, which cannot change sign unless min_norm is above zero: a, s
     """,
   )
 
@@ -58,71 +60,6 @@ def test_stacked_parameters_given_by_their_shapes():
   )
 
 
-def test_the_default_is_a_stack_over_the_last_two_axes():
-  _assert_table(
-    _shapes(w=(2, 3, 4, 5)),
-    """
-    parameter  shape         matrices   ratios               decayed
-    w          (2, 3, 4, 5)  6 x 4 x 5  weight, row, column  yes
-    """,
-  )
-
-
-def test_none_is_one_vector():
-  _assert_table(
-    _shapes(w=(2, 3)),
-    """
-    parameter  shape   matrices  ratios  decayed
-    w          (2, 3)  1 x 6     weight  yes
-    """,
-    weight_dimension_numbers={'w': None},
-  )
-
-
-@pytest.mark.parametrize(
-  'trust_ratio_mask',
-  [
-    {'blocks': False, 'w': True},
-    {'blocks': {'b': False, 'w': False}, 'w': True},
-    lambda params: {'blocks': False, 'w': bool(params)},
-  ],
-)
-def test_masks(trust_ratio_mask):
-  _assert_table(
-    {'blocks': _shapes(b=(2,), w=(3, 2)), **_shapes(w=(2, 2))},
-    """
-    parameter  shape   matrices   ratios               decayed
-    blocks/b   (2,)    -          none                 no
-    blocks/w   (3, 2)  -          none                 yes
-    w          (2, 2)  1 x 2 x 2  weight, row, column  yes
-    """,
-    trust_ratio_mask=trust_ratio_mask,
-    mask=lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
-    # As in the optimizer, what is masked out needs no spec.
-    weight_dimension_numbers={'w': _Spec()},
-  )
-
-
-def test_ratios_keep_their_order():
-  _assert_table(
-    _shapes(b=(2,), w=(3, 2)),
-    """
-    parameter  shape   matrices   ratios          decayed
-    b          (2,)    1 x 2      weight          yes
-    w          (3, 2)  1 x 3 x 2  weight, column  yes
-    """,
-    ratios=('column', 'weight'),
-  )
-  _assert_table(
-    _shapes(w=(3, 2)),
-    """
-    parameter  shape   matrices   ratios  decayed
-    w          (3, 2)  1 x 3 x 2  row     yes
-    """,
-    ratios=['row'],
-  )
-
-
 def test_empty_arrays_none_leaves_and_empty_trees():
   _assert_table(
     {'empty': jnp.zeros((0, 3)), 'none': None},
@@ -134,20 +71,61 @@ def test_empty_arrays_none_leaves_and_empty_trees():
   _assert_table({}, 'parameter  shape  matrices  ratios  decayed')
 
 
+def test_a_guess_none_and_an_order_of_ratios():
+  _assert_table(
+    _shapes(w=(2, 3, 4, 5)),
+    """
+    parameter  shape         matrices   ratios          decayed
+    w          (2, 3, 4, 5)  6 x 4 x 5  weight, column  yes
+    """,
+    ratios=['column', 'weight'],
+  )
+  _assert_table(
+    _shapes(w=(2, 3)),
+    """
+    parameter  shape   matrices  ratios  decayed
+    w          (2, 3)  1 x 6     weight  yes
+    """,
+    weight_dimension_numbers={'w': None},
+  )
+
+
+def test_masks():
+  _assert_table(
+    {'blocks': _shapes(b=(2,), w=(3, 2)), **_shapes(w=(2, 2))},
+    """
+    parameter  shape   matrices   ratios               decayed
+    blocks/b   (2,)    -          none                 no
+    blocks/w   (3, 2)  -          none                 yes
+    w          (2, 2)  1 x 2 x 2  weight, row, column  yes
+    """,
+    trust_ratio_mask={'blocks': False, 'w': True},
+    mask=lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
+    # As in the optimizer, what is masked out needs no spec.
+    weight_dimension_numbers={'w': _Spec()},
+  )
+
+
 @pytest.mark.parametrize(
-  'weight_decay, decayed', [(0.0, 'no'), (0, 'no'), (0.1, 'yes'), (None, 'yes')]
+  'weight_decay, decayed',
+  [(0.0, 'no'), (0, 'no'), (0.1, 'yes'), (None, 'yes'), (lambda _: 0, 'yes')],
 )
 def test_nothing_is_decayed_by_zero(weight_decay, decayed):
-  _assert_table(
-    _shapes(w=(3, 2)),
-    f"""
-    parameter  shape   matrices   ratios               decayed
-    w          (3, 2)  1 x 3 x 2  weight, row, column  {decayed}
-    """,
-    weight_decay=weight_decay,
-  )
-  schedule = merit_optax.describe(_shapes(w=(3, 2)), weight_decay=lambda _: 0)
-  assert schedule.endswith('yes')
+  table = merit_optax.describe(_shapes(w=(3, 2)), weight_decay=weight_decay)
+  assert table.endswith(f'  {decayed}')
+
+
+@pytest.mark.parametrize(
+  'argument, value, message',
+  [
+    ('weight_dimension_numbers', _Spec(0, 2), r"of the parameter 'w' of shape"),
+    ('ratios', ('rows',), 'must hold'),
+    ('weight_decay', -1, 'must be'),
+  ],
+)
+def test_bad_arguments_are_named(argument, value, message):
+  with pytest.raises(ValueError, match=f'^{argument} {message}'):
+    merit_optax.describe(_shapes(w=(2, 3)), **{argument: value})
 
 
 # Partitions.
@@ -180,10 +158,16 @@ def test_which_parameter_goes_to_which_part(as_function):
   ).strip('\n')
 
 
-@pytest.mark.parametrize('label', ['matrices', None])
-def test_a_parameter_that_goes_nowhere_is_named(label):
-  labels = {'w': 'rest', 'b': label}
-  with pytest.raises(ValueError, match=r"param_labels must .*\{'b': "):
+@pytest.mark.parametrize(
+  'labels, message',
+  [
+    ({'w': 'rest', 'b': 'matrices'}, r"name parts.*\{'b': 'matrices'\}"),
+    ({'w': 'rest', 'b': None}, r"name parts.*\{'b': None\}"),
+    ({'w': 'rest'}, 'be a tree like params'),
+  ],
+)
+def test_a_parameter_that_goes_nowhere_is_named(labels, message):
+  with pytest.raises(ValueError, match=f'^param_labels must {message}'):
     merit_optax.describe_partition(_shapes(w=(5, 4), b=(4,)), labels, _PARTS)
 
 
@@ -192,34 +176,6 @@ def test_a_part_without_a_parameter_is_told():
     _shapes(w=(5, 4)), {'w': 'rest'}, {'rest': {}, 'other': None, 3: None}
   )
   assert table.splitlines()[-1] == 'Parts without a parameter: other, 3'
-
-
-def test_bad_arguments():
-  with pytest.raises(ValueError, match=r"parameter 'w' of shape \(2, 3\)"):
-    merit_optax.describe(
-      _shapes(w=(2, 3)), weight_dimension_numbers=_Spec(0, 2)
-    )
-  with pytest.raises(ValueError, match='ratios must hold'):
-    merit_optax.describe(_shapes(w=(2, 3)), ratios=('rows',))
-  with pytest.raises(ValueError, match='^weight_decay must be'):
-    merit_optax.describe(_shapes(w=(2, 3)), weight_decay=-1)
-
-
-def test_trees_that_do_not_fit_are_named():
-  params = _shapes(w=(2, 3), b=(3,))
-  for name in ('mask', 'trust_ratio_mask'):
-    with pytest.raises(ValueError, match=f'^{name} must be a tree like params'):
-      merit_optax.describe(params, **{name: {'w': True}})
-  with pytest.raises(ValueError, match='^param_labels must be a tree like'):
-    merit_optax.describe_partition(params, {'w': 'a'}, {'a': None})
-
-
-def test_paths_that_are_written_the_same_are_refused():
-  params = {'a/b': jnp.ones((3, 2)), 'a': {'b': jnp.ones(5)}}
-  with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):
-    merit_optax.describe(params)
-  with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):
-    merit_optax.describe_partition(params, 'm', {'m': None})
 
 
 @pytest.mark.parametrize(

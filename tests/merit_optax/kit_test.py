@@ -3,7 +3,6 @@
 import functools
 
 import chex
-from flax import nnx
 import hypothesis
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -14,24 +13,20 @@ import optax
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _RATE = 0.1
 _ALL = ('weight', 'row', 'column')
 
 
-def _normal(seed, shape):
-  values = np.random.default_rng(seed).normal(size=shape)
-  return jnp.asarray(values, jnp.float32)
-
-
 def _tree(seed):
   """Returns a matrix, a stack of two, a fused projection and a vector."""
   return {
-    'w': _normal(seed, (5, 3)),
-    'layers': _normal(seed + 1, (2, 4, 6)),
-    'qkv': _normal(seed + 2, (4, 2, 3, 5)),
-    'b': _normal(seed + 3, (4,)),
+    'w': normal(seed, (5, 3)),
+    'layers': normal(seed + 1, (2, 4, 6)),
+    'qkv': normal(seed + 2, (4, 2, 3, 5)),
+    'b': normal(seed + 3, (4,)),
   }
 
 
@@ -54,21 +49,11 @@ def _matrices(name, x):
   return moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1)
 
 
-def _run(optimizer, params, gradients):
-  """Yields the parameters after each step."""
-  update = jax.jit(optimizer.update)
-  state = optimizer.init(params)
-  for gradient in gradients:
-    updates, state = update(gradient, state, params)
-    params = optax.apply_updates(params, updates)
-    yield params
-
-
 # Rows of the table, against what they are.
 
 
 def test_the_chain_of_lamb_equals_optax_lamb():
-  params = {'w': _normal(0, (5, 3)), 'b': _normal(1, (4,)), 's': jnp.ones(())}
+  params = {'w': normal(0, (5, 3)), 'b': normal(1, (4,)), 's': jnp.ones(())}
   gradients = [
     jax.tree.map(lambda x, i=i: jnp.cos(i * x), params) for i in (1, 2, 3)
   ]
@@ -79,17 +64,16 @@ def test_the_chain_of_lamb_equals_optax_lamb():
     optax.scale_by_learning_rate(_RATE),
   )
   lamb = optax.lamb(_RATE, weight_decay=0.1)
-  chex.assert_trees_all_close(
-    list(_run(chain, params, gradients)),
-    list(_run(lamb, params, gradients)),
-    rtol=1e-5,
-    atol=1e-7,
+  actual, expected = (
+    [step.params for step in run(optimizer, params, gradients)]
+    for optimizer in (chain, lamb)
   )
+  chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_lamb_of_stacked_layers_is_that_of_separate_ones():
   scales = jnp.array([1.0, 10.0, 0.1])[:, None, None]
-  params, gradients = scales * _normal(0, (3, 5, 4)), _normal(1, (3, 5, 4))
+  params, gradients = scales * normal(0, (3, 5, 4)), normal(1, (3, 5, 4))
   ratio = merit_optax.scale_by_l2_norm_trust_ratio(
     weight_dimension_numbers=_Spec(1, 2)
   )
@@ -102,27 +86,7 @@ def test_lamb_of_stacked_layers_is_that_of_separate_ones():
   chex.assert_trees_all_close(together, jnp.stack(alone), rtol=1e-6)
 
 
-def test_the_chain_of_merit_equals_merit_bit_for_bit():
-  params, gradients = _tree(0), [_tree(10), _tree(20)]
-  chain = optax.chain(
-    merit_optax.scale_by_adam(),
-    optax.add_decayed_weights(0.1),
-    merit_optax.scale_by_max_norm_trust_ratio(weight_dimension_numbers=_SPECS),
-    merit_optax.elementwise_clip(),
-    optax.scale_by_learning_rate(_RATE),
-  )
-  merit = merit_optax.merit(
-    _RATE, weight_decay=0.1, weight_dimension_numbers=_SPECS
-  )
-  chex.assert_trees_all_equal(
-    list(_run(chain, params, gradients)), list(_run(merit, params, gradients))
-  )
-
-
 def test_hyperball_is_its_formula():
-  def n(x):
-    return x / np.linalg.norm(x, axis=1, keepdims=True)
-
   params = _tree(0)
   del params['b']
   gradients = [jax.tree.map(jnp.sin, _tree(10 * i)) for i in (1, 2, 3)]
@@ -139,13 +103,14 @@ def test_hyperball_is_its_formula():
     name: np.linalg.norm(w, axis=1, keepdims=True)
     for name, w in expected.items()
   }
-  steps = _run(hyperball, params, gradients)
-  for actual, gradient in zip(steps, gradients, strict=True):
+  steps = run(hyperball, params, gradients)
+  for step, gradient in zip(steps, gradients, strict=True):
     for name, w in expected.items():
       r, u = radius[name], _matrices(name, gradient[name])
-      expected[name] = r * n(w - _RATE * r * n(u))
+      moved = w - _RATE * r * u / np.linalg.norm(u, axis=1, keepdims=True)
+      expected[name] = r * moved / np.linalg.norm(moved, axis=1, keepdims=True)
       np.testing.assert_allclose(
-        _matrices(name, actual[name]), expected[name], rtol=1e-5, atol=1e-6
+        _matrices(name, step.params[name]), expected[name], rtol=1e-5, atol=1e-6
       )
 
 
@@ -166,9 +131,7 @@ def _l2(ratios):
   return jax.jit(lambda z, w: transform.update(z, transform.init(w), w)[0])
 
 
-@pytest.mark.parametrize(
-  'ratios', [('weight',), ('row', 'column'), _ALL], ids=str
-)
+@pytest.mark.parametrize('ratios', [('weight',), _ALL], ids=str)
 @hypothesis.given(z=_arrays, w=_arrays)
 def test_the_l2_ratio_is_that_of_the_formula(ratios, z, w):
   axes = {'weight': (0, 1), 'row': (1,), 'column': (0,)}
@@ -192,7 +155,7 @@ def test_the_l2_ratio_is_that_of_the_formula(ratios, z, w):
 
 def test_further_arguments_of_the_l2_ratio_are_those_of_optax():
   options = {'min_norm': 9.0, 'trust_coefficient': 3.0, 'eps': 0.5}
-  w, z = _normal(0, (3, 4)), _normal(1, (3, 4))
+  w, z = normal(0, (3, 4)), normal(1, (3, 4))
   ours = merit_optax.scale_by_l2_norm_trust_ratio(*options.values())
   optax_ratio = optax.scale_by_trust_ratio(**options)
   chex.assert_trees_all_close(
@@ -212,21 +175,15 @@ def test_squares_of_half_precision_are_summed_in_float32(dtype):
 # Any direction.
 
 _matrix_specs = functools.partial(jax.tree.map, lambda _: _Spec(1, 2))
-_DIRECTIONS = {
-  'muon': optax.contrib.scale_by_muon(weight_dimension_numbers=_matrix_specs),
-  'lion': optax.scale_by_lion(),
-  'nesterov': optax.scale_by_adam(nesterov=True),
-  'adopt': optax.contrib.scale_by_adopt(),
-  'sophia': optax.contrib.sophia(1.0),
-}
 
 
-def _relative(
-  direction,
-  learning_rate=_RATE,
-  ratio=merit_optax.scale_by_l2_norm_trust_ratio,
-  norm='l2',
-):
+def _relative(direction, learning_rate=_RATE, norm='l2'):
+  ratio = {
+    'l2': merit_optax.scale_by_l2_norm_trust_ratio,
+    'max': functools.partial(
+      merit_optax.scale_by_max_norm_trust_ratio, ratios=('weight',)
+    ),
+  }[norm]
   return optax.chain(
     direction,
     ratio(weight_dimension_numbers=_matrix_specs),
@@ -235,36 +192,42 @@ def _relative(
   )
 
 
-def _loss(params):
-  return jnp.sum(params**2)
-
-
 def _norms(x, norm):
   order = {'l2': 2, 'max': np.inf}[norm]
   flat = np.asarray(x, np.float64).reshape(len(x), -1)
   return np.linalg.norm(flat, order, axis=1)
 
 
-@pytest.mark.parametrize('name', _DIRECTIONS)
-@pytest.mark.parametrize('norm', ['l2', 'max'])
-def test_any_direction_moves_by_the_rate_and_keeps_each_norm(name, norm):
-  ratio = {
-    'l2': merit_optax.scale_by_l2_norm_trust_ratio,
-    'max': functools.partial(
-      merit_optax.scale_by_max_norm_trust_ratio, ratios=('weight',)
+def _loss(params):
+  return jnp.sum(params**2)
+
+
+@pytest.mark.parametrize(
+  'direction, norm',
+  [
+    (
+      optax.contrib.scale_by_muon(weight_dimension_numbers=_matrix_specs),
+      'l2',
     ),
-  }[norm]
-  direction = optax.with_extra_args_support(_DIRECTIONS[name])
-  optimizer = _relative(direction, ratio=ratio, norm=norm)
+    (optax.scale_by_lion(), 'max'),
+    # Does not move in its first step.
+    (optax.contrib.scale_by_adopt(), 'max'),
+    # Wants to know the loss.
+    (optax.contrib.sophia(1.0), 'l2'),
+  ],
+  ids=['muon', 'lion', 'adopt', 'sophia'],
+)
+def test_any_direction_moves_by_the_rate_and_keeps_each_norm(direction, norm):
+  direction = optax.with_extra_args_support(direction)
+  optimizer = _relative(direction, norm=norm)
   # Layers of different sizes, of which each keeps its own.
-  old = jnp.array([1.0, 0.1])[:, None, None] * _normal(0, (2, 4, 6))
+  old = jnp.array([1.0, 0.1])[:, None, None] * normal(0, (2, 4, 6))
   start = _norms(old, norm)
   state, direction_state = optimizer.init(old), direction.init(old)
-  # ADOPT does not move in its first step. Sophia wants to know the loss.
   _, state = optimizer.update(old, state, old, obj_fn=_loss)
   _, direction_state = direction.update(old, direction_state, old, obj_fn=_loss)
   for seed in (1, 2):
-    gradient = _normal(seed, old.shape)
+    gradient = normal(seed, old.shape)
     z, direction_state = direction.update(
       gradient, direction_state, old, obj_fn=_loss
     )
@@ -279,69 +242,41 @@ def test_any_direction_moves_by_the_rate_and_keeps_each_norm(name, norm):
     old = new
 
 
-def _labels(params):
-  return {name: 'layers' if name == 'layers' else 'rest' for name in params}
-
-
-def _partition(optimizer):
-  return optax.partition(
-    {'layers': optimizer, 'rest': optax.sgd(_RATE)}, _labels
-  )
-
-
-def _masked(optimizer):
-  mask = {'w': False, 'layers': True, 'qkv': False, 'b': False}
-  return optax.masked(optimizer, mask)
-
-
 @optax.inject_hyperparams
 def _injected(learning_rate):
   return _relative(optax.scale_by_lion(), learning_rate)
 
 
-@pytest.mark.parametrize(
-  'wrap, optimizer',
-  [
-    (_partition, _relative(_DIRECTIONS['muon'])),
-    (_partition, _injected(_RATE)),
-    (_masked, _injected(_RATE)),
-  ],
-  ids=['partition-muon', 'partition-injected', 'masked-injected'],
-)
-def test_a_part_of_a_tree_gets_what_it_gets_alone(wrap, optimizer):
+def test_a_part_of_a_tree_gets_what_it_gets_alone():
   params, gradients = _tree(0), [_tree(10), _tree(20)]
-  alone = _run(optimizer, params['layers'], [g['layers'] for g in gradients])
-  together = _run(wrap(optimizer), params, gradients)
+  partition = optax.partition(
+    {'layers': _injected(_RATE), 'rest': optax.sgd(_RATE)},
+    lambda p: {name: 'layers' if name == 'layers' else 'rest' for name in p},
+  )
+  together = run(partition, params, gradients)
+  alone = run(
+    _injected(_RATE), params['layers'], [g['layers'] for g in gradients]
+  )
   for actual, expected in zip(together, alone, strict=True):
     chex.assert_trees_all_close(
-      actual['layers'], expected, rtol=1e-5, atol=1e-6
+      actual.params['layers'], expected.params, rtol=1e-5, atol=1e-6
     )
 
 
-@pytest.mark.parametrize(
-  'transform',
-  [
-    merit_optax.scale_by_max_norm_trust_ratio,
-    merit_optax.scale_by_l2_norm_trust_ratio,
-    merit_optax.keep_matrix_norms,
-  ],
-  ids=lambda f: f.__name__,
-)
-def test_specs_of_the_masked_part_are_enough(transform):
+def test_specs_of_the_masked_part_are_enough():
+  transform = merit_optax.keep_matrix_norms(
+    weight_dimension_numbers={'layers': _Spec(1, 2)}
+  )
   masked = optax.masked(
-    transform(weight_dimension_numbers={'layers': _Spec(1, 2)}),
-    {'w': False, 'layers': True, 'qkv': False, 'b': False},
+    transform, {'w': False, 'layers': True, 'qkv': False, 'b': False}
   )
   params, updates = _tree(0), _tree(10)
   actual, _ = masked.update(updates, masked.init(params), params)
   assert jnp.any(actual['layers'] != updates['layers'])
-  chex.assert_trees_all_equal(
-    {**actual, 'layers': None}, {**updates, 'layers': None}
-  )
+  del actual['layers'], updates['layers']
+  chex.assert_trees_all_equal(actual, updates)
   with pytest.raises(ValueError, match='are missing'):
-    transform(weight_dimension_numbers={'layers': _Spec(1, 2)}).init(params)
-  with pytest.raises(ValueError, match='not passing `params`'):
-    transform().update(params, optax.EmptyState())
+    transform.init(params)
 
 
 # Norms kept.
@@ -375,41 +310,38 @@ def test_each_matrix_of_every_shape_keeps_its_norm(norm):
     np.testing.assert_allclose(parallel, 1, rtol=1e-6)
 
 
-@pytest.mark.parametrize('norm', ['l2', 'max'])
-def test_rounding_of_a_thousand_steps_stays_below_1e_5(norm):
+def test_rounding_of_a_thousand_steps_stays_below_1e_5():
   @jax.jit
   def train(w):
     def step(w, key):
       u = 0.05 * jnp.linalg.norm(w) * jax.random.normal(key, w.shape) / 8
-      return w + _keep(norm)(u, w), None
+      return w + _keep()(u, w), None
 
     return jax.lax.scan(step, w, jax.random.split(jax.random.key(1), 1000))[0]
 
-  start = _normal(0, (8, 8)) / 20
+  start = normal(0, (8, 8)) / 20
   end = train(start)
   assert np.abs(np.sum(start * end)) < 0.9 * np.sum(start * start)
-  sizes = [_norms(x[None], norm) for x in (end, start)]
+  sizes = [_norms(x[None], 'l2') for x in (end, start)]
   np.testing.assert_allclose(*sizes, rtol=1e-5)
 
 
-@pytest.mark.parametrize('norm', ['l2', 'max'])
-def test_what_has_no_norm_to_keep_moves_as_told(norm):
-  w, u = jnp.ones((2, 3)), 0.1 * _normal(0, (2, 3))
-  keep = _keep(norm)
+def test_what_has_no_norm_to_keep_moves_as_told():
+  w, u = jnp.ones((2, 3)), 0.1 * normal(0, (2, 3))
+  keep = _keep()
   np.testing.assert_array_equal(keep(u, jnp.zeros((2, 3))), u)
   np.testing.assert_array_equal(keep(-w, w), -w)
-  tree = [_normal(1, shape) for shape in ((), (3,), (0, 3), (2, 0))]
+  tree = [normal(1, shape) for shape in ((), (3,), (0, 3), (2, 0))]
   tree += [None, optax.MaskedNode(), ()]
   chex.assert_trees_all_equal(keep(tree, tree), tree)
   # A spec may say that a matrix is a vector.
-  np.testing.assert_array_equal(_keep(norm, _Spec((), (0, 1)))(u, w), u)
+  spec = _Spec((), (0, 1))
+  np.testing.assert_array_equal(_keep(specs=spec)(u, w), u)
 
 
 @pytest.mark.parametrize('norm', ['l2', 'max'])
 def test_complex_matrices_keep_their_norm(norm):
-  w, u = (
-    jax.lax.complex(_normal(i, (3, 4)), _normal(i + 9, (3, 4))) for i in (0, 1)
-  )
+  w, u = normal(0, (2, 3, 4)) + 1j * normal(1, (2, 3, 4))
   kept = _keep(norm)(u, w)
   assert kept.dtype == jnp.complex64
   np.testing.assert_allclose(
@@ -417,10 +349,20 @@ def test_complex_matrices_keep_their_norm(norm):
   )
 
 
+def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
+  # Before the step, or after it.
+  for before, update in ((1.0, 1e38), (1e38, -0.99e38)):
+    params = jnp.ones((2, 4, 4)).at[1].set(before)
+    updates = jnp.zeros_like(params).at[1].set(update)
+    kept = _keep(specs=_Spec(1, 2))(updates, params)
+    assert jnp.all(kept[0] == 0)
+    assert jnp.isnan(kept[1]).all()
+
+
 @pytest.mark.parametrize('update_dtype', [jnp.float32, jnp.bfloat16])
 def test_half_precision_is_widened_and_dtypes_promote(update_dtype):
-  w = _normal(0, (64, 64)).astype(jnp.bfloat16)
-  u = (_normal(1, (64, 64)) / 8).astype(update_dtype)
+  w = normal(0, (64, 64)).astype(jnp.bfloat16)
+  u = (normal(1, (64, 64)) / 8).astype(update_dtype)
   kept = _keep()(u, w)
   assert kept.dtype == update_dtype
   # A step too small for the sum to hold in bfloat16 is turned, and not lost.
@@ -452,35 +394,6 @@ def test_gradients_pass_through_zeros():
   assert jnp.all(jnp.isfinite(gradient))
 
 
-def test_an_unknown_norm_is_named():
-  with pytest.raises(ValueError, match=r"norm must be one of .*'l2'.*'l1'"):
-    merit_optax.keep_matrix_norms('l1')
-  with pytest.raises(ValueError, match='^norm must be'):
-    merit_optax.keep_matrix_norms(['l2'])
-
-
-@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
-def test_an_nnx_optimizer():
-  model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-  chain = optax.chain(
-    optax.scale_by_lion(),
-    merit_optax.scale_by_max_norm_trust_ratio(),
-    optax.scale_by_learning_rate(_RATE),
-    merit_optax.keep_matrix_norms(
-      weight_dimension_numbers=merit_optax.flax_dimension_numbers
-    ),
-  )
-  optimizer = nnx.Optimizer(model, chain, wrt=nnx.Param)
-  old = nnx.as_pure(nnx.state(model, nnx.Param))
-  optimizer.update(model, jax.tree.map(jnp.cos, nnx.state(model, nnx.Param)))
-  new = nnx.as_pure(nnx.state(model, nnx.Param))
-  assert jnp.any(new['kernel'] != old['kernel'])
-  assert jnp.any(new['bias'] != old['bias'])
-  np.testing.assert_allclose(
-    *(np.linalg.norm(x['kernel']) for x in (new, old)), rtol=1e-6
-  )
-
-
 # What it bounds.
 
 
@@ -489,8 +402,8 @@ def test_kept_norms_bound_attention_logits_at_any_rate(norm):
   features, heads, head_features = 8, 2, 4
   shape = (features, heads, head_features)
   specs = {name: _Spec(0, (1, 2)) for name in ('query', 'key')}
-  params = {'query': _normal(0, shape) / 9, 'key': _normal(1, shape) / 9}
-  x = _normal(2, (16, features))
+  params = {'query': normal(0, shape) / 9, 'key': normal(1, shape) / 9}
+  x = normal(2, (16, features))
   x = x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))  # RMS norm
 
   def largest_logit(params):
@@ -530,19 +443,3 @@ def test_kept_norms_bound_attention_logits_at_any_rate(norm):
   # Nor is the bound so wide that nothing would break it.
   assert jnp.all(largest_logit(train(keep)) > limit / 100)
   assert jnp.all(largest_logit(train(optax.identity())) > 100 * limit)
-
-
-def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
-  params = jnp.ones((2, 4, 4))
-  updates = jnp.zeros_like(params).at[1].set(1e38)
-  transform = merit_optax.keep_matrix_norms(
-    weight_dimension_numbers=optax.contrib.MuonDimensionNumbers((1,), (2,))
-  )
-  kept, _ = transform.update(updates, transform.init(params), params)
-  assert jnp.all(kept[0] == 0)
-  assert jnp.isnan(kept[1]).all()
-  # Nor does a norm that has overflowed before the step, and not after it.
-  params = params.at[1].set(1e38)
-  updates = updates.at[1].set(-0.99e38)
-  kept, _ = transform.update(updates, transform.init(params), params)
-  assert jnp.isnan(kept[1]).all()

@@ -12,7 +12,6 @@ import optax
 import pytest
 
 import merit_optax
-from merit_optax import _newton_schulz
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _AS_OPTAX = pytest.mark.skipif(
@@ -46,11 +45,6 @@ def _gradients(seed, scale=1.0):
     )
     for name, (shape, _) in _SHAPES.items()
   }
-
-
-def _orthogonal(matrix):
-  u, _, v = np.linalg.svd(np.asarray(matrix, np.float64), full_matrices=False)
-  return u @ v
 
 
 @_AS_OPTAX
@@ -118,24 +112,15 @@ def test_the_gram_form_is_the_plain_one(coefficients, exponent, shape):
 
 
 @pytest.mark.parametrize('dtype', [np.float32, np.complex64])
-@pytest.mark.parametrize('shape', [(43, 47), (41, 97)])
-def test_large_matrices_are_multiplied_in_blocks(shape, dtype, monkeypatch):
-  monkeypatch.setattr(_newton_schulz, '_LEAST_BLOCK', 4)
+def test_large_matrices_are_multiplied_in_blocks(dtype):
   rng = np.random.default_rng(0)
-  matrix = rng.normal(size=(*shape, 2)) @ [1, 1j]
+  matrix = rng.normal(size=(523, 541, 2)) @ [1, 1j]
   matrix = (matrix if dtype == np.complex64 else matrix.real).astype(dtype)
   u, values, v = np.linalg.svd(matrix, full_matrices=False)
   values = np.asarray(values, np.float64) / np.linalg.norm(values)
   for _ in range(5):
     values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-  np.testing.assert_allclose(_update()(matrix), (u * values) @ v, atol=1e-5)
-
-
-def test_polar_express_converges_to_the_orthogonal_factor():
-  for shape in ((8, 8), (6, 20), (20, 6)):
-    matrix = _spectrum(1, shape, -2)
-    found = _update(ns_coeffs='polar_express', ns_steps=8)(matrix)
-    np.testing.assert_allclose(found, _orthogonal(matrix), atol=1e-4)
+  np.testing.assert_allclose(_update()(matrix), (u * values) @ v, atol=2e-5)
 
 
 @hypothesis.settings(max_examples=30)
@@ -156,10 +141,8 @@ def test_singular_values_are_near_one_at_any_scale(seed, shape, exponent):
 
 
 def test_products_in_bfloat16_are_near():
-  gradients = {'w': _spectrum(2, (16, 48), -1)}
-  exact, rough = (
-    _update(ns_dtype=dtype)(gradients)['w'] for dtype in (None, 'bfloat16')
-  )
+  gradient = _spectrum(2, (16, 48), -1)
+  exact, rough = _update()(gradient), _update(ns_dtype='bfloat16')(gradient)
   assert rough.dtype == jnp.float32
   difference = jnp.linalg.norm(rough - exact) / jnp.linalg.norm(exact)
   assert 1e-4 < difference < 0.03
@@ -226,9 +209,7 @@ def test_what_is_no_matrix_passes_or_is_one_row():
   }
   transform = merit_optax.scale_by_muon('polar_express', 8)
   updates, state = transform.update(params, transform.init(params))
-  assert jax.tree.structure(state.mu) == jax.tree.structure(params)
-  assert updates['none'] is None
-  assert updates['empty'].shape == (0, 3)
+  chex.assert_trees_all_equal_shapes(updates, state.mu, params)
   np.testing.assert_allclose(updates['vector'], [0.6, 0.0, -0.8], atol=1e-3)
   np.testing.assert_allclose(updates['scalar'], -1.0, atol=1e-3)
 
@@ -246,6 +227,14 @@ def test_complex_matrices_become_unitary():
       given.init(matrix)
 
 
+def test_what_init_refuses_and_warns_of():
+  transform = merit_optax.scale_by_muon(beta=0.999)
+  with pytest.raises(ValueError, match='^beta must be at most 0.996'):
+    transform.init(jnp.ones((2, 3), jnp.bfloat16))
+  with pytest.warns(UserWarning, match='more than two axes'):
+    transform.init(jnp.ones((2, 3, 4)))
+
+
 @pytest.mark.parametrize(
   'params, gradients, mu_dtype, expected',
   [
@@ -261,25 +250,3 @@ def test_dtypes(params, gradients, mu_dtype, expected):
   updates, new_state = transform.update(jnp.ones((2, 3), gradients), state)
   assert (updates.dtype, new_state.mu.dtype) == expected
   chex.assert_trees_all_equal_shapes_and_dtypes(state, new_state)
-
-
-def test_a_momentum_that_never_decays_is_refused():
-  with pytest.raises(ValueError, match='^beta must be at most 0.996'):
-    merit_optax.scale_by_muon(beta=0.999).init(jnp.ones((2, 3), jnp.bfloat16))
-
-
-def test_a_guess_about_three_axes_warns():
-  with pytest.warns(UserWarning, match='more than two axes'):
-    merit_optax.scale_by_muon().init(jnp.ones((2, 3, 4)))
-
-
-@_AS_OPTAX
-def test_the_momentum_of_optax_is_taken_over():
-  gradients = _gradients(0)
-  theirs = optax.contrib.scale_by_muon(weight_dimension_numbers=_SPECS)
-  ours = merit_optax.scale_by_muon(weight_dimension_numbers=_SPECS)
-  update = jax.jit(theirs.update)
-  _, state = update(gradients, theirs.init(gradients))
-  expected, _ = update(gradients, state)
-  actual, _ = jax.jit(ours.update)(gradients, state)
-  chex.assert_trees_all_close(actual, expected, atol=2e-6, rtol=0)

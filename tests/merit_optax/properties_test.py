@@ -18,7 +18,6 @@ _ALL = ('weight', 'row', 'column')
 _SUBSETS = [
   subset for size in (1, 2, 3) for subset in itertools.combinations(_ALL, size)
 ]
-_SWAPPED = {'weight': 'weight', 'row': 'column', 'column': 'row'}
 # Few shapes, since each is a compilation: a matrix, one row, one column.
 _SHAPES = ((3, 4), (1, 5), (4, 1))
 # Each of ratio, product and rate may round up once.
@@ -125,8 +124,7 @@ def test_ratio_is_that_of_the_formula(ratios, pair):
   'options',
   [
     {'min_norm': 1.0},
-    {'trust_coefficient': 0.25},
-    {'eps': 0.5},
+    {'trust_coefficient': 0.25, 'eps': 0.5},
     {'min_norm': 0.5, 'trust_coefficient': 3.0, 'eps': 0.125},
   ],
   ids=str,
@@ -139,18 +137,9 @@ def test_further_arguments_enter_the_formula(options, pair):
   )
 
 
-def test_positional_arguments_are_those_of_the_l2_ratio():
-  z, w = jnp.array([0.5, 2.0]), jnp.array([0.25, 8.0])
-  transform = _transform()
-  positional = merit_optax.scale_by_max_norm_trust_ratio(0.5, 3.0, 0.125)
-  actual, _ = positional.update(z, transform.init(w), w)
-  expected = _oracle_scale(z, w, min_norm=0.5, trust_coefficient=3.0, eps=0.125)
-  np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
   'ratios, decay',
-  [(_ALL, 0.0), *((subset, 0.1) for subset in _SUBSETS)],
+  [(_ALL, 0.0), (_ALL, 0.1), (('row',), 0.1)],
   ids=str,
 )
 @hypothesis.settings(max_examples=12)
@@ -168,31 +157,19 @@ def test_whole_steps_are_those_of_algorithm_1(ratios, decay, seed, size):
   np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * largest)
 
 
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
 @pytest.mark.parametrize('shape', [(5,), ()], ids=str)
-def test_few_axes_have_the_weight_wise_ratio_whatever_is_asked(shape, ratios):
-  random = np.random.default_rng(0)
-  z, w = random.normal(size=(2, *shape)).astype(np.float32)
-  np.testing.assert_allclose(
-    _scale(z, w, ratios), _oracle_scale(z, w, ('weight',)), rtol=1e-6
-  )
-
-
-@pytest.mark.filterwarnings('ignore')
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-def test_more_axes_are_a_stack_of_matrices(ratios):
-  random = np.random.default_rng(0)
-  z, w = random.normal(size=(2, 3, 2, 4, 5)).astype(np.float32)
-  actual = _scale(z, w, ratios)
-  for index in np.ndindex(3, 2):
-    expected = _scale(z[index], w[index], ratios)
-    np.testing.assert_array_equal(actual[index], expected)
+def test_few_axes_have_the_weight_wise_ratio_whatever_is_asked(shape):
+  z, w = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+  for ratios in (('row',), ('column',), _ALL):
+    np.testing.assert_allclose(
+      _scale(z, w, ratios), _oracle_scale(z, w, ('weight',)), rtol=1e-6
+    )
 
 
 # The bound.
 
 
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
+@pytest.mark.parametrize('ratios', [('row', 'column'), _ALL], ids='+'.join)
 @hypothesis.given(pair=_pairs(_nonzero))
 def test_no_element_is_scaled_beyond_the_largest_weight(ratios, pair):
   z, w = pair
@@ -228,73 +205,19 @@ def test_a_matrix_grows_at_most_by_the_sum_of_the_rates():
 # Invariances.
 
 
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
 @hypothesis.given(pair=_pairs(_nonzero), power=st.integers(-50, 50))
-def test_scale_of_the_updates_cancels(ratios, pair, power):
+def test_the_scale_of_updates_cancels_and_that_of_weights_carries_over(
+  pair, power
+):
   z, w = pair
+  scaled = _scale(z, w)
+  np.testing.assert_array_equal(_scale(np.ldexp(z, power), w), scaled)
   np.testing.assert_array_equal(
-    _scale(np.ldexp(z, power), w, ratios), _scale(z, w, ratios)
-  )
-
-
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-@hypothesis.given(pair=_pairs(_nonzero), power=st.integers(-50, 50))
-def test_scale_of_the_weights_carries_over(ratios, pair, power):
-  z, w = pair
-  np.testing.assert_array_equal(
-    _scale(z, np.ldexp(w, power), ratios),
-    np.ldexp(_scale(z, w, ratios), power),
-  )
-
-
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-@hypothesis.given(pair=_pairs(_with_zeros))
-def test_transposing_swaps_rows_and_columns(ratios, pair):
-  z, w = pair
-  swapped = tuple(_SWAPPED[name] for name in ratios)
-  np.testing.assert_array_equal(
-    _scale(z.T, w.T, swapped).T, _scale(z, w, ratios)
-  )
-
-
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-@hypothesis.given(pair=_pairs(_with_zeros, shapes=((3, 4),)), data=st.data())
-def test_order_of_rows_and_columns_does_not_matter(ratios, pair, data):
-  z, w = pair
-  order = np.ix_(*(data.draw(st.permutations(range(n))) for n in z.shape))
-  np.testing.assert_array_equal(
-    _scale(z[order], w[order], ratios), _scale(z, w, ratios)[order]
+    _scale(z, np.ldexp(w, power)), np.ldexp(scaled, power)
   )
 
 
 # Norms that are zero.
-
-
-@hypothesis.given(
-  pair=_pairs(_nonzero, shapes=((3, 4),)),
-  rows=st.sets(st.integers(0, 2), max_size=2),
-  columns=st.sets(st.integers(0, 3), max_size=3),
-  of_update=st.booleans(),
-)
-def test_zero_rows_and_columns_make_the_ratio_one(
-  pair, rows, columns, of_update
-):
-  z, w = (x.copy() for x in pair)
-  zeroed = np.zeros(z.shape, bool)
-  zeroed[list(rows)] = zeroed[:, list(columns)] = True
-  (z if of_update else w)[zeroed] = 0
-  actual = _scale(z, w)
-  np.testing.assert_array_equal(actual[zeroed], z[zeroed])
-  expected = _oracle_scale(z, w)
-  np.testing.assert_allclose(actual, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-@hypothesis.given(pair=_pairs(_nonzero))
-def test_zero_matrices_make_the_ratio_one(ratios, pair):
-  z, w = pair
-  np.testing.assert_array_equal(_scale(z, 0 * w, ratios), z)
-  np.testing.assert_array_equal(_scale(0 * z, w, ratios), 0 * z)
 
 
 def test_fallback_ignores_norms_that_are_not_used():
@@ -304,6 +227,8 @@ def test_fallback_ignores_norms_that_are_not_used():
   np.testing.assert_array_equal(_scale(z, w, ('weight', 'column')), 2 * z)
   np.testing.assert_array_equal(_scale(z, w, ('column',)), z * [2, 1])
   np.testing.assert_array_equal(_scale(z, w)[0], z[0])
+  np.testing.assert_array_equal(_scale(z, 0 * w), z)
+  np.testing.assert_array_equal(_scale(0 * z, w), 0 * z)
 
 
 _TINY = np.finfo(np.float32).tiny
@@ -328,13 +253,6 @@ def test_the_smallest_normal_norm_counts():
   w = np.ones((2, 2), np.float32)
   np.testing.assert_allclose(_scale(z, w), w, rtol=1e-6)
   np.testing.assert_allclose(_scale(w, z), z, rtol=1e-6)
-
-
-@pytest.mark.parametrize('min_norm', [0.125, 1.0])
-@hypothesis.given(pair=_pairs(_nonzero))
-def test_a_floor_below_all_norms_changes_nothing(min_norm, pair):
-  z, w = (np.sign(x) * np.maximum(np.abs(x), 1) for x in pair)
-  np.testing.assert_array_equal(_scale(z, w, min_norm=min_norm), _scale(z, w))
 
 
 def test_with_a_floor_a_zero_weight_starts_moving():
@@ -396,7 +314,6 @@ def _extreme_trees(draw, leading=()):
     {},
     {'weight_decay': 0.1, 'clip_threshold': None},
     {'bias_correction': True, 'clip_threshold': None, 'ratios': ('row',)},
-    {'min_norm': 1e-3},
   ],
   ids=str,
 )
@@ -407,14 +324,13 @@ def test_updates_are_finite(options, params, gradients):
     assert np.all(np.isfinite(leaf))
 
 
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(pair=_pairs(_extreme))
-def test_scaled_updates_are_finite(ratios, pair):
-  assert np.all(np.isfinite(_scale(*pair, ratios)))
+def test_scaled_updates_are_finite(pair):
+  assert np.all(np.isfinite(_scale(*pair)))
 
 
-@pytest.mark.parametrize('small', [0.0, 1e-45, 1e-40, 1.2e-38])
+@pytest.mark.parametrize('small', [0.0, 1e-40, 1.2e-38])
 @pytest.mark.parametrize('large', [1e30, 3e38])
 def test_a_huge_weight_beside_a_tiny_update_is_not_nan(large, small):
   # The plain formula multiplies an infinite ratio with zero.
@@ -439,15 +355,6 @@ def test_ratios_of_half_precision_are_wider(dtype):
   expected = _oracle_scale(z.astype(jnp.float32), w.astype(jnp.float32))
   expected = jnp.asarray(expected, jnp.float32).astype(dtype)
   np.testing.assert_array_equal(actual, expected)
-
-
-@pytest.mark.parametrize('update', [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize('param', [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_dtype_is_the_one_to_which_both_promote(update, param):
-  scaled = _transform().update(
-    jnp.ones((2, 2), update), optax.EmptyState(), jnp.ones((2, 2), param)
-  )[0]
-  assert scaled.dtype == jnp.promote_types(update, param)
 
 
 def test_complex_norms_are_magnitudes():

@@ -19,6 +19,7 @@ import optax
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _STEPS = 5
@@ -31,34 +32,18 @@ _SHAPES = {'up': (3, 8, 24), 'down': (3, 24, 8), 'square': (8, 8)}
 _SPECS = {'up': _Spec(1, 2), 'down': _Spec(1, 2), 'square': _Spec(0, 1)}
 
 
-def _normal(seed, shape):
-  return np.random.default_rng(seed).normal(size=shape)
-
-
 def _tree(seed, shapes=_SHAPES):
   """Returns matrices of different sizes, which differ within stacks too."""
-  return {
-    name: jnp.asarray(
-      _normal([seed, i], shape)
-      * np.linspace(0.1, 0.5, shape[0]).reshape(-1, *[1] * (len(shape) - 1)),
-      jnp.float32,
-    )
-    for i, (name, shape) in enumerate(shapes.items())
-  }
+  tree = {}
+  for i, (name, shape) in enumerate(shapes.items()):
+    sizes = jnp.linspace(0.1, 0.5, shape[0])
+    sizes = sizes.reshape(-1, *[1] * (len(shape) - 1))
+    tree[name] = normal([seed, i], shape) * sizes
+  return tree
 
 
 def _gradients(shapes=_SHAPES):
   return [_tree(10 + i, shapes) for i in range(_STEPS)]
-
-
-def _run(optimizer, params, gradients):
-  """Yields the parameters after each step."""
-  update = jax.jit(optimizer.update)
-  state = optimizer.init(params)
-  for gradient in gradients:
-    updates, state = update(gradient, state, params)
-    params = optax.apply_updates(params, updates)
-    yield params
 
 
 def _run_alone(rule, params, gradients):
@@ -87,11 +72,11 @@ def _run_alone(rule, params, gradients):
 def _assert_follows(optimizer, rule, params=None, gradients=None):
   params = _tree(0) if params is None else params
   gradients = _gradients() if gradients is None else gradients
-  actual = _run(optimizer, params, gradients)
+  actual = run(optimizer, params, gradients)
   expected = _run_alone(rule, params, gradients)
   for step, formula in zip(actual, expected, strict=True):
     chex.assert_trees_all_close(
-      jax.tree.map(np.asarray, step), formula, rtol=0, atol=1e-6
+      jax.tree.map(np.asarray, step.params), formula, rtol=0, atol=1e-6
     )
 
 
@@ -163,10 +148,9 @@ def _uncorrected_directions(gradients):
 # LARS.
 
 
-@pytest.mark.parametrize('nesterov', [False, True])
-def test_lars_is_that_of_optax(nesterov):
-  params = {'w': jnp.asarray(_normal(0, (5, 3)), jnp.float32)}
-  params |= {'b': jnp.ones(4), 's': jnp.ones(()), 'zero': jnp.zeros((2, 2))}
+def test_lars_is_that_of_optax():
+  params = {'w': normal(0, (5, 3)), 'zero': jnp.zeros((2, 2))}
+  params |= {'b': jnp.ones(4), 's': jnp.ones(())}
   gradients = [
     jax.tree.map(lambda x, i=i: jnp.cos(i + x), params) for i in range(_STEPS)
   ]
@@ -174,21 +158,14 @@ def test_lars_is_that_of_optax(nesterov):
     optax.add_decayed_weights(1e-2),
     merit_optax.scale_by_l2_norm_trust_ratio(trust_coefficient=0.001, eps=1e-8),
     optax.scale_by_learning_rate(1.0),
-    optax.trace(0.9, nesterov),
+    optax.trace(0.9),
   )
-  lars = optax.lars(
-    1.0,
-    weight_decay=1e-2,
-    trust_coefficient=0.001,
-    eps=1e-8,
-    nesterov=nesterov,
+  lars = optax.lars(1.0, weight_decay=1e-2, trust_coefficient=0.001, eps=1e-8)
+  actual, expected = (
+    [step.params for step in run(optimizer, params, gradients)]
+    for optimizer in (chain, lars)
   )
-  chex.assert_trees_all_close(
-    list(_run(chain, params, gradients)),
-    list(_run(lars, params, gradients)),
-    rtol=1e-6,
-    atol=1e-6,
-  )
+  chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 # OrScale.
@@ -208,40 +185,48 @@ def _orscale_rule(directions, shape_factor, min_ratio, max_ratio, calibrate):
   return rule
 
 
-_FRONTS = {
-  'corrected': (_muon, _muon_directions),
-  'published': (_muon_uncorrected, _uncorrected_directions),
-}
-
-
-@pytest.mark.parametrize('front', _FRONTS)
-def test_orscale_is_its_formula(front):
-  direction, directions = _FRONTS[front]
-  orscale = optax.chain(
-    direction(),
+def _orscale(front):
+  return optax.chain(
+    front,
     optax.add_decayed_weights(_DECAY),
     _l2(min_ratio=0.5, max_ratio=1.5),
     optax.scale_by_learning_rate(_RATE),
   )
-  rule = _orscale_rule(directions, lambda m, n: 1, 0.5, 1.5, False)
-  params = _tree(0)
-  # Zero to begin with, where the formula has the least ratio.
-  params['up'] = params['up'].at[0].set(0)
-  _assert_follows(orscale, rule, params)
 
 
-@pytest.mark.parametrize('front', _FRONTS)
-def test_orscale_lm_is_its_formula(front):
-  direction, directions = _FRONTS[front]
-  orscale_lm = optax.chain(
-    direction(),
+def _orscale_lm(front):
+  return optax.chain(
+    front,
     _shape(_moonlight),
     optax.add_decayed_weights(_DECAY),
     _l2(min_ratio=0.1, max_ratio=5.0, calibrate=True),
     optax.scale_by_learning_rate(_RATE),
   )
-  rule = _orscale_rule(directions, _moonlight, 0.1, 5.0, True)
-  _assert_follows(orscale_lm, rule)
+
+
+@pytest.mark.parametrize(
+  'front, directions',
+  [
+    (_muon(), _muon_directions),
+    (_muon_uncorrected(), _uncorrected_directions),
+  ],
+  ids=['corrected', 'published'],
+)
+@pytest.mark.parametrize(
+  'orscale, settings, zeros',
+  [
+    # Zero to begin with, where the formula has the least ratio.
+    (_orscale, (lambda m, n: 1, 0.5, 1.5, False), True),
+    (_orscale_lm, (_moonlight, 0.1, 5.0, True), False),
+  ],
+  ids=['orscale', 'orscale_lm'],
+)
+def test_orscale_is_its_formula(front, directions, orscale, settings, zeros):
+  params = _tree(0)
+  if zeros:
+    params['up'] = params['up'].at[0].set(0)
+  rule = _orscale_rule(directions, *settings)
+  _assert_follows(orscale(front), rule, params)
 
 
 # Scion.
@@ -249,79 +234,58 @@ def test_orscale_lm_is_its_formula(front):
 _RADIUS = 3.0
 
 
-def _scion_rule(lmo, constrained):
+def _rms(x, axis):
+  return np.sqrt(np.mean(x**2, axis, keepdims=True))
+
+
+def _scion_rule(lmo):
   def rule(w, gradients):
     d = 0
     for g in gradients:
       d = 0.9 * d + 0.1 * g
-      w = (1 - _RATE * constrained) * w - _RATE * _RADIUS * lmo(d)
+      w = (1 - _RATE) * w - _RATE * _RADIUS * lmo(d)
       yield w
 
   return rule
 
 
-def _scion(direction, factor, constrained):
-  return optax.chain(
-    direction,
-    _shape(factor),
-    optax.scale(_RADIUS),
-    optax.add_decayed_weights(1.0 * constrained),
-    optax.scale_by_learning_rate(_RATE),
-  )
-
-
-def _rms(x, axis):
-  return np.sqrt(np.mean(x**2, axis, keepdims=True))
-
-
 # Of a matrix with inputs in rows: the transpose of those in the paper.
-_LMOS = {
+def _embedding(d):
+  return d / _rms(d, 1)
+
+
+def _head(d):
+  return d / np.linalg.norm(d, axis=0) / math.sqrt(d.shape[0])
+
+
+def _hidden(d):
+  return math.sqrt(d.shape[1] / d.shape[0]) * _orthogonal(d)
+
+
+_LAYERS = {
   'sign': ('max', lambda m, n: 1 / m, lambda d: np.sign(d) / d.shape[0]),
-  'embedding': ('row', lambda m, n: 1, lambda d: d / _rms(d, 1)),
-  'head': (
-    'column',
-    lambda m, n: 1 / m,
-    lambda d: d / np.linalg.norm(d, axis=0) / math.sqrt(d.shape[0]),
-  ),
+  'embedding': ('row', lambda m, n: 1, _embedding),
+  'head': ('column', lambda m, n: 1 / m, _head),
   'bias': ('rms', lambda m, n: 1, lambda d: d / _rms(d, (0, 1))),
+  'hidden': (None, lambda m, n: math.sqrt(n / m), _hidden),
 }
 
 
-@pytest.mark.parametrize('constrained', [True, False])
-@pytest.mark.parametrize('layer', _LMOS)
-def test_scion_outside_of_hidden_layers_is_its_formula(layer, constrained):
-  norm, factor, lmo = _LMOS[layer]
-  direction = optax.chain(optax.ema(0.9, debias=False), _lmo(norm))
-  _assert_follows(
-    _scion(direction, factor, constrained), _scion_rule(lmo, constrained)
-  )
-
-
-@pytest.mark.parametrize('constrained', [True, False])
-def test_scion_of_hidden_layers_is_its_formula(constrained):
-  def lmo(d):
-    return math.sqrt(d.shape[1] / d.shape[0]) * _orthogonal(d)
-
-  direction = _muon(nesterov=False, beta=0.9)
-  _assert_follows(
-    _scion(direction, lambda m, n: math.sqrt(n / m), constrained),
-    _scion_rule(lmo, constrained),
-  )
-
-
-@pytest.mark.parametrize('norm', ['max', 'row', 'column', 'rms'])
-def test_constrained_iterates_stay_in_the_ball(norm):
-  axis = {'max': (), 'row': 1, 'column': 0, 'rms': (0, 1)}[norm]
+@pytest.mark.parametrize('layer', _LAYERS)
+def test_scion_is_its_formula(layer):
+  norm, factor, lmo = _LAYERS[layer]
+  if norm is None:
+    direction = _muon(nesterov=False, beta=0.9)
+  else:
+    direction = optax.chain(optax.ema(0.9, debias=False), _lmo(norm))
   scion = optax.chain(
-    merit_optax.scale_by_lmo(norm),
+    direction,
+    _shape(factor),
     optax.scale(_RADIUS),
     optax.add_decayed_weights(1.0),
-    optax.scale_by_learning_rate(0.5),
+    optax.scale_by_learning_rate(_RATE),
   )
-  gradients = [jnp.ones((3, 4))] * 30
-  *_, w = _run(scion, jnp.zeros((3, 4)), gradients)
-  assert np.max(_rms(np.asarray(w), axis)) <= _RADIUS * (1 + 1e-6)
-  np.testing.assert_allclose(w, -_RADIUS, rtol=1e-6)  # Where it leads.
+  _assert_follows(scion, _scion_rule(lmo))
 
 
 # MONA.
@@ -352,19 +316,6 @@ def test_mona_is_its_formula(decay, coefficient):
   _assert_follows(mona, rule)
 
 
-def test_the_default_acceleration_averages_gradients():
-  transform = merit_optax.add_acceleration(0.9)
-  mean = optax.ema(0.9, debias=False)
-  state, mean_state = transform.init(jnp.zeros(3)), mean.init(jnp.zeros(3))
-  m = np.zeros(3)
-  for seed in range(_STEPS):
-    g = jnp.asarray(_normal(seed, 3), jnp.float32)
-    actual, state = transform.update(g, state)
-    np.testing.assert_allclose(actual, (g + m) / 2, rtol=1e-6, atol=1e-6)
-    m, mean_state = mean.update(g, mean_state)
-  np.testing.assert_allclose(state.mu, m, rtol=1e-6)
-
-
 # Bounds of the ratio.
 
 _elements = st.one_of(
@@ -393,10 +344,8 @@ def _two_updates(name, min_ratio, max_ratio):
   return jax.jit(run)
 
 
-@pytest.mark.parametrize(
-  'bounds', [(0.5, 1.5), (2.0, None), (None, 0.25), (1.0, 1.0)], ids=str
-)
-@pytest.mark.parametrize('name', _RATIO_TRANSFORMS)
+@pytest.mark.parametrize('bounds', [(0.5, 1.5), (2.0, None)], ids=str)
+@pytest.mark.parametrize('name', ['max', 'calibrated'])
 @hypothesis.given(z=_arrays, w=_arrays)
 def test_the_applied_ratio_lies_within_its_bounds(name, bounds, z, w):
   scaled = np.asarray(_two_updates(name, *bounds)(z, w), np.float64)
@@ -411,21 +360,24 @@ def test_the_applied_ratio_lies_within_its_bounds(name, bounds, z, w):
     np.testing.assert_allclose(ratio, np.clip(free, *bounds), rtol=1e-5)
 
 
-def test_a_zero_matrix_has_the_least_ratio_or_one():
+@pytest.mark.parametrize(
+  'min_ratio, max_ratio, expected',
+  [
+    (None, None, 1.0),
+    (0.1, 5.0, 0.1),
+    (3.0, None, 3.0),
+    (None, 0.5, 0.5),
+  ],
+)
+def test_a_zero_matrix_has_the_least_ratio_or_one(
+  min_ratio, max_ratio, expected
+):
   z, w = jnp.ones((2, 3)), jnp.zeros((2, 3))
-  for name in ('max', 'l2'):
-    for min_ratio, max_ratio, expected in (
-      (None, None, 1.0),
-      (0.1, 5.0, 0.1),
-      (3.0, None, 3.0),
-      (None, 0.5, 0.5),
-      (None, 5.0, 1.0),
-    ):
-      transform = _RATIO_TRANSFORMS[name](
-        min_ratio=min_ratio, max_ratio=max_ratio
-      )
-      actual, _ = transform.update(z, transform.init(w), w)
-      np.testing.assert_allclose(actual, expected, rtol=1e-6)
+  transform = merit_optax.scale_by_max_norm_trust_ratio(
+    min_ratio=min_ratio, max_ratio=max_ratio
+  )
+  actual, _ = transform.update(z, transform.init(w), w)
+  np.testing.assert_allclose(actual, expected, rtol=1e-6)
 
 
 def test_nan_is_not_clipped_away():
@@ -450,13 +402,15 @@ def _applied_ratios(transform, steps):
   return ratios
 
 
-_W = jnp.asarray(_normal(0, (3, 4)), jnp.float32)
+_W = normal(0, (3, 4))
 _Z = jnp.ones((3, 4))
 
 
-def test_ratios_are_relative_to_the_first():
+@pytest.mark.parametrize('trust_coefficient', [1.0, 7.0])
+def test_ratios_are_relative_to_the_first(trust_coefficient):
+  transform = _calibrated(trust_coefficient=trust_coefficient)
   ratios = _applied_ratios(
-    _calibrated(), [(_Z, _W), (_Z, 2 * _W), (4 * _Z, _W), (_Z, _W)]
+    transform, [(_Z, _W), (_Z, 2 * _W), (4 * _Z, _W), (_Z, _W)]
   )
   np.testing.assert_allclose(ratios, [1, 2, 0.25, 1], rtol=1e-6)
 
@@ -473,15 +427,6 @@ def test_all_ratios_start_at_one(ratios):
     sizes = [3 + 3 * 32, 3 + 3 * 32, 1 + 16]
   assert state.first_ratios.shape == (sum(sizes),)
   assert state.first_ratios.dtype == jnp.float32
-
-
-def test_the_trust_coefficient_cancels():
-  steps = [(_Z, _W), (_Z, 3 * _W)]
-  np.testing.assert_allclose(
-    _applied_ratios(_calibrated(trust_coefficient=7.0), steps),
-    [1, 3],
-    rtol=1e-6,
-  )
 
 
 @pytest.mark.parametrize(
@@ -541,28 +486,6 @@ def test_the_state_is_a_single_leaf_that_is_no_parameter():
     assert state.first_ratios.shape == (0,)
   plain = merit_optax.scale_by_l2_norm_trust_ratio()
   assert plain.init({'w': _W}) == optax.EmptyState()
-
-
-def test_calibration_needs_parameters():
-  with pytest.raises(ValueError, match='not passing `params`'):
-    _calibrated().update({'w': _W}, _calibrated().init({'w': _W}))
-
-
-def test_a_masked_part_is_calibrated_alone():
-  params, updates = _tree(0), [_tree(1), _tree(2)]
-  only_up = {'up': True, 'down': False, 'square': False}
-  masked = optax.masked(_l2(calibrate=True), only_up)
-  state = masked.init(params)
-  alone = merit_optax.scale_by_l2_norm_trust_ratio(
-    calibrate=True, weight_dimension_numbers=_Spec(1, 2)
-  )
-  alone_state = alone.init(params['up'])
-  for update in updates:
-    actual, state = masked.update(update, state, params)
-    expected, alone_state = alone.update(
-      update['up'], alone_state, params['up']
-    )
-    chex.assert_trees_all_close(actual, {**update, 'up': expected}, rtol=1e-6)
 
 
 # Linear minimization oracles.
@@ -657,19 +580,6 @@ _PARTS = {
 }
 
 
-@pytest.mark.parametrize('part', _PARTS)
-@pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16, jnp.complex64])
-def test_dtypes_of_updates_and_state_stay(part, dtype):
-  transform = _PARTS[part]
-  tree = {'w': jnp.asarray(_normal(0, (3, 4)), dtype), 'b': jnp.ones(2, dtype)}
-  state = transform.init(tree)
-  for _ in range(2):
-    before = jax.eval_shape(lambda x: x, state)
-    updates, state = jax.jit(transform.update)(tree, state, tree)
-    assert jax.eval_shape(lambda x: x, state) == before
-    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
-
-
 def test_acceleration_promotes_as_scale_by_adam():
   for gradient, param, mu_dtype in (
     (jnp.bfloat16, jnp.float32, None),
@@ -692,31 +602,26 @@ def test_acceleration_promotes_as_scale_by_adam():
 
 
 @pytest.mark.parametrize('part', _PARTS)
-def test_trees_keep_their_form(part):
+@pytest.mark.parametrize('dtype', [jnp.float16, jnp.complex64])
+def test_trees_and_states_keep_their_forms_and_dtypes(part, dtype):
   transform = _PARTS[part]
   tree = {
     'none': None,
     'masked': optax.MaskedNode(),
-    'empty': jnp.zeros((0, 2)),
-    'columns': jnp.zeros((3, 0)),
-    'scalar': jnp.ones(()),
+    'empty': jnp.zeros((0, 2), dtype),
+    'columns': jnp.zeros((3, 0), dtype),
+    'scalar': jnp.ones((), dtype),
     'nothing': (),
-    'w': jnp.ones((2, 3)),
+    'w': normal(0, (3, 4), dtype),
   }
   state = transform.init(tree)
   for _ in range(2):
-    actual, state = jax.jit(transform.update)(tree, state, tree)
-    chex.assert_trees_all_equal_shapes(actual, tree)
-  assert jnp.all(jnp.isfinite(actual['w']))
-  assert jnp.isfinite(actual['scalar'])
-
-
-@pytest.mark.parametrize('part', _PARTS)
-def test_zeros_stay_zeros(part):
-  tree = {'w': jnp.zeros((2, 3)), 'b': jnp.zeros(2)}
-  transform = _PARTS[part]
-  actual, _ = transform.update(tree, transform.init(tree), tree)
-  chex.assert_trees_all_equal(actual, tree)
+    actual, new_state = jax.jit(transform.update)(tree, state, tree)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+      (actual, new_state), (tree, state)
+    )
+    state = new_state
+  chex.assert_tree_all_finite(actual)
 
 
 # On a mesh.
@@ -733,16 +638,6 @@ def _chain_of_new_parts():
   )
 
 
-def _orscale_lm():
-  return optax.chain(
-    _muon(),
-    _shape(_moonlight),
-    optax.add_decayed_weights(_DECAY),
-    _l2(min_ratio=0.1, max_ratio=5.0, calibrate=True),
-    optax.scale_by_learning_rate(_RATE),
-  )
-
-
 _PLACES = {
   'up': P(None, 'fsdp', 'tensor'),
   'down': P('fsdp', None, 'tensor'),
@@ -750,20 +645,12 @@ _PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-  'optimizer, axis_type',
-  [
-    # Explicit axes would have Optax say where its products go.
-    (_orscale_lm, AxisType.Auto),
-    (_chain_of_new_parts, AxisType.Auto),
-    (_chain_of_new_parts, AxisType.Explicit),
-  ],
-)
-def test_a_mesh_does_not_change_steps(optimizer, axis_type):
+@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_does_not_change_steps(axis_type):
   shapes = {'up': (4, 8, 24), 'down': (4, 24, 8), 'square': (8, 8)}
   params, gradients = _tree(0, shapes), _gradients(shapes)
-  chain = optimizer()
-  expected = list(_run(chain, params, gradients))
+  chain = _chain_of_new_parts()
+  expected = [step.params for step in run(chain, params, gradients)]
   mesh = jax.make_mesh(
     (4, 2), ('fsdp', 'tensor'), axis_types=(axis_type, axis_type)
   )
@@ -771,7 +658,7 @@ def test_a_mesh_does_not_change_steps(optimizer, axis_type):
   with jax.set_mesh(mesh):
     params = jax.device_put(params, places)
     gradients = jax.device_put(gradients, [places] * _STEPS)
-    actual = list(_run(chain, params, gradients))
+    actual = [step.params for step in run(chain, params, gradients)]
   for name, place in places.items():
     assert actual[-1][name].sharding.is_equivalent_to(
       place, actual[-1][name].ndim

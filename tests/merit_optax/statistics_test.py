@@ -11,6 +11,7 @@ import optax
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _NAMES = {
@@ -27,16 +28,11 @@ _NAMES = {
 _SHARES = ('decided_by_weight', 'decided_by_row', 'decided_by_column')
 
 
-def _normal(seed, shape, scale=1.0):
-  values = scale * np.random.default_rng(seed).normal(size=shape)
-  return jnp.asarray(values, jnp.float32)
-
-
 def _tree(seed, scale=1.0):
   return {
-    'w': _normal(seed, (4, 5), scale),
-    'blocks': [{'w': _normal(seed + 1, (4, 5), scale)}],
-    'b': _normal(seed + 2, (5,), scale),
+    'w': scale * normal(seed, (4, 5)),
+    'blocks': [{'w': scale * normal(seed + 1, (4, 5))}],
+    'b': scale * normal(seed + 2, (5,)),
   }
 
 
@@ -53,18 +49,6 @@ def _watch(params, gradients, **settings):
 def _watch_jitted(params, gradients, **settings):
   """As above, for shapes and dtypes that no other test has."""
   return jax.jit(functools.partial(_watch, **settings))(params, gradients)
-
-
-def _watch_steps(gradients, params, **settings):
-  """Yields statistics, updates and weights of each step."""
-  optimizer = merit_optax.merit(**settings)
-  statistics = merit_optax.merit_statistics(**settings)
-  state = optimizer.init(params)
-  for gradient in gradients:
-    watched = statistics(gradient, state, params)
-    updates, state = optimizer.update(gradient, state, params)
-    yield watched, updates, params
-    params = optax.apply_updates(params, updates)
 
 
 def _oracle(w, g, rate, decay=0.0, clip=1.0):
@@ -129,30 +113,47 @@ def _below(watched, name):
 # Against the oracle.
 
 
-@pytest.mark.parametrize('decay', [0.0, 0.1])
-@pytest.mark.parametrize('scale', [0.1, 1.0, 3.0])
-def test_a_matrix_agrees_with_the_oracle(scale, decay):
-  w = _normal(0, (4, 5), scale)
-  # Of the size of eps, so that Adam's update is not a sign, with its ties.
-  g = _normal(10, (4, 5)) * np.array([[1e-6, 3e-6, 1e-7, 1e-8]]).T
-  watched = _below(_watch({'w': w}, {'w': g}, weight_decay=decay), 'w')
-  expected = _oracle(w, g, 0.1, decay)
+def _assert_oracle(w, g, decay=0.0, clip=1.0, rtol=1e-5):
+  settings = {'weight_decay': decay, 'clip_threshold': clip}
+  watched = _below(_watch({'w': w}, {'w': g}, **settings), 'w')
+  expected = _oracle(w, g, 0.1, decay, np.inf if clip is None else clip)
   assert watched.keys() == expected.keys() == _NAMES
   for name, value in expected.items():
-    np.testing.assert_allclose(watched[name], value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(watched[name], value, rtol=rtol, err_msg=name)
+  shares = sum(watched[name] for name in (*_SHARES, 'fallback'))
+  assert shares == pytest.approx(1)
+  return expected
+
+
+@pytest.mark.parametrize('decay, clip', [(0.0, 1.0), (0.1, 0.5), (0.1, None)])
+def test_a_matrix_agrees_with_the_oracle(decay, clip):
+  w = normal(0, (4, 5)).at[0].multiply(9)
+  # Of the size of eps, so that Adam's update is not a sign, with its ties.
+  g = normal(10, (4, 5)) * np.array([[1e-6, 3e-6, 1e-7, 1e-8]]).T
+  expected = _assert_oracle(w, g, decay, clip)
+  assert (expected['clipped'] > 0) == (clip is not None)
 
 
 def test_each_ratio_decides_somewhere():
   # u is 0.1 / sqrt(0.05) nearly everywhere, less where the gradient is near
   # eps: in the first row the row decides, in the last column the column.
-  w = jnp.array([[4.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]])
-  g = jnp.array([[1e-6, 1e-6, 1e-7], [1.0, 1.0, 1e-7], [1.0, 1.0, 1e-7]])
-  watched = _below(_watch_jitted({'w': w}, {'w': g}), 'w')
-  expected = _oracle(w, g, 0.1)
-  for name in _SHARES:
-    assert 0 < watched[name] < 1
-    np.testing.assert_allclose(watched[name], expected[name], rtol=1e-6)
-  assert sum(watched[name] for name in _SHARES) == pytest.approx(1)
+  w = jnp.ones((4, 5)).at[0, 0].set(4)
+  g = jnp.ones((4, 5)).at[0].set(1e-6).at[:, -1].set(1e-7)
+  expected = _assert_oracle(w, g, rtol=1e-4)
+  assert all(0 < expected[name] < 1 for name in _SHARES)
+
+
+def test_a_dead_row_and_column_fall_back():
+  w, g = 3 * normal(0, (4, 5)), normal(1, (4, 5))
+  expected = _assert_oracle(w.at[1].set(0), g.at[:, 2].set(0))
+  assert expected['fallback'] == pytest.approx(8 / 20)
+
+
+@pytest.mark.parametrize('ratio', ['weight', 'row', 'column'])
+def test_only_the_ratios_in_use_decide(ratio):
+  watched = _below(_watch(_tree(0), _tree(9), ratios=(ratio,)), 'w')
+  assert watched[f'decided_by_{ratio}'] == 1
+  assert sum(watched[name] for name in _SHARES) == 1
 
 
 def test_of_equal_ratios_the_first_counts():
@@ -162,148 +163,69 @@ def test_of_equal_ratios_the_first_counts():
   assert [watched[name] for name in _SHARES] == [1, 0, 0]
 
 
-def test_a_dead_row_and_column_fall_back():
-  w, g = _normal(0, (4, 5), 3.0), _normal(1, (4, 5))
-  w, g = w.at[1].set(0), g.at[:, 2].set(0)
-  watched = _below(_watch({'w': w}, {'w': g}), 'w')
-  expected = _oracle(w, g, 0.1)
-  assert expected['fallback'] == pytest.approx(8 / 20)
-  for name, value in expected.items():
-    np.testing.assert_allclose(watched[name], value, rtol=1e-5, err_msg=name)
-  shares = sum(watched[name] for name in (*_SHARES, 'fallback'))
-  assert shares == pytest.approx(1)
-
-
-@pytest.mark.parametrize(
-  ('ratios', 'decided'),
-  [
-    (('weight',), 'decided_by_weight'),
-    (('row',), 'decided_by_row'),
-    (('column',), 'decided_by_column'),
-  ],
-)
-def test_only_the_ratios_in_use_decide(ratios, decided):
-  watched = _below(_watch(_tree(0), _tree(9), ratios=ratios), 'w')
-  assert {name: watched[name] for name in _SHARES} == {
-    name: float(name == decided) for name in _SHARES
-  }
-
-
-@pytest.mark.parametrize('threshold', [0.5, 2.0, None])
-def test_the_clip_threshold(threshold):
-  w, g = _normal(0, (4, 5), 3.0), _normal(1, (4, 5))
-  watched = _below(_watch({'w': w}, {'w': g}, clip_threshold=threshold), 'w')
-  expected = _oracle(w, g, 0.1, clip=threshold or np.inf)
-  assert (expected['clipped'] > 0) == (threshold is not None)
-  for name in ('clipped', 'update_to_weight'):
-    np.testing.assert_allclose(watched[name], expected[name], rtol=1e-5)
-
-
-def test_min_norm_ends_the_fallback():
-  params, gradients = {'w': jnp.zeros((4, 5))}, {'w': _normal(0, (4, 5))}
-  assert _watch(params, gradients)['w/fallback'] == 1
-  watched = _watch(params, gradients, min_norm=0.25)
-  assert watched['w/fallback'] == 0
-  # |z| is 0.1 / sqrt(0.05).
-  np.testing.assert_allclose(
-    watched['w/trust_ratio_max'], 0.25 * 0.05**0.5 / 0.1, rtol=1e-4
-  )
-
-
 # Against the optimizer.
 
-_WARM_UP = optax.linear_schedule(0.0, 0.3, 5)
+_OF_ADAM = ('b1', 'b2', 'eps', 'eps_root', 'bias_correction')
 
 
 @pytest.mark.parametrize(
   'settings',
   [
     {},
-    {'weight_decay': 0.3},
-    {'b1': 0.5, 'b2': 0.8, 'eps': 0.1},
-    {'bias_correction': True, 'eps_root': 0.2},
-    {'clip_threshold': None},
-    {'ratios': ('row', 'column'), 'clip_threshold': 0.3},
-    {'min_norm': 2.0},
-    {'learning_rate': _WARM_UP},
-    {'weight_decay': optax.linear_schedule(2.0, 0.0, 3)},
-    {'learning_rate': _WARM_UP, 'weight_decay': lambda count: 0.5 * count},
+    {'b1': 0.5, 'b2': 0.8, 'eps': 0.1, 'eps_root': 0.2},
+    {'bias_correction': True},
+    {'ratios': ('row', 'column'), 'clip_threshold': 0.3, 'min_norm': 0.5},
+    {'learning_rate': optax.linear_schedule(0.1, 0.3, 5)},
+    {'weight_decay': lambda count: 0.5 * count},
     {'weight_decay': 0.5, 'mask': {'w': True, 'blocks': False, 'b': False}},
     {'mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
-    {'trust_ratio_mask': {'w': True, 'blocks': False, 'b': False}},
-    {'trust_ratio_mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
+    {'trust_ratio_mask': {'w': False, 'blocks': True, 'b': True}},
     {'weight_dimension_numbers': _Spec((), (0,))},
   ],
 )
-def test_moves_are_those_of_the_optimizer(settings):
-  settings = {'learning_rate': 0.1, 'weight_decay': 0.1} | settings
-  gradients = [_tree(10 * i) for i in range(1, 5)]
-  for watched, updates, params in _watch_steps(
-    gradients, _tree(0, scale=2.0), **settings
-  ):
-    _assert_moves(watched, updates, params)
-
-
-# max|Δw| hardly depends on the decay, which the ratio undoes: look at ratios.
-@pytest.mark.parametrize(
-  'settings',
-  [
-    {'weight_decay': 0.3},
-    {'weight_decay': lambda count: 0.5 * count},
-    {'weight_decay': 0.5, 'mask': {'w': True, 'blocks': False, 'b': False}},
-    {
-      'weight_decay': 0.5,
-      'mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
-    },
-    {'bias_correction': True},
-    {'b1': 0.5, 'b2': 0.8, 'eps': 0.1, 'eps_root': 0.2},
-    {'ratios': ('row', 'column'), 'min_norm': 0.5},
-  ],
-)
-def test_ratios_are_those_of_the_optimizer(settings):
-  adam = ('b1', 'b2', 'eps', 'eps_root', 'bias_correction')
+def test_moves_and_ratios_are_those_of_the_optimizer(settings):
+  settings = {'learning_rate': 0.1, 'weight_decay': 0.3} | settings
+  optimizer = merit_optax.merit(**settings)
+  statistics = merit_optax.merit_statistics(**settings)
+  # max|Δw| hardly depends on the decay, which the ratio undoes: look at ratios.
+  ascent = {'learning_rate': -1.0, 'clip_threshold': None}
+  scaled = merit_optax.merit(**settings | ascent)
   direction = optax.chain(
     merit_optax.scale_by_adam(
-      **{name: settings[name] for name in adam if name in settings}
+      **{name: settings[name] for name in _OF_ADAM if name in settings}
     ),
-    optax.add_decayed_weights(
-      settings.get('weight_decay', 0.0), settings.get('mask')
-    ),
+    optax.add_decayed_weights(settings['weight_decay'], settings.get('mask')),
   )
-  state = direction.init(_tree(0))
-  settings = {'learning_rate': 0.1, 'clip_threshold': None} | settings
-  gradients = [_tree(10 * i) for i in range(1, 4)]
-  for gradient, (watched, updates, params) in zip(
-    gradients, _watch_steps(gradients, _tree(0), **settings), strict=True
-  ):
-    z, state = direction.update(gradient, state, params)
-    ratios = jax.tree.map(lambda x, y: -10 * x / y, updates, z)
-    for name, ratio in (('w', ratios['w']), ('b', ratios['b'])):
-      for statistic, expected in (
-        ('min', np.min(ratio)),
-        ('median', np.median(ratio)),
-        ('max', np.max(ratio)),
-      ):
+  params = _tree(0, scale=2.0)
+  optimizers = optimizer, scaled, direction
+  states = [x.init(params) for x in optimizers]
+  for seed in (10, 20, 30):
+    watched = statistics(_tree(seed), states[0], params)
+    steps = [
+      x.update(_tree(seed), state, params)
+      for x, state in zip(optimizers, states, strict=True)
+    ]
+    (updates, scaled_z, z), states = zip(*steps, strict=True)
+    _assert_moves(watched, updates, params)
+    for name in ('w', 'b'):
+      ratio = scaled_z[name] / z[name]
+      for statistic in ('min', 'median', 'max'):
         np.testing.assert_allclose(
-          watched[f'{name}/trust_ratio_{statistic}'], expected, rtol=1e-4
+          watched[f'{name}/trust_ratio_{statistic}'],
+          getattr(np, statistic)(ratio),
+          rtol=1e-4,
         )
-
-
-def test_positional_arguments_are_those_of_merit():
-  arguments = (0.2, 0.5, 0.8, 1e-3, 0.1, 0.3, {'w': False, 'blocks': True})
-  params = {'w': _normal(0, (4, 5)), 'blocks': _normal(1, (4, 5))}
-  gradients = jax.tree.map(lambda x: x[::-1], params)
-  optimizer = merit_optax.merit(*arguments)
-  state = optimizer.init(params)
-  _, state = optimizer.update(gradients, state, params)
-  updates, _ = optimizer.update(params, state, params)
-  statistics = merit_optax.merit_statistics(*arguments)
-  _assert_moves(statistics(params, state, params), updates, params)
+    params = optax.apply_updates(params, updates)
 
 
 def test_a_parameter_left_out_has_ratio_one_and_nothing_decides():
-  mask = {'w': False, 'blocks': True, 'b': True}
-  watched = _watch(_tree(0), _tree(9), trust_ratio_mask=mask)
+  watched = _watch(
+    _tree(0),
+    _tree(9),
+    trust_ratio_mask={'w': False, 'blocks': True, 'b': True},
+    # Nor does it need a spec.
+    weight_dimension_numbers={'blocks': _Spec(), 'b': None},
+  )
   left_out = _below(watched, 'w')
   for name in ('trust_ratio_min', 'trust_ratio_median', 'trust_ratio_max'):
     assert left_out[name] == 1
@@ -314,18 +236,8 @@ def test_a_parameter_left_out_has_ratio_one_and_nothing_decides():
   )
 
 
-def test_a_parameter_left_out_needs_no_dimension_numbers():
-  mask = {'w': True, 'blocks': False, 'b': False}
-  settings = {
-    'trust_ratio_mask': mask,
-    'weight_dimension_numbers': {'w': _Spec(1, 0)},
-  }
-  watched = _watch(_tree(0), _tree(9), **settings)
-  assert watched['blocks/0/w/trust_ratio_max'] == 1
-
-
 def test_dimension_numbers_of_a_stack():
-  w, g = _normal(0, (3, 4, 5), 2.0), _normal(1, (3, 4, 5))
+  w, g = 2 * normal(0, (3, 4, 5)), normal(1, (3, 4, 5))
   w = w * jnp.array([0.1, 1.0, 10.0])[:, None, None]
   watched = _watch_jitted(
     {'w': w}, {'w': g}, weight_dimension_numbers=_Spec(1, 2)
@@ -339,15 +251,6 @@ def test_dimension_numbers_of_a_stack():
     np.testing.assert_allclose(
       watched[f'w/{name}'], reduce(x[name] for x in each), rtol=1e-5
     )
-
-
-def test_dimension_numbers_decide_which_ratio_is_the_row():
-  w, g = _normal(0, (4, 5)), _normal(2, (4, 5), 1e-6)
-  straight = _below(_watch({'w': w}, {'w': g}), 'w')
-  turned = _watch({'w': w}, {'w': g}, weight_dimension_numbers=_Spec(1, 0))
-  assert straight['decided_by_row'] != straight['decided_by_column']
-  assert turned['w/decided_by_row'] == straight['decided_by_column']
-  assert turned['w/decided_by_column'] == straight['decided_by_row']
 
 
 # Where the state comes from.
@@ -374,15 +277,6 @@ def test_inside_an_outer_chain():
     params = optax.apply_updates(params, updates)
 
 
-def test_under_inject_hyperparams():
-  optimizer = optax.inject_hyperparams(merit_optax.merit)(learning_rate=0.2)
-  params, gradients = _tree(0), _tree(10)
-  state = optimizer.init(params)
-  updates, _ = optimizer.update(gradients, state, params)
-  watched = merit_optax.merit_statistics(0.2)(gradients, state, params)
-  _assert_moves(watched, updates, params)
-
-
 def test_a_rate_changed_in_the_state():
   build = optax.inject_hyperparams(merit_optax.merit)
   optimizer = build(learning_rate=0.05, weight_decay=0.1, min_norm=0.0)
@@ -396,7 +290,10 @@ def test_a_rate_changed_in_the_state():
 
 
 def test_injected_schedules_are_read_at_their_counts():
-  settings = {'learning_rate': _WARM_UP, 'weight_decay': lambda i: 0.1 * i}
+  settings = {
+    'learning_rate': optax.linear_schedule(0.0, 0.3, 5),
+    'weight_decay': lambda i: 0.1 * i,
+  }
   optimizer = optax.inject_hyperparams(merit_optax.merit)(**settings)
   statistics = merit_optax.merit_statistics(**settings)
   params, state = _tree(0), optimizer.init(_tree(0))
@@ -478,7 +375,7 @@ def test_a_partition(num_merits):
 @pytest.mark.parametrize('axis_type', list(jax.sharding.AxisType)[:2])
 def test_on_a_mesh(axis_type):
   mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(axis_type,) * 2)
-  params, gradients = _normal(0, (4, 6)), _normal(1, (4, 6))
+  params, gradients = normal(0, (4, 6)), normal(1, (4, 6))
   expected = _watch_jitted({'w': params}, {'w': gradients})
   moved = jax.jit(merit_optax.update_statistics)(
     {'w': gradients}, {'w': params}
@@ -501,169 +398,96 @@ class _Model(nnx.Module):
     )
 
 
-@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
-def test_an_nnx_optimizer():
-  model = _Model()
-  settings = {
-    'learning_rate': _WARM_UP,
-    'weight_decay': 0.1,
-    'weight_dimension_numbers': merit_optax.flax_dimension_numbers,
-  }
-  statistics = nnx.jit(merit_optax.merit_statistics(**settings))
-  optimizer = nnx.Optimizer(model, merit_optax.merit(**settings), wrt=nnx.Param)
-  for _ in range(3):
-    params = nnx.state(model, nnx.Param)
-    gradients = jax.tree.map(jnp.cos, params)
-    watched = statistics(gradients, optimizer.opt_state, params)
-    old = jax.tree.map(np.array, nnx.as_pure(params))
-    nnx.jit(nnx.Optimizer.update)(optimizer, model, gradients)
-    new = nnx.as_pure(nnx.state(model, nnx.Param))
-    for path, size in (
-      ('query/kernel', _largest_move(new['query'], old['query'], 'kernel')),
-      ('dense/kernel', _largest_move(new['dense'], old['dense'], 'kernel')),
-      ('dense/bias', _largest_move(new['dense'], old['dense'], 'bias')),
-    ):
-      np.testing.assert_allclose(
-        # The size is that of a difference of rounded weights.
-        watched[f'{path}/update_to_weight'],
-        size,
-        atol=1e-6,
-      )
-  # The schedule has left its start.
-  assert size > 0.05
-  assert len(watched) == 3 * len(_NAMES)
-
-
-def _largest_move(new, old, name):
-  return np.max(np.abs(new[name] - old[name])) / np.max(np.abs(old[name]))
-
-
-@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
-def test_an_nnx_optimizer_gives_what_plain_trees_give():
-  model = _Model()
-  specs = merit_optax.flax_dimension_numbers(
-    nnx.as_pure(nnx.state(model, nnx.Param))
-  )
-  settings = {'learning_rate': 0.1, 'weight_dimension_numbers': specs}
-  tx = merit_optax.merit(**settings)
-  optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  params = nnx.state(model, nnx.Param)
-  gradients = jax.tree.map(jnp.cos, params)
-  statistics = nnx.jit(merit_optax.merit_statistics(**settings))
-  watched = statistics(gradients, optimizer.opt_state, params)
-  pure, pure_gradients = nnx.as_pure(params), nnx.as_pure(gradients)
-  expected = statistics(pure_gradients, tx.init(pure), pure)
-  _assert_same(watched, expected)
-
-
 @pytest.mark.parametrize(
   'optimizer', [optax.sgd(0.1), optax.chain(optax.adam(0.1), optax.adam(0.1))]
 )
-def test_a_state_without_exactly_one_adam_state(optimizer):
+def test_a_state_without_exactly_one_adam_state_is_refused(optimizer):
   params = _tree(0)
   found = 0 if optimizer.init(params)[0] == optax.EmptyState() else 2
   with pytest.raises(ValueError, match=f'ScaleByAdamState, found {found}'):
     merit_optax.merit_statistics(0.1)(params, optimizer.init(params), params)
 
 
-def test_a_state_of_other_parameters():
-  params = _tree(0)
-  state = merit_optax.merit(0.1).init(params['blocks'])
-  with pytest.raises(ValueError, match='1 arrays for 3 parameters'):
-    merit_optax.merit_statistics(0.1)(params, state, params)
+_SCHEDULE = optax.linear_schedule(0.1, 0.3, 5)
 
 
-def test_a_state_of_other_shapes():
-  params = {'w': _normal(0, (5, 3))}
-  state = merit_optax.merit(0.1).init({'w': jnp.ones(3)})
-  with pytest.raises(ValueError, match=r"shape \(3,\) for the parameter 'w'"):
-    merit_optax.merit_statistics(0.1)(params, state, params)
-
-
-def test_paths_that_are_written_the_same():
-  params = {'a/b': _normal(0, (2, 3)), 'a': {'b': _normal(1, (2, 3))}}
-  with pytest.raises(ValueError, match='a/b.* more than once'):
-    _watch(params, params)
-
-
-def test_gradients_of_other_parameters():
-  params = _tree(0)
-  state = merit_optax.merit(0.1).init(params)
-  with pytest.raises(ValueError, match='must belong together'):
-    merit_optax.merit_statistics(0.1)({'w': params['w']}, state, params)
+@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
+def test_an_nnx_optimizer_gives_what_plain_trees_give():
+  model = _Model()
+  settings = {
+    'learning_rate': _SCHEDULE,
+    'weight_dimension_numbers': merit_optax.flax_dimension_numbers,
+  }
+  merit = merit_optax.merit(**settings)
+  statistics = nnx.jit(merit_optax.merit_statistics(**settings))
+  optimizer = nnx.Optimizer(model, merit, wrt=nnx.Param)
+  params = nnx.state(model, nnx.Param)
+  pure = jax.tree.map(jnp.copy, nnx.as_pure(params))
+  gradients = jax.tree.map(jnp.cos, pure)
+  updates, state = merit.update(gradients, merit.init(pure), pure)
+  nnx.jit(nnx.Optimizer.update)(optimizer, model, jax.tree.map(jnp.cos, params))
+  watched = statistics(
+    nnx.state(model, nnx.Param),
+    optimizer.opt_state,
+    nnx.state(model, nnx.Param),
+  )
+  pure = optax.apply_updates(pure, updates)
+  _assert_same(watched, statistics(pure, state, pure))
+  assert len(watched) == 3 * len(_NAMES)
 
 
 @pytest.mark.parametrize(
-  ('argument', 'value'), [('b1', 1.0), ('ratios', ()), ('clip_threshold', 0.0)]
+  'gradients, of_state, message',
+  [
+    (_tree(9), _tree(0)['blocks'], '1 arrays for 3 parameters'),
+    ({'w': jnp.ones((4, 5))}, _tree(0), '1 arrays for 3 parameters'),
+    (_tree(9), _tree(0) | {'w': jnp.ones(3)}, r"shape \(3,\) for .* 'w'"),
+  ],
 )
-def test_bad_arguments_raise_as_in_merit(argument, value):
-  with pytest.raises(ValueError, match=argument):
-    merit_optax.merit_statistics(0.1, **{argument: value})
+def test_trees_that_do_not_belong_together_are_refused(
+  gradients, of_state, message
+):
+  state = merit_optax.merit(0.1).init(of_state)
+  with pytest.raises(ValueError, match=f'must belong together.*{message}'):
+    merit_optax.merit_statistics(0.1)(gradients, state, _tree(0))
 
 
 # What comes back.
 
 
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float64])
-def test_values_are_float32_scalars(dtype):
+def test_values_are_float32_scalars():
   with jax.enable_x64(True):
-    params = {'w': jnp.ones((4, 5), dtype)}
+    params = {'w': jnp.ones((4, 5), jnp.float64)}
     values = _watch_jitted(params, params).values()
-  for value in values:
-    assert value.shape == ()
-    assert value.dtype == jnp.float32
+  assert {(x.shape, x.dtype) for x in values} == {((), jnp.dtype('float32'))}
 
 
-@pytest.mark.parametrize('decay', [0.0, 0.1])
-def test_zero_gradients_give_finite_values(decay):
-  params = _tree(0) | {'zero': jnp.zeros((4, 5)), 'zeros': jnp.zeros(5)}
-  gradients = jax.tree.map(jnp.zeros_like, params)
-  watched = _watch(params, gradients, weight_decay=decay)
+def test_zeros_give_finite_values_unless_they_move():
+  params = _tree(0) | {'zero': jnp.zeros((4, 5)), 'moves': jnp.zeros(5)}
+  gradients = jax.tree.map(jnp.zeros_like, params) | {'moves': jnp.ones(5)}
+  watched = _watch(params, gradients)
+  assert watched.pop('moves/update_to_weight') == np.inf
   assert all(np.isfinite(value) for value in watched.values())
-  for name in ('zero', 'zeros'):
-    assert watched[f'{name}/fallback'] == 1
-    assert watched[f'{name}/update_to_weight'] == 0
+  assert watched['zero/fallback'] == watched['moves/fallback'] == 1
+  assert watched['zero/update_to_weight'] == 0
 
 
-def test_a_zero_parameter_that_moves_moves_infinitely():
-  params, gradients = {'w': jnp.zeros((4, 5))}, {'w': jnp.ones((4, 5))}
-  watched = _below(_watch(params, gradients), 'w')
-  assert watched.pop('update_to_weight') == np.inf
-  assert all(np.isfinite(value) for value in watched.values())
-
-
-@pytest.mark.parametrize('shape', [(), (1,), (6,)])
+@pytest.mark.parametrize('shape', [(), (6,)])
 def test_vectors_and_scalars_are_weight_wise(shape):
-  w, g = _normal(0, shape, 3.0), _normal(1, shape)
+  w, g = 3 * normal(0, shape), normal(1, shape)
   watched = _below(_watch({'w': w}, {'w': g}), 'w')
-  expected = _oracle(jnp.reshape(w, (1, -1)), jnp.reshape(g, (1, -1)), 0.1)
-  # A matrix of one row: its column ratios stand for nothing here.
-  norms = np.max(np.abs(w)), np.max(np.abs(g))
-  z = 0.1 * norms[1] / (0.05**0.5 * norms[1] + 1e-6)
+  # |z| is 0.1 / sqrt(0.05), but for eps.
+  ratio = np.max(np.abs(w)) * 0.05**0.5 / 0.1
   for name in ('trust_ratio_min', 'trust_ratio_median', 'trust_ratio_max'):
-    np.testing.assert_allclose(watched[name], norms[0] / z, rtol=1e-5)
+    np.testing.assert_allclose(watched[name], ratio, rtol=1e-4)
   assert [watched[name] for name in _SHARES] == [1, 0, 0]
-  assert watched['update_to_weight'] <= expected['update_to_weight'] * 1.0001
-  assert watched['update_to_weight'] > 0
 
 
-def test_an_empty_parameter_has_no_statistics():
-  params = {'empty': jnp.zeros((0, 3)), 'w': _normal(0, (4, 5)), 'none': None}
+def test_what_is_empty_has_no_statistics():
+  params = {'empty': jnp.zeros((0, 3)), 'w': normal(0, (4, 5)), 'none': None}
   watched = _watch(params, params)
   assert {key.split('/')[0] for key in watched} == {'w'}
-  assert len(watched) == len(_NAMES)
-
-
-def test_an_empty_tree_has_no_statistics():
   assert _watch({}, {}) == {}
-
-
-def test_jit_gives_what_eager_gives():
-  params, gradients = _tree(0), _tree(10)
-  eager = _watch(params, gradients, weight_decay=0.1)
-  jitted = _watch_jitted(params, gradients, weight_decay=0.1)
-  for name, value in jitted.items():
-    np.testing.assert_allclose(value, eager[name], rtol=1e-5, err_msg=name)
 
 
 def test_arguments_and_defaults_are_those_of_merit():
@@ -687,8 +511,8 @@ _MOVES = {
   'spec, axes', [(_Spec(1, 2), (1, 2)), (None, (0, 1, 2))]
 )
 def test_moves_of_each_matrix_of_a_stack(spec, axes):
-  w = _normal(0, (3, 4, 5)) * jnp.array([0.1, 1.0, 10.0])[:, None, None]
-  u = _normal(1, (3, 4, 5)).at[1, 2].set(0)
+  w = normal(0, (3, 4, 5)) * jnp.array([0.1, 1.0, 10.0])[:, None, None]
+  u = normal(1, (3, 4, 5)).at[1, 2].set(0)
   watched = jax.jit(
     functools.partial(
       merit_optax.update_statistics, weight_dimension_numbers={'w': spec}
@@ -715,10 +539,10 @@ def test_moves_of_each_matrix_of_a_stack(spec, axes):
   assert watched['not_finite'] == 0
 
 
-@pytest.mark.parametrize('optimizer', [optax.adamw(0.1), optax.lion(0.1)])
-def test_moves_of_any_optimizer_in_any_tree(optimizer):
+def test_moves_of_any_optimizer_in_any_tree():
   params = _tree(0) | {'none': None, 'empty': jnp.zeros((0, 3))}
-  updates, _ = optimizer.update(params, optimizer.init(params), params)
+  lion = optax.lion(0.1)
+  updates, _ = lion.update(params, lion.init(params), params)
   watched = jax.jit(merit_optax.update_statistics)(updates, params)
   _assert_moves(
     watched, {k: updates[k] for k in _tree(0)}, {k: params[k] for k in _tree(0)}
@@ -748,8 +572,7 @@ def test_zero_parameters_move_infinitely_or_not_at_all():
 
 
 def test_updates_of_other_parameters():
-  params = {'w': _normal(0, (5, 3))}
-  with pytest.raises(ValueError, match='must belong together'):
-    merit_optax.update_statistics({'w': jnp.ones((3, 5))}, params)
-  with pytest.raises(ValueError, match='must belong together'):
-    merit_optax.update_statistics({}, params)
+  params = {'w': normal(0, (5, 3))}
+  for updates in ({'w': jnp.ones((3, 5))}, {}):
+    with pytest.raises(ValueError, match='must belong together'):
+      merit_optax.update_statistics(updates, params)

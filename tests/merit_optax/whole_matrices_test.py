@@ -187,12 +187,6 @@ def test_an_axis_that_the_mesh_lacks_is_named():
     jax.jit(transform.update)(array, transform.init(array))
 
 
-@pytest.mark.parametrize('names', [('x', 'x'), 3, np.array(['x'])])
-def test_what_are_no_axes_is_refused(names):
-  with pytest.raises(ValueError, match='^mesh_axes must be .*different names'):
-    merit_optax.scale_by_muon(mesh_axes=names)
-
-
 def _updates_alone(transform, gradients):
   return jax.jit(transform.update)(gradients, transform.init(gradients))[0]
 
