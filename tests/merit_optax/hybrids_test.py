@@ -6,7 +6,6 @@ that the documentation cites.
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
