@@ -488,7 +488,9 @@ def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
   expected = load_model(config.init_from).tokenizer
   assert found.tokenizer.to_str() == expected.to_str()
   assert with_vocabulary(Config(), tokens) is tokens
-  with pytest.raises(UsageError, match='up to 269: .* below 100'):
+  with pytest.raises(
+    UsageError, match='another tokenizer .* 320 and 128 tokens'
+  ):
     with_vocabulary(config, dataclasses.replace(tokens, vocab_size=100))
 
 

@@ -124,11 +124,11 @@ def read_description(folder: Path) -> Model:
     raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
   with naming(folder / _MODEL):
     config, num_tokens = _parse(**read_json(folder / _MODEL))
-  vocabulary = read_vocabulary(folder, num_tokens)
+  vocabulary = _read_vocabulary(folder, num_tokens)
   return Model(config, num_tokens, None, *vocabulary)
 
 
-def read_vocabulary(
+def _read_vocabulary(
   folder: Path, num_tokens: int
 ) -> tuple[tokenizers.Tokenizer | None, str | None, dict[str, bytes]]:
   """Returns tokenizer, end-of-text token and companions of a model folder.

@@ -88,7 +88,7 @@ def run(
   """
   params = None
   if not has_checkpoint(folder):
-    params = initial_params(config, trainer, tokens)
+    params = initial_params(config, trainer)
   evaluations = [
     _Evaluation(
       name, weight, *batches.validation_batch(held_out, config, trainer.mesh)

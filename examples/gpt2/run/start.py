@@ -10,15 +10,14 @@ from typing import Any
 from examples.gpt2.config import Config, FittedConfig, UsageError, flag
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import on_process_0, print_once
-from examples.gpt2.model.config import NORM_EPSILON
-from examples.gpt2.model.files import read_description, read_vocabulary
+from examples.gpt2.model.config import NORM_EPSILON, padded_vocab_size
+from examples.gpt2.model.files import read_description
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import load_model, weights_sha256
-from examples.gpt2.storage import as_path
 
 # Settings that say what a model is.
 _MODEL = (
@@ -74,15 +73,31 @@ def _check_same_model(
 def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
   """Returns tokens with the tokenizer of ``--init-from``, if they have none.
 
-  Raises ``UsageError`` if it has tokens that the data cannot have.
+  Raises ``UsageError`` if it has another vocabulary or tokenizer than the data.
   """
-  if config.init_from is None or tokens.tokenizer is not None:
+  if config.init_from is None:
     return tokens
-  folder = as_path(config.init_from)
-  tokenizer, end_token, companions = read_vocabulary(folder, tokens.vocab_size)
-  return dataclasses.replace(
-    tokens, tokenizer=tokenizer, end_token=end_token, companions=companions
-  )
+  try:
+    model = read_description(config.init_from)
+  except UsageError:  # Of what is gone or damaged, others say more.
+    return tokens
+  rows = padded_vocab_size(tokens.vocab_size)
+  if tokens.tokenizer is None and rows == model.config.vocab_size:
+    return dataclasses.replace(
+      tokens,
+      tokenizer=model.tokenizer,
+      end_token=model.end_token,
+      companions=model.companions,
+    )
+  known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
+  if len(set(known)) > 1 or rows != model.config.vocab_size:
+    raise UsageError(
+      f'--init-from {config.init_from} has another tokenizer than --data '
+      f'{config.data} (with {model.config.vocab_size} and {rows} tokens, '
+      'rounded up): make tokens with it, by python -m examples.gpt2.prepare '
+      f'--tokenizer {config.init_from}.'
+    )
+  return tokens
 
 
 def origin(config: FittedConfig) -> dict[str, Any]:
@@ -168,30 +183,13 @@ def initial_state(
   return state if params is None else state._replace(params=params)
 
 
-def initial_params(
-  config: FittedConfig, trainer: Trainer, tokens: Tokens
-) -> Any:
+def initial_params(config: FittedConfig, trainer: Trainer) -> Any:
   """Returns the weights of ``--init-from``, None without it.
 
-  Raises ``UsageError`` if they have another vocabulary or tokenizer than the
-  data, or if the state of ``--fork-from`` has other shapes.
+  Raises ``UsageError`` if the state of ``--fork-from`` has other shapes.
   """
   if config.fork_from is not None:
     _forked(config).check(trainer.shapes)
   if config.init_from is None:
     return None
-  model = load_model(config.init_from, trainer.mesh, config.init_step)
-  rows = [x.vocab_size for x in (model.config, trainer.model_config)]
-  if rows[0] != rows[1]:
-    raise UsageError(
-      f'--init-from {config.init_from} has a vocabulary of {rows[0]} tokens, '
-      f'and --data {config.data} one of {rows[1]} (padded).'
-    )
-  tokenizers = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
-  if len(set(tokenizers)) > 1:
-    raise UsageError(
-      f'--init-from {config.init_from} has another tokenizer than --data '
-      f'{config.data}: make tokens with it, by python -m '
-      f'examples.gpt2.prepare --tokenizer {config.init_from}.'
-    )
-  return model.params
+  return load_model(config.init_from, trainer.mesh, config.init_step).params
