@@ -164,8 +164,9 @@ def test_a_rank_below_two_is_always_weight_wise(shape, spec):
 
 
 @pytest.mark.parametrize('spec', [_Spec((), ()), _Spec([], [])])
-def test_scalars_of_stacked_layers_are_apart(spec):
-  update, param = normal(0, (2, 3)), normal(1, (2, 3))
+@pytest.mark.parametrize('shape', [(6,), (2, 3)])
+def test_scalars_of_stacked_layers_are_apart(shape, spec):
+  update, param = normal(0, shape), normal(1, shape)
   scaled = _scale(update, param, spec)
   expected = np.abs(param) * np.sign(update)
   np.testing.assert_allclose(scaled, expected, rtol=1e-6)

@@ -190,6 +190,7 @@ def test_names_of_convolutions():
     ('output_gate/kernel', (2, 4, 8)),
     ('query_gate/kernel', (8, 2, 4)),
     ('unconventional/kernel', (3, 8, 4)),
+    ('reconv/kernel', (3, 8, 4)),
     ('Convert_0/kernel', (3, 8, 4)),
     ('dense/kernel', (8,)),
     ('embed/embedding', (2, 3, 4)),
