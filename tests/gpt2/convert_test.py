@@ -261,6 +261,44 @@ def test_pickles_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+  ('kind', 'expected'),
+  [
+    (
+      'gpt2',
+      {
+        'n_positions': 16,
+        'n_layer': 2,
+        'n_head': 2,
+        'n_embd': 16,
+        'n_inner': 24,
+        'layer_norm_epsilon': 1e-5,
+      },
+    ),
+    (
+      'llama-3',
+      {
+        'max_position_embeddings': 16,
+        'num_hidden_layers': 2,
+        'num_attention_heads': 4,
+        'num_key_value_heads': 2,
+        'head_dim': 8,
+        'hidden_size': 16,
+        'intermediate_size': 24,
+        'rms_norm_eps': 1e-5,
+        'rope_theta': 100.0,
+        'rope_scaling': {'rope_type': 'llama3', **_SCALING},
+      },
+    ),
+  ],
+)
+def test_settings_have_the_names_of_transformers(kind: str, expected: dict):
+  model = Model(_CONFIGS[kind], _NUM_TOKENS, {})
+  settings = hugging_face.to_settings(model, 'float32')
+  assert settings | expected == settings
+  assert settings['vocab_size'] == _NUM_TOKENS
+
+
+@pytest.mark.parametrize(
   'entries',
   [
     # transformers 5, 4, and 4 before it had settled on a name.

@@ -74,8 +74,9 @@ def _loss(folder: Path, tokens: np.ndarray, length: int, count: int) -> float:
   return -np.take_along_axis(log_p, sequences[:, 1:, None], axis=-1).mean()
 
 
-@pytest.mark.parametrize('micro_batch_size', [1, 3])
-@pytest.mark.parametrize('mesh', ['tensor=2,fsdp=2', 'fsdp=8'])
+@pytest.mark.parametrize(
+  ('micro_batch_size', 'mesh'), [(1, 'tensor=2,fsdp=2'), (3, 'fsdp=8')]
+)
 def test_loss_is_that_of_the_held_out_text(
   folder: Path, text: Path, micro_batch_size: int, mesh: str
 ):
@@ -118,8 +119,9 @@ def test_a_shorter_context_may_be_measured(folder: Path, text: Path):
   assert found.loss == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize('stride', [1, 3, 8])
-@pytest.mark.parametrize('count', [9, 30, 33])
+@pytest.mark.parametrize(
+  ('stride', 'count'), [(1, 30), (3, 9), (3, 33), (8, 30), (8, 33)]
+)
 def test_every_token_counts_once(
   folder: Path, tmp_path: Path, stride: int, count: int
 ):
@@ -202,9 +204,7 @@ def test_a_longer_context_needs_rotary_positions(
   params = nnx.as_pure(nnx.state(Transformer(llama, rngs=nnx.Rngs(0))))
   tokenizer = load_model(folder).tokenizer
   save_model(tmp_path, Model(llama, 270, params, tokenizer))
-  found = evaluate(
-    tmp_path, str(text), held_out=True, context_length=9, sequences=4
-  )
+  found = evaluate(tmp_path, str(text), context_length=9, sequences=4)
   assert found.num_tokens == 36
 
 
@@ -215,29 +215,18 @@ def test_the_result_is_printed(
   rows = capsys.readouterr().out.splitlines()
   expected = _loss(folder, _held_out(folder, text), 8, 7)
   assert rows[0] == f'loss           {expected:.4f} nats per token'
-  assert float(rows[1].split()[1]) == pytest.approx(
-    math.exp(expected), rel=1e-3
-  )
+  assert rows[1] == f'perplexity     {math.exp(expected):.4g}'
   assert rows[2] == 'measured on    7 sequences, 56 tokens'
-  assert [row.split('  ')[0] for row in rows] == [
-    'loss',
-    'perplexity',
-    'measured on',
-    'bits per byte',
-  ]
+  assert rows[3].startswith('bits per byte  ')
 
 
 @pytest.mark.parametrize(
-  'flag', ['--sequences', '--context-length', '--micro-batch-size']
+  'name', ['sequences', 'context_length', 'micro_batch_size', 'stride']
 )
-def test_settings_out_of_range_exit_with_status_2(
-  flag: str, capsys: pytest.CaptureFixture
-):
-  with pytest.raises(SystemExit) as caught:
-    main(['nowhere', '--data', 'nowhere', flag, '0'])
-  assert caught.value.code == 2
-  expected = f'error: {flag} must be at least 1, got 0.'
-  assert capsys.readouterr().err.startswith(expected)
+def test_settings_out_of_range_are_refused(name: str):
+  flag = name.replace('_', '-')
+  with pytest.raises(UsageError, match=f'--{flag} must be at least 1, got 0'):
+    evaluate(Path('nowhere'), 'nowhere', **{name: 0})
 
 
 def test_tokens_of_another_model_are_refused(folder: Path, tmp_path: Path):
@@ -258,12 +247,9 @@ def test_too_few_tokens_are_refused(folder: Path, tmp_path: Path):
     evaluate(folder, data)
 
 
-@pytest.mark.parametrize('content', [b'', b'123'])
-def test_damaged_token_files_are_named(
-  folder: Path, tmp_path: Path, content: bytes
-):
-  (tmp_path / 'val.bin').write_bytes(content)
-  with pytest.raises(UsageError, match=f'val.bin has {len(content)} bytes'):
+def test_damaged_token_files_are_named(folder: Path, tmp_path: Path):
+  (tmp_path / 'val.bin').write_bytes(b'123')
+  with pytest.raises(UsageError, match='val.bin has 3 bytes'):
     evaluate(folder, str(tmp_path))
 
 

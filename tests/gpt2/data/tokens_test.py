@@ -47,6 +47,8 @@ def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
   second = load_tokens(tiny)
   assert second.sha256 != first.sha256
   assert second.tokenizer.decode(second.train[:]).startswith('other text')
+  smaller = dataclasses.replace(tiny, vocab_size=257)
+  assert load_tokens(smaller).vocab_size == 257
   monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
   load_tokens(tiny)
 
