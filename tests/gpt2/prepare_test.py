@@ -369,7 +369,7 @@ def test_a_large_vocabulary_is_trained_and_decoded(
   prepare(_with_tokenizer(_from_parquet(config, TEXTS), folder))
   train(
     dataclasses.replace(
-      tiny, data=str(config.out_dir), vocab_size=None, steps=1, width=8
+      tiny, data=str(config.out_dir), vocab_size=None, steps=1
     )
   )
   [text] = generate(tiny.out_dir, 'the number', tokens=4, top_k=1)
