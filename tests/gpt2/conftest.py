@@ -2,6 +2,7 @@ from collections.abc import Callable, Iterator
 import contextlib
 import itertools
 import json
+import os
 from pathlib import Path
 import socket
 import subprocess
@@ -43,6 +44,41 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
   config = _tiny(tmp_path_factory.mktemp('finished'))
   train(config)
   return config
+
+
+@pytest.fixture
+def run_pair() -> Callable[..., list[str]]:
+  """Runs a program in two processes, and returns what each has printed.
+
+  Its arguments are an address for jax, the number of the process and what else
+  is given.
+  """
+
+  def run(program: str, *arguments: object) -> list[str]:
+    root = str(Path(__file__).parents[2])
+    address = f'localhost:{_free_port()}'
+    running = [
+      subprocess.Popen(
+        [sys.executable, '-W', 'always', '-c', program, address, str(i)]
+        + [str(x) for x in arguments],
+        env=os.environ | {'PYTHONPATH': root, 'JAX_PLATFORMS': 'cpu'},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+      )
+      for i in range(2)
+    ]
+    # The first to fail says why: the other one is ended by it.
+    try:
+      outputs = [process.communicate(timeout=240) for process in running]
+    finally:
+      for process in running:
+        process.kill()
+    for process, (_, errors) in zip(running, outputs, strict=True):
+      assert process.returncode == 0, errors
+    return [printed for printed, _ in outputs]
+
+  return run
 
 
 def _write_text(folder: Path) -> Path:
