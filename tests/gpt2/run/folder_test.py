@@ -5,9 +5,6 @@ import math
 import os
 from pathlib import Path
 import resource
-import socket
-import subprocess
-import sys
 import warnings
 
 import hypothesis
@@ -44,6 +41,8 @@ def _files(path: Path) -> dict[str, bytes]:
 def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
   folder = RunFolder(tmp_path / 'deep' / 'run')
   folder.start(_SETTINGS)
+  folder.keep_metrics(0)
+  assert folder.read_metrics() == []
   lines = [{'step': 1, 'loss': 0.5}, {'step': 2, 'text': 'a\nb\u2028c'}]
   for line in lines:
     folder.log(line)
@@ -52,11 +51,9 @@ def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
 
 
 def test_metrics_that_are_not_finite_are_null(tmp_path: Path):
-  folder = RunFolder(tmp_path / 'run')
-  folder.start(_SETTINGS)
+  folder = RunFolder(tmp_path)
   folder.log({'step': 1, 'loss': math.nan, 'layers': {'x': [1.0, math.inf]}})
-  folder.keep_metrics(1)
-  text = (tmp_path / 'run' / 'metrics.jsonl').read_text()
+  text = (tmp_path / 'metrics.jsonl').read_text()
   assert text == '{"step": 1, "loss": null, "layers": {"x": [1.0, null]}}\n'
 
 
@@ -134,18 +131,6 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
   assert ('requeued' in capsys.readouterr().out) == goes_on
 
 
-def test_without_fresh_the_rest_of_a_killed_run_stays(tmp_path: Path):
-  with RunFolder(tmp_path) as folder:
-    folder.start(_SETTINGS)
-    folder.log({'step': 1})
-  (folder.checkpoints / '1').mkdir(parents=True)
-  with RunFolder(tmp_path) as again:
-    again.start(_SETTINGS)
-    assert not again.finished
-    assert again.read_metrics() == [{'step': 1}]
-  assert (folder.checkpoints / '1').is_dir()
-
-
 @hypothesis.given(
   count=st.integers(0, 6), torn=st.integers(0, 8), step=st.integers(0, 6)
 )
@@ -166,9 +151,12 @@ def test_later_lines_and_torn_ones_are_cut_off(
   assert [x['step'] for x in folder.read_metrics()] == [*range(1, step + 2)]
 
 
-def test_metrics_start_empty(tmp_path: Path):
-  RunFolder(tmp_path).keep_metrics(0)
-  assert RunFolder(tmp_path).read_metrics() == []
+def test_lost_lines_are_told_and_none_is_doubled(tmp_path: Path):
+  path = tmp_path / 'metrics.jsonl'
+  path.write_text('{"step": 1}\n{"ste\n{"step": 4}\n{"step": 4}\n')
+  with pytest.warns(UserWarning, match='lost 2 of the lines up to step 4'):
+    RunFolder(tmp_path).keep_metrics(4)
+  assert path.read_text() == '{"step": 1}\n{"step": 4}\n'
 
 
 @contextlib.contextmanager
@@ -184,7 +172,7 @@ def _full_disk(path: Path, room: int):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize('room', [0, 1, 5, 20, 30])
+@pytest.mark.parametrize('room', [0, 5, 20])
 def test_a_log_survives_a_full_disk(tmp_path: Path, room: int):
   folder = RunFolder(tmp_path)
   path = tmp_path / 'metrics.jsonl'
@@ -239,7 +227,9 @@ def test_a_folder_that_comes_back_gets_all_lines(tmp_path: Path):
   assert folder.read_metrics() == [{'step': 1}, {'step': 2}]
 
 
-def test_other_processes_write_nothing(tmp_path: Path, monkeypatch):
+def test_other_processes_write_nothing_and_raise_what_process_0_does(
+  tmp_path: Path, monkeypatch
+):
   handed = iter([None, True, None, OSError('full'), UsageError('in use')])
 
   def from_process_0(*_: object) -> object:
@@ -250,8 +240,7 @@ def test_other_processes_write_nothing(tmp_path: Path, monkeypatch):
 
   monkeypatch.setattr(run_folder, 'on_process_0', from_process_0)
   monkeypatch.setattr(run_folder, 'is_process_0', lambda: False)
-  path = tmp_path / 'run'
-  with RunFolder(path) as folder:
+  with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS, from_scratch=True)
     assert folder.finished
     folder.keep_metrics(0)
@@ -259,87 +248,8 @@ def test_other_processes_write_nothing(tmp_path: Path, monkeypatch):
     with pytest.raises(OSError, match='full'):
       folder.flush()
     with pytest.raises(UsageError, match='in use'):
-      RunFolder(path).start(_SETTINGS)
-  assert not path.exists()
-
-
-# What fails in process 0 alone, and with which error that shows in all.
-_PROCESSES = """
-import pathlib, resource, sys
-import jax
-from examples.gpt2.config import Config, UsageError
-from examples.gpt2.devices import processes
-from examples.gpt2.run.folder import RunFolder
-
-address, process = sys.argv[2], int(sys.argv[3])
-processes.connect(
-  Config(coordinator=address, num_processes=2, process_id=process)
-)
-settings = {'config': {'seed': 0}}
-# Another folder in each process, to see which one writes.
-path = pathlib.Path(sys.argv[1], str(process))
-path.mkdir()
-
-
-def fails(kind, words, action, *args):
-  try:
-    action(*args)
-  except kind as error:
-    assert words in str(error), error
-  else:
-    raise AssertionError(words)
-
-
-if process == 0:
-  (path / 'file').write_text('mine')
-fails(UsageError, 'cannot be written', RunFolder(path / 'file').start, settings)
-folder = RunFolder(path / 'run')
-folder.start(settings)
-fails(UsageError, 'in use', RunFolder(path / 'run').start, settings)
-folder.log({'step': 1})
-limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-if process == 0:
-  resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-folder.log({'step': 2})
-fails(OSError, 'too large', folder.flush)
-fails(OSError, 'too large', folder.keep_metrics, 1)
-resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-folder.flush()
-assert not folder.finished
-folder.__exit__()
-fails(UsageError, 'seed: 0 -> 1', RunFolder(path / 'run').start,
-      {'config': {'seed': 1}})
-if process == 0:
-  assert [x['step'] for x in folder.read_metrics()] == [1, 2]
-  for name in ('model.json', 'weights.safetensors', 'curves.png', 'sample.txt'):
-    (path / 'run' / name).touch()
-assert folder.finished
-"""
-
-
-@pytest.mark.slow
-def test_what_fails_in_process_0_is_raised_in_all(tmp_path: Path):
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    address = f'localhost:{free.getsockname()[1]}'
-  root = str(Path(__file__).parents[3])
-  running = [
-    subprocess.Popen(
-      [sys.executable, '-c', _PROCESSES, str(tmp_path), address, str(i)],
-      env=os.environ | {'PYTHONPATH': root, 'JAX_PLATFORMS': 'cpu'},
-      stderr=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  try:
-    for process in running:
-      _, errors = process.communicate(timeout=120)
-      assert process.returncode == 0, errors
-  finally:
-    for process in running:
-      process.kill()
-  assert not list((tmp_path / '1').iterdir())
+      RunFolder(tmp_path).start(_SETTINGS)
+  assert not list(tmp_path.iterdir())
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
@@ -383,20 +293,16 @@ def test_a_second_run_is_kept_out_while_the_first_goes_on(tmp_path: Path):
     second.start(_SETTINGS)
 
 
-@pytest.mark.parametrize('number', [errno.ENOSYS, errno.ENOLCK])
-def test_a_disk_without_locks_is_a_warning(
-  tmp_path: Path, monkeypatch, number: int
-):
+def test_a_disk_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
   def fail(*_: object) -> None:
-    raise OSError(number, os.strerror(number))
+    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
   monkeypatch.setattr('fcntl.flock', fail)
-  with RunFolder(tmp_path) as folder:
-    with pytest.warns(UserWarning, match='cannot be locked.*second run'):
-      folder.start(_SETTINGS)
-    folder.log({'step': 1})
-    folder.flush()
-  assert folder.read_metrics() == [{'step': 1}]
+  with (
+    RunFolder(tmp_path) as folder,
+    pytest.warns(UserWarning, match='cannot be locked.*second run'),
+  ):
+    folder.start(_SETTINGS)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
