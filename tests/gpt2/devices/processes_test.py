@@ -1,10 +1,5 @@
 import json
-import os
-from pathlib import Path
 import re
-import socket
-import subprocess
-import sys
 
 import jax
 import pytest
@@ -12,7 +7,6 @@ import pytest
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.devices import processes
 
-_ROOT = Path(__file__).parents[3]
 _ALONE = ValueError('coordinator_address should be defined.')
 
 
@@ -162,20 +156,8 @@ processes.print_once('only once')
 
 
 @pytest.mark.slow
-def test_process_0_works_for_all():
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    address = f'localhost:{free.getsockname()[1]}'
-  running = [
-    subprocess.Popen(
-      [sys.executable, '-c', _PROGRAM, address, str(i)],
-      env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(2)
-  ]
-  outputs = [process.communicate(timeout=120)[0] for process in running]
+def test_process_0_works_for_all(run_pair):
+  outputs = run_pair(_PROGRAM)
   first, second = (
     json.loads(re.search(r'^{.*}$', output, re.M)[0]) for output in outputs
   )
