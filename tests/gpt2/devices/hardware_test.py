@@ -6,6 +6,7 @@ import types
 import hypothesis
 from hypothesis import strategies as st
 import jax
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -89,17 +90,19 @@ def test_flops_of_a_token_are_the_known_formula(
   assert found == 6 * weights + 12 * layers * width * length
 
 
-def test_bytes_of_a_device_are_what_it_holds():
+def test_bytes_of_a_device_count_its_shards():
   mesh = make_mesh('fsdp=4,tensor=2')
-  config = resolve(Config(num_layers=1, width=64, num_heads=2))
-  shapes = Trainer(config, 64, mesh).shapes
-  state = jax.tree.map(
-    lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding), shapes
-  )
-  held = sum(
-    x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)
-  )
-  assert hardware.bytes_per_device(shapes) == held
+
+  def shape(dims, dtype, *spec):
+    sharding = NamedSharding(mesh, P(*spec))
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+  tree = {
+    'split': shape((8, 6), 'float32', 'fsdp', 'tensor'),
+    'half': shape((8, 6), 'bfloat16', None, 'tensor'),
+    'whole': shape((5,), 'int32'),
+  }
+  assert hardware.bytes_per_device(tree) == 2 * 3 * 4 + 8 * 3 * 2 + 5 * 4
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='reads /proc')

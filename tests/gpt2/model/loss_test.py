@@ -56,6 +56,8 @@ def _value_and_grad(function):
   at_once=st.integers(0, 200),
 )
 @hypothesis.settings(max_examples=6)
+# Chunks of an odd length, the last of which is filled up.
+@hypothesis.example(batch=2, length=5, vocab_size=8, at_once=200)
 def test_loss_and_gradients_equal_those_of_full_logits(
   batch: int, length: int, vocab_size: int, at_once: int
 ):
@@ -188,16 +190,3 @@ def test_chunks_are_few_and_within_the_limit(length: int, at_once: int):
   # At least two, so that all logits never exist at once.
   fewest = max(2, -(-length // max(1, at_once)))
   assert fewest <= count <= 2 * fewest
-
-
-def test_a_prime_length_has_the_loss_of_full_logits():
-  inputs = _inputs(2, 1021, 4, 8)
-  found = _value_and_grad(mean_cross_entropy)(*inputs)
-  expected = _value_and_grad(_plain_mean)(*inputs)
-  for one, other in zip(
-    jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
-  np.testing.assert_allclose(
-    token_losses(*inputs), _plain(*inputs), rtol=1e-5, atol=1e-6
-  )

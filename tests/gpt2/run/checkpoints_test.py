@@ -1,13 +1,10 @@
-from collections.abc import Iterable
+"""Checkpoints on a disk and in stores, whatever these do."""
+
+from collections.abc import Callable, Iterable
 import errno
-import itertools
 import os
 from pathlib import Path
-import signal
-import socket
-import subprocess
-import sys
-import time
+import threading
 from typing import Any
 import warnings
 
@@ -24,6 +21,7 @@ from examples.gpt2.config import UsageError
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.run import checkpoints, restore
 from examples.gpt2.run.checkpoints import Checkpoints
+from examples.gpt2.storage import as_path, file_system
 
 _SPECS = {
   'kernel': P('fsdp', 'tensor'),
@@ -34,8 +32,30 @@ _SPECS = {
 pytestmark = pytest.mark.filterwarnings(
   'ignore::pytest.PytestUnraisableExceptionWarning'
 )
-# With this in front, a program of its own has the devices of these tests.
-_DEVICES = "import jax; jax.config.update('jax_num_cpu_devices', 8)\n"
+# With this in front, a program has the names and the devices of these tests.
+_NAMES = f"""
+import sys
+import jax
+jax.config.update('jax_num_cpu_devices', 8)
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import checkpoints_test
+globals().update(vars(checkpoints_test))
+"""
+
+
+@pytest.fixture(params=['disk', 'gs', 's3'])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+  """Where no checkpoint is yet, on a disk and in each kind of store."""
+  if request.param == 'disk':
+    return tmp_path / 'run' / 'checkpoints'
+  make_bucket = request.getfixturevalue('make_bucket')
+  return as_path(make_bucket(request.param)) / 'run' / 'checkpoints'
+
+
+@pytest.fixture
+def stored(bucket: str) -> Path:
+  """Such a folder in each kind of store, which ``proxy`` makes fail."""
+  return as_path(bucket) / 'run' / 'checkpoints'
 
 
 def _state(seed: int, mesh: str = 'fsdp=4,tensor=2') -> dict[str, Any]:
@@ -99,8 +119,11 @@ def _steps(folder: Path) -> list[int]:
 
 def _files(folder: Path) -> list[Path]:
   """Returns the files of a checkpoint, the largest first."""
-  files = [path for path in folder.rglob('*') if path.is_file()]
-  return sorted(files, key=lambda path: (-path.stat().st_size, str(path)))
+  fs = file_system(folder)
+  sizes = fs.find(str(folder), detail=True)
+  names = sorted(sizes, key=lambda name: (-sizes[name]['size'], name))
+  urls = [fs.unstrip_protocol(name) for name in names]
+  return [as_path(url.removeprefix('file://')) for url in urls]
 
 
 def _flip(file: Path, position: int, bit: int) -> None:
@@ -109,61 +132,51 @@ def _flip(file: Path, position: int, bit: int) -> None:
   file.write_bytes(content)
 
 
+def _flip_largest(folder: Path) -> None:
+  """Flips a bit of the largest array, which does not compress."""
+  file = _files(folder)[0]
+  _flip(file, len(file.read_bytes()) // 2, 5)
+
+
 def _flip_number(folder: Path, numbers: np.ndarray, place: float) -> None:
-  """Flips a bit of numbers that a checkpoint holds, which do not compress."""
+  """Flips a bit of numbers that a checkpoint holds."""
   content = np.asarray(numbers).tobytes()
   (file,) = (f for f in _files(folder) if content in f.read_bytes())
   start = file.read_bytes().index(content)
   _flip(file, start + int(place * (len(content) - 1)), 5)
 
 
-def _run(program: str, *arguments: object, **options: Any) -> subprocess.Popen:
-  """Starts a program with the names of this file."""
-  names = (
-    f'import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n'
-    'import checkpoints_test; globals().update(vars(checkpoints_test))\n'
-  )
-  return subprocess.Popen(
-    [sys.executable, '-W', 'always', '-c',
-     _DEVICES + names + program,
-     *map(str, arguments)],
-    cwd=Path(__file__).parents[3],
-    text=True,
-    **options,
-  )  # fmt: skip
+def _cut(folder: Path, name: str = '', size: int = 50) -> None:
+  """Truncates a file of a checkpoint, by default the largest."""
+  file = folder / name if name else _files(folder)[0]
+  file.write_bytes(file.read_bytes()[:size])
 
 
-@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=2', 'fsdp=2,tensor=1', ''])
-def test_restores_every_bit_on_any_mesh(tmp_path: Path, mesh: str):
-  folder = tmp_path / 'run' / 'checkpoints'
+def _remove(folder: Path) -> None:
+  for file in _files(folder):
+    file.unlink()
+
+
+def test_restores_every_bit_on_any_mesh(folder: Path):
   state = _state(3)
-  with Checkpoints(folder, max_to_keep=1) as saved:
-    assert saved.save(3, state)
-  with Checkpoints(folder, max_to_keep=1) as saved, warnings.catch_warnings():
-    warnings.simplefilter('error')
+  _save(folder, 3)
+  for mesh in ('fsdp=4,tensor=2', 'fsdp=2,tensor=1', ''):
     like = _like(state, mesh)
-    step, restored = saved.restore(like)
-  assert step == 3
-  _assert_same(restored, state)
-  assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
-    lambda x: x.sharding, like
-  )
+    with Checkpoints(folder, max_to_keep=1) as saved, warnings.catch_warnings():
+      warnings.simplefilter('error')
+      step, restored = saved.restore(like)
+    assert step == 3
+    _assert_same(restored, state)
+    for x, y in zip(*map(jax.tree.leaves, (restored, like)), strict=True):
+      assert x.sharding == y.sharding
 
 
-def test_an_empty_folder_restores_nothing(tmp_path: Path):
-  assert _restore(tmp_path / 'checkpoints') is None
-
-
-def test_a_relative_folder_is_allowed(
+def test_a_relative_folder_is_allowed_and_no_file_is_a_pickle(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
   monkeypatch.chdir(tmp_path)
   _save(Path('c'), 1)
   assert _restore(Path('c'))[0] == 1
-
-
-def test_no_file_is_a_pickle(tmp_path: Path):
-  _save(tmp_path / 'c', 1)
   for file in _files(tmp_path / 'c'):
     assert not file.read_bytes().startswith(b'\x80')
 
@@ -186,67 +199,61 @@ def test_the_state_may_be_donated(tmp_path: Path):
   _assert_same(restored, state)
 
 
-def test_keeps_the_last_and_the_best(tmp_path: Path):
-  folder = tmp_path / 'c'
-  losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5, 7: None}
+def test_keeps_the_last_and_the_best(folder: Path):
+  losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5}
   kept = []
-  for steps in ((1, 2, 3, 4), (5, 6, 7)):  # What is best outlives a restart.
+  for steps in ((1, 2, 3, 4), (5, 6)):  # What is best outlives a restart.
     with Checkpoints(folder, max_to_keep=2) as saved:
       for step in steps:
         assert saved.save(step, _state(step), losses[step])
         saved.wait()
         kept.append(_steps(folder))
-  assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6],
-                  [2, 6, 7]]  # fmt: skip
+  assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6]]
 
 
-def test_multiples_of_steps_are_kept_for_good(tmp_path: Path):
-  with Checkpoints(tmp_path, max_to_keep=1, keep_period=2) as saved:
-    for step in range(1, 6):
-      assert saved.save(step, _state(step))
-  assert _steps(tmp_path) == [2, 4, 5]
-
-
-def test_without_losses_only_the_last_are_kept(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', max_to_keep=2) as saved:
-    for step in range(5):
-      assert saved.save(step, _state(step))
-  assert _steps(tmp_path / 'c') == [3, 4]
-
-
-def test_a_better_checkpoint_takes_the_place_of_the_best(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
-    for step, loss in enumerate([3.0, 2.0, 2.5, 1.0, 1.0, 4.0]):
+@pytest.mark.parametrize(
+  ('settings', 'losses', 'kept'),
+  [
+    (dict(max_to_keep=2), [None] * 5, [4, 5]),
+    (dict(max_to_keep=1, keep_period=2), [None] * 5, [2, 4, 5]),
+    # Of equal losses the last is the best.
+    (dict(max_to_keep=1), [3.0, 2.0, 2.5, 1.0, 1.0, 4.0], [5, 6]),
+  ],
+)
+def test_few_checkpoints_stay(
+  tmp_path: Path, settings: dict, losses: list, kept: list[int]
+):
+  with Checkpoints(tmp_path, **settings) as saved:
+    for step, loss in enumerate(losses, start=1):
       assert saved.save(step, _state(step), loss)
-  assert _steps(tmp_path / 'c') == [4, 5]
+  assert _steps(tmp_path) == kept
 
 
-def test_a_step_is_saved_once(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
-    assert saved.save(4, _state(4))
-    with pytest.warns(RuntimeWarning, match='step 4 is not saved'):
-      assert not saved.save(4, _state(5))
-  step, state = _restore(tmp_path / 'c')
-  assert step == 4
-  _assert_same(state, _state(4))
+def test_a_step_before_the_last_can_be_saved_but_none_twice(tmp_path: Path):
+  with Checkpoints(tmp_path, max_to_keep=2) as saved:
+    for step in (5, 3):
+      assert saved.save(step, _state(step))
+    with pytest.warns(RuntimeWarning, match='step 5 is not saved'):
+      assert not saved.save(5, _state(6))
+  assert _steps(tmp_path) == [3, 5]
+  _assert_same(_restore(tmp_path)[1], _state(5))
 
 
-@pytest.mark.parametrize('bad', ['nan', 'inf', '-inf'])
-@pytest.mark.parametrize('path', [('params', 'kernel'), ('moment',)])
+@pytest.mark.parametrize(
+  ('bad', 'name'), [('nan', 'params.kernel'), ('-inf', 'moment')]
+)
 def test_a_state_that_is_not_finite_is_refused(
-  tmp_path: Path, bad: str, path: tuple[str, ...]
+  tmp_path: Path, bad: str, name: str
 ):
   state = _state(2)
-  inner = state
-  for key in path[:-1]:
-    inner = inner[key]
-  inner[path[-1]] = inner[path[-1]].at[-1, -1].set(float(bad))
-  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
+  *path, last = name.split('.')
+  inner = state[path[0]] if path else state
+  inner[last] = inner[last].at[-1, -1].set(float(bad))
+  with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(1, _state(1))
-    name = '.'.join(path)
     with pytest.warns(RuntimeWarning, match=f'step 2 .*: {name} is not finite'):
       assert not saved.save(2, state)
-    assert _restore(tmp_path / 'c')[0] == 1
+    assert _restore(tmp_path)[0] == 1
 
 
 def _only(
@@ -274,13 +281,36 @@ def _assert_falls_back(folder: Path, *reasons: str) -> None:
   assert _restore(folder)[0] == 2
 
 
-@pytest.mark.parametrize('place', [0.0, 0.3, 0.77, 1.0])
-def test_a_flipped_bit_of_an_array_is_found(tmp_path: Path, place: float):
+@pytest.mark.parametrize(
+  ('damage', 'reason'),
+  [(_flip_largest, 'not as it was saved, by its checksum'), (_cut, '')],
+)
+def test_a_damaged_checkpoint_is_set_aside(
+  folder: Path, damage: Callable[[Path], None], reason: str
+):
+  _save(folder, 1, 2)
+  damage(folder / '2')
+  _assert_falls_back(folder, reason)
+
+
+@pytest.mark.parametrize(
+  'damage',
+  [
+    lambda x: _cut(x, size=0),
+    lambda x: _cut(x, 'state/manifest.ocdbt', size=0),
+    lambda x: _cut(x, 'state/_METADATA'),
+    lambda x: _cut(x, 'record/metadata'),
+    lambda x: _remove(x / 'state'),
+    lambda x: _remove(x / 'record'),
+  ],
+)
+def test_damage_of_any_part_is_found(
+  tmp_path: Path, damage: Callable[[Path], None]
+):
   folder = tmp_path / 'c'
   _save(folder, 1, 2)
-  shards = _state(2)['params']['bits'].addressable_shards
-  _flip_number(folder / '2', shards[int(place * 7)].data, place)
-  _assert_falls_back(folder, 'params.bits is not as it was saved', 'checksum')
+  damage(folder / '2')
+  _assert_falls_back(folder)
 
 
 @pytest.mark.slow
@@ -295,8 +325,8 @@ def test_no_flipped_bit_is_restored(
   _save(folder, 1, 2)
   files = _files(folder / '2')
   file = files[number % len(files)]
-  if file.stat().st_size:
-    _flip(file, int(place * (file.stat().st_size - 1)), bit)
+  if size := len(file.read_bytes()):
+    _flip(file, int(place * (size - 1)), bit)
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     step, state = _restore(folder)
@@ -304,33 +334,12 @@ def test_no_flipped_bit_is_restored(
   _assert_same(state, _state(step))
 
 
-@pytest.mark.parametrize('size', [0, 50])
-@pytest.mark.parametrize(
-  'name', ['', 'state/manifest.ocdbt', 'state/_METADATA', 'record/metadata']
-)
-def test_a_truncated_file_is_found(tmp_path: Path, name: str, size: int):
-  folder = tmp_path / 'c'
-  _save(folder, 1, 2)
-  largest = _files(folder / '2')[0]
-  os.truncate(folder / '2' / name if name else largest, size)
-  _assert_falls_back(folder)
-
-
-@pytest.mark.parametrize('name', ['state', 'record'])
-def test_a_missing_part_is_found(tmp_path: Path, name: str):
-  folder = tmp_path / 'c'
-  _save(folder, 1, 2)
-  for file in _files(folder / '2' / name):
-    file.unlink()
-  _assert_falls_back(folder)
-
-
 def test_damaged_checkpoints_of_one_step_are_all_kept(tmp_path: Path):
   folder = tmp_path / 'c'
   _save(folder, 1)
   for _ in range(2):
     _save(folder, 2)
-    os.truncate(_files(folder / '2')[0], 0)
+    _cut(folder / '2')
     with pytest.warns(RuntimeWarning, match='damaged'):
       assert _restore(folder)[0] == 1
   names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
@@ -341,7 +350,7 @@ def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
   folder = tmp_path / 'c'
   _save(folder, 1, 2)
   for step in (1, 2):
-    os.truncate(_files(folder / str(step))[0], 10)
+    _cut(folder / str(step))
   for _ in range(2):  # A second try does not start over in silence either.
     with pytest.raises(UsageError, match='--from-scratch') as error:
       _restore(folder)
@@ -354,7 +363,6 @@ def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
   [
     ({'scale': None}, 'scale is float32[], expected nothing'),
     ({'more': np.zeros(3, 'int32')}, 'more is missing, expected int32[3]'),
-    ({'scale': np.zeros(1, 'float32')}, r'float32[], expected float32[1]'),
     ({'moment': np.zeros((16, 3), 'float32')}, 'expected float32[16, 3]'),
   ],
 )
@@ -368,41 +376,6 @@ def test_a_state_of_another_form_is_refused(
   ):
     saved.restore(_like(_state(1) | change))
   assert reason in str(error.value)
-
-
-# The folder and RLIMIT_FSIZE are of this program only: other tests write too.
-_FULL_DISK = """
-import resource
-folder = Path(sys.argv[1])
-saved = Checkpoints(folder, max_to_keep=1)
-assert saved.save(1, _state(1), 1.0)
-saved.wait()
-hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-with warnings.catch_warnings(record=True) as caught:
-  warnings.simplefilter('always')
-  for step, size in ((2, 5_000), (3, 10)):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    saved.save(step, _state(step), 0.5)
-    saved.wait()
-  resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-texts = [str(warning.message) for warning in caught]
-assert len(texts) == 2, texts
-for step, text in zip((2, 3), texts):
-  assert f'step {step} is not saved' in text, text
-assert saved.restore(_like(_state(1)))[0] == 1
-assert saved.save(4, _state(4), 2.0)
-saved.wait()
-assert sorted(path.name for path in folder.iterdir()) == ['1', '4']
-assert Checkpoints(folder, max_to_keep=1).restore(_like(_state(1)))[0] == 4
-"""
-
-
-@pytest.mark.slow
-def test_a_full_disk_does_not_end_the_run(tmp_path: Path):
-  run = _run(_FULL_DISK, tmp_path / 'c', stderr=subprocess.PIPE)
-  _, errors = run.communicate(timeout=120)
-  assert run.returncode == 0, errors
-  assert 'pickle' not in errors
 
 
 def _fail(*_: object, **__: object) -> None:
@@ -434,20 +407,15 @@ def test_a_failed_save_does_not_end_the_run(
   assert _steps(folder) == [1, 3]
 
 
-@pytest.mark.parametrize('last', [True, False])
-def test_a_failed_save_is_told_by_what_comes_next(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: bool
+def test_the_last_save_of_a_run_is_told_if_it_failed(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
   with (
-    monkeypatch.context() as patch,
-    pytest.warns(RuntimeWarning, match='is not saved') as caught,
+    pytest.warns(RuntimeWarning, match='step 1 is not saved'),
     Checkpoints(tmp_path / 'c', max_to_keep=2) as saved,
   ):
-    patch.setattr(os, 'rename', _fail)
+    monkeypatch.setattr(os, 'rename', _fail)
     assert saved.save(1, _state(1))
-    if not last:
-      assert saved.save(2, _state(2))
-  assert 'step 1' in str(caught[0].message)
   assert not list((tmp_path / 'c').iterdir())
 
 
@@ -465,24 +433,19 @@ def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(
       saved.wait()
 
 
-@pytest.mark.parametrize('error', [OSError(5, 'EIO'), PermissionError(13, '')])
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-  def fail(*_: object) -> None:
-    raise error
-
-  folder = tmp_path / 'c'
-  _save(folder, 1)
-  with Checkpoints(folder, max_to_keep=1) as saved:
+  _save(tmp_path, 1)
+  with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(2, _state(2))
     with monkeypatch.context() as patch:
-      patch.setattr('shutil.rmtree', fail)
+      patch.setattr('shutil.rmtree', _fail)
       with pytest.warns(RuntimeWarning, match='not deleted'):
         saved.wait()
-    assert _steps(folder) == [1, 2]
+    assert _steps(tmp_path) == [1, 2]
     assert saved.save(3, _state(3))
-  assert _steps(folder) == [3]
+  assert _steps(tmp_path) == [3]
 
 
 def test_after_an_error_the_save_under_way_is_finished(tmp_path: Path):
@@ -531,71 +494,68 @@ def test_an_error_of_a_device_is_not_called_damage(
   assert _restore(folder)[0] == 2
 
 
-def test_what_is_being_saved_is_restored(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', max_to_keep=1) as saved:
-    for step in (1, 2, 3):
-      assert saved.save(step, _state(step))
-      assert saved.restore(_like(_state(0)))[0] == step
+def test_what_a_killed_save_left_is_no_checkpoint(folder: Path):
+  _save(folder, 1, 2)
+  if file_system(folder).protocol[0] == 'file':
+    (folder / '2').rename(folder / '2.orbax-checkpoint-tmp')
+  else:
+    (folder / '2' / 'commit_success.txt').unlink()
+  with Checkpoints(folder, max_to_keep=2) as saved:
+    assert saved.restore(_like(_state(0)))[0] == 1
+    assert _steps(folder) == [1]
+    assert saved.save(2, _state(2))
+  assert _steps(folder) == [1, 2]
 
 
-def test_a_step_before_the_last_can_be_saved(tmp_path: Path):
-  with Checkpoints(tmp_path / 'c', max_to_keep=2) as saved:
-    for step in (5, 3):
-      assert saved.save(step, _state(step))
-  assert _steps(tmp_path / 'c') == [3, 5]
-
-
-_KILLED = """
-saved = Checkpoints(Path(sys.argv[1]), max_to_keep=2)
-found = saved.restore(_like(_large(0)))
-step = found[0] if found else 0
-if found:
-  _assert_same(found[1], _large(step))
-for step in range(step + 1, 1000):
-  saved.save(step, _large(step), loss=-step)
-  print(step, flush=True)
-"""
-
-
-def _large(step: int) -> dict[str, Any]:
-  """Returns 16 MB, so that a save takes some time."""
-  kernel = jnp.arange(2**22, dtype=jnp.float32).reshape(2048, -1) * step
-  mesh = make_mesh('fsdp=4,tensor=2')
-  sharding = NamedSharding(mesh, _SPECS['kernel'])
-  return {'kernel': jax.device_put(kernel, sharding)}
+def test_a_store_that_refuses_is_not_called_damaged_and_ends_no_run(
+  stored: Path, proxy
+):
+  with Checkpoints(stored, max_to_keep=2) as saved:
+    assert saved.save(1, _state(1))
+    assert saved.wait()
+    proxy.status = 403
+    with pytest.warns(RuntimeWarning, match='step 2 is not saved'):
+      assert not (saved.save(2, _state(2)) and saved.wait())
+    with pytest.raises(OSError):
+      saved.restore(_like(_state(0)))
+    proxy.heal()
+    assert saved.restore(_like(_state(0)))[0] == 1
+    assert saved.save(3, _state(3))
+  assert _steps(stored) == [1, 3]
 
 
 @pytest.mark.slow
-def test_a_killed_run_goes_on(tmp_path: Path):
-  folder = tmp_path / 'c'
-  rng = np.random.default_rng(0)
-  reached = []
-  unfinished = 0
-  for _ in range(6):
-    run = _run(_KILLED, folder, stdout=subprocess.PIPE)
-    first = int(run.stdout.readline())
-    time.sleep(rng.uniform(0.0, 0.4))
-    run.send_signal(signal.SIGKILL)
-    last = int((f'{first}\n' + run.communicate()[0]).split()[-1])
-    unfinished += any('tmp' in path.name for path in folder.iterdir())
-    reached.append((first, last))
-  for (_, last), (first, _) in itertools.pairwise(reached):
-    assert last - 1 <= first <= last + 2
-  assert unfinished, 'no run was killed during a save'
-  with Checkpoints(folder, max_to_keep=2) as saved:
-    step, state = saved.restore(_like(_large(0)))
-    _assert_same(state, _large(step))
-    assert saved.save(step + 1, _large(step + 1))
-  assert not any('tmp' in path.name for path in folder.iterdir())
+def test_a_store_that_is_away_for_a_while_loses_nothing(stored: Path, proxy):
+  with Checkpoints(stored, max_to_keep=2) as saved, warnings.catch_warnings():
+    warnings.simplefilter('error', RuntimeWarning)
+    assert saved.save(1, _state(1))
+    saved.wait()
+    proxy.status = 503
+    threading.Timer(1.5, proxy.heal).start()
+    assert saved.save(2, _state(2))
+    assert saved.wait()
+    assert saved.restore(_like(_state(0)))[0] == 2
+
+
+@pytest.mark.slow
+def test_a_slow_store_keeps_no_step_waiting(stored: Path, proxy):
+  with Checkpoints(stored, max_to_keep=2) as saved:
+    proxy.delay = 0.1
+    assert saved.save(1, _state(1))
+    started = len(proxy.requests)
+    assert saved.wait()
+    assert len(proxy.requests) > started, 'the save was over before'
+    proxy.heal()
+    assert saved.restore(_like(_state(0)))[0] == 1
 
 
 _PROCESSES = """
 import functools, resource
 from jax.experimental import multihost_utils
 jax.config.update('jax_num_cpu_devices', 4)
-jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 me = jax.process_index()
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[3])
 sharding = NamedSharding(make_mesh('fsdp=4,tensor=2'), P(('fsdp', 'tensor')))
 like = {'bits': jax.ShapeDtypeStruct((80_000,), 'uint32', sharding=sharding)}
 
@@ -661,37 +621,8 @@ with Checkpoints(folder, max_to_keep=3) as saved:
 
 
 @pytest.mark.slow
-def test_two_processes_agree(tmp_path: Path):
-  with socket.socket() as server:
-    server.bind(('localhost', 0))
-    address = f'localhost:{server.getsockname()[1]}'
-  runs = [
-    _run(_PROCESSES, tmp_path / 'c', address, i, stderr=subprocess.PIPE)
-    for i in range(2)
-  ]
-  try:
-    for run in runs:
-      _, errors = run.communicate(timeout=240)
-      assert run.returncode == 0, errors
-  finally:
-    for run in runs:
-      run.kill()
+def test_two_processes_agree(tmp_path: Path, run_pair):
+  run_pair(_NAMES + _PROCESSES, tmp_path / 'c')
   assert _steps(tmp_path / 'c') == [2, 5]
   names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
   assert names == ['3-1', '4-1']
-
-
-def test_orbax_alone_restores_a_flipped_bit(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-  """The reason for the checksums; if this fails, they may go."""
-  folder = tmp_path / 'c'
-  _save(folder, 1, 2)
-  shards = _state(2)['params']['bits'].addressable_shards
-  _flip_number(folder / '2', shards[0].data, 0.5)
-  monkeypatch.setattr(checkpoints, 'checksums', lambda _: {})
-  monkeypatch.setattr(restore, 'checksums', lambda _: {})
-  step, state = _restore(folder)
-  assert step == 2
-  with pytest.raises(AssertionError):
-    _assert_same(state, _state(2))

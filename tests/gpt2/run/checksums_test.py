@@ -10,9 +10,9 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.run.checksums import checksum
 
 _SHAPES = [(), (1,), (8,), (3, 5), (8, 16), (2, 3, 4)]
+# Each size of a number, and what is no plain number.
 _DTYPES = [
-  'bool', 'uint8', 'int8', 'int32', 'uint32', 'bfloat16', 'float16', 'float32',
-  'float8_e4m3fn', 'complex64', 'float64', 'int64',
+  'bool', 'float8_e4m3fn', 'bfloat16', 'float32', 'float64', 'complex64',
 ]  # fmt: skip
 
 
@@ -50,11 +50,11 @@ def test_every_flipped_bit_changes_the_checksum(
   dtype: str, content: bytes, shape: tuple[int, ...], bit: int
 ):
   x = _bytes_as(dtype, content, shape)
-  with jax.enable_x64(dtype in {'float64', 'int64'}):
+  with jax.enable_x64(dtype == 'float64'):
     assert _sum(x) != _sum(_flipped(x, bit))
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'bool', 'complex64'])
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16', 'complex64'])
 @hypothesis.given(content=st.binary(min_size=1, max_size=64))
 @hypothesis.settings(max_examples=10)
 def test_the_checksum_is_the_same_for_any_sharding(dtype: str, content: bytes):

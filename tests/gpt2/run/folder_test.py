@@ -240,8 +240,7 @@ def test_other_processes_write_nothing_and_raise_what_process_0_does(
 
   monkeypatch.setattr(run_folder, 'on_process_0', from_process_0)
   monkeypatch.setattr(run_folder, 'is_process_0', lambda: False)
-  path = tmp_path / 'run'
-  with RunFolder(path) as folder:
+  with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS, from_scratch=True)
     assert folder.finished
     folder.keep_metrics(0)
@@ -249,8 +248,8 @@ def test_other_processes_write_nothing_and_raise_what_process_0_does(
     with pytest.raises(OSError, match='full'):
       folder.flush()
     with pytest.raises(UsageError, match='in use'):
-      RunFolder(path).start(_SETTINGS)
-  assert not path.exists()
+      RunFolder(tmp_path).start(_SETTINGS)
+  assert not list(tmp_path.iterdir())
 
 
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path):

@@ -1,6 +1,5 @@
 import dataclasses
 import itertools
-import json
 import math
 from pathlib import Path
 import struct
@@ -61,8 +60,13 @@ def _metrics(loss: float = 2.0, norm: float = 1.0) -> dict[str, jax.Array]:
   }
 
 
-def test_a_step_is_a_line(tmp_path: Path, trainer: Trainer):
-  config, folder = _config(), RunFolder(tmp_path)
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+  return RunFolder(tmp_path)
+
+
+def test_a_step_is_a_line(folder: RunFolder, trainer: Trainer):
+  config = _config()
   with StepLog(config, trainer, folder, 0) as log:
     for step in range(1, 11):
       diagnosed = {'attention_entropy': [1.0]} if step == 3 else {}
@@ -84,25 +88,27 @@ def test_a_step_is_a_line(tmp_path: Path, trainer: Trainer):
     assert 'skipped' not in line
     assert set(MEASURED) <= set(line)
     assert line['peak_bytes'] > 0
+    assert (line['mfu'] is None) == math.isnan(
+      hardware.peak_flops(jax.devices()[0])
+    )
   assert lines[-1]['val_loss'] == 0.5
   schedule = make_schedule(config)
   rates = [line['learning_rate'] for line in lines]
   assert rates == pytest.approx([float(schedule(i)) for i in range(10)])
+  # TensorBoard is not written unless it is wanted.
+  assert [x.name for x in folder.path.iterdir()] == ['metrics.jsonl']
 
 
 @pytest.mark.parametrize(
   ('loss', 'norm', 'words'),
   [
     (math.nan, 1.0, 'train_loss is nan'),
-    (math.inf, 1.0, 'train_loss is inf'),
-    (2.0, math.nan, 'gradient_norm is nan'),
     (2.0, -math.inf, 'gradient_norm is -inf'),
   ],
 )
 def test_a_step_that_is_not_finite_stops_the_run(
-  tmp_path: Path, trainer: Trainer, loss: float, norm: float, words: str
+  folder: RunFolder, trainer: Trainer, loss: float, norm: float, words: str
 ):
-  folder = RunFolder(tmp_path)
   with StepLog(_config(), trainer, folder, 0) as log:
     log.begin_step(1, _metrics(), {}, 0.0)
     log.finish_step({'val_loss': 1.25})
@@ -112,27 +118,26 @@ def test_a_step_that_is_not_finite_stops_the_run(
   assert words in str(error.value)
   assert 'the step changed no weights' in str(error.value)
   assert 'step 1: validation loss 1.2500' in str(error.value)
-  assert str(tmp_path) in str(error.value)
+  assert str(folder.path) in str(error.value)
   assert [line['step'] for line in folder.read_metrics()] == [1]
 
 
 def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
-  tmp_path: Path, trainer: Trainer, monkeypatch
+  folder: RunFolder, trainer: Trainer, monkeypatch
 ):
   def fail(_) -> None:
     raise OSError('no space left')
 
   monkeypatch.setattr(RunFolder, 'flush', fail)
-  with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
+  with StepLog(_config(), trainer, folder, 0) as log:
     log.begin_step(1, _metrics(math.nan), {}, 0.0)
     with pytest.raises(NotFiniteError, match='train_loss is nan'):
       log.finish_step()
 
 
 def test_a_step_that_is_not_finite_can_be_left_out(
-  tmp_path: Path, trainer: Trainer
+  folder: RunFolder, trainer: Trainer
 ):
-  folder = RunFolder(tmp_path)
   with StepLog(_config(not_finite='skip'), trainer, folder, 0) as log:
     for step, loss in ((1, 2.0), (2, math.nan), (3, 1.0)):
       log.begin_step(step, _metrics(loss), {}, 0.0)
@@ -142,10 +147,9 @@ def test_a_step_that_is_not_finite_can_be_left_out(
 
 
 def test_the_speed_leaves_pauses_out(
-  tmp_path: Path, trainer: Trainer, clock: _Clock, monkeypatch
+  folder: RunFolder, trainer: Trainer, clock: _Clock, monkeypatch
 ):
   monkeypatch.setattr(hardware, 'peak_flops', lambda _: 1e9)
-  folder = RunFolder(tmp_path)
   with StepLog(_config(), trainer, folder, 0) as log:
     for step, (seconds, pause, waited) in enumerate(
       [(2.0, 0.0, 0.5), (4.0, 100.0, 0.5), (0.5, 0.0, 2.5)], start=1
@@ -166,9 +170,8 @@ def test_the_speed_leaves_pauses_out(
 
 
 def test_a_pause_lets_the_step_end_first(
-  tmp_path: Path, trainer: Trainer, clock: _Clock, monkeypatch
+  folder: RunFolder, trainer: Trainer, clock: _Clock, monkeypatch
 ):
-  folder = RunFolder(tmp_path)
   waited = []
 
   def wait(running):
@@ -186,19 +189,9 @@ def test_a_pause_lets_the_step_end_first(
   assert folder.read_metrics()[0]['tokens_per_second'] == 128 / 8
 
 
-def test_an_unknown_device_has_no_mfu(tmp_path: Path, trainer, monkeypatch):
-  monkeypatch.setattr(hardware, 'peak_flops', lambda _: math.nan)
-  folder = RunFolder(tmp_path)
-  with StepLog(_config(), trainer, folder, 0) as log:
-    log.begin_step(1, _metrics(), {}, 0.0)
-    log.finish_step()
-  assert folder.read_metrics()[0]['mfu'] is None
-
-
 def test_a_resumed_run_goes_on_where_it_was(
-  tmp_path: Path, trainer: Trainer, capsys
+  folder: RunFolder, trainer: Trainer, capsys
 ):
-  folder = RunFolder(tmp_path)
   with StepLog(_config(), trainer, folder, 6) as log:
     log.finish_step({'val_loss': 1.0})
     log.begin_step(7, _metrics(), {'max_attention_logit': [1.5, 2.5]}, 0.0)
@@ -230,9 +223,9 @@ def _read_events(folder: Path) -> list[tuple[int, str, float]]:
   return found
 
 
-def test_tensorboard_gets_every_number(tmp_path: Path, trainer: Trainer):
+def test_tensorboard_gets_every_number(folder: RunFolder, trainer: Trainer):
   pytest.importorskip('tensorboardX')
-  folder, config = RunFolder(tmp_path), _config(tensorboard=True)
+  config = _config(tensorboard=True)
   diagnosed = {
     'layers': {'gradient_norm': [0.25, 0.5]},
     'others': {'head': {'clipped': 0.75}},
@@ -242,7 +235,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path, trainer: Trainer):
     log.begin_step(5, _metrics(), diagnosed, 0.0)
     log.begin_step(6, _metrics(1.5), {}, 0.0)
     log.finish_step({'val_loss': 3.5})
-  events = _read_events(tmp_path / 'tensorboard')
+  events = _read_events(folder.path / 'tensorboard')
   for expected in (
     (5, 'train_loss', 2.0),
     (5, 'layers/gradient_norm/1', 0.25),
@@ -258,7 +251,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path, trainer: Trainer):
 
 @pytest.mark.parametrize('works', [0, 2])
 def test_a_run_goes_on_without_tensorboard(
-  tmp_path: Path, trainer: Trainer, monkeypatch, works: int
+  folder: RunFolder, trainer: Trainer, monkeypatch, works: int
 ):
   writer = pytest.importorskip('tensorboardX.event_file_writer').EventsWriter
   flush, calls = writer.flush, itertools.count()
@@ -269,7 +262,6 @@ def test_a_run_goes_on_without_tensorboard(
     return flush(*args)
 
   monkeypatch.setattr(writer, 'flush', flush_until_full)
-  folder = RunFolder(tmp_path)
   with (
     pytest.warns(UserWarning, match='TensorBoard.*no space left') as warned,
     StepLog(_config(tensorboard=True), trainer, folder, 0) as log,
@@ -281,38 +273,19 @@ def test_a_run_goes_on_without_tensorboard(
   assert len(folder.read_metrics()) == 4
 
 
-def test_a_tensorboard_folder_that_cannot_be_made_is_told(tmp_path, trainer):
+def test_a_tensorboard_folder_that_cannot_be_made_is_told(folder, trainer):
   pytest.importorskip('tensorboardX')
-  (tmp_path / 'tensorboard').touch()
+  (folder.path / 'tensorboard').touch()
   with pytest.warns(UserWarning, match='TensorBoard'):
-    StepLog(_config(tensorboard=True), trainer, RunFolder(tmp_path), 0).close()
-
-
-def test_tensorboard_is_not_written_unless_wanted(tmp_path: Path, trainer):
-  with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
-    log.begin_step(1, _metrics(), {}, 0.0)
-    log.finish_step()
-  assert [x.name for x in tmp_path.iterdir()] == ['metrics.jsonl']
+    StepLog(_config(tensorboard=True), trainer, folder, 0).close()
 
 
 def test_tensorboard_without_its_package_is_explained(
-  tmp_path: Path, trainer: Trainer, monkeypatch
+  folder: RunFolder, trainer: Trainer, monkeypatch
 ):
   monkeypatch.setitem(sys.modules, 'tensorboardX', None)
   with pytest.raises(UsageError, match='pip install tensorboardX'):
-    StepLog(_config(tensorboard=True), trainer, RunFolder(tmp_path), 0)
-
-
-def test_lines_are_json(tmp_path: Path, trainer: Trainer):
-  with StepLog(_config(), trainer, RunFolder(tmp_path), 0) as log:
-    log.begin_step(1, _metrics(), {}, 0.0)
-    log.finish_step()
-
-  def refuse(name: str):
-    raise ValueError(f'{name} is no JSON')
-
-  text = (tmp_path / 'metrics.jsonl').read_text()
-  assert json.loads(text, parse_constant=refuse)['step'] == 1
+    StepLog(_config(tensorboard=True), trainer, folder, 0)
 
 
 def test_the_weights_that_are_looked_at_are_named(tiny: Config, monkeypatch):

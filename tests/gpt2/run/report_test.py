@@ -72,11 +72,6 @@ def test_before_a_run_its_size_is_told(tmp_path: Path):
     str(tmp_path),
   ):
     assert part in text
-  starts = {
-    len(line) - len(line.split('  ', 1)[1].lstrip())
-    for line in text.splitlines()
-  }
-  assert len(starts) == 1, 'values stand in a column'
 
 
 def test_after_a_run_its_results_are_told(tmp_path: Path):

@@ -64,12 +64,16 @@ def _config(**settings) -> Config:
   return resolve(Config(**defaults | settings))
 
 
+def _make(kind: type[Trainer] = Trainer, **settings) -> Trainer:
+  """Returns a trainer on a mesh of all devices, without one on the first."""
+  config = _config(**settings)
+  devices = jax.devices() if config.mesh else jax.devices()[:1]
+  return kind(config, 64, make_mesh(config.mesh, devices))
+
+
 @functools.cache
 def _trainer(optimizer: str = 'merit', mesh: str = '') -> Trainer:
-  devices = jax.devices() if mesh else jax.devices()[:1]
-  return _Fragile(
-    _config(optimizer=optimizer, mesh=mesh), 64, make_mesh(mesh, devices)
-  )
+  return _make(_Fragile, optimizer=optimizer, mesh=mesh)
 
 
 def _tokens(seed: int, first: int | None = None, size: int = 16) -> np.ndarray:
@@ -222,20 +226,15 @@ def _step_from(
     return trainer.step(state, _put(trainer, tokens))
 
 
-@_MOST_OPTIMIZERS
 @pytest.mark.parametrize('mesh', ['', 'data=2,fsdp=2,tensor=2'])
-def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
+def test_qk_clip_bounds_the_logits_of_the_batch(mesh: str):
   # A step of no length, so that the logits are those of the clipped weights.
-  settings = dict(optimizer=optimizer, num_layers=1, learning_rate=1e-30)
-  devices = jax.devices() if mesh else jax.devices()[:1]
-  make = functools.partial(
-    Trainer, vocab_size=64, mesh=make_mesh(mesh, devices)
-  )
+  settings = dict(num_layers=1, learning_rate=1e-30, mesh=mesh)
   params = _params_of_one_layer()
   tokens = _tokens(0).reshape(2, 8, 17)
-  logits = _max_logits(make(_config(**settings)), params, tokens)
+  logits = _max_logits(_make(**settings), params, tokens)
   bound = float(np.sort(logits.ravel())[-2:].mean())  # One head is above it.
-  trainer = make(_config(qk_clip=bound, **settings))
+  trainer = _make(qk_clip=bound, **settings)
   state, metrics = _step_from(trainer, params, tokens)
   np.testing.assert_allclose(
     metrics['qk_clip_max_logit'], logits.max(1), rtol=1e-5
@@ -246,16 +245,15 @@ def test_qk_clip_bounds_the_logits_of_the_batch(optimizer: str, mesh: str):
 
 @pytest.mark.parametrize('mesh', ['', 'data=4,tensor=2'])
 def test_qk_clip_scales_heads_that_share_a_key_together(mesh: str):
-  devices = jax.devices() if mesh else jax.devices()[:1]
-  config = _config(
+  trainer = _make(
     architecture='llama',
     num_heads=4,
     num_kv_heads=2,
     num_layers=1,
     learning_rate=1e-30,
     qk_clip=1.0,
+    mesh=mesh,
   )
-  trainer = Trainer(config, 64, make_mesh(mesh, devices))
   generator = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: generator.normal(size=x.shape).astype(np.float32),
@@ -278,8 +276,7 @@ def test_qk_clip_scales_heads_that_share_a_key_together(mesh: str):
 
 def test_qk_clip_every_so_many_steps():
   def trajectory(**settings) -> list[np.ndarray]:
-    config = _config(num_layers=1, **settings)
-    trainer = Trainer(config, 64, make_mesh('', jax.devices()[:1]))
+    trainer = _make(num_layers=1, **settings)
     params = jax.tree.map(jnp.array, _params_of_one_layer())
     state = TrainState(jnp.int32(0), params, trainer.optimizer.init(params))
     found = []
@@ -301,15 +298,11 @@ def test_qk_clip_every_so_many_steps():
 @functools.cache
 def _params_of_one_layer():
   """Returns parameters that give logits of some size."""
-  trainer = Trainer(_config(num_layers=1), 64, make_mesh('', jax.devices()[:1]))
-  params = jax.device_get(trainer.init().params)
+  params = jax.device_get(_make(num_layers=1).init().params)
   qkv = params['blocks']['attention']['qkv']
   qkv['kernel'] = qkv['kernel'] * np.float32(20)
-  qkv['bias'] = (
-    np.random.default_rng(0)
-    .normal(scale=0.1, size=qkv['bias'].shape)
-    .astype(np.float32)
-  )
+  generator = np.random.default_rng(0)
+  qkv['bias'] = np.float32(0.1 * generator.normal(size=qkv['bias'].shape))
   return params
 
 
@@ -337,17 +330,14 @@ def test_sequence_losses_are_those_of_all_logits(mesh: str):
 
 def test_weights_are_those_of_the_seed():
   def weights(seed: int) -> np.ndarray:
-    trainer = Trainer(_config(seed=seed, num_layers=1), 64, make_mesh(''))
-    params = trainer.init().params
+    params = _make(seed=seed, num_layers=1).init().params
     return np.asarray(params['blocks']['mlp']['up']['kernel'])
 
   assert (weights(1) == weights(1)).all()
   assert (weights(1) != weights(2)).all()
 
 
-@pytest.mark.parametrize(
-  ('given', 'size'), [(257, 320), (64, 64), (50257, 50304)]
-)
+@pytest.mark.parametrize(('given', 'size'), [(257, 320), (64, 64)])
 def test_the_vocabulary_is_rounded_up(given: int, size: int):
   config = _config(qk_norm=True, architecture='llama', dtype='bfloat16')
   found = make_model_config(config, given)
