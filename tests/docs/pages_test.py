@@ -13,15 +13,11 @@ import threading
 import pytest
 
 _ROOT = Path(__file__).parents[2]
-# One of each kind; Sphinx itself warns of what is wrong on any.
-_PAGES = {
-  'index': 'the first page',
-  'algorithm': 'equations',
-  'api': 'the reference',
-  'pods': 'many tables',
-  'benchmarks': 'images',
-  'notebooks/attention_logits_at_large_batch': 'a notebook',
-}
+_PAGES = [
+  str(path.relative_to(_ROOT / 'docs').with_suffix(''))
+  for pattern in ('docs/*.md', 'docs/notebooks/*.ipynb')
+  for path in sorted(_ROOT.glob(pattern))
+]
 # Of a desk and of a phone, in CSS pixels.
 _WIDTHS = (1280, 390)
 _CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
