@@ -119,3 +119,17 @@ def test_a_bad_gradient_spoils_its_own_matrix_unless_its_step_is_left_out(bad):
     steps[1].state.inner_state, steps[0].state.inner_state
   )
   chex.assert_trees_all_close(steps[2].updates, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize('max_norm', [0.1, 100.0])
+def test_the_clip_of_the_global_norm_is_that_of_optax(max_norm):
+  updates = _tree(0) | {'empty': jnp.zeros((0, 3))}
+  actual, expected = (
+    clip(max_norm).update(updates, optax.EmptyState())[0]
+    for clip in (merit_optax.clip_by_global_norm, optax.clip_by_global_norm)
+  )
+  chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+  spoilt = updates | {'b': updates['b'].at[0].set(jnp.nan)}
+  clip = merit_optax.clip_by_global_norm(max_norm)
+  spoilt, _ = clip.update(spoilt, optax.EmptyState())
+  assert jnp.all(jnp.isnan(spoilt['w']))

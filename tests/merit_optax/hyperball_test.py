@@ -372,6 +372,12 @@ def test_the_radius_is_one_array_of_the_state():
   chex.assert_trees_all_close(
     kept, jax.tree.map(jnp.zeros_like, params), atol=1e-6
   )
+  # A matrix that was zero at first keeps the norm that it has got since.
+  zero = state._replace(radius=0 * state.radius)
+  kept, _ = optimizer.update(updates, zero, params)
+  chex.assert_trees_all_close(
+    kept, jax.tree.map(jnp.zeros_like, params), atol=1e-6
+  )
   # It is that of the first parameters, whatever became of them.
   shrunk = jax.tree.map(lambda x: x / 2, params)
   grown, _ = optimizer.update(

@@ -166,6 +166,13 @@ def test_few_axes_have_the_weight_wise_ratio_whatever_is_asked(shape):
     )
 
 
+def test_the_largest_magnitude_of_many_elements_may_be_negative():
+  # Which CPUs look for apart from positive ones.
+  w = np.ones((65, 64), np.float32)
+  w[3, 5] = -8
+  np.testing.assert_array_equal(_scale(np.ones_like(w), w), np.full_like(w, 8))
+
+
 # The bound.
 
 

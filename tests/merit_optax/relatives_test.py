@@ -468,6 +468,14 @@ def test_zero_matrices_keep_the_ratio_of_one():
   )
 
 
+def test_a_matrix_that_becomes_zero_moves_with_a_ratio_of_one():
+  transform = _calibrated()
+  state = transform.init(_W)
+  _, state = transform.update(_Z, state, _W)
+  scaled, _ = transform.update(_Z, state, 0 * _W)
+  np.testing.assert_array_equal(scaled, _Z)
+
+
 def test_the_state_is_a_single_leaf_that_is_no_parameter():
   transform = _calibrated(weight_dimension_numbers=_SPECS)
   state = transform.init(_tree(0))

@@ -134,12 +134,12 @@ def test_twenty_steps_have_the_bits_of_one_device(ns_dtype, sizes, axis_type):
     assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
-def _sent(mesh, **settings):
+def _sent(mesh, name='fsdp', **settings):
   """Returns the kinds of collectives of an update of matrices, and its text."""
   transform = merit_optax.scale_by_muon(
     weight_dimension_numbers=_Spec(1, 2), **settings
   )
-  sharding = NamedSharding(mesh, P(None, 'fsdp'))
+  sharding = NamedSharding(mesh, P(None, name))
   array = jax.ShapeDtypeStruct((8, 64, 128), jnp.float32, sharding=sharding)
   state = jax.tree.map(
     lambda x: (
@@ -157,13 +157,14 @@ def _sent(mesh, **settings):
   return sorted(set(kinds)), text
 
 
-def test_matrices_are_moved_and_products_are_not_split():
-  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Auto,))
-  kinds, text = _sent(mesh)
+@pytest.mark.parametrize('name', ['fsdp', 'x'])
+def test_matrices_are_moved_and_products_are_not_split(name):
+  mesh = jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
+  kinds, text = _sent(mesh, name)
   assert kinds == ['all-to-all']
   # Whole ones: with all rows.
   assert re.search(r'f32\[1,64,128\]', text)
-  left, _ = _sent(mesh, mesh_axes=None)
+  left, _ = _sent(mesh, name, mesh_axes=None)
   assert left != kinds
 
 
