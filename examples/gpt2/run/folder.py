@@ -101,13 +101,14 @@ class RunFolder:
         'files.'
       )
     elif from_scratch and old:
-      # Settings last, by which the rest is known to be that of this run.
-      to = self._move_aside(*_OTHERS, *_RESULTS, _CONFIG)
+      # The sample first, without which no run is finished. Settings last, by
+      # which the rest is known to be that of this run.
+      to = self._move_aside(_SAMPLE, *_OTHERS, *_RESULTS, _CONFIG)
       print_once(
         f'--from-scratch: what a run left in {self.path} is in {to} now.'
       )
     elif self._is_longer(old, settings) and self._is_finished():
-      to = self._move_aside(*_ENDS)
+      to = self._move_aside(*reversed(_ENDS))
       print_once(
         f'more --steps: the weights at the former end are in {to} now.'
       )

@@ -71,14 +71,16 @@ def _check_same_model(
 
 
 def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
-  """Returns tokens with the tokenizer of ``--init-from``, if they have none.
+  """Returns tokens with the tokenizer of what a run starts from.
 
-  Raises ``UsageError`` if it has another vocabulary or tokenizer than the data.
+  That is a model or a run. Raises ``UsageError`` if it has another vocabulary
+  or tokenizer than the data.
   """
-  if config.init_from is None:
+  folder = config.init_from or config.fork_from
+  if folder is None:
     return tokens
   try:
-    model = read_description(config.init_from)
+    model = read_description(folder)
   except UsageError:  # Of what is gone or damaged, others say more.
     return tokens
   rows = padded_vocab_size(tokens.vocab_size)
@@ -92,10 +94,10 @@ def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
   known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
     raise UsageError(
-      f'--init-from {config.init_from} has another tokenizer than --data '
+      f'{folder} has another tokenizer than --data '
       f'{config.data} (with {model.config.vocab_size} and {rows} tokens, '
       'rounded up): make tokens with it, by python -m examples.gpt2.prepare '
-      f'--tokenizer {config.init_from}.'
+      f'--tokenizer {folder}.'
     )
   return tokens
 

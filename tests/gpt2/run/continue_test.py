@@ -150,6 +150,10 @@ def test_a_fork_needs_a_checkpoint_that_is_there(
   ):
     with pytest.raises(UsageError, match=words):
       train(dataclasses.replace(forked, fork_step=4, **change))
+  text = tmp_path / 'other.txt'
+  text.write_text('another text. ' * 500)
+  with pytest.raises(UsageError, match='has another tokenizer than --data'):
+    train(dataclasses.replace(forked, fork_step=4, data=str(text)))
   with pytest.raises(UsageError, match='leave out one of the two'):
     train(dataclasses.replace(forked, fork_step=4, init_from=stable.out_dir))
   with pytest.raises(UsageError, match='--init-step needs --init-from'):
