@@ -169,21 +169,25 @@ class RunFolder:
         move(self.path / name, folder / name)
     return folder
 
-  def keep_metrics(self, step: int, fork_from: Path | None = None) -> None:
+  def keep_metrics(
+    self, step: int, fork_from: Path | None = None, fork_step: int | None = None
+  ) -> None:
     """Cuts off the lines of metrics.jsonl after a step, also torn ones.
 
-    If there are none, they are those of another run's folder, if one is given.
-    Warns if lines of steps before are lost.
+    If there are none, they are those of another run's folder, if one is given,
+    up to the step of the fork. Warns if lines of steps before are lost.
     """
-    on_process_0(self._keep_metrics, step, fork_from)
+    on_process_0(self._keep_metrics, step, fork_from, fork_step)
 
   @os_errors()
-  def _keep_metrics(self, step: int, fork_from: Path | None) -> None:
-    path = self.path / _METRICS
+  def _keep_metrics(
+    self, step: int, fork_from: Path | None, fork_step: int | None
+  ) -> None:
+    path, last = self.path / _METRICS, step
     if fork_from is not None and not path.is_file():
-      path = as_path(fork_from) / _METRICS
+      path, last = as_path(fork_from) / _METRICS, fork_step or step
     lines = read_metrics(path) if path.is_file() else []
-    kept = {line['step']: line for line in lines if line['step'] <= step}
+    kept = {line['step']: line for line in lines if line['step'] <= last}
     if len(kept) < step:
       warnings.warn(
         f'{path} has lost {step - len(kept)} of the lines up to step {step}.',

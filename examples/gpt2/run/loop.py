@@ -102,7 +102,7 @@ def run(
     )
     state = initial_state(config, trainer, params, checkpoints)
     done = int(state.step)
-    folder.keep_metrics(done, config.fork_from)
+    folder.keep_metrics(done, config.fork_from, config.fork_step)
     log = stack.enter_context(StepLog(config, trainer, folder, done))
     stop = stack.enter_context(StopRequest())
     make_batch = functools.partial(

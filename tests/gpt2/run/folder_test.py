@@ -159,6 +159,16 @@ def test_lost_lines_are_told_and_none_is_doubled(tmp_path: Path):
   assert path.read_text() == '{"step": 1}\n{"step": 4}\n'
 
 
+def test_a_fork_takes_no_later_lines_of_its_source(tmp_path: Path):
+  source = tmp_path / 'source'
+  source.mkdir()
+  (source / 'metrics.jsonl').write_text('{"step": 1}\n{"step": 2}\n')
+  fork = RunFolder(tmp_path)
+  with pytest.warns(UserWarning, match='lost 1 of the lines up to step 2'):
+    fork.keep_metrics(2, source, 1)
+  assert fork.read_metrics() == [{'step': 1}]
+
+
 @contextlib.contextmanager
 def _full_disk(path: Path, room: int):
   """Lets no file grow beyond a size, as if the disk were full."""
