@@ -30,7 +30,7 @@ def per_parameter(
       update.
     weight_dimension_numbers: As the user gave them.
   """
-  # Inlined, it leaves the program as it is, and equal shapes are traced once.
+  # Parameters of equal shape are traced, lowered and called as one function.
   change_traced = jax.jit(change, static_argnums=2)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:

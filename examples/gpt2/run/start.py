@@ -84,13 +84,6 @@ def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
   except UsageError:  # Of what is gone or damaged, others say more.
     return tokens
   rows = padded_vocab_size(tokens.vocab_size)
-  if tokens.tokenizer is None and rows == model.config.vocab_size:
-    return dataclasses.replace(
-      tokens,
-      tokenizer=model.tokenizer,
-      end_token=model.end_token,
-      companions=model.companions,
-    )
   known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
     raise UsageError(
@@ -99,7 +92,14 @@ def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
       'rounded up): make tokens with it, by python -m examples.gpt2.prepare '
       f'--tokenizer {folder}.'
     )
-  return tokens
+  if tokens.tokenizer is not None:
+    return tokens
+  return dataclasses.replace(
+    tokens,
+    tokenizer=model.tokenizer,
+    end_token=model.end_token,
+    companions=model.companions,
+  )
 
 
 def origin(config: FittedConfig) -> dict[str, Any]:
