@@ -26,7 +26,12 @@ from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import loop, memory, report
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
-from examples.gpt2.run.start import origin, with_model, with_vocabulary
+from examples.gpt2.run.start import (
+  check_fork,
+  origin,
+  with_model,
+  with_vocabulary,
+)
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.run.weights import describe_model
@@ -75,6 +80,7 @@ def _train_fitted(config: FittedConfig, mesh: Mesh) -> RunFolder:
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
   with RunFolder(path) as folder:
+    check_fork(config, trainer, folder)
     folder.start(settings, from_scratch=config.from_scratch)
     if folder.finished:
       print_once(f'This run has been done: {path}')

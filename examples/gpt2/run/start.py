@@ -185,13 +185,16 @@ def initial_state(
   return state if params is None else state._replace(params=params)
 
 
-def initial_params(config: FittedConfig, trainer: Trainer) -> Any:
-  """Returns the weights of ``--init-from``, None without it.
-
-  Raises ``UsageError`` if the state of ``--fork-from`` has other shapes.
-  """
-  if config.fork_from is not None:
+def check_fork(
+  config: FittedConfig, trainer: Trainer, folder: RunFolder
+) -> None:
+  """Raises ``UsageError`` if the state of ``--fork-from`` has other shapes."""
+  if config.fork_from is not None and not has_checkpoint(folder):
     _forked(config).check(trainer.shapes)
+
+
+def initial_params(config: FittedConfig, trainer: Trainer) -> Any:
+  """Returns the weights of ``--init-from``, None without it."""
   if config.init_from is None:
     return None
   return load_model(config.init_from, trainer.mesh, config.init_step).params

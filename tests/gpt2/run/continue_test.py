@@ -150,6 +150,8 @@ def test_a_fork_needs_a_checkpoint_that_is_there(
   ):
     with pytest.raises(UsageError, match=words):
       train(dataclasses.replace(forked, fork_step=4, **change))
+  # The folder is free for the command that is put right.
+  assert not config.out_dir.exists()
   text = tmp_path / 'other.txt'
   text.write_text('another text. ' * 500)
   with pytest.raises(UsageError, match='has another tokenizer than --data'):
