@@ -31,8 +31,9 @@ _CONFIG = 'config.json'
 _METRICS = 'metrics.jsonl'
 _SAMPLE = 'sample.txt'
 _PICTURE = 'curves.png'
+_WEIGHTS = 'weights.safetensors'
 _RESULTS = (
-  _METRICS, 'model.json', 'weights.safetensors', _PICTURE, _SAMPLE,
+  _METRICS, 'model.json', _WEIGHTS, _PICTURE, _SAMPLE,
 )  # fmt: skip
 # What only the end of a run writes.
 _ENDS = _RESULTS[1:]
@@ -107,7 +108,9 @@ class RunFolder:
       print_once(
         f'--from-scratch: what a run left in {self.path} is in {to} now.'
       )
-    elif self._is_longer(old, settings) and self._is_finished():
+    elif self._is_longer(old, settings) and (self.path / _WEIGHTS).is_file():
+      # Weights that stayed would be read as those of the longer run. Also of a
+      # run that was killed before its sample, or before all was moved.
       to = self._move_aside(*reversed(_ENDS))
       print_once(
         f'more --steps: the weights at the former end are in {to} now.'

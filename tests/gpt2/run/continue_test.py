@@ -65,6 +65,16 @@ def copied(stable: Config, tmp_path: Path) -> Config:
   return dataclasses.replace(stable, out_dir=tmp_path / 'run')
 
 
+def test_weights_of_a_former_end_are_not_those_of_a_longer_run(copied: Config):
+  (copied.out_dir / 'sample.txt').unlink()  # As a kill leaves it.
+  settings = json.loads((copied.out_dir / 'config.json').read_text())
+  settings['config']['steps'] = 20
+  with RunFolder(copied.out_dir) as folder:
+    folder.start(settings)
+  assert not (copied.out_dir / 'weights.safetensors').exists()
+  assert (copied.out_dir / 'before-1' / 'weights.safetensors').is_file()
+
+
 def test_a_longer_run_is_the_one_that_it_would_have_been(
   stable: Config, copied: Config, tmp_path: Path
 ):
