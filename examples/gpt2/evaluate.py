@@ -20,7 +20,11 @@ from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import make_batch, spread
 from examples.gpt2.data.corpus import load_corpus
-from examples.gpt2.data.shards import TokenFiles
+from examples.gpt2.data.shards import (
+  TOKEN_SUFFIXES,
+  TokenFiles,
+  has_token_files,
+)
 from examples.gpt2.data.tokenizer import END_OF_LINE, Encoder
 from examples.gpt2.data.tokens import check_length, load_evaluation
 from examples.gpt2.devices.sharding import make_mesh, num_batch_shards
@@ -89,7 +93,8 @@ def evaluate(
       tokenized as examples.gpt2.prepare does it, with the model's tokenizer; a
       file of tokens; or a folder of token files with a part to validate on.
       'stdlib' is what the trainer holds out of it.
-    held_out: Measure the part of a text that the trainer holds out of it.
+    held_out: Measure the part of a text that the trainer holds out of it. Of a
+      folder of token files that is measured anyway.
     text_field: Field that holds the text of a document in JSON, column in
       Parquet.
     context_length: Tokens in a sequence. Default: the model's, or the text's if
@@ -159,35 +164,58 @@ def _read(
   data: str, held_out: bool, model: Model, config: Config, folder: Path
 ) -> tuple[TokenFiles | np.ndarray, int]:
   """Returns tokens, and the bytes of their text or 0."""
-  if not held_out and data != 'stdlib':
-    tokens, num_bytes = load_evaluation(
-      data, model.num_tokens, model.tokenizer, model.end_token, config
+  if held_out and as_path(data).suffix in TOKEN_SUFFIXES:
+    raise UsageError(
+      f'--data {data}: a file of tokens has no part to hold out; leave out '
+      '--held-out, or give a folder of token files.'
     )
-    if num_bytes and _was_trained_on(folder, data):
-      print(
-        f'{data} is what the model was trained on: --held-out measures the '
-        'part that it was not.',
-        file=sys.stderr,
-      )
-    return tokens, num_bytes
+  is_text = data == 'stdlib' or not has_token_files(as_path(data))
+  if is_text and (held_out or data == 'stdlib'):
+    return _held_out(data, model, config, folder)
+  tokens, num_bytes = load_evaluation(
+    data, model.num_tokens, model.tokenizer, model.end_token, config
+  )
+  if num_bytes and data in _corpus(folder).get('data', []):
+    print(
+      f'{data} is what the model was trained on: --held-out measures the '
+      'part that it was not.',
+      file=sys.stderr,
+    )
+  return tokens, num_bytes
+
+
+def _held_out(
+  data: str, model: Model, config: Config, folder: Path
+) -> tuple[np.ndarray, int]:
+  """Returns what the trainer holds out of a text, and the number of bytes."""
   if model.tokenizer is None or model.end_token is None:
     raise UsageError(
       f'--data {data}: there is no tokenizer for text that names the token '
       'after each document; give --data tokens.'
     )
-  documents = load_corpus(data, config.text_field).validation
-  num_bytes = sum(len(text.encode()) for text in documents)
+  corpus = load_corpus(data, config.text_field)
+  known = _corpus(folder)
+  if known and known.get('sha256') != corpus.sha256:
+    trained_on = ' '.join(known.get('data', []))
+    print(
+      f'The model was trained on --data {trained_on}, not on {data} as it is '
+      'now, and may have seen what is held out of it here. For a run on token '
+      'files, --data with their folder measures the part that they hold out.',
+      file=sys.stderr,
+    )
+  num_bytes = sum(len(text.encode()) for text in corpus.validation)
   encode = Encoder(model.tokenizer, model.end_token, END_OF_LINE)
-  return encode(documents), num_bytes
+  return encode(corpus.validation), num_bytes
 
 
-def _was_trained_on(folder: Path, data: str) -> bool:
-  """Returns whether a run has read a text, as far as its settings tell."""
+def _corpus(folder: Path) -> dict[str, Any]:
+  """Returns what a run was trained on, by its settings, nothing without any."""
   path = as_path(folder) / 'config.json'
   if not path.is_file():
-    return False
-  known = json.loads(path.read_text()).get('corpus', {}).get('data', [])
-  return data in (known if isinstance(known, list) else [known])
+    return {}
+  found = json.loads(path.read_text()).get('corpus', {})
+  data = found.get('data', [])
+  return found | {'data': data if isinstance(data, list) else [data]}
 
 
 def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:

@@ -19,7 +19,7 @@ from examples.gpt2.devices.processes import (
   print_once,
 )
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import save_model, write_description
+from examples.gpt2.model.files import Model, save_model, write_description
 from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
@@ -28,6 +28,7 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
 from examples.gpt2.run.start import (
   check_fork,
+  initial_params,
   origin,
   with_model,
   with_vocabulary,
@@ -66,21 +67,28 @@ def train(config: Config) -> RunFolder:
     UnsavedError: If three checkpoints in a row could not be saved.
     StoppedError: After a signal; a checkpoint has been saved.
   """
-  resolved = resolve(with_model(config))
+  config, source = with_model(config)
+  resolved = resolve(config)
   connect(resolved)
   if config.wandb is not None:
     on_process_0(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
-  return _train_fitted(memory.fit(resolved, mesh), mesh)
+  return _train_fitted(memory.fit(resolved, mesh), source, mesh)
 
 
-def _train_fitted(config: FittedConfig, mesh: Mesh) -> RunFolder:
-  tokens = with_vocabulary(config, load_tokens(config))
+def _train_fitted(
+  config: FittedConfig, source: Model | None, mesh: Mesh
+) -> RunFolder:
+  tokens = with_vocabulary(config, load_tokens(config), source)
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
   with RunFolder(path) as folder:
-    check_fork(config, trainer, folder)
+    params = None
+    # What cannot be started from leaves the folder as it is.
+    if not folder.goes_on(from_scratch=config.from_scratch):
+      check_fork(config, trainer)
+      params = initial_params(config, trainer)
     folder.start(settings, from_scratch=config.from_scratch)
     if folder.finished:
       print_once(f'This run has been done: {path}')
@@ -90,7 +98,7 @@ def _train_fitted(config: FittedConfig, mesh: Mesh) -> RunFolder:
       if config.describe:
         print_once('\n' + _describe(trainer, config) + '\n')
       with memory.advice(config, trainer):
-        _train(trainer, config, tokens, folder)
+        _train(trainer, config, tokens, folder, params)
     if is_process_0():
       print(report.after(folder))
   return folder
@@ -145,14 +153,18 @@ def default_folder(config: Config, settings: dict[str, Any]) -> Path:
 
 
 def _train(
-  trainer: Trainer, config: FittedConfig, tokens: Tokens, folder: RunFolder
+  trainer: Trainer,
+  config: FittedConfig,
+  tokens: Tokens,
+  folder: RunFolder,
+  params: Any,
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
   model = describe_model(trainer, tokens)
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):
-    params = loop.run(trainer, config, tokens, folder).params
+    params = loop.run(trainer, config, tokens, folder, params).params
   folder.flush()  # Or a run could be finished that lacks its last lines.
   arrays = jax.tree.map(sharding.to_host, params)
 

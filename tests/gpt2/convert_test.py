@@ -31,7 +31,12 @@ from examples.gpt2.devices.sharding import by_path, make_mesh
 from examples.gpt2.model import hugging_face
 from examples.gpt2.model.config import ModelConfig, RopeScaling
 from examples.gpt2.model.decoding import generate_tokens
-from examples.gpt2.model.files import Model, load_model, save_model
+from examples.gpt2.model.files import (
+  Model,
+  load_model,
+  read_description,
+  save_model,
+)
 from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.presets import resolve
@@ -521,15 +526,17 @@ def test_generation_ends_where_texts_of_the_training_do(
 def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
   config = Config(init_from=_save(tmp_path / 'model', _GPT2))
   tokens = Tokens('', 0, '', None, None, None, _NUM_TOKENS, 0.0)
-  found = with_vocabulary(config, tokens)
+  model = read_description(config.init_from)
+  found = with_vocabulary(config, tokens, model)
   assert found.end_token == END_OF_TEXT
   expected = load_model(config.init_from).tokenizer
   assert found.tokenizer.to_str() == expected.to_str()
-  assert with_vocabulary(Config(), tokens) is tokens
+  assert with_vocabulary(Config(), tokens, None) is tokens
   with pytest.raises(
     UsageError, match='another tokenizer .* 320 and 128 tokens'
   ):
-    with_vocabulary(config, dataclasses.replace(tokens, vocab_size=100))
+    other = dataclasses.replace(tokens, vocab_size=100)
+    with_vocabulary(config, other, model)
 
 
 @pytest.mark.parametrize(
@@ -542,19 +549,24 @@ def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
 def test_what_the_model_is_need_not_be_said(tmp_path: Path, model: ModelConfig):
   folder = _save(tmp_path / 'model', model)
   start = Config(init_from=folder, preset='llama-3-8b')
-  config = make_model_config(resolve(with_model(start)), _NUM_TOKENS)
+  completed, found = with_model(start)
+  assert found.config == model
+  config = make_model_config(resolve(completed), _NUM_TOKENS)
   free = {x: vars(model)[x] for x in ('unroll', 'remat', 'init_std')}
   assert dataclasses.replace(config, **free) == model
   with pytest.raises(UsageError, match='--num-layers 7 instead of 2'):
     with_model(dataclasses.replace(start, num_layers=7))
+  scaling = (2.0, 1.0, 4.0, 99.0)
+  with pytest.raises(UsageError, match='--rope-scaling 2.0 1.0 4.0 99.0 inst'):
+    with_model(dataclasses.replace(start, rope_scaling=scaling))
   shorter = dataclasses.replace(start, context_length=5)
   if model.architecture == 'llama':
-    assert with_model(shorter).context_length == 5
+    assert with_model(shorter)[0].context_length == 5
   else:
     with pytest.raises(UsageError, match='--context-length 5 instead of 16'):
       with_model(shorter)
-  gone = Config(init_from=tmp_path / 'gone')
-  assert with_model(gone) == gone
+  with pytest.raises(UsageError, match='--init-from cannot be used: .*gone is'):
+    with_model(Config(init_from=tmp_path / 'gone'))
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(

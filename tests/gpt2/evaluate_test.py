@@ -107,8 +107,14 @@ def test_token_files_are_measured_as_their_text(
 ):
   expected = evaluate(folder, str(text), held_out=True)
   data = _write_token_files(tmp_path, _held_out(folder, text))
-  evaluation = evaluate(folder, data)
-  assert evaluation == expected._replace(bits_per_byte=None)
+  for held_out in (False, True):
+    evaluation = evaluate(folder, data, held_out=held_out)
+    assert evaluation == expected._replace(bits_per_byte=None)
+  with pytest.raises(UsageError, match='a file of tokens has no part'):
+    evaluate(folder, f'{data}/val.bin', held_out=True)
+  Path(data, 'val.bin').rename(Path(data, 'train.bin'))
+  with pytest.raises(UsageError, match='token files, but no val.bin'):
+    evaluate(folder, data)
 
 
 def test_a_shorter_context_may_be_measured(folder: Path, text: Path):
@@ -180,7 +186,13 @@ def test_the_text_of_the_run_is_named(
   part.write_text(Path(finished.data).read_text())
   evaluate(finished.out_dir, str(part))
   evaluate(finished.out_dir, finished.data, held_out=True)
-  assert '--held-out measures' not in capsys.readouterr().err
+  found = capsys.readouterr().err
+  assert '--held-out measures' not in found
+  assert 'may have seen' not in found
+  # Of another text, or the same after a change, another part is held out.
+  part.write_text(part.read_text() + 'More.')
+  evaluate(finished.out_dir, str(part), held_out=True)
+  assert 'may have seen what is held out' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def test_a_run_starts_from_another_model(finished: Config, tmp_path: Path):
       'another model.* --width 32 instead of 16, --mlp-width 128',
     ),
     ({'data': 'other'}, 'another tokenizer.*--tokenizer'),
-    ({'init_from': Path('weights.safetensors')}, 'must be the folder of a run'),
+    ({'init_from': Path('weights.safetensors')}, '--init-from cannot be used'),
   ],
 )
 def test_a_model_that_does_not_fit_is_refused(

@@ -163,6 +163,11 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
   return found
 
 
+def has_token_files(folder: Path) -> bool:
+  """Returns whether a folder holds token files, finished or with a name."""
+  return (folder / INDEX).is_file() or any(find_files(folder).values())
+
+
 def open_parts(
   folder: Path, vocab_size: int, index: dict[str, Any] | None
 ) -> dict[str, TokenFiles]:

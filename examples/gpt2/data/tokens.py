@@ -216,7 +216,10 @@ def load_evaluation(
     found: TokenFiles | None = open_files([path], vocab_size)
   else:
     index = read_index(path)
-    found = open_parts(path, vocab_size, index).get('val')
+    parts = open_parts(path, vocab_size, index)
+    found = parts.get('val')
+    if parts and found is None:
+      raise UsageError(f'{path} holds token files, but no val.bin.')
   if found is None:
     return _tokenize(path, tokenizer, end_token, config)
   statistics = index or cached_statistics([found], vocab_size, config)

@@ -208,8 +208,11 @@ def write_arrays(
   """Writes arrays as safetensors."""
   # Their strides would be ignored.
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+  path.touch()
+  mode = path.stat().st_mode  # As the umask has it: safetensors would not ask.
   try:
     safetensors.numpy.save_file(arrays, path, metadata)
+    path.chmod(mode)
   except SafetensorError as error:
     raise OSError(f'{path} cannot be written: {error}') from error
 

@@ -55,8 +55,10 @@ def _changes(
   old: dict[str, Any], new: dict[str, Any], but: tuple[str, ...]
 ) -> str:
   """Returns which settings differ, but for some."""
+  # Settings leave out some defaults.
+  usual = {name: getattr(Config, name) for name in _SCHEDULE}
   compared = [
-    {k: x for k, x in settings.items() if k not in but}
+    {k: x for k, x in (usual | settings).items() if k not in but}
     for settings in (old, new)
   ]
   return describe_changes(*compared)

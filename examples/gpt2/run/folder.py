@@ -77,6 +77,17 @@ class RunFolder:
   def _is_finished(self) -> bool:
     return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
 
+  def goes_on(self, *, from_scratch: bool = False) -> bool:
+    """Whether a run here would go on from a checkpoint of its own."""
+    return on_process_0(self._goes_on, from_scratch)
+
+  def _goes_on(self, from_scratch: bool) -> bool:
+    if not CheckpointFolder(self.checkpoints).steps():
+      return False
+    with contextlib.suppress(OSError, ValueError):
+      return not from_scratch or _is_requeued(self.read_settings()['slurm'])
+    return False
+
   def start(
     self, settings: dict[str, Any], *, from_scratch: bool = False
   ) -> None:

@@ -29,14 +29,10 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
 from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
-from examples.gpt2.run.start import (
-  has_checkpoint,
-  initial_params,
-  initial_state,
-)
+from examples.gpt2.run.start import initial_state
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import describe_model
-from examples.gpt2.storage import new_folder
+from examples.gpt2.storage import as_path, new_folder
 
 
 class StoppedError(CommandError):
@@ -72,9 +68,15 @@ class _Evaluation(NamedTuple):
 
 
 def run(
-  trainer: Trainer, config: FittedConfig, tokens: Tokens, folder: RunFolder
+  trainer: Trainer,
+  config: FittedConfig,
+  tokens: Tokens,
+  folder: RunFolder,
+  params: Any = None,
 ) -> TrainState:
   """Takes the steps of a run that are left, and returns the final state.
+
+  ``params`` are the weights to start from; by default those of the seed.
 
   All programs are compiled first, so that what does not fit fails at the start.
 
@@ -83,12 +85,8 @@ def run(
       the run; the last checkpoint is from before.
     StoppedError: If a signal came; a checkpoint has been saved.
     UnsavedError: If three checkpoints in a row could not be saved.
-    UsageError: If there are checkpoints but none is sound, or if
-      ``--init-from`` does not fit.
+    UsageError: If there are checkpoints but none is sound.
   """
-  params = None
-  if not has_checkpoint(folder):
-    params = initial_params(config, trainer)
   evaluations = [
     _Evaluation(
       name, weight, *batches.validation_batch(held_out, config, trainer.mesh)
@@ -160,6 +158,9 @@ class _Steps:
   def take(self) -> TrainState:
     """Takes the steps that are left, and returns the last state."""
     done = self.taken
+    if done and self._is_export_due(done):
+      # A signal or a kill may have come between the checkpoint and the export.
+      self._export(done)
     with self._profile(done) as profile:
       try:
         batch: Any = self.make_batch(done + 1)
@@ -203,11 +204,14 @@ class _Steps:
       self.log.finish_step()
       with self.log.paused():
         self.is_saved = self._save(step, loss)
-    every = self.config.hf_every
-    # After a signal there may be little time; the checkpoint can be exported.
-    if every and received is None and self._is_due(step, every):
+    # After a signal there may be little time: the run exports when it goes on.
+    if received is None and self._is_export_due(step):
       self._export(step)
     self._stop_if_asked(step, received)
+
+  def _is_export_due(self, step: int) -> bool:
+    every = self.config.hf_every
+    return every is not None and self._is_due(step, every)
 
   def _export(self, step: int) -> None:
     """Writes the weights for Hugging Face."""
@@ -225,10 +229,11 @@ class _Steps:
         )
 
   def _write_export(self, step: int, arrays: Any) -> None:
-    path = self.folder.path / 'hf' / f'step-{step}'
-    # Of a step that is taken again after a kill, which may have cut it short.
-    epath.Path(path).rmtree(missing_ok=True)
-    with new_folder(path) as scratch:
+    folder = epath.Path(self.folder.path / 'hf')
+    # What a kill has cut short, also of a step that is taken again.
+    for unfinished in (folder / f'step-{step}', *folder.glob('partial-*')):
+      unfinished.rmtree(missing_ok=True)
+    with new_folder(as_path(folder) / f'step-{step}') as scratch:
       write_hugging_face(
         scratch, dataclasses.replace(self.model, params=arrays)
       )

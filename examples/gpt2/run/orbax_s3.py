@@ -10,6 +10,8 @@ import importlib
 import os
 from typing import Any
 
+import tensorstore as ts
+
 from examples.gpt2.config import UsageError
 
 _SCHEME = 's3:/'
@@ -44,6 +46,9 @@ def _in_s3(spec: Any) -> Any:
   """Returns a description with S3 in place of Google Cloud Storage."""
   if isinstance(spec, list):
     return [_in_s3(x) for x in spec]
+  if isinstance(spec, str) and spec.startswith('gs://'):
+    # Orbax 0.12.0 leaves the address to TensorStore.
+    return _in_s3(ts.KvStore.Spec(spec).to_json())
   if not isinstance(spec, dict):
     return spec
   spec = {name: _in_s3(x) for name, x in spec.items()}

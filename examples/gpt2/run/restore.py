@@ -130,7 +130,8 @@ class Checkpoint:
     Raises:
       UsageError: If there is none of that step, which are named.
     """
-    self._folder = CheckpointFolder(as_path(run) / 'checkpoints')
+    run = as_path(run)
+    self._folder = CheckpointFolder(run / 'checkpoints')
     steps = on_process_0(self._folder.steps)
     if not steps:
       raise UsageError(f'{run} has neither final weights nor a checkpoint yet.')

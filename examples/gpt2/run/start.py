@@ -11,13 +11,14 @@ from examples.gpt2.config import Config, FittedConfig, UsageError, flag
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices.processes import on_process_0, print_once
 from examples.gpt2.model.config import NORM_EPSILON, padded_vocab_size
-from examples.gpt2.model.files import read_description
-from examples.gpt2.run.checkpoint_folder import CheckpointFolder
+from examples.gpt2.model.files import Model, read_description
+from examples.gpt2.presets import identity
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import load_model, weights_sha256
+from examples.gpt2.storage import as_path
 
 # Settings that say what a model is.
 _MODEL = (
@@ -27,21 +28,31 @@ _MODEL = (
 )  # fmt: skip
 
 
-def with_model(config: Config) -> Config:
+def with_model(config: Config) -> tuple[Config, Model | None]:
   """Returns settings with those of the model that a run starts from.
 
-  That is the model of ``--init-from`` or ``--fork-from``. Raises ``UsageError``
-  if a setting that is given is another.
+  That is the model of ``--init-from`` or ``--fork-from``, which is returned
+  too, without weights, if it is there. Raises ``UsageError`` if a setting that
+  is given is another, or if neither that nor the run in ``--out-dir`` says what
+  the model is.
   """
   folder = config.init_from or config.fork_from
   if folder is None:
-    return config
+    return config, None
   is_set = {x: getattr(config, x) != getattr(Config, x) for x in _MODEL}
+  model = None
   try:
-    found = dict(vars(read_description(folder).config))
-  except UsageError:  # Of what is gone or damaged, others say more.
-    found = _recorded(config.out_dir)
-  else:
+    model = read_description(folder)
+    found = dict(vars(model.config))
+  except UsageError as error:
+    # Of a run of 0.2.0 that has not ended, or of what is gone since.
+    found = _recorded(folder) or _recorded(config.out_dir)
+    if not found:
+      name = 'fork_from' if config.init_from is None else 'init_from'
+      raise UsageError(
+        f'{flag(name)} cannot be used: {error}{_hint(config)}'
+      ) from error
+  if model is not None:
     _check_same_model(folder, found, config, is_set)
   missing = {x: found[x] for x in _MODEL if x in found and not is_set[x]}
   # Stored settings leave out what is usual.
@@ -49,7 +60,17 @@ def with_model(config: Config) -> Config:
     found.get('architecture', '')
   ):
     missing.pop('norm_epsilon', None)
-  return dataclasses.replace(config, **missing)
+  return dataclasses.replace(config, **missing), model
+
+
+def _hint(config: Config) -> str:
+  """Returns how a run goes on once its source is gone."""
+  if config.out_dir is not None:
+    return ''
+  return (
+    ' A run that has checkpoints of its own goes on without it, if --out-dir '
+    'names its folder.'
+  )
 
 
 def _check_same_model(
@@ -58,34 +79,37 @@ def _check_same_model(
   # A Llama has no weights for positions.
   is_llama = found['architecture'] == 'llama'
   changes = [
-    f'{flag(x)} {getattr(config, x)} instead of {found[x]}'
+    f'{flag(x)} {_shown(getattr(config, x))} instead of {_shown(found[x])}'
     for x in _MODEL
     if is_set[x] and getattr(config, x) != found[x]
     if not (is_llama and x == 'context_length')
   ]
   if changes:
     raise UsageError(
-      f'{folder} holds another model than the settings say: '
+      f'{as_path(folder)} holds another model than the settings say: '
       f'{", ".join(changes)}. They may be left out.'
     )
 
 
-def with_vocabulary(config: FittedConfig, tokens: Tokens) -> Tokens:
-  """Returns tokens with the tokenizer of what a run starts from.
+def _shown(value: Any) -> str:
+  """Returns a setting as a command line has it."""
+  return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)
 
-  That is a model or a run. Raises ``UsageError`` if it has another vocabulary
-  or tokenizer than the data.
+
+def with_vocabulary(
+  config: FittedConfig, tokens: Tokens, model: Model | None
+) -> Tokens:
+  """Returns tokens with the tokenizer of the model that a run starts from.
+
+  Raises ``UsageError`` if that has another vocabulary or tokenizer than the
+  data.
   """
-  folder = config.init_from or config.fork_from
-  if folder is None:
-    return tokens
-  try:
-    model = read_description(folder)
-  except UsageError:  # Of what is gone or damaged, others say more.
+  if model is None:
     return tokens
   rows = padded_vocab_size(tokens.vocab_size)
   known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
+    folder = as_path(config.init_from or config.fork_from or '')
     raise UsageError(
       f'{folder} has another tokenizer than --data '
       f'{config.data} (with {model.config.vocab_size} and {rows} tokens, '
@@ -116,6 +140,7 @@ def origin(config: FittedConfig) -> dict[str, Any]:
     found['init_sha256'] = _unless_gone(
       functools.partial(weights_sha256, config.init_from, config.init_step),
       known.get('init_sha256') if is_same else None,
+      config,
     )
   if config.init_step is not None:
     found['init_step'] = config.init_step
@@ -123,34 +148,33 @@ def origin(config: FittedConfig) -> dict[str, Any]:
     fork = known.get('fork', {})
     is_same = fork.get('step') == config.fork_step
     sha256 = _unless_gone(
-      lambda: _forked(config).sha256(), fork.get('sha256') if is_same else None
+      lambda: _forked(config).sha256(),
+      fork.get('sha256') if is_same else None,
+      config,
     )
     found['fork'] = {'step': config.fork_step, 'sha256': sha256}
   return found
 
 
-def _recorded(out_dir: Path | None) -> dict[str, Any]:
+def _recorded(run: Path | None) -> dict[str, Any]:
   """Returns the settings of the run in a folder, nothing without one."""
-  if out_dir is None:
+  if run is None:
     return {}
   with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    return dict(RunFolder(out_dir).read_settings()['config'])
+    return dict(RunFolder(run).read_settings()['config'])
   return {}
 
 
-def _unless_gone(read: Callable[[], str], known: str | None) -> str:
+def _unless_gone(
+  read: Callable[[], str], known: str | None, config: Config
+) -> str:
   """Returns what is read or, if that is not there, what is known of it."""
   try:
     return read()
-  except UsageError:
+  except UsageError as error:
     if known is None:
-      raise
+      raise UsageError(f'{error}{_hint(config)}') from error
     return known
-
-
-def has_checkpoint(folder: RunFolder) -> bool:
-  """Returns whether a run goes on from a checkpoint of its own."""
-  return bool(on_process_0(CheckpointFolder(folder.checkpoints).steps))
 
 
 def _forked(config: FittedConfig) -> Checkpoint:
@@ -158,8 +182,8 @@ def _forked(config: FittedConfig) -> Checkpoint:
   assert config.fork_from is not None
   if config.fork_step is None:
     raise UsageError(
-      f'--fork-from {config.fork_from} needs --fork-step, the step of one of '
-      'its checkpoints.'
+      f'--fork-from {as_path(config.fork_from)} needs --fork-step, the step of '
+      'one of its checkpoints.'
     )
   return Checkpoint(config.fork_from, config.fork_step, '--fork-step')
 
@@ -179,22 +203,36 @@ def initial_state(
     return found[1]
   if config.fork_from is not None:
     checkpoint = _forked(config)
-    print_once(f'going on after step {checkpoint.step} of {config.fork_from}')
+    source = as_path(config.fork_from)
+    print_once(f'going on after step {checkpoint.step} of {source}')
     return checkpoint.state(trainer.shapes)
   state = trainer.init()
   return state if params is None else state._replace(params=params)
 
 
-def check_fork(
-  config: FittedConfig, trainer: Trainer, folder: RunFolder
-) -> None:
-  """Raises ``UsageError`` if the state of ``--fork-from`` has other shapes."""
-  if config.fork_from is not None and not has_checkpoint(folder):
-    _forked(config).check(trainer.shapes)
+def check_fork(config: FittedConfig, trainer: Trainer) -> None:
+  """Raises ``UsageError`` if ``--fork-from`` has the state of another run."""
+  if config.fork_from is None:
+    return
+  checkpoint = _forked(config)
+  theirs = on_process_0(_recorded, config.fork_from).get('optimizer')
+  ours = identity(config)['optimizer']
+  if theirs not in (None, ours):
+    raise UsageError(
+      f'--fork-from {as_path(config.fork_from)} is a run of --optimizer '
+      f'{theirs}, got --optimizer {ours}: a fork goes on with the state of its '
+      'optimizer, --init-from with the weights alone.'
+    )
+  checkpoint.check(trainer.shapes)
 
 
 def initial_params(config: FittedConfig, trainer: Trainer) -> Any:
-  """Returns the weights of ``--init-from``, None without it."""
+  """Returns the weights of ``--init-from``, None without it.
+
+  Raises ``UsageError`` if they cannot be used.
+  """
   if config.init_from is None:
     return None
-  return load_model(config.init_from, trainer.mesh, config.init_step).params
+  return load_model(
+    config.init_from, trainer.mesh, config.init_step, '--init-step'
+  ).params

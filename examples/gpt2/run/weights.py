@@ -31,7 +31,10 @@ def describe_model(trainer: Trainer, tokens: Tokens) -> files.Model:
 
 
 def load_model(
-  folder: Path, mesh: Mesh | None = None, step: int | None = None
+  folder: Path,
+  mesh: Mesh | None = None,
+  step: int | None = None,
+  flag: str = '--step',
 ) -> files.Model:
   """Reads a model: an imported one, or that of a run.
 
@@ -41,6 +44,7 @@ def load_model(
       Without one, they are NumPy arrays.
     step: Step of the checkpoint to read. By default the weights at the end of
       the run or, of one that has not ended, those of its last checkpoint.
+    flag: What gave the step, for messages.
 
   Returns:
     The model, checked.
@@ -62,7 +66,7 @@ def load_model(
     like,
     sharding.parameter_shardings(devices, like),
   )
-  params = Checkpoint(folder, step, '--step').params(like)
+  params = Checkpoint(folder, step, flag).params(like)
   if mesh is None:
     params = jax.tree.map(np.asarray, params)
   return dataclasses.replace(model, params=params)
@@ -81,9 +85,10 @@ def weights_sha256(folder: Path, step: int | None) -> str:
     with os_errors(), path.open('rb') as file:
       return hashlib.file_digest(file, 'sha256').hexdigest()
   if _is_run(folder):
+    last = Checkpoint(folder, None, '--init-step').step
     raise UsageError(
       f'--init-from {folder} is a run that has not ended: --init-step chooses '
-      'one of its checkpoints.'
+      f'one of its checkpoints, of which the last is {last}.'
     )
   raise UsageError(
     '--init-from must be the folder of a run or of a converted model, with '

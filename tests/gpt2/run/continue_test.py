@@ -125,6 +125,10 @@ def test_a_cooldown_starts_from_any_checkpoint(stable: Config, tmp_path: Path):
   [
     (dict(steps=10, learning_rate=0.02), 'step 1 had the learning rate 0.0'),
     (dict(steps=10, decay_steps=6), r'step 6 had .*--fork-from'),
+    (
+      dict(steps=10, schedule='cosine', decay_steps=None),
+      r'schedule: wsd -> cosine',
+    ),
     (dict(steps=5), 'has done 6 steps, more than --steps 5'),
     (dict(steps=10, seed=1), r'other settings \(seed: 0 -> 1, steps: 6 -> 10'),
   ],
@@ -140,6 +144,8 @@ def test_a_cosine_cannot_be_made_longer():
   old = identity(resolve(Config(steps=100, learning_rate=0.1)))
   assert '--warmup-share 0.1' in refusal(old, old | {'steps': 200}, 20)
   assert not refusal(old, old | {'eval_every': 7}, 20)
+  longer = old | {'steps': 200, 'schedule': 'wsd'}
+  assert 'schedule: cosine -> wsd' in refusal(old, longer, 20)
 
 
 def test_a_fork_needs_a_checkpoint_that_is_there(
@@ -156,7 +162,7 @@ def test_a_fork_needs_a_checkpoint_that_is_there(
   monkeypatch.setattr(loop, '_compile', lambda *_: pytest.fail('compiled'))
   for change, words in (
     ({'mlp_width': 128}, '--mlp-width 128 instead of 64'),
-    ({'optimizer': 'lion'}, 'step 4 .* settings say: .*expected'),
+    ({'optimizer': 'lion'}, 'is a run of --optimizer merit, got .* lion:'),
   ):
     with pytest.raises(UsageError, match=words):
       train(dataclasses.replace(forked, fork_step=4, **change))
@@ -217,8 +223,37 @@ def test_a_run_goes_on_when_what_it_started_from_is_gone(
   shutil.rmtree(copied.out_dir / 'checkpoints' / '4')
   with pytest.raises(UsageError, match=rf'--{name}-step must be the step of'):
     train(dataclasses.replace(config, out_dir=tmp_path / 'other'))
+  # What would start over from nothing leaves the run where it is.
+  before = sorted(config.out_dir.rglob('*'))
+  with pytest.raises(UsageError, match=rf'--{name}-step must be the step of'):
+    train(dataclasses.replace(config, from_scratch=True))
+  assert sorted(config.out_dir.rglob('*')) == before
   train(config)
   assert [x['step'] for x in _metrics(config)] == list(range(1, 8))
+
+
+def test_a_source_that_cannot_be_read_leaves_the_folder_free(
+  copied: Config, tmp_path: Path
+):
+  config = dataclasses.replace(
+    copied, out_dir=tmp_path / 'new', init_from=copied.out_dir
+  )
+  weights = copied.out_dir / 'weights.safetensors'
+  weights.write_bytes(weights.read_bytes()[:-4])
+  with pytest.raises(UsageError, match='weights.safetensors cannot be used'):
+    train(config)
+  # What a run is, its settings say too.
+  (copied.out_dir / 'model.json').unlink()
+  with pytest.raises(UsageError, match='model.json is missing'):
+    train(config)
+  (copied.out_dir / 'config.json').unlink()
+  with pytest.raises(
+    UsageError, match='--init-from cannot be used: .* missing'
+  ):
+    train(config)
+  with pytest.raises(UsageError, match='if --out-dir names its folder'):
+    train(dataclasses.replace(config, out_dir=None))
+  assert not (tmp_path / 'new' / 'config.json').exists()
 
 
 def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
@@ -299,6 +334,28 @@ def test_models_for_hugging_face_are_written_on_the_way(
   shutil.rmtree(config.out_dir / 'checkpoints' / '6')
   train(config)
   assert weights.read_bytes() == before
+
+
+def test_an_export_that_a_kill_prevented_is_made_when_the_run_goes_on(
+  tiny: Config, monkeypatch: pytest.MonkeyPatch
+):
+  config = dataclasses.replace(
+    tiny, hf_every=4, checkpoint_every=4, diagnostics_every=0
+  )
+  folder = config.out_dir / 'hf'
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+
+    def interrupt(*_: object) -> None:
+      (folder / 'partial-1').mkdir(parents=True)  # As a kill leaves it.
+      raise KeyboardInterrupt
+
+    patch.setattr(loop, 'write_hugging_face', interrupt)
+    train(config)
+  train(config)
+  assert sorted(x.name for x in folder.iterdir()) == ['step-4', 'step-6']
+  # Others may read it, as all that a run writes.
+  modes = [x.stat().st_mode for x in (folder / 'step-4').iterdir()]
+  assert len(set(modes)) == 1
 
 
 def test_an_export_that_fails_does_not_end_the_run(tiny: Config, monkeypatch):
