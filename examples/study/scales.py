@@ -50,6 +50,17 @@ class Scale:
   has_few_steps: bool = False
   steps: int | None = None
 
+  @property
+  def few_batch_sizes(self) -> list[int]:
+    """The smallest, the middle and the largest batch, each once."""
+    sizes = self.batch_sizes
+    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+
+  @property
+  def many_seeds(self) -> int:
+    """Seeds that show a third of Hyperball's lead; 0 where there are none."""
+    return 8 if self.num_seeds else 0
+
   def num_steps(self, batch_size: int, share: float = 1.0) -> int:
     """Returns the steps of a run on a share of the tokens of the scale."""
     return round(share * self.run('adamw', batch_size, 1.0).config.steps)

@@ -184,6 +184,31 @@ def compare(
   return {'differences': rows, 'detectable differences': detectable}
 
 
+def searched(
+  points: Iterable[Point], pairs: Iterable[tuple[str, str]]
+) -> Tables:
+  """Returns losses, their differences, and the values that were tried.
+
+  The points are those of :func:`examples.study.tuning.coordinates.improve_all`.
+  """
+  points = list(points)
+  found = select(points, role='best')
+  return {
+    'losses': pivot(found, ['optimizer'], 'batch'),
+    **compare(found, pairs, 'batch'),
+    'chosen': pivot(
+      [x for x in found if x['chosen']],
+      ['batch', 'optimizer'],
+      cells={'values': label('chosen'), 'learning rate': rate},
+    ),
+    'tried': pivot(
+      select(points, role='tried'),
+      ['batch', 'optimizer', 'setting', 'value'],
+      cells={'loss': tuned_loss_and_rate},
+    ),
+  }
+
+
 def _difference(first: Point, second: Point) -> Difference:
   is_paired = {first['optimizer'], second['optimizer']} == {
     HYPERBALL.name,

@@ -14,6 +14,7 @@ from examples.study.experiments import (
   clip_threshold,
   hyperparameters,
   llama,
+  qk_norm,
   rate_tolerance,
   sensitivity,
   steps_to_loss,
@@ -32,5 +33,6 @@ EXPERIMENTS: dict[str, Any] = {
   'clip-threshold': clip_threshold,
   'llama': llama,
   'aux': aux,
+  'qk-norm': qk_norm,
 }
 """Modules by the name of the command."""

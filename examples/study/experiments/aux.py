@@ -4,23 +4,16 @@ import dataclasses
 
 from examples.study.analysis import tables as t
 from examples.study.chains import Chain
-from examples.study.optimizers import HYPERBALL, MUON, WITH_RATIOS
+from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point
 from examples.study.scales import DECAY, Scale
-from examples.study.tuning import (
-  Case,
-  Plan,
-  gather,
-  initial_weights,
-  without_ratios,
-)
+from examples.study.tuning import Plan, gather, muon_and_hyperball
 from examples.study.tuning.coordinates import (
   Coordinate,
   GroupRate,
   Others,
   Search,
-  best,
-  improve,
+  improve_all,
 )
 
 TITLE = 'The norm, or the rest?'
@@ -47,8 +40,6 @@ _PAIRS = (
   (_KEPT, _RMS),
   (_KEPT, HYPERBALL.name),
 )
-# A third of the lead is less than what three seeds can show.
-_NUM_SEEDS = 8
 _RATES = (0.04125, 0.0825, 0.165, 0.33, 0.66, 1.32, 2.64)
 _REST = {
   'Adam': Others('others', ('adam', 'adam corrected'), form='{}'),
@@ -60,43 +51,22 @@ _DECAY = {'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3), DECAY)}
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans the rest of each size at the smallest, middle and largest batch."""
-  sizes = scale.batch_sizes
-  chosen = dict.fromkeys((sizes[-1], sizes[len(sizes) // 2], sizes[0]))
-  found = yield from gather({x: _plan_batch(scale, x) for x in chosen})
-  return [point for x in reversed(chosen) for point in found[x]]
+  sizes = scale.few_batch_sizes
+  found = yield from gather({x: _plan_batch(scale, x) for x in sizes[::-1]})
+  return [point for x in sizes for point in found[x]]
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  before = yield from gather(
-    {
-      MUON.name: initial_weights(Case(scale, MUON, size)),
-      HYPERBALL.name: _hyperball(scale, size),
-    }
-  )
+  before = yield from muon_and_hyperball(scale, size)
   starts = {x: before[HYPERBALL.name] for x in _PARTS}
   starts[_RMS] = before[MUON.name]
   found = yield from gather(
     {
-      **{x: _evaluate(y.best, y) for x, y in before.items()},
+      **{x: y.evaluate(scale.many_seeds) for x, y in before.items()},
       **{x: _tune_rest(x, y) for x, y in starts.items()},
     }
   )
   return [point for points in found.values() for point in points]
-
-
-def _hyperball(scale: Scale, size: int) -> Plan[Search]:
-  found = yield from initial_weights(Case(scale, WITH_RATIOS, size))
-  return (yield from without_ratios(found))
-
-
-def _evaluate(case: Case, found: Search) -> Plan[list[Point]]:
-  """Plans further fresh seeds of what is there."""
-  point = yield from case.evaluate(found.point.tuned, _num_seeds(case))
-  return [point.labelled(role='best', chosen='')]
-
-
-def _num_seeds(case: Case) -> int:
-  return _NUM_SEEDS if case.scale.num_seeds else 0
 
 
 def _tune_rest(name: str, start: Search) -> Plan[list[Point]]:
@@ -107,38 +77,14 @@ def _tune_rest(name: str, start: Search) -> Plan[list[Point]]:
     chain=Chain(_PARTS[name], 'adam', HYPERBALL.chain.others_rate),
   )
   case = dataclasses.replace(start.best, optimizer=optimizer)
-  rate = start.point.tuned.learning_rate
-  tuned = yield from case.find_rate(rate, case.scale.tuning_seeds[:1])
-  coordinates = _REST if name == _KEPT else _REST | _DECAY
-  labels = {'optimizer': name, 'batch': case.batch_size, 'role': 'tried'}
-  points, chosen = [], []
-  for setting, coordinate in coordinates.items():
-    tried, case = yield from improve(case, tuned, coordinate)
-    tuned = tried[best(tried)]
-    chosen.append(f'{setting} {best(tried)}')
-    points += [
-      Point({**labels, 'setting': setting, 'value': value}, x)
-      for value, x in tried.items()
-    ]
-  point = yield from case.evaluate(tuned, _num_seeds(case))
-  return [point.labelled(role='best', chosen=', '.join(chosen)), *points]
+  return improve_all(
+    case,
+    start.point.tuned.learning_rate,
+    _REST if name == _KEPT else _REST | _DECAY,
+    case.scale.many_seeds,
+  )
 
 
 def tables(points: list[Point]) -> t.Tables:
   """Returns losses, what each part is worth, and what was tried."""
-  chosen = t.select(points, role='best')
-  tuned = [x for x in chosen if x['chosen']]
-  return {
-    'losses': t.pivot(chosen, ['optimizer'], 'batch'),
-    **t.compare(chosen, _PAIRS, 'batch'),
-    'chosen': t.pivot(
-      tuned,
-      ['batch', 'optimizer'],
-      cells={'rest': t.label('chosen'), 'learning rate': t.rate},
-    ),
-    'tried': t.pivot(
-      t.select(points, role='tried'),
-      ['batch', 'optimizer', 'setting', 'value'],
-      cells={'loss': t.tuned_loss_and_rate},
-    ),
-  }
+  return t.searched(points, _PAIRS)

@@ -9,15 +9,16 @@ from examples.study.tuning.cases import (
 from examples.study.tuning.lengths import find_length_rates, middle_batch
 from examples.study.tuning.plans import Plan, count_trials, execute, gather
 from examples.study.tuning.stages import (
+  INITIAL_WEIGHTS,
   compare_all,
   initial_weights,
+  muon_and_hyperball,
   warmup_and_b1,
-  without_ratios,
 )
 
 __all__ = [
-  'Case', 'Plan', 'compare_all', 'count_trials', 'execute',
+  'INITIAL_WEIGHTS', 'Case', 'Plan', 'compare_all', 'count_trials', 'execute',
   'find_length_rates', 'find_rates', 'gather', 'initial_weights',
-  'middle_batch', 'plan_multiples', 'scale_rate', 'warmup_and_b1',
-  'without_ratios',
+  'middle_batch', 'muon_and_hyperball', 'plan_multiples', 'scale_rate',
+  'warmup_and_b1',
 ]  # fmt: skip

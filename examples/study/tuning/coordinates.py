@@ -42,6 +42,11 @@ class Search(NamedTuple):
     chosen = self.point.labelled(role='best', variant=best(self.tried))
     return [*tried, chosen]
 
+  def evaluate(self, num_seeds: int) -> Plan[list[Point]]:
+    """Plans the best with more fresh seeds, beside others that are searched."""
+    point = yield from self.best.evaluate(self.point.tuned, num_seeds)
+    return [point.labelled(role='best', chosen='')]
+
 
 @dataclasses.dataclass(frozen=True)
 class Coordinate:
@@ -144,6 +149,43 @@ def improve(
     tried |= yield from tune(proposed, tried, coordinate.promising)
     cases |= proposed
   return tried, cases[best(tried)]
+
+
+def improve_all(
+  case: Case,
+  learning_rate: float,
+  coordinates: Mapping[str, Coordinate],
+  num_seeds: int,
+) -> Plan[list[Point]]:
+  """Plans to tune settings, one after the other, and to evaluate what is best.
+
+  Args:
+    case: What is tuned.
+    learning_rate: First guess of its learning rate.
+    coordinates: The settings in order, by their names in tables.
+    num_seeds: Number of fresh seeds of the best.
+
+  Returns:
+    The best (role ``'best'``, with the values ``chosen``), then all values that
+    were tried (role ``'tried'``).
+  """
+  tuned = yield from case.find_rate(learning_rate, case.scale.tuning_seeds[:1])
+  labels = {
+    'optimizer': case.optimizer.name,
+    'batch': case.batch_size,
+    'role': 'tried',
+  }
+  points, chosen = [], []
+  for setting, coordinate in coordinates.items():
+    tried, case = yield from improve(case, tuned, coordinate)
+    tuned = tried[best(tried)]
+    chosen.append(f'{setting} {best(tried)}')
+    points += [
+      Point({**labels, 'setting': setting, 'value': value}, x)
+      for value, x in tried.items()
+    ]
+  point = yield from case.evaluate(tuned, num_seeds)
+  return [point.labelled(role='best', chosen=', '.join(chosen)), *points]
 
 
 def tune(

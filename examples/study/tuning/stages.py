@@ -9,7 +9,12 @@ import dataclasses
 from typing import TypeAlias
 
 from examples.gpt2.presets import OPTIMIZERS
-from examples.study.optimizers import COMPARED, HYPERBALL, WITH_RATIOS
+from examples.study.optimizers import (
+  COMPARED,
+  HYPERBALL,
+  MUON,
+  WITH_RATIOS,
+)
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import coordinates
@@ -62,6 +67,15 @@ def without_ratios(found: Search) -> Plan[Search]:
   )
   point = yield from case.evaluate(tuned)
   return Search({'as with ratios': tuned}, case, point)
+
+
+def muon_and_hyperball(scale: Scale, size: int) -> Plan[dict[str, Search]]:
+  """Plans both with everything tuned at a batch, as ``compare_all`` does."""
+  found = yield from gather(
+    {x.name: initial_weights(Case(scale, x, size)) for x in (MUON, WITH_RATIOS)}
+  )
+  kept = yield from without_ratios(found[WITH_RATIOS.name])
+  return {MUON.name: found[MUON.name], HYPERBALL.name: kept}
 
 
 def initial_weights(case: Case) -> Plan[Search]:
