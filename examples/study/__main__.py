@@ -213,6 +213,9 @@ def _report(settings: Settings, scale: Scale, store: Store) -> None:
     for name, experiment in EXPERIMENTS.items()
     if not count_trials(experiment.plan(scale), store.result)
   }
+  missing = [x for x in EXPERIMENTS if x not in complete]
+  if missing:
+    print(f'not complete, since trials are missing: {", ".join(missing)}')
   report.write_points(folder, complete)
   found = report.read_points(folder, store)
   is_committed = settings.scale == 'nano' and settings.results is None

@@ -90,24 +90,15 @@ HYPERBALL = Optimizer(
   rule='muon-hyperball',
 )
 """Muon's direction, and the norm of each hidden matrix kept, at twice the size
-in proportion to the width."""
+in proportion to the width: what the library's ``muon_hyperball`` does with the
+trainer's settings, up to the rate of what Adam updates (0.33 instead of a
+third) and the b1 (0.95 instead of 0.9)."""
 WITH_RATIOS = dataclasses.replace(
   HYPERBALL,
   name='Hyperball, MERIT’s ratios',
   chain=Chain(('muon', 'merit', 'l2', 'keep l2'), 'adam', 0.33),
 )
 """The same with MERIT's ratios in the chain."""
-MUON_HYPERBALL = Optimizer(
-  'muon_hyperball',
-  'muon-hyperball',
-  0.06,
-  settings={'init_scale': 2.0, 'weight_decay': 0.0},
-  few_steps={'b1': 0.8},
-  rule='muon-hyperball',
-)
-"""The library's ``muon_hyperball`` with the trainer's settings: what is
-recommended. :data:`HYPERBALL` is that up to the rate of what Adam updates (0.33
-instead of a third) and the b1 (0.95 instead of 0.9)."""
 STACKED_LAMB = Optimizer('LAMB, a ratio for the stack', 'lamb', 0.028)
 """``optax.lamb``, for which the layers that are scanned are one array."""
 

@@ -12,7 +12,7 @@ from examples.gpt2.model.transformer import shapes
 from examples.gpt2.optim import optimizers
 from examples.gpt2.presets import resolve
 from examples.study.chains import PARTS, SCHEDULES, Chain
-from examples.study.optimizers import HYPERBALL, MUON_HYPERBALL
+from examples.study.optimizers import HYPERBALL
 from examples.study.scales import SCALES
 
 
@@ -57,7 +57,7 @@ def test_the_parts_of_merit_make_merit():
 
 def test_what_is_recommended_is_the_chain_up_to_two_settings():
   params, gradients = _model()
-  config = MUON_HYPERBALL.trial(SCALES['nano'], 128, 0.05, seed=0).config
+  config = _config('muon-hyperball', 0.05, init_scale=2.0, weight_decay=0.0)
   assert (config.b1, config.weight_decay) == (0.9, 0.0)
   config = dataclasses.replace(config, adam_rate=0.33)
   chex.assert_trees_all_close(

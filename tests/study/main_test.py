@@ -129,6 +129,12 @@ def test_an_experiment_runs_from_beginning_to_end(
   assert output.count('wrote') == 2
 
 
+def test_what_is_not_complete_is_told(tmp_path, capsys):
+  command.main(['report', '--results', str(tmp_path)])
+  named = ', '.join(command.EXPERIMENTS)
+  assert f'trials are missing: {named}\n' in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_of_two_processes_the_first_has_the_results(start_pair, tmp_path):
   assert [x.wait() for x in start_pair()] == [0, 0]

@@ -75,11 +75,6 @@ def text(name: str, found: Found, store: Store) -> str:
     module = EXPERIMENTS[experiment]
     figure = f'figures/{experiment}.png' if hasattr(module, 'figure') else ''
     parts.append(section(module.TITLE, module.TEXT, tables, figure))
-  missing = [x for x in EXPERIMENTS if x not in found]
-  if missing:
-    parts.append(
-      f'Not complete, since trials are missing: {", ".join(missing)}.'
-    )
   return '\n\n'.join(parts) + '\n'
 
 

@@ -1,7 +1,7 @@
 """The experiments: what each one trains, and its tables.
 
 An experiment is a module with ``TITLE`` and ``TEXT``, a ``plan`` from a scale
-to points, and ``tables`` and a ``figure`` of these points.
+to points, ``tables`` of these points and, if it says more, a ``figure``.
 """
 
 from typing import Any

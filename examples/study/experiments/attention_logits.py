@@ -6,7 +6,7 @@ from examples.study.analysis import figures, logits, tables as t
 from examples.study.optimizers import COMPARED
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, plan_multiples
+from examples.study.tuning import Case, Plan, gather
 
 TITLE = 'Attention logits'
 TEXT = """\
@@ -27,14 +27,23 @@ _SEEDS = {'none': (1, 2), 'QK-norm': (1,), 'QK-clip': (1,)}
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics, at rates chosen without a bound."""
-  cases = {
-    (x.name, bound): (Case(scale, x, scale.batch_size, changes), _SEEDS[bound])
-    for x in COMPARED
-    for bound, changes in BOUNDS.items()
-  }
-  points = yield from plan_multiples(list(cases.values()), FACTORS)
-  bounds = [bound for _, bound in cases for _ in FACTORS]
-  return [x.labelled(bound=y) for x, y in zip(points, bounds, strict=True)]
+  found = yield from gather(
+    {x.name: _plan_bounds(Case(scale, x, scale.batch_size)) for x in COMPARED}
+  )
+  return [point for points in found.values() for point in points]
+
+
+def _plan_bounds(case: Case) -> Plan[list[Point]]:
+  rate = (yield from case.find_rate()).learning_rate
+  found = yield from gather(
+    {
+      name: case.with_settings(**settings).run_multiples(
+        rate, FACTORS, _SEEDS[name]
+      )
+      for name, settings in BOUNDS.items()
+    }
+  )
+  return [x.labelled(bound=y) for y in found for x in found[y]]
 
 
 def tables(points: list[Point]) -> t.Tables:

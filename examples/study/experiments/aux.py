@@ -62,7 +62,7 @@ def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
   starts[_RMS] = before[MUON.name]
   found = yield from gather(
     {
-      **{x: y.evaluate(scale.many_seeds) for x, y in before.items()},
+      **{x: y.with_seeds(scale.many_seeds) for x, y in before.items()},
       **{x: _tune_rest(x, y) for x, y in starts.items()},
     }
   )

@@ -6,7 +6,7 @@ from examples.study.analysis import logits, tables as t
 from examples.study.optimizers import MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, plan_multiples
+from examples.study.tuning import Case, Plan, gather
 
 TITLE = 'Threshold of the clip'
 TEXT = """\
@@ -21,13 +21,17 @@ _SEEDS = (1, 2)
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics at the rate of MERIT, and beyond it."""
-  cases = [
-    (Case(scale, MERIT, scale.batch_size, {'clip_threshold': x}), _SEEDS)
-    for x in THRESHOLDS.values()
-  ]
-  points = yield from plan_multiples(cases, FACTORS)
-  names = [name for name in THRESHOLDS for _ in FACTORS]
-  return [x.labelled(threshold=y) for x, y in zip(points, names, strict=True)]
+  case = Case(scale, MERIT, scale.batch_size)
+  rate = (yield from case.find_rate()).learning_rate
+  found = yield from gather(
+    {
+      name: case.with_settings(clip_threshold=x).run_multiples(
+        rate, FACTORS, _SEEDS
+      )
+      for name, x in THRESHOLDS.items()
+    }
+  )
+  return [x.labelled(threshold=y) for y in found for x in found[y]]
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -67,12 +67,11 @@ def _find_width_rates(
   if optimizer not in _WIDENED:
     return {}
   size = middle_batch(scale)
+  case = Case(scale, optimizer, size)
   own = scale.run('adamw', size, 1.0).config.width
   found = yield from gather(
     {
-      x: Case(scale, optimizer, size, {'width': x}).find_rate(
-        tuned.learning_rate
-      )
+      x: case.with_settings(width=x).find_rate(tuned.learning_rate)
       for x in scale.widths
       if x != own
     }

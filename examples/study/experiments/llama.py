@@ -31,9 +31,7 @@ def _plan_pair(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   usual = Case(scale, optimizer, scale.batch_sizes[-1])
   gpt2 = yield from initial_weights(usual)
   cases = {
-    x: dataclasses.replace(
-      gpt2.best, changes={'architecture': 'llama', 'init_scale': x}
-    )
+    x: gpt2.best.with_settings(architecture='llama', init_scale=x)
     for x in _SIZES
   }
   start = gpt2.point.tuned.learning_rate

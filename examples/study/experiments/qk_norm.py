@@ -53,7 +53,7 @@ def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
   before = yield from muon_and_hyperball(scale, size)
   found = yield from gather(
     {
-      **{x: y.evaluate(scale.many_seeds) for x, y in before.items()},
+      **{x: y.with_seeds(scale.many_seeds) for x, y in before.items()},
       **{_with_qk_norm(x): _retune(y) for x, y in before.items()},
     }
   )

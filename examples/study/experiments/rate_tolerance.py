@@ -6,7 +6,7 @@ from examples.study.analysis import figures, logits, tables as t
 from examples.study.optimizers import ALL
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, plan_multiples
+from examples.study.tuning import Case, Plan, gather
 
 TITLE = 'What a wrong learning rate costs'
 TEXT = """\
@@ -20,8 +20,15 @@ _SEEDS = (1, 2)
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs of fresh seeds at multiples of the rates chosen."""
-  cases = [(Case(scale, x, scale.batch_size), _SEEDS) for x in ALL]
-  return plan_multiples(cases, FACTORS)
+  found = yield from gather(
+    {x.name: _plan_multiples(Case(scale, x, scale.batch_size)) for x in ALL}
+  )
+  return [point for points in found.values() for point in points]
+
+
+def _plan_multiples(case: Case) -> Plan[list[Point]]:
+  tuned = yield from case.find_rate()
+  return (yield from case.run_multiples(tuned.learning_rate, FACTORS, _SEEDS))
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -3,7 +3,6 @@
 from examples.study.tuning.cases import (
   Case,
   find_rates,
-  plan_multiples,
   scale_rate,
 )
 from examples.study.tuning.lengths import find_length_rates, middle_batch
@@ -19,6 +18,6 @@ from examples.study.tuning.stages import (
 __all__ = [
   'INITIAL_WEIGHTS', 'Case', 'Plan', 'compare_all', 'count_trials', 'execute',
   'find_length_rates', 'find_rates', 'gather', 'initial_weights',
-  'middle_batch', 'muon_and_hyperball', 'plan_multiples', 'scale_rate',
+  'middle_batch', 'muon_and_hyperball', 'scale_rate',
   'warmup_and_b1',
 ]  # fmt: skip

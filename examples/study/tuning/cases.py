@@ -21,13 +21,11 @@ class Case:
     scale: Size of the study.
     optimizer: The optimizer.
     batch_size: Global batch, sequences.
-    changes: Further settings, as for :meth:`Scale.run`.
   """
 
   scale: Scale
   optimizer: Optimizer
   batch_size: int
-  changes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
   def is_large(self) -> bool:
@@ -35,7 +33,7 @@ class Case:
     return self.batch_size in self.scale.batch_sizes[-2:]
 
   def with_settings(self, **settings: Any) -> 'Case':
-    """Returns the same with other settings of the optimizer."""
+    """Returns the same with other settings, arguments of :meth:`Scale.run`."""
     optimizer = self.optimizer.with_settings(**settings)
     return dataclasses.replace(self, optimizer=optimizer)
 
@@ -52,7 +50,6 @@ class Case:
       self.batch_size,
       round_rate(learning_rate),
       seed=seed,
-      **self.changes,
       **changes,
     )
 
@@ -103,6 +100,18 @@ class Case:
     labels = {'optimizer': self.optimizer.name, 'batch': self.batch_size}
     return Point(labels, None, tuple(results))
 
+  def run_multiples(
+    self, learning_rate: float, factors: Sequence[float], seeds: Sequence[int]
+  ) -> Plan[list[Point]]:
+    """Plans multiples of a learning rate with diagnostics, by ``factor``."""
+    points = yield from gather(
+      {
+        x: self.run_seeds(x * learning_rate, seeds, with_diagnostics=True)
+        for x in factors
+      }
+    )
+    return [point.labelled(factor=x) for x, point in points.items()]
+
 
 def find_rates(scale: Scale, optimizer: Optimizer) -> Plan[dict[int, Tuned]]:
   """Plans to choose a learning rate for every batch size of the scale.
@@ -139,37 +148,6 @@ def _find_next_rates(
     found[size] = yield from Case(scale, optimizer, size).find_rate(start)
     previous = size
   return found
-
-
-def plan_multiples(
-  cases: Sequence[tuple[Case, Sequence[int]]], factors: Sequence[float]
-) -> Plan[list[Point]]:
-  """Plans multiples of learning rates, with diagnostics.
-
-  Args:
-    cases: Cases, and the seeds of each. The rates are chosen without their
-      changes of the settings.
-    factors: Multiples of the rate chosen, a label of the points.
-  """
-  optimizers = {x.optimizer.name: x for x, _ in cases}
-  rates = yield from gather(
-    {
-      name: dataclasses.replace(x, changes={}).find_rate()
-      for name, x in optimizers.items()
-    }
-  )
-  points = yield from gather(
-    {
-      (i, factor): case.run_seeds(
-        factor * rates[case.optimizer.name].learning_rate,
-        seeds,
-        with_diagnostics=True,
-      )
-      for i, (case, seeds) in enumerate(cases)
-      for factor in factors
-    }
-  )
-  return [x.labelled(factor=factor) for (_, factor), x in points.items()]
 
 
 def scale_rate(learning_rate: float, factor: float) -> float:

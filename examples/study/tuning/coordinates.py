@@ -42,7 +42,7 @@ class Search(NamedTuple):
     chosen = self.point.labelled(role='best', variant=best(self.tried))
     return [*tried, chosen]
 
-  def evaluate(self, num_seeds: int) -> Plan[list[Point]]:
+  def with_seeds(self, num_seeds: int) -> Plan[list[Point]]:
     """Plans the best with more fresh seeds, beside others that are searched."""
     point = yield from self.best.evaluate(self.point.tuned, num_seeds)
     return [point.labelled(role='best', chosen='')]

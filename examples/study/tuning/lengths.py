@@ -25,7 +25,9 @@ def find_length_rates(
   """
   size = middle_batch(scale)
   cases = {
-    x: Case(scale, optimizer, size, {'steps': scale.num_steps(size, x)})
+    x: Case(scale, optimizer, size).with_settings(
+      steps=scale.num_steps(size, x)
+    )
     for x in SHARES
   }
   found = yield from gather(

@@ -130,13 +130,6 @@ def test_enough_is_quoted():
   assert counts['docs/hyperparameters.md'] >= 7
 
 
-def test_what_is_not_complete_is_told(tmp_path):
-  store = Store(tmp_path / 'nano.jsonl')
-  text = report.text('nano', _read(store), store)
-  assert f'trials are missing: {", ".join(EXPERIMENTS)}.' in text
-  assert '## ' not in text
-
-
 def test_points_of_what_is_not_complete_are_removed(nano, tmp_path):
   found = _read(nano)
   report.write_points(tmp_path, found)

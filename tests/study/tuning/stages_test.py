@@ -2,6 +2,8 @@
 
 import functools
 import math
+from pathlib import Path
+import re
 
 import pytest
 
@@ -54,6 +56,24 @@ def _found(stage, warmup=0.1, momentum=0.2, doubled=0.0):
   points = execute(compare_all(stage, _SCALE), run_all)
   names = 'optimizer', 'batch', 'role', 'variant'
   return {tuple(x[name] for name in names): x for x in points}, asked
+
+
+def test_the_documented_experiment_compares_what_it_says():
+  page = Path(__file__).parents[3] / 'examples/study/README.md'
+  (code,) = re.findall(r'```python\n(.*?)```', page.read_text(), re.DOTALL)
+  experiment = {}
+  exec(code, experiment)
+
+  def run_all(trials):
+    configs = [x.config for x in trials]
+    losses = [2 + 0.001 * (x.seed % 3) - x.b1 for x in configs]
+    return [make_result(*x) for x in zip(trials, losses, strict=True)]
+
+  tables = experiment['tables'](execute(experiment['plan'](_SCALE), run_all))
+  assert [x['optimizer'] for x in tables['losses']] == ['Muon', 'Hyperball']
+  for name, b1 in (('b1 0.8', 0.8), ('b1 0.9', 0.9), ('b1 0.95', 0.95)):
+    assert tables['losses'][0][name].startswith(f'{2.001 - b1:.3f} ± ')
+  assert tables['differences'][0]['difference'] == 'Hyperball − Muon'
 
 
 def _best(found, optimizer, size):
