@@ -3,7 +3,7 @@
 Axes: B sequences, T tokens, D features.
 """
 
-import json
+import contextlib
 import math
 from pathlib import Path
 import sys
@@ -32,6 +32,7 @@ from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model
 from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
+from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path
 
@@ -210,12 +211,12 @@ def _held_out(
 
 def _corpus(folder: Path) -> dict[str, Any]:
   """Returns what a run was trained on, by its settings, nothing without any."""
-  path = as_path(folder) / 'config.json'
-  if not path.is_file():
-    return {}
-  found = json.loads(path.read_text()).get('corpus', {})
-  data = found.get('data', [])
-  return found | {'data': data if isinstance(data, list) else [data]}
+  # An imported model has none, and what is damaged only leaves out a remark.
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    found = RunFolder(folder).read_settings()['corpus']
+    data = found['data']
+    return found | {'data': data if isinstance(data, list) else [data]}
+  return {}
 
 
 def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:

@@ -245,6 +245,12 @@ def _check_start(config: RunConfig) -> None:
   for step, folder in (('init_step', 'init_from'), ('fork_step', 'fork_from')):
     if getattr(config, step) and getattr(config, folder) is None:
       raise UsageError(f'{flag(step)} needs {flag(folder)}.')
+  if config.fork_from is not None and config.fork_step is None:
+    # Else it would be another run as soon as that one has gone on.
+    raise UsageError(
+      f'--fork-from {config.fork_from} needs --fork-step, the step of one of '
+      'its checkpoints.'
+    )
   if config.init_from is not None and config.fork_from is not None:
     raise UsageError(
       '--init-from takes the weights of a run, --fork-from all of its state: '

@@ -221,19 +221,19 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
   """Gives a scratch folder on a disk, which becomes the one if all goes well.
 
   In a store, its files come one by one, the largest first: those that say what
   the others are come last. Raises ``FileExistsError`` where the folder holds
-  something.
+  something that is not to be replaced.
   """
   if not is_remote(path):
-    with atomic.new_folder(path.resolve()) as scratch:
+    with atomic.new_folder(path.resolve(), replace) as scratch:
       yield scratch
     return
   with os_errors():
-    if path.exists():
+    if not replace and path.exists():
       raise FileExistsError(
         f'{path} is there: choose another folder, or delete it.'
       )

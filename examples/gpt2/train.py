@@ -27,13 +27,12 @@ from examples.gpt2.run import loop, memory, report
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.proof import prove
 from examples.gpt2.run.start import (
-  check_fork,
-  initial_params,
+  initial_state,
   origin,
   with_model,
   with_vocabulary,
 )
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.run.weights import describe_model
 import merit_optax
@@ -83,12 +82,12 @@ def _train_fitted(
   trainer = Trainer(config, tokens.vocab_size, mesh)
   settings = _settings(config, tokens, trainer)
   path = config.out_dir or default_folder(config, settings)
-  with RunFolder(path) as folder:
-    params = None
-    # What cannot be started from leaves the folder as it is.
-    if not folder.goes_on(from_scratch=config.from_scratch):
-      check_fork(config, trainer)
-      params = initial_params(config, trainer)
+  with RunFolder(path) as folder, memory.advice(config, trainer):
+    start = None
+    if not folder.open(settings, from_scratch=config.from_scratch):
+      # What cannot be started from leaves the folder as it is.
+      with jax.set_mesh(mesh):
+        start = initial_state(config, trainer, source)
     folder.start(settings, from_scratch=config.from_scratch)
     if folder.finished:
       print_once(f'This run has been done: {path}')
@@ -97,8 +96,7 @@ def _train_fitted(
       prove(folder.checkpoints, trainer.shapes)
       if config.describe:
         print_once('\n' + _describe(trainer, config) + '\n')
-      with memory.advice(config, trainer):
-        _train(trainer, config, tokens, folder, params)
+      _train(trainer, config, tokens, folder, start)
     if is_process_0():
       print(report.after(folder))
   return folder
@@ -157,14 +155,14 @@ def _train(
   config: FittedConfig,
   tokens: Tokens,
   folder: RunFolder,
-  params: Any,
+  start: TrainState | None,
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
   model = describe_model(trainer, tokens)
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):
-    params = loop.run(trainer, config, tokens, folder, params).params
+    params = loop.run(trainer, config, tokens, folder, start).params
   folder.flush()  # Or a run could be finished that lacks its last lines.
   arrays = jax.tree.map(sharding.to_host, params)
 

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+import shutil
 
 from flax import nnx
 import jax
@@ -193,6 +194,20 @@ def test_the_text_of_the_run_is_named(
   part.write_text(part.read_text() + 'More.')
   evaluate(finished.out_dir, str(part), held_out=True)
   assert 'may have seen what is held out' in capsys.readouterr().err
+
+
+def test_a_text_beside_files_of_others_is_a_text(finished: Config, tmp_path):
+  run = tmp_path / 'run'
+  shutil.copytree(finished.out_dir, run)
+  texts = tmp_path / 'texts'
+  texts.mkdir()
+  shutil.copy(finished.data, texts / 'text.txt')
+  (texts / 'index.json').write_text('{"pages": []}')
+  expected = evaluate(run, str(texts), held_out=True)
+  for content in ('', '[]', '{"corpus": null}'):
+    (run / 'config.json').write_text(content)
+    assert evaluate(run, str(texts), held_out=True) == expected
+  assert evaluate(run, str(texts)).num_tokens > expected.num_tokens
 
 
 @pytest.mark.parametrize(

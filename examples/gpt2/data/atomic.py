@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import contextlib
 import os
 from pathlib import Path
+import shutil
 import tempfile
 
 
@@ -24,19 +25,22 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
   """Gives a scratch folder, which takes its place if all goes well.
 
-  Raises ``OSError`` where the folder holds something: before the work or, if
-  another process was quicker, after it.
+  Raises ``OSError`` where the folder holds something that is not to be
+  replaced: before the work or, if another process was quicker, after it.
   """
-  if path.exists() and any(path.iterdir()):
+  if not replace and path.exists() and any(path.iterdir()):
     raise FileExistsError(
       f'{path} is there and not empty: choose another folder, or delete it.'
     )
   path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=path.parent, prefix='partial-') as name:
+  prefix = f'partial-{path.name}-'
+  with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as name:
     scratch = Path(name)
     yield scratch
     scratch.chmod(0o755)  # tempfile lets nobody else read it.
+    if replace and path.exists():
+      shutil.rmtree(path)
     scratch.rename(path)

@@ -164,8 +164,8 @@ def find_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def has_token_files(folder: Path) -> bool:
-  """Returns whether a folder holds token files, finished or with a name."""
-  return (folder / INDEX).is_file() or any(find_files(folder).values())
+  """Returns whether a folder holds token files."""
+  return read_index(folder) is not None or any(find_files(folder).values())
 
 
 def open_parts(

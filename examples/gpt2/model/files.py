@@ -208,6 +208,7 @@ def write_arrays(
   """Writes arrays as safetensors."""
   # Their strides would be ignored.
   arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+  path.unlink(missing_ok=True)
   path.touch()
   mode = path.stat().st_mode  # As the umask has it: safetensors would not ask.
   try:

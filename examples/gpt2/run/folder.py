@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class RunFolder:
     self.checkpoints = self.path / 'checkpoints'
     self.picture = self.path / _PICTURE
     self._claim: Claim | None = None
+    self._former: dict[str, Any] = {}  # Settings of the run that is here.
     self._metrics = metrics_file(self.path / _METRICS)
 
   def __enter__(self) -> 'RunFolder':
@@ -77,21 +79,39 @@ class RunFolder:
   def _is_finished(self) -> bool:
     return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
 
-  def goes_on(self, *, from_scratch: bool = False) -> bool:
-    """Whether a run here would go on from a checkpoint of its own."""
-    return on_process_0(self._goes_on, from_scratch)
+  def open(
+    self, settings: dict[str, Any], *, from_scratch: bool = False
+  ) -> bool:
+    """Makes the folder, and keeps a second run out while this one goes on.
 
-  def _goes_on(self, from_scratch: bool) -> bool:
-    if not CheckpointFolder(self.checkpoints).steps():
+    Nothing that it holds is changed. Raises ``UsageError`` as ``start`` does.
+
+    Returns:
+      Whether a run goes on here from a checkpoint of its own, or has been done.
+    """
+    return on_process_0(self._open, settings, from_scratch)
+
+  @os_errors()
+  def _open(self, settings: dict[str, Any], from_scratch: bool) -> bool:
+    try:
+      with os_errors():
+        make_folder(self.path)
+        self._claim = claim(self.path)
+    except OSError as error:
+      raise UsageError(
+        f'--out-dir {self.path} cannot be written: {error}'
+      ) from error
+    self._former = self._own_settings(settings['config'])
+    if from_scratch and not self._is_requeued():
       return False
-    with contextlib.suppress(OSError, ValueError):
-      return not from_scratch or _is_requeued(self.read_settings()['slurm'])
-    return False
+    if CheckpointFolder(self.checkpoints).steps():
+      return True
+    return self._is_finished() and not self._is_longer(settings)
 
   def start(
     self, settings: dict[str, Any], *, from_scratch: bool = False
   ) -> None:
-    """Makes the folder and writes its settings, JSON values.
+    """Opens the folder, if it is not yet, and writes its settings, JSON values.
 
     A run is known by the entry ``'config'``. With ``from_scratch``, what it
     left here is moved to a folder in this one, ``before-1`` or the next number
@@ -105,21 +125,21 @@ class RunFolder:
 
   @os_errors()
   def _start(self, settings: dict[str, Any], from_scratch: bool) -> None:
-    self._open()
-    old = self._own_settings(settings['config'])
-    if from_scratch and _is_requeued(old.get('slurm', {})):
+    if self._claim is None:
+      self._open(settings, from_scratch)
+    if from_scratch and self._is_requeued():
       print_once(
         '--from-scratch: Slurm has requeued this job, which goes on with its '
         'files.'
       )
-    elif from_scratch and old:
+    elif from_scratch and self._former:
       # The sample first, without which no run is finished. Settings last, by
       # which the rest is known to be that of this run.
       to = self._move_aside(_SAMPLE, *_OTHERS, *_RESULTS, _CONFIG)
       print_once(
         f'--from-scratch: what a run left in {self.path} is in {to} now.'
       )
-    elif self._is_longer(old, settings) and (self.path / _WEIGHTS).is_file():
+    elif self._is_longer(settings) and (self.path / _WEIGHTS).is_file():
       # Weights that stayed would be read as those of the longer run. Also of a
       # run that was killed before its sample, or before all was moved.
       to = self._move_aside(*reversed(_ENDS))
@@ -130,16 +150,11 @@ class RunFolder:
       content = json.dumps(settings | {'slurm': _slurm_job()}, indent=2)
       write_whole(self.path / _CONFIG, content.encode())
 
-  def _open(self) -> None:
-    """Makes the folder, and keeps a second run out while this one goes on."""
-    try:
-      with os_errors():
-        make_folder(self.path)
-        self._claim = claim(self.path)
-    except OSError as error:
-      raise UsageError(
-        f'--out-dir {self.path} cannot be written: {error}'
-      ) from error
+  def _is_requeued(self) -> bool:
+    """Returns whether a Slurm job is that of the run here, started again."""
+    before, now = self._former.get('slurm', {}), _slurm_job()
+    name = 'SLURM_JOB_ID'
+    return name in now and now[name] == before.get(name) and now != before
 
   def _own_settings(self, identity: dict[str, Any]) -> dict[str, Any]:
     """Returns the settings of the run in the folder, {} if there is none.
@@ -164,9 +179,10 @@ class RunFolder:
       raise self._refusal(refused)
     return settings
 
-  def _is_longer(self, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    before, now = (x.get('config', {}).get('steps', 0) for x in (old, new))
-    return bool(old) and now > before
+  def _is_longer(self, settings: dict[str, Any]) -> bool:
+    """Returns whether the run here had fewer steps before."""
+    before = self._former.get('config', {}).get('steps', math.inf)
+    return bool(settings['config'].get('steps', 0) > before)
 
   def _refusal(self, what: str) -> UsageError:
     return UsageError(
@@ -247,13 +263,6 @@ def _slurm_job() -> dict[str, str]:
   """Returns what names a Slurm job and counts its restarts, if it is one."""
   names = ('SLURM_JOB_ID', 'SLURM_RESTART_COUNT')
   return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def _is_requeued(before: dict[str, str]) -> bool:
-  """Returns whether a Slurm job is this one, before it was started again."""
-  now = _slurm_job()
-  name = 'SLURM_JOB_ID'
-  return name in now and now[name] == before.get(name) and now != before
 
 
 def _line(metrics: dict[str, Any]) -> str:

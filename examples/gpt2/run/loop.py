@@ -29,10 +29,9 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
 from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
-from examples.gpt2.run.start import initial_state
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import describe_model
-from examples.gpt2.storage import as_path, new_folder
+from examples.gpt2.storage import new_folder
 
 
 class StoppedError(CommandError):
@@ -72,11 +71,12 @@ def run(
   config: FittedConfig,
   tokens: Tokens,
   folder: RunFolder,
-  params: Any = None,
+  start: TrainState | None = None,
 ) -> TrainState:
   """Takes the steps of a run that are left, and returns the final state.
 
-  ``params`` are the weights to start from; by default those of the seed.
+  They go on from the newest sound checkpoint, else from ``start``, else from
+  the state of the seed.
 
   All programs are compiled first, so that what does not fit fails at the start.
 
@@ -98,7 +98,12 @@ def run(
     checkpoints = stack.enter_context(
       Checkpoints(folder.checkpoints, config.max_to_keep, config.keep_period)
     )
-    state = initial_state(config, trainer, params, checkpoints)
+    found = checkpoints.restore(trainer.shapes)
+    if found is not None:
+      print_once(f'going on after step {found[0]}, from its checkpoint')
+      state = found[1]
+    else:
+      state = trainer.init() if start is None else start
     done = int(state.step)
     folder.keep_metrics(done, config.fork_from, config.fork_step)
     log = stack.enter_context(StepLog(config, trainer, folder, done))
@@ -229,11 +234,11 @@ class _Steps:
         )
 
   def _write_export(self, step: int, arrays: Any) -> None:
-    folder = epath.Path(self.folder.path / 'hf')
-    # What a kill has cut short, also of a step that is taken again.
-    for unfinished in (folder / f'step-{step}', *folder.glob('partial-*')):
-      unfinished.rmtree(missing_ok=True)
-    with new_folder(as_path(folder) / f'step-{step}') as scratch:
+    folder = self.folder.path / 'hf'
+    for unfinished in epath.Path(folder).glob('partial-step-*'):
+      unfinished.rmtree()  # What a kill has cut short.
+    # Of a step that is taken again, it is there.
+    with new_folder(folder / f'step-{step}', replace=True) as scratch:
       write_hugging_face(
         scratch, dataclasses.replace(self.model, params=arrays)
       )

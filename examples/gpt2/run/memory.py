@@ -220,7 +220,9 @@ def explain(config: FittedConfig, trainer: Trainer) -> str:
   }
   more = {'none': 'dots', 'dots': 'full', 'full': None}[config.remat]
   tensor = mesh.shape['tensor']
-  fsdp = f'fsdp={mesh.size // tensor}' + (f',tensor={tensor}' * (tensor > 1))
+  fsdp = f'fsdp={mesh.size // tensor}'
+  if tensor > 1:
+    fsdp += f',tensor={tensor}'
   hints = {
     f'--micro-batch-size {size // 2} (same numbers but for rounding)': (
       size % 2 == 0

@@ -10,8 +10,6 @@ import importlib
 import os
 from typing import Any
 
-import tensorstore as ts
-
 from examples.gpt2.config import UsageError
 
 _SCHEME = 's3:/'
@@ -47,8 +45,9 @@ def _in_s3(spec: Any) -> Any:
   if isinstance(spec, list):
     return [_in_s3(x) for x in spec]
   if isinstance(spec, str) and spec.startswith('gs://'):
-    # Orbax 0.12.0 leaves the address to TensorStore.
-    return _in_s3(ts.KvStore.Spec(spec).to_json())
+    # Of Orbax 0.12.0: a URL, in which TensorStore would decode characters.
+    bucket, _, path = spec.removeprefix('gs://').partition('/')
+    return _in_s3({'driver': 'gcs', 'bucket': bucket, 'path': f'{path}/'})
   if not isinstance(spec, dict):
     return spec
   spec = {name: _in_s3(x) for name, x in spec.items()}

@@ -144,22 +144,11 @@ class Checkpoint:
 
   def sha256(self) -> str:
     """Returns a hash of its arrays, by their checksums; for process 0."""
-    with os_errors():
-      return digest(self._folder.record(self.step)['checksums'])
-
-  def check(self, like: Any) -> None:
-    """Raises ``UsageError`` if a whole state has other arrays."""
-    on_process_0(self._check, like)
-
-  def _check(self, like: Any) -> None:
     try:
       with os_errors():
-        _stored(self._folder.record(self.step), by_path(like))
-    except ValueError as error:
-      raise UsageError(
-        f'The checkpoint of step {self.step} in {self._folder.root} is not of '
-        f'the model and optimizer that the settings say: {error}.'
-      ) from error
+        return digest(self._folder.record(self.step)['checksums'])
+    except DAMAGE as error:
+      raise self._unusable(describe(error)) from error
 
   def state(self, like: Any) -> Any:
     """Reads a whole state."""
@@ -173,7 +162,10 @@ class Checkpoint:
     try:
       return restore(self._folder, self.step, like, only)
     except DamagedError as error:
-      raise UsageError(
-        f'The checkpoint of step {self.step} in {self._folder.root} cannot be '
-        f'used: {error}.'
-      ) from error
+      raise self._unusable(str(error)) from error
+
+  def _unusable(self, reason: str) -> UsageError:
+    return UsageError(
+      f'The checkpoint of step {self.step} in {self._folder.root} cannot be '
+      f'used: {reason}.'
+    )

@@ -13,7 +13,6 @@ from examples.gpt2.devices.processes import on_process_0, print_once
 from examples.gpt2.model.config import NORM_EPSILON, padded_vocab_size
 from examples.gpt2.model.files import Model, read_description
 from examples.gpt2.presets import identity
-from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.step import Trainer, TrainState
@@ -31,10 +30,10 @@ _MODEL = (
 def with_model(config: Config) -> tuple[Config, Model | None]:
   """Returns settings with those of the model that a run starts from.
 
-  That is the model of ``--init-from`` or ``--fork-from``, which is returned
-  too, without weights, if it is there. Raises ``UsageError`` if a setting that
-  is given is another, or if neither that nor the run in ``--out-dir`` says what
-  the model is.
+  That is the model of ``--init-from`` or ``--fork-from``. It is returned too,
+  without weights; or None, if it cannot be read but the run in ``--out-dir``
+  says what it is. Raises ``UsageError`` if a setting that is given is another,
+  or if there is neither.
   """
   folder = config.init_from or config.fork_from
   if folder is None:
@@ -45,8 +44,7 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
     model = read_description(folder)
     found = dict(vars(model.config))
   except UsageError as error:
-    # Of a run of 0.2.0 that has not ended, or of what is gone since.
-    found = _recorded(folder) or _recorded(config.out_dir)
+    found = _recorded(config.out_dir)
     if not found:
       name = 'fork_from' if config.init_from is None else 'init_from'
       raise UsageError(
@@ -178,61 +176,39 @@ def _unless_gone(
 
 
 def _forked(config: FittedConfig) -> Checkpoint:
-  # Without a step it would be another one as soon as that run has gone on.
   assert config.fork_from is not None
-  if config.fork_step is None:
-    raise UsageError(
-      f'--fork-from {as_path(config.fork_from)} needs --fork-step, the step of '
-      'one of its checkpoints.'
-    )
   return Checkpoint(config.fork_from, config.fork_step, '--fork-step')
 
 
 def initial_state(
-  config: FittedConfig, trainer: Trainer, params: Any, checkpoints: Checkpoints
-) -> TrainState:
-  """Returns the state that a run goes on from.
+  config: FittedConfig, trainer: Trainer, source: Model | None
+) -> TrainState | None:
+  """Returns the state that a run starts from, None for that of its seed.
 
-  That is its newest sound checkpoint, else that of ``--fork-from``, else the
-  weights given, else those of the seed. Raises ``UsageError`` if there are
-  checkpoints but none is sound.
+  That is the one of ``--fork-from``, or has the weights of ``--init-from``.
+  Raises ``UsageError`` if it cannot be used.
   """
-  found = checkpoints.restore(trainer.shapes)
-  if found is not None:
-    print_once(f'going on after step {found[0]}, from its checkpoint')
-    return found[1]
+  folder = config.init_from or config.fork_from
+  if folder is None:
+    return None
+  if source is None:
+    read_description(folder)  # Says what is wrong with it.
   if config.fork_from is not None:
-    checkpoint = _forked(config)
-    source = as_path(config.fork_from)
-    print_once(f'going on after step {checkpoint.step} of {source}')
-    return checkpoint.state(trainer.shapes)
-  state = trainer.init()
-  return state if params is None else state._replace(params=params)
+    return _forked_state(config, trainer)
+  model = load_model(folder, trainer.mesh, config.init_step, '--init-step')
+  return trainer.init()._replace(params=model.params)
 
 
-def check_fork(config: FittedConfig, trainer: Trainer) -> None:
-  """Raises ``UsageError`` if ``--fork-from`` has the state of another run."""
-  if config.fork_from is None:
-    return
-  checkpoint = _forked(config)
-  theirs = on_process_0(_recorded, config.fork_from).get('optimizer')
+def _forked_state(config: FittedConfig, trainer: Trainer) -> TrainState:
+  checkpoint, folder = _forked(config), as_path(config.fork_from or '')
+  theirs = on_process_0(_recorded, folder).get('optimizer')
   ours = identity(config)['optimizer']
   if theirs not in (None, ours):
     raise UsageError(
-      f'--fork-from {as_path(config.fork_from)} is a run of --optimizer '
-      f'{theirs}, got --optimizer {ours}: a fork goes on with the state of its '
-      'optimizer, --init-from with the weights alone.'
+      f'--fork-from {folder} is a run of --optimizer {theirs}, got '
+      f'--optimizer {ours}: a fork goes on with the state of its optimizer, '
+      '--init-from with the weights alone.'
     )
-  checkpoint.check(trainer.shapes)
-
-
-def initial_params(config: FittedConfig, trainer: Trainer) -> Any:
-  """Returns the weights of ``--init-from``, None without it.
-
-  Raises ``UsageError`` if they cannot be used.
-  """
-  if config.init_from is None:
-    return None
-  return load_model(
-    config.init_from, trainer.mesh, config.init_step, '--init-step'
-  ).params
+  state = checkpoint.state(trainer.shapes)
+  print_once(f'going on after step {checkpoint.step} of {folder}')
+  return state

@@ -87,7 +87,7 @@ def weights_sha256(folder: Path, step: int | None) -> str:
   if _is_run(folder):
     last = Checkpoint(folder, None, '--init-step').step
     raise UsageError(
-      f'--init-from {folder} is a run that has not ended: --init-step chooses '
+      f'--init-from {folder} has no weights of its end: --init-step chooses '
       f'one of its checkpoints, of which the last is {last}.'
     )
   raise UsageError(

@@ -15,11 +15,12 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
 from examples.gpt2.presets import identity, resolve
-from examples.gpt2.run import loop, restore
+from examples.gpt2.run import loop, restore, start
 from examples.gpt2.run.changes import refusal
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED
+from examples.gpt2.run.memory import OutOfMemoryError
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.train import train
 
@@ -167,7 +168,7 @@ def test_a_fork_needs_a_checkpoint_that_is_there(
     with pytest.raises(UsageError, match=words):
       train(dataclasses.replace(forked, fork_step=4, **change))
   # The folder is free for the command that is put right.
-  assert not config.out_dir.exists()
+  assert not (config.out_dir / 'config.json').exists()
   text = tmp_path / 'other.txt'
   text.write_text('another text. ' * 500)
   with pytest.raises(UsageError, match='has another tokenizer than --data'):
@@ -242,11 +243,21 @@ def test_a_source_that_cannot_be_read_leaves_the_folder_free(
   weights.write_bytes(weights.read_bytes()[:-4])
   with pytest.raises(UsageError, match='weights.safetensors cannot be used'):
     train(config)
-  # What a run is, its settings say too.
+  # Nor does a fork, of which only the arrays are damaged, or a tokenizer.
+  fork = dataclasses.replace(
+    config, init_from=None, fork_from=copied.out_dir, fork_step=4, steps=8
+  )
+  largest = max(
+    (copied.out_dir / 'checkpoints' / '4' / 'state').rglob('*'),
+    key=lambda x: x.stat().st_size,
+  )
+  largest.write_bytes(largest.read_bytes()[:50])
+  with pytest.raises(UsageError, match='of step 4 .* cannot be used'):
+    train(fork)
+  (copied.out_dir / 'tokenizer.json').write_text('{')
+  with pytest.raises(UsageError, match='--fork-from cannot be used'):
+    train(fork)
   (copied.out_dir / 'model.json').unlink()
-  with pytest.raises(UsageError, match='model.json is missing'):
-    train(config)
-  (copied.out_dir / 'config.json').unlink()
   with pytest.raises(
     UsageError, match='--init-from cannot be used: .* missing'
   ):
@@ -254,6 +265,45 @@ def test_a_source_that_cannot_be_read_leaves_the_folder_free(
   with pytest.raises(UsageError, match='if --out-dir names its folder'):
     train(dataclasses.replace(config, out_dir=None))
   assert not (tmp_path / 'new' / 'config.json').exists()
+
+
+@pytest.mark.parametrize('content', ['', '{}'])
+def test_a_damaged_record_is_named(
+  copied: Config, tmp_path: Path, content: str
+):
+  record = copied.out_dir / 'checkpoints' / '4' / 'record' / 'metadata'
+  record.write_text(content)
+  for name in ('fork', 'init'):
+    settings = {f'{name}_from': copied.out_dir, f'{name}_step': 4, 'steps': 7}
+    with pytest.raises(UsageError, match='of step 4 .* cannot be used'):
+      train(dataclasses.replace(copied, out_dir=tmp_path / 'new', **settings))
+
+
+def test_a_run_that_is_done_needs_nothing_that_it_started_from(
+  copied: Config, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+  config = dataclasses.replace(
+    copied, out_dir=tmp_path / 'new', init_from=copied.out_dir, steps=2
+  )
+  train(config)
+  shutil.rmtree(copied.out_dir)
+  shutil.rmtree(config.out_dir / 'checkpoints')
+  train(config)
+  assert 'This run has been done' in capsys.readouterr().out
+
+
+def test_what_does_not_fit_while_weights_are_read_gives_advice(
+  copied: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+  def fail(*_: object) -> None:
+    raise MemoryError('no room')
+
+  monkeypatch.setattr(start, 'load_model', fail)
+  config = dataclasses.replace(
+    copied, out_dir=tmp_path / 'new', init_from=copied.out_dir
+  )
+  with pytest.raises(OutOfMemoryError, match='no room'):
+    train(config)
 
 
 def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
@@ -346,7 +396,8 @@ def test_an_export_that_a_kill_prevented_is_made_when_the_run_goes_on(
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
 
     def interrupt(*_: object) -> None:
-      (folder / 'partial-1').mkdir(parents=True)  # As a kill leaves it.
+      # As a kill leaves it.
+      (folder / 'partial-step-4-x').mkdir(parents=True)
       raise KeyboardInterrupt
 
     patch.setattr(loop, 'write_hugging_face', interrupt)

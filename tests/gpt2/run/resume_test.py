@@ -204,10 +204,10 @@ def _break_gradients(monkeypatch, step: int):
     gradients = jax.tree.map(lambda x: jnp.where(is_bad, jnp.inf, x), gradients)
     return loss, gradients, seen
 
-  def remember(trainer, config, tokens, folder):
+  def remember(trainer, config, tokens, *rest):
     batch = batches.training_batch(tokens.train, config, step, trainer.mesh)
     of_step['sum'] = int(batch.sum())
-    return run(trainer, config, tokens, folder)
+    return run(trainer, config, tokens, *rest)
 
   monkeypatch.setattr(Trainer, 'loss_and_gradients', broken)
   monkeypatch.setattr(loop, 'run', remember)
