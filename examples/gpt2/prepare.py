@@ -218,7 +218,8 @@ def _tokenize(
   def work(texts: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     parts: dict[str, list[str]] = {part: [] for part in PARTS}
     for text in texts:
-      parts[PARTS[_hash(text)[0] < config.validation_share]].append(text)
+      is_held_out = _hash(text)[0] < config.validation_share
+      parts['val' if is_held_out else 'train'].append(text)
     return {part: encode.documents(x) for part, x in parts.items() if x}
 
   waiting: collections.deque[Any] = collections.deque()

@@ -70,11 +70,18 @@ def parse(text: str) -> Computation:
 
 def _array(dtype: str, sizes: str, layout: str) -> Array:
   shape = tuple(int(size) for size in sizes.split(',') if size)
-  digits = re.search(r'\d+', dtype)
-  bits = 8 * (dtype == 'pred') if digits is None else int(digits[0])
+  bits = _bits(dtype)
   # Memory spaces other than 0 are on the chip.
   in_hbm = re.search(r'S\([1-9]\d*\)', layout) is None
   return Array(shape, math.prod(shape) * bits // 8, in_hbm, dtype)
+
+
+def _bits(dtype: str) -> int:
+  """Returns the bits of an element; a token has none."""
+  if dtype == 'pred':
+    return 8
+  digits = re.search(r'\d+', dtype)
+  return int(digits[0]) if digits else 0
 
 
 def walk(

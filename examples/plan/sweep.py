@@ -36,7 +36,8 @@ def measure_all(
       is_refused = isinstance(error, UsageError)
       name = way.mesh if is_refused else f'{way.mesh} {way.remat}'
       names = left_out.setdefault(str(error).splitlines()[0], [])
-      names += [name] * (name not in names)
+      if name not in names:
+        names.append(name)
   rows.sort(key=lambda x: (not x['fits'], x['seconds_without_overlap']))
   return {'rows': rows, 'left_out': left_out}
 

@@ -75,23 +75,20 @@ def train(trials: Sequence[Trial]) -> list[dict[str, Any]]:
   jax.clear_caches()
   seconds = time.perf_counter() - start
   count = sum(steps_done) * config.batch_size * config.context_length
-  return [
-    make_record(
-      trial,
-      {
-        'loss': round(float(loss), 5) if has_ended else None,
-        'corpus_sha256': tokens.sha256,
-        'parameters': trainer.num_params,
-        'steps_done': done,
-        'diagnostics': {},
-        'tokens_per_second': round(count / seconds),
-        'together': len(trials),
-      },
-      seconds / len(trials),
-    )
-    for trial, loss, done in zip(trials, losses, steps_done, strict=True)
-    for has_ended in [done == config.steps and math.isfinite(loss)]
-  ]
+  records = []
+  for trial, loss, done in zip(trials, losses, steps_done, strict=True):
+    has_ended = done == config.steps and math.isfinite(loss)
+    found = {
+      'loss': round(float(loss), 5) if has_ended else None,
+      'corpus_sha256': tokens.sha256,
+      'parameters': trainer.num_params,
+      'steps_done': done,
+      'diagnostics': {},
+      'tokens_per_second': round(count / seconds),
+      'together': len(trials),
+    }
+    records.append(make_record(trial, found, seconds / len(trials)))
+  return records
 
 
 def _train(
