@@ -3,7 +3,6 @@
 Axes: B sequences, T tokens, D features.
 """
 
-import contextlib
 import math
 from pathlib import Path
 import sys
@@ -32,7 +31,7 @@ from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model
 from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
-from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.folder import recorded
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path
 
@@ -170,13 +169,13 @@ def _read(
       f'--data {data}: a file of tokens has no part to hold out; leave out '
       '--held-out, or give a folder of token files.'
     )
-  is_text = data == 'stdlib' or not has_token_files(as_path(data))
-  if is_text and (held_out or data == 'stdlib'):
+  is_split = held_out and not has_token_files(as_path(data))
+  if is_split or data == 'stdlib':
     return _held_out(data, model, config, folder)
   tokens, num_bytes = load_evaluation(
     data, model.num_tokens, model.tokenizer, model.end_token, config
   )
-  if num_bytes and data in _corpus(folder).get('data', []):
+  if num_bytes and data in _corpus(folder)['data']:
     print(
       f'{data} is what the model was trained on: --held-out measures the '
       'part that it was not.',
@@ -196,8 +195,8 @@ def _held_out(
     )
   corpus = load_corpus(data, config.text_field)
   known = _corpus(folder)
-  if known and known.get('sha256') != corpus.sha256:
-    trained_on = ' '.join(known.get('data', []))
+  if known['data'] and known.get('sha256') != corpus.sha256:
+    trained_on = ' '.join(known['data'])
     print(
       f'The model was trained on --data {trained_on}, not on {data} as it is '
       'now, and may have seen what is held out of it here. For a run on token '
@@ -210,13 +209,10 @@ def _held_out(
 
 
 def _corpus(folder: Path) -> dict[str, Any]:
-  """Returns what a run was trained on, by its settings, nothing without any."""
-  # An imported model has none, and what is damaged only leaves out a remark.
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    found = RunFolder(folder).read_settings()['corpus']
-    data = found['data']
-    return found | {'data': data if isinstance(data, list) else [data]}
-  return {}
+  """Returns what a run was trained on; without settings, no ``data``."""
+  found = recorded(folder, 'corpus')
+  data = found.get('data', [])
+  return found | {'data': data if isinstance(data, list) else [data]}
 
 
 def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:

@@ -259,6 +259,15 @@ class RunFolder:
     write_whole(self.path / _SAMPLE, text.encode())
 
 
+def recorded(run: Path | None, entry: str) -> dict[str, Any]:
+  """Returns an entry of the settings of a run, {} where that is not there."""
+  if run is None:
+    return {}
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    return dict(RunFolder(run).read_settings()[entry])
+  return {}
+
+
 def _slurm_job() -> dict[str, str]:
   """Returns what names a Slurm job and counts its restarts, if it is one."""
   names = ('SLURM_JOB_ID', 'SLURM_RESTART_COUNT')

@@ -1,7 +1,6 @@
 """What a run starts from: a checkpoint, of another run too, weights, a seed."""
 
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import functools
 from pathlib import Path
@@ -13,7 +12,7 @@ from examples.gpt2.devices.processes import on_process_0, print_once
 from examples.gpt2.model.config import NORM_EPSILON, padded_vocab_size
 from examples.gpt2.model.files import Model, read_description
 from examples.gpt2.presets import identity
-from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.folder import recorded
 from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import load_model, weights_sha256
@@ -35,7 +34,7 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
   says what it is. Raises ``UsageError`` if a setting that is given is another,
   or if there is neither.
   """
-  folder = config.init_from or config.fork_from
+  folder = _source(config)
   if folder is None:
     return config, None
   is_set = {x: getattr(config, x) != getattr(Config, x) for x in _MODEL}
@@ -44,7 +43,7 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
     model = read_description(folder)
     found = dict(vars(model.config))
   except UsageError as error:
-    found = _recorded(config.out_dir)
+    found = recorded(config.out_dir, 'config')
     if not found:
       name = 'fork_from' if config.init_from is None else 'init_from'
       raise UsageError(
@@ -59,6 +58,12 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
   ):
     missing.pop('norm_epsilon', None)
   return dataclasses.replace(config, **missing), model
+
+
+def _source(config: Config) -> Path | None:
+  """Returns the folder of ``--init-from`` or ``--fork-from``."""
+  folder = config.init_from or config.fork_from
+  return None if folder is None else as_path(folder)
 
 
 def _hint(config: Config) -> str:
@@ -84,7 +89,7 @@ def _check_same_model(
   ]
   if changes:
     raise UsageError(
-      f'{as_path(folder)} holds another model than the settings say: '
+      f'{folder} holds another model than the settings say: '
       f'{", ".join(changes)}. They may be left out.'
     )
 
@@ -107,7 +112,7 @@ def with_vocabulary(
   rows = padded_vocab_size(tokens.vocab_size)
   known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
-    folder = as_path(config.init_from or config.fork_from or '')
+    folder = _source(config)
     raise UsageError(
       f'{folder} has another tokenizer than --data '
       f'{config.data} (with {model.config.vocab_size} and {rows} tokens, '
@@ -131,7 +136,7 @@ def origin(config: FittedConfig) -> dict[str, Any]:
   are those that the run in ``--out-dir`` has written of the same step. Raises
   ``UsageError`` if there is neither.
   """
-  known = on_process_0(_recorded, config.out_dir)
+  known = on_process_0(recorded, config.out_dir, 'config')
   found: dict[str, Any] = {'init_sha256': None}
   if config.init_from is not None:
     is_same = known.get('init_step') == config.init_step
@@ -146,7 +151,7 @@ def origin(config: FittedConfig) -> dict[str, Any]:
     fork = known.get('fork', {})
     is_same = fork.get('step') == config.fork_step
     sha256 = _unless_gone(
-      lambda: _forked(config).sha256(),
+      functools.partial(_state_sha256, config.fork_from, config.fork_step),
       fork.get('sha256') if is_same else None,
       config,
     )
@@ -154,13 +159,8 @@ def origin(config: FittedConfig) -> dict[str, Any]:
   return found
 
 
-def _recorded(run: Path | None) -> dict[str, Any]:
-  """Returns the settings of the run in a folder, nothing without one."""
-  if run is None:
-    return {}
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    return dict(RunFolder(run).read_settings()['config'])
-  return {}
+def _state_sha256(run: Path, step: int | None) -> str:
+  return Checkpoint(run, step, '--fork-step').sha256()
 
 
 def _unless_gone(
@@ -175,11 +175,6 @@ def _unless_gone(
     return known
 
 
-def _forked(config: FittedConfig) -> Checkpoint:
-  assert config.fork_from is not None
-  return Checkpoint(config.fork_from, config.fork_step, '--fork-step')
-
-
 def initial_state(
   config: FittedConfig, trainer: Trainer, source: Model | None
 ) -> TrainState | None:
@@ -188,20 +183,21 @@ def initial_state(
   That is the one of ``--fork-from``, or has the weights of ``--init-from``.
   Raises ``UsageError`` if it cannot be used.
   """
-  folder = config.init_from or config.fork_from
+  folder = _source(config)
   if folder is None:
     return None
   if source is None:
     read_description(folder)  # Says what is wrong with it.
   if config.fork_from is not None:
-    return _forked_state(config, trainer)
+    return _forked_state(config, trainer, folder)
   model = load_model(folder, trainer.mesh, config.init_step, '--init-step')
   return trainer.init()._replace(params=model.params)
 
 
-def _forked_state(config: FittedConfig, trainer: Trainer) -> TrainState:
-  checkpoint, folder = _forked(config), as_path(config.fork_from or '')
-  theirs = on_process_0(_recorded, folder).get('optimizer')
+def _forked_state(
+  config: FittedConfig, trainer: Trainer, folder: Path
+) -> TrainState:
+  theirs = on_process_0(recorded, folder, 'config').get('optimizer')
   ours = identity(config)['optimizer']
   if theirs not in (None, ours):
     raise UsageError(
@@ -209,6 +205,7 @@ def _forked_state(config: FittedConfig, trainer: Trainer) -> TrainState:
       f'--optimizer {ours}: a fork goes on with the state of its optimizer, '
       '--init-from with the weights alone.'
     )
+  checkpoint = Checkpoint(folder, config.fork_step, '--fork-step')
   state = checkpoint.state(trainer.shapes)
   print_once(f'going on after step {checkpoint.step} of {folder}')
   return state

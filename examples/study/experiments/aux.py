@@ -7,7 +7,12 @@ from examples.study.chains import Chain
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point
 from examples.study.scales import DECAY, Scale
-from examples.study.tuning import Plan, gather, muon_and_hyperball
+from examples.study.tuning import (
+  Plan,
+  at_batches,
+  gather,
+  muon_and_hyperball,
+)
 from examples.study.tuning.coordinates import (
   Coordinate,
   GroupRate,
@@ -50,10 +55,8 @@ _DECAY = {'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3), DECAY)}
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans the rest of each size at the smallest, middle and largest batch."""
-  sizes = scale.few_batch_sizes
-  found = yield from gather({x: _plan_batch(scale, x) for x in sizes[::-1]})
-  return [point for x in sizes for point in found[x]]
+  """Plans the rest of each size at the middle and the largest batch."""
+  return at_batches(_plan_batch, scale, scale.few_batch_sizes[1:])
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:

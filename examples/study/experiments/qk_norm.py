@@ -2,18 +2,20 @@
 
 import dataclasses
 
-from examples.gpt2.presets import OPTIMIZERS
 from examples.study.analysis import tables as t
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import (
+  B1,
   INITIAL_WEIGHTS,
+  WARMUP,
   Plan,
+  at_batches,
   gather,
   muon_and_hyperball,
 )
-from examples.study.tuning.coordinates import Coordinate, Search, improve_all
+from examples.study.tuning.coordinates import Search, improve_all
 
 TITLE = 'With QK-norm'
 TEXT = """\
@@ -22,10 +24,8 @@ again: the learning rate, warm-up, b1, and the deviation of the initial weights,
 each from what was best without QK-norm. What was tried has losses of one seed,
 what was chosen those of eight fresh ones."""
 _COORDINATES = {
-  'warm-up': Coordinate('warmup_share', (0.1, 0.3), 0.1),
-  'b1': Coordinate(
-    'b1', (0.4, 0.6, 0.8, 0.9, 0.95), OPTIMIZERS[MUON.optimizer]['b1']
-  ),
+  'warm-up': WARMUP,
+  'b1': B1,
   'initial weights': INITIAL_WEIGHTS,
 }
 
@@ -44,9 +44,7 @@ _PAIRS = (
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans both at the smallest, middle and largest batch."""
-  sizes = scale.few_batch_sizes
-  found = yield from gather({x: _plan_batch(scale, x) for x in sizes[::-1]})
-  return [point for x in sizes for point in found[x]]
+  return at_batches(_plan_batch, scale, scale.few_batch_sizes)
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:

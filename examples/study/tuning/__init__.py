@@ -8,7 +8,10 @@ from examples.study.tuning.cases import (
 from examples.study.tuning.lengths import find_length_rates, middle_batch
 from examples.study.tuning.plans import Plan, count_trials, execute, gather
 from examples.study.tuning.stages import (
+  B1,
   INITIAL_WEIGHTS,
+  WARMUP,
+  at_batches,
   compare_all,
   initial_weights,
   muon_and_hyperball,
@@ -16,8 +19,8 @@ from examples.study.tuning.stages import (
 )
 
 __all__ = [
-  'INITIAL_WEIGHTS', 'Case', 'Plan', 'compare_all', 'count_trials', 'execute',
-  'find_length_rates', 'find_rates', 'gather', 'initial_weights',
-  'middle_batch', 'muon_and_hyperball', 'scale_rate',
-  'warmup_and_b1',
+  'B1', 'INITIAL_WEIGHTS', 'WARMUP', 'Case', 'Plan', 'at_batches',
+  'compare_all', 'count_trials', 'execute', 'find_length_rates', 'find_rates',
+  'gather', 'initial_weights', 'middle_batch', 'muon_and_hyperball',
+  'scale_rate', 'warmup_and_b1',
 ]  # fmt: skip

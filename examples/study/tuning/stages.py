@@ -4,10 +4,11 @@ First warm-up and b1, from the usual ones; then the standard deviation of the
 initial weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 from typing import TypeAlias
 
+from examples.gpt2.config import Config
 from examples.gpt2.presets import OPTIMIZERS
 from examples.study.optimizers import (
   COMPARED,
@@ -31,6 +32,11 @@ larger ones want higher rates."""
 _LONG_WARMUP = 0.3
 _WARMUP = f'warm-up {_LONG_WARMUP:.0%}'
 _B1 = (0.4, 0.6, 0.8, 0.9, 0.95)
+B1 = coordinates.Coordinate('b1', _B1, OPTIMIZERS[MUON.optimizer]['b1'])
+"""Those of Muon's direction."""
+WARMUP = coordinates.Coordinate(
+  'warmup_share', (0.1, _LONG_WARMUP), Config.warmup_share
+)
 # Those that are tried anyway.
 _FIRST_B1 = (0.8, 0.9, 0.95)
 
@@ -67,6 +73,16 @@ def without_ratios(found: Search) -> Plan[Search]:
   )
   point = yield from case.evaluate(tuned)
   return Search({'as with ratios': tuned}, case, point)
+
+
+def at_batches(
+  plan: Callable[[Scale, int], Plan[list[Point]]],
+  scale: Scale,
+  sizes: Sequence[int],
+) -> Plan[list[Point]]:
+  """Plans the same at some batches, of which the last is asked for first."""
+  found = yield from gather({x: plan(scale, x) for x in reversed(sizes)})
+  return [point for x in sizes for point in found[x]]
 
 
 def muon_and_hyperball(scale: Scale, size: int) -> Plan[dict[str, Search]]:
