@@ -23,10 +23,20 @@ from examples.gpt2.config import UsageError
 from examples.gpt2.data.atomic import write_whole
 
 Part = Literal[
-  'trajectories', 'optax-suite',
+  'trajectories', 'optax-suite', 'library', 'resume',
   'update-small', 'update-medium', 'update-large', 'update-xl',
   'train-small', 'train-medium', 'study-nano', 'study-micro',
 ]  # fmt: skip
+# Tests of meshes take eight devices.
+_SEVERAL_DEVICES = (
+  '--ignore=tests/merit_optax/mesh_test.py',
+  '--ignore=tests/merit_optax/whole_matrices_test.py',
+)
+# A run that is killed, slow tests included, on one device.
+_ON_ONE = (
+  '-m', 'slow or not slow',
+  '-k', 'goes_on_from_its or signal_saves or fresh_starts or any_moment',
+)  # fmt: skip
 # Seconds from the request to end until a part is killed.
 _GRACE = 30
 
@@ -96,7 +106,9 @@ def command(settings: Settings, part: Part) -> list[str]:
   is_dry = settings.dry_run
   commands: dict[str, Callable[[], list[str]]] = {
     'trajectories': lambda: _pytest('merit_optax/trajectories_test.py'),
-    'optax': lambda: _pytest('conformance/optax_suite_test.py'),
+    'optax': lambda: _pytest('conformance/optax_suite_test.py', '-n', '4'),
+    'library': lambda: _pytest('merit_optax', '-n', '8', *_SEVERAL_DEVICES),
+    'resume': lambda: _pytest('gpt2/run/resume_test.py', '-n', '4', *_ON_ONE),
     'update': lambda: _update(size, is_dry) + ['--out', out],
     'train': lambda: _train(size, is_dry) + ['--out', out],
     'study': lambda: _study(size, settings),
@@ -104,8 +116,8 @@ def command(settings: Settings, part: Part) -> list[str]:
   return ['-m', *commands[kind]()]
 
 
-def _pytest(path: str) -> list[str]:
-  return ['pytest', '-q', '-p', 'no:cacheprovider', f'tests/{path}']
+def _pytest(path: str, *flags: str) -> list[str]:
+  return ['pytest', '-q', '-p', 'no:cacheprovider', f'tests/{path}', *flags]
 
 
 def _update(preset: str, is_dry: bool) -> list[str]:
@@ -116,7 +128,8 @@ def _update(preset: str, is_dry: bool) -> list[str]:
   )
   return [
     'benchmarks.optimizer_step', '--layers', 'stacked',
-    '--optimizers', 'adamw', 'lamb', 'merit', 'muon', 'muon-hyperball', *sizes,
+    '--optimizers', 'adamw', 'lamb', 'merit', 'adam-hyperball', 'muon',
+    'muon-hyperball', 'muon-hyperball-bfloat16', *sizes,
   ]  # fmt: skip
 
 
@@ -126,7 +139,7 @@ def _train(preset: str, is_dry: bool) -> list[str]:
     if is_dry
     # The default micro-batch is for one trainer on the device.
     else ['--preset', preset, '--batch-size', '128', '--dtype', 'bfloat16']
-    + ['--micro-batch-size', '16']
+    + ['--micro-batch-size', '16', '--steps', '2', '--rounds', '5']
   )
   return [
     'benchmarks.train_step', '--optimizers', 'adamw', 'merit', 'muon-hyperball',
@@ -157,6 +170,8 @@ def _run(settings: Settings, part: Part, machine: dict[str, Any]) -> None:
       stdout=log,
       stderr=subprocess.STDOUT,
       start_new_session=True,
+      # A GPU's memory is shared with other workers and with PyTorch.
+      env={'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'} | os.environ,
     )
     status = _wait(process, settings.limit)
   result = {

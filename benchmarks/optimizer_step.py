@@ -41,10 +41,11 @@ from examples.gpt2.presets import resolve  # noqa: E402
 from examples.gpt2.run.step import Trainer  # noqa: E402
 import merit_optax  # noqa: E402
 
-# muon is Optax's, whole-muon the same with ours. The last two are former names.
+# muon is Optax's, whole-muon the same with ours; products of -bfloat16 are so.
+# The last two are former names.
 Name = Literal[
   'adamw', 'lamb', 'merit', 'muon', 'whole-muon', 'adam-hyperball',
-  'muon-hyperball', 'adam-kept', 'muon-kept',
+  'muon-hyperball', 'muon-hyperball-bfloat16', 'adam-kept', 'muon-kept',
 ]  # fmt: skip
 _RATE = 1e-3
 
@@ -214,6 +215,9 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
     ),
     'muon-hyperball': lambda: merit_optax.muon_hyperball(
       _RATE, weight_dimension_numbers=specs
+    ),
+    'muon-hyperball-bfloat16': lambda: merit_optax.muon_hyperball(
+      _RATE, ns_dtype='bfloat16', weight_dimension_numbers=specs
     ),
   }[FORMER_NAMES.get(name, name)]()
 

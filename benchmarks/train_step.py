@@ -56,7 +56,8 @@ class Settings:
   """Sequences in a step. Default: the preset's, which is for many devices."""
 
   micro_batch_size: int | None = None
-  """Sequences that a device of our trainer processes at once."""
+  """Sequences that a device processes at once. Default: our trainer's choice,
+  and the whole batch in PyTorch."""
 
   dtype: Literal['float32', 'bfloat16'] = 'float32'
   """Data type of activations."""
@@ -91,7 +92,7 @@ def main(args: list[str] | None = None) -> None:
   candidates[_READING] = _reading(
     config, Path(folder.enter_context(tempfile.TemporaryDirectory()))
   )
-  peer = _peer(config, settings.steps)
+  peer = _peer(config, settings)
   if peer is not None:
     candidates[_PEER] = peer
   with folder:
@@ -239,7 +240,9 @@ def _reading(config: FittedConfig, folder: Path) -> Callable[[], None]:
   return run
 
 
-def _peer(config: FittedConfig, steps: int) -> Callable[[], None] | None:
+def _peer(
+  config: FittedConfig, settings: Settings
+) -> Callable[[], None] | None:
   """Returns a function that takes some steps in PyTorch, if it is there."""
   # Threads of one framework must not spin while the other computes.
   os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
@@ -260,13 +263,15 @@ def _peer(config: FittedConfig, steps: int) -> Callable[[], None] | None:
   tokens = torch.tensor(
     _tokens(config)[..., :-1].reshape(config.batch_size, -1), device=device
   ).long()
+  parts = tokens.split(settings.micro_batch_size or config.batch_size)
   dtype = torch.bfloat16 if config.dtype == 'bfloat16' else torch.float32
 
   def run() -> None:
-    for _ in range(steps):
-      with torch.autocast(device, dtype, enabled=dtype != torch.float32):
-        loss = forward(tokens, labels=tokens).loss
-      loss.backward()
+    for _ in range(settings.steps):
+      for part in parts:
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+          loss = forward(part, labels=part).loss / len(parts)
+        loss.backward()
       torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
       optimizer.step()
       optimizer.zero_grad(set_to_none=True)

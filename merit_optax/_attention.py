@@ -85,7 +85,12 @@ def attention_statistics(
   ) -> AttentionStatistics:
     position, one_query = position_and_query
     logits = jnp.einsum(
-      'bkgh,bskh->bkgs', one_query, key, preferred_element_type=jnp.float32
+      'bkgh,bskh->bkgs',
+      one_query,
+      key,
+      # Accelerators would round float32 before they multiply.
+      precision=jax.lax.Precision.HIGHEST,
+      preferred_element_type=jnp.float32,
     )
     visible = jnp.arange(key.shape[1]) <= position
     return _measure(logits, visible if is_causal else jnp.ones_like(visible))

@@ -133,9 +133,10 @@ def orthogonalize(
   x = x / (jnp.where(jnp.isinf(norm), jnp.nan, norm) + eps)
   segments = _segments(coefficients, dtype)
   if _are_fewer_flops(segments, x.shape):
-    iterate = functools.partial(_by_gram_matrices, segments)
+    iterate = unrolled = functools.partial(_by_gram_matrices, segments)
   else:
     iterate = functools.partial(_plainly, coefficients)
+    unrolled = functools.partial(iterate, unroll=True)
   product: _Product = functools.partial(_product, dtype=dtype)
 
   def one_by_one(x: jax.Array) -> jax.Array:
@@ -148,7 +149,11 @@ def orthogonalize(
     return each
 
   orthogonal: jax.Array = jax.lax.platform_dependent(
-    x, cpu=one_by_one, default=functools.partial(iterate, product, product)
+    x,
+    cpu=one_by_one,
+    # XLA on GPU copies what a loop carries.
+    cuda=functools.partial(unrolled, product, product),
+    default=functools.partial(iterate, product, product),
   )
   return orthogonal
 
@@ -158,6 +163,8 @@ def _plainly(
   product: _Product,
   hermitian_product: _Product,
   x: jax.Array,
+  *,
+  unroll: bool = False,
 ) -> jax.Array:
   """Iterates with the matrices themselves."""
 
@@ -166,7 +173,8 @@ def _plainly(
     step = abc[1] * gram + abc[2] * hermitian_product(gram, gram)
     return abc[0] * x + product(step, x), None
 
-  return jax.lax.scan(iterate, x, _as_array(coefficients, x))[0]
+  abcs = _as_array(coefficients, x)
+  return jax.lax.scan(iterate, x, abcs, unroll=unroll)[0]
 
 
 def _segments(

@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.export
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
@@ -244,3 +245,11 @@ def test_the_entropy_has_a_gradient(is_causal):
   )
   expected = (above - below) / (2 * step)
   np.testing.assert_allclose(gradient, expected, rtol=1e-2)
+
+
+def test_an_accelerator_does_not_round_float32_first():
+  program = jax.export.export(_jitted(), platforms=['cuda', 'tpu'])(*_pair())
+  text = program.mlir_module()
+  products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
+  assert products
+  assert all('precision = [HIGHEST, HIGHEST]' in x for x in products)

@@ -6,6 +6,7 @@ import chex
 import hypothesis
 from hypothesis import strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -47,6 +48,11 @@ def _gradients(seed, scale=1.0):
   }
 
 
+def _exactly(function):
+  """Returns it compiled with float32 products, which Optax leaves to JAX."""
+  return jax.default_matmul_precision('highest')(jax.jit(function))
+
+
 @_AS_OPTAX
 @pytest.mark.parametrize(
   'ours, theirs',
@@ -68,7 +74,7 @@ def test_updates_and_state_are_those_of_optax(ours, theirs):
   ]
   params = _gradients(0)
   states = [transform.init(params) for transform in transforms]
-  updates = [jax.jit(transform.update) for transform in transforms]
+  updates = [_exactly(transform.update) for transform in transforms]
   for step in range(3):
     gradients = _gradients(step, 10.0**-step)
     (actual, states[0]), (expected, states[1]) = (
@@ -109,6 +115,16 @@ def test_the_gram_form_is_the_plain_one(coefficients, exponent, shape):
   # by less than the iterations themselves leave them from 1.
   atol = 2e-5 if exponent == -1 else 5e-3
   np.testing.assert_allclose(wide, padded[: shape[0]], atol=atol)
+
+
+@pytest.mark.parametrize('shape', [(16, 16), (12, 30)])
+def test_on_gpu_there_is_no_loop_and_no_rounding_to_tf32(shape):
+  program = jax.export.export(_update(), platforms=['cuda'])(jnp.ones(shape))
+  text = program.mlir_module()
+  products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
+  assert products
+  assert all('precision = [HIGHEST, HIGHEST]' in x for x in products)
+  assert 'stablehlo.while' not in text
 
 
 @pytest.mark.parametrize('dtype', [np.float32, np.complex64])
@@ -174,7 +190,7 @@ def test_matrices_of_several_parameters_do_not_mix():
 def test_gradients_through_an_update_are_those_of_optax():
   gradients, weights = _gradients(0)['wide'], _gradients(1)['wide']
   found, expected = (
-    jax.jit(
+    _exactly(
       jax.grad(lambda g, t=t: (weights * t.update(g, t.init(g))[0]).sum())
     )(gradients)
     for t in (merit_optax.scale_by_muon(), optax.contrib.scale_by_muon())

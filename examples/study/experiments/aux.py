@@ -45,18 +45,19 @@ _PAIRS = (
   (_KEPT, _RMS),
   (_KEPT, HYPERBALL.name),
 )
-_RATES = (0.04125, 0.0825, 0.165, 0.33, 0.66, 1.32, 2.64)
+_RATES = (0.04125, 0.0825, 0.165, 0.33, 0.66, 1.32, 2.64, 5.28)
 _REST = {
   'Adam': Others('others', ('adam', 'adam corrected'), form='{}'),
   'embeddings': GroupRate('embeddings', _RATES),
   'gains and biases': GroupRate('vectors', _RATES),
 }
-_DECAY = {'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3), DECAY)}
+_DECAYS = (0.0, DECAY, 0.1, 0.3, 1.0)
+_DECAY = {'decay': Coordinate('weight_decay', _DECAYS, DECAY)}
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans the rest of each size at the middle and the largest batch."""
-  return at_batches(_plan_batch, scale, scale.few_batch_sizes[1:])
+  """Plans the rest of each at the smallest, middle and largest batch."""
+  return at_batches(_plan_batch, scale, scale.few_batch_sizes)
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:

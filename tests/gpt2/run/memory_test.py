@@ -178,21 +178,23 @@ def test_a_micro_batch_is_counted_for_each_shard():
 
 
 @pytest.mark.parametrize(
-  ('platform', 'num_layers', 'given', 'unroll'),
+  ('platform', 'num_layers', 'given', 'fsdp', 'unroll'),
   [
-    ('cpu', 4, None, 4),
-    ('cpu', 12, None, 1),
-    ('tpu', 4, None, 1),
-    ('gpu', 4, 2, 2),
+    ('cpu', 4, None, 1, 4),
+    ('cpu', 12, None, 1, 1),
+    ('tpu', 4, None, 1, 1),
+    ('gpu', 12, None, 1, 12),
+    ('gpu', 12, None, 2, 1),
+    ('gpu', 4, 2, 1, 2),
   ],
 )
-def test_small_models_are_unrolled_on_cpu(
-  platform: str, num_layers: int, given: int | None, unroll: int
+def test_layers_are_unrolled_where_that_is_quicker(
+  platform: str, num_layers: int, given: int | None, fsdp: int, unroll: int
 ):
   settings = Config(num_layers=num_layers, micro_batch_size=8, unroll=given)
   device = types.SimpleNamespace(platform=platform)
   mesh = types.SimpleNamespace(
-    devices=np.array([device]), shape=dict.fromkeys(AXES, 1)
+    devices=np.array([device]), shape=dict.fromkeys(AXES, 1) | {'fsdp': fsdp}
   )
   assert fit(resolve(settings), mesh).unroll == unroll
 

@@ -94,7 +94,7 @@ def _start(
     return subprocess.Popen(
       [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
       cwd=folder,
-      env=os.environ | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'},
+      env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': str(_ROOT)},
       stdout=output or log,
       stderr=subprocess.STDOUT,
       text=True,
