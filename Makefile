@@ -85,11 +85,12 @@ test-client-%: $(VENV)-clients/%/.installed
 	  --confcutdir=tests/clients tests/clients/$*_test.py $(ARGS)
 
 # Each has an environment of its own, since their versions exclude each other.
+# The files name all packages; pip would take hours to find the same ones.
 $(VENV)-clients/%/.installed: examples/clients/%.txt
 	@echo 'Installing $* into $(VENV)-clients/$*, up to 7 GB.'
 	$(NEWEST_PYTHON) -m venv $(VENV)-clients/$*
 	$(VENV)-clients/$*/bin/python -m pip install --quiet \
-	  --disable-pip-version-check --requirement $< --editable .
+	  --disable-pip-version-check --no-deps --requirement $< --editable .
 	@touch $@
 
 lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.

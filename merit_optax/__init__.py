@@ -28,7 +28,7 @@ from merit_optax._trust_ratio import (
 )
 from merit_optax._update_statistics import update_statistics
 
-__version__ = '0.2.0'
+__version__ = '0.3.0'
 
 __all__ = (
   'AttentionHeads',
