@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _SHARES = ('decided_by_weight', 'decided_by_row', 'decided_by_column')
@@ -36,9 +36,8 @@ def _watch(params, gradients, **settings):
   return merit_optax.merit_statistics(**settings)(gradients, state, params)
 
 
-def _watch_jitted(params, gradients, **settings):
-  """As above, for shapes and dtypes that no other test has."""
-  return jax.jit(functools.partial(_watch, **settings))(params, gradients)
+def _watch_matrix(w, g, **settings):
+  return _below(_watch({'w': w}, {'w': g}, **settings), 'w')
 
 
 def _oracle(w, g, rate, decay=0.0, clip=1.0):
@@ -103,53 +102,49 @@ def _below(watched, name):
 # Against the oracle.
 
 
-def _assert_oracle(w, g, decay=0.0, clip=1.0, rtol=1e-5):
-  settings = {'weight_decay': decay, 'clip_threshold': clip}
-  watched = _below(_watch({'w': w}, {'w': g}, **settings), 'w')
+_W, _G = normal(0, (4, 5)), normal(10, (4, 5))
+# Of the size of eps, so that Adam's update is not a sign, with its ties.
+_SMALL_G = _G * np.array([[1e-6, 3e-6, 1e-7, 1e-8]]).T
+
+
+@pytest.mark.parametrize(
+  'w, g, decay, clip, found',
+  [
+    (_W.at[0].multiply(9), _SMALL_G, 0.0, 1.0, ['clipped']),
+    (_W.at[0].multiply(9), _SMALL_G, 0.1, 0.5, ['clipped']),
+    (_W.at[0].multiply(9), _SMALL_G, 0.1, None, []),
+    # u is 0.1 / sqrt(0.05) nearly everywhere, less where the gradient is near
+    # eps: in the first row the row decides, in the last column the column.
+    (
+      jnp.ones((4, 5)).at[0, 0].set(4),
+      jnp.ones((4, 5)).at[0].set(1e-6).at[:, -1].set(1e-7),
+      *(0.0, 1.0, _SHARES),
+    ),
+    # A dead row and a dead column.
+    (3 * _W.at[1].set(0), _G.at[:, 2].set(0), 0.0, 1.0, ['fallback']),
+  ],
+)
+def test_a_matrix_agrees_with_the_oracle(w, g, decay, clip, found):
+  watched = _watch_matrix(w, g, weight_decay=decay, clip_threshold=clip)
   expected = _oracle(w, g, 0.1, decay, np.inf if clip is None else clip)
   assert watched.keys() == expected.keys() == _NAMES
   for name, value in expected.items():
-    np.testing.assert_allclose(watched[name], value, rtol=rtol, err_msg=name)
+    np.testing.assert_allclose(watched[name], value, rtol=1e-5, err_msg=name)
   shares = sum(watched[name] for name in (*_SHARES, 'fallback'))
   assert shares == pytest.approx(1)
-  return expected
-
-
-@pytest.mark.parametrize('decay, clip', [(0.0, 1.0), (0.1, 0.5), (0.1, None)])
-def test_a_matrix_agrees_with_the_oracle(decay, clip):
-  w = normal(0, (4, 5)).at[0].multiply(9)
-  # Of the size of eps, so that Adam's update is not a sign, with its ties.
-  g = normal(10, (4, 5)) * np.array([[1e-6, 3e-6, 1e-7, 1e-8]]).T
-  expected = _assert_oracle(w, g, decay, clip)
-  assert (expected['clipped'] > 0) == (clip is not None)
-
-
-def test_each_ratio_decides_somewhere():
-  # u is 0.1 / sqrt(0.05) nearly everywhere, less where the gradient is near
-  # eps: in the first row the row decides, in the last column the column.
-  w = jnp.ones((4, 5)).at[0, 0].set(4)
-  g = jnp.ones((4, 5)).at[0].set(1e-6).at[:, -1].set(1e-7)
-  expected = _assert_oracle(w, g, rtol=1e-4)
-  assert all(0 < expected[name] < 1 for name in _SHARES)
-
-
-def test_a_dead_row_and_column_fall_back():
-  w, g = 3 * normal(0, (4, 5)), normal(1, (4, 5))
-  expected = _assert_oracle(w.at[1].set(0), g.at[:, 2].set(0))
-  assert expected['fallback'] == pytest.approx(8 / 20)
+  assert all(0 < expected[name] < 1 for name in found)
 
 
 @pytest.mark.parametrize('ratio', ['weight', 'row', 'column'])
 def test_only_the_ratios_in_use_decide(ratio):
-  watched = _below(_watch(_tree(0), _tree(9), ratios=(ratio,)), 'w')
+  watched = _watch_matrix(_W, _G, ratios=(ratio,))
   assert [watched[name] for name in _SHARES] == [
     name == f'decided_by_{ratio}' for name in _SHARES
   ]
 
 
 def test_of_equal_ratios_the_first_counts():
-  ones = {'w': jnp.ones((4, 5))}
-  watched = _below(_watch(ones, ones), 'w')
+  watched = _watch_matrix(jnp.ones((4, 5)), jnp.ones((4, 5)))
   assert [watched[name] for name in _SHARES] == [1, 0, 0]
 
 
@@ -227,17 +222,13 @@ def test_a_parameter_left_out_has_ratio_one_and_nothing_decides():
 def test_dimension_numbers_of_a_stack():
   w, g = 2 * normal(0, (3, 4, 5)), normal(1, (3, 4, 5))
   w = w * jnp.array([0.1, 1.0, 10.0])[:, None, None]
-  watched = _watch_jitted(
-    {'w': w}, {'w': g}, weight_dimension_numbers=_Spec(1, 2)
-  )
+  watched = _watch_matrix(w, g, weight_dimension_numbers=_Spec(1, 2))
   each = [_oracle(w[i], g[i], 0.1) for i in range(3)]
-  for name in (*_SHARES, 'fallback', 'clipped'):
+  reduce = dict.fromkeys((*_SHARES, 'fallback', 'clipped'), np.mean)
+  reduce |= {'trust_ratio_min': np.min, 'trust_ratio_max': np.max}
+  for name, function in reduce.items():
     np.testing.assert_allclose(
-      watched[f'w/{name}'], np.mean([x[name] for x in each]), rtol=1e-5
-    )
-  for name, reduce in (('trust_ratio_min', min), ('trust_ratio_max', max)):
-    np.testing.assert_allclose(
-      watched[f'w/{name}'], reduce(x[name] for x in each), rtol=1e-5
+      watched[name], function([x[name] for x in each]), rtol=1e-5
     )
 
 
@@ -304,86 +295,58 @@ def test_schedules_are_read_at_their_own_counts(is_injected):
 
 def test_a_schedule_of_the_decay_beside_another_state():
   decay = optax.linear_schedule(0.0, 50.0, 100)
-  parts = (
-    merit_optax.scale_by_adam(),
-    optax.add_decayed_weights(decay),
-    merit_optax.scale_by_max_norm_trust_ratio(),
-    merit_optax.elementwise_clip(),
-    optax.scale_by_learning_rate(0.1),
-  )
-  optimizer = optax.chain(optax.trace(0.0), *parts)
   params, gradients = _tree(0), _tree(10)
-  state = optimizer.init(params)
-  for _ in range(3):
-    _, state = optimizer.update(gradients, state, params)
-  measure = merit_optax.merit_statistics(0.1, weight_decay=decay)
-  actual = measure(gradients, state, params)
-  # The same state, without that of the momentum before it.
-  expected = measure(gradients, state[1:], params)
-  assert actual == expected
+  optimizer = merit_optax.merit(0.1, weight_decay=decay)
+  *_, last = run(optimizer, params, [gradients] * 3)
+  with_momentum = (optax.trace(0.0).init(params), *last.state)
+  statistics = merit_optax.merit_statistics(0.1, weight_decay=decay)
+  actual = statistics(gradients, with_momentum, params)
+  assert actual == statistics(gradients, last.state, params)
 
 
 @pytest.mark.parametrize('num_merits', [1, 2])
 def test_a_partition(num_merits):
   params, gradients = _tree(0), _tree(10)
-  settings = {'learning_rate': 0.1, 'weight_decay': 0.1}
-  merit = merit_optax.merit(**settings)
-  other = optax.adamw(0.1) if num_merits == 1 else merit
+  merit, statistics = merit_optax.merit(0.1), merit_optax.merit_statistics(0.1)
+  parts = {'matrix': merit, 'other': optax.adamw(0.1)}
+  if num_merits == 2:
+    parts['other'] = merit
   labels = {'w': 'matrix', 'blocks': 'matrix', 'b': 'other'}
-  optimizer = optax.partition({'matrix': merit, 'other': other}, labels)
-  state = optimizer.init(params)
-  statistics = merit_optax.merit_statistics(**settings)
+  state = optax.partition(parts, labels).init(params)
   if num_merits == 2:
     with pytest.raises(ValueError, match=r"found 2.*inner_states\['matrix'\]"):
       statistics(gradients, state, params)
     state = state.inner_states['matrix']
-  watched = statistics(gradients, state, params)
-  expected = _watch(params, gradients, **settings)
-  del params['b']
+  expected = _watch(params, gradients)
   _assert_same(
-    watched, {k: v for k, v in expected.items() if not k.startswith('b/')}
+    statistics(gradients, state, params),
+    {k: v for k, v in expected.items() if not k.startswith('b/')},
   )
 
 
 @pytest.mark.parametrize('axis_type', list(jax.sharding.AxisType)[:2])
 def test_on_a_mesh(axis_type):
   mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(axis_type,) * 2)
-  params, gradients = normal(0, (4, 6)), normal(1, (4, 6))
-  expected = _watch_jitted({'w': params}, {'w': gradients})
-  moved = jax.jit(merit_optax.update_statistics)(
-    {'w': gradients}, {'w': params}
-  )
+  trees = {'w': normal(0, (4, 6))}, {'w': normal(1, (4, 6))}
+  functions = jax.jit(_watch), jax.jit(merit_optax.update_statistics)
+  expected = [function(*trees) for function in functions]
   with jax.set_mesh(mesh):
-    placed = jax.device_put(
-      ({'w': params}, {'w': gradients}),
-      jax.NamedSharding(mesh, jax.P('x', 'y')),
-    )
-    _assert_same(jax.jit(_watch)(*placed), expected)
-    _assert_same(jax.jit(merit_optax.update_statistics)(*placed[::-1]), moved)
+    placed = jax.device_put(trees, jax.NamedSharding(mesh, jax.P('x', 'y')))
+    for function, on_one_device in zip(functions, expected, strict=True):
+      _assert_same(function(*placed), on_one_device)
 
 
-@pytest.mark.parametrize(
-  'optimizer', [optax.sgd(0.1), optax.chain(optax.adam(0.1), optax.adam(0.1))]
-)
-def test_a_state_without_exactly_one_adam_state_is_refused(optimizer):
+@pytest.mark.parametrize('num_adams', [0, 2])
+def test_a_state_without_exactly_one_adam_state_is_refused(num_adams):
+  optimizer = optax.chain(*[optax.adam(0.1)] * num_adams)
   params = _tree(0)
-  found = 0 if optimizer.init(params)[0] == optax.EmptyState() else 2
-  with pytest.raises(ValueError, match=f'ScaleByAdamState, found {found}'):
+  with pytest.raises(ValueError, match=f'ScaleByAdamState, found {num_adams}'):
     merit_optax.merit_statistics(0.1)(params, optimizer.init(params), params)
-
-
-class _Model(nnx.Module):
-  def __init__(self):
-    rngs = nnx.Rngs(0)
-    self.query = nnx.LinearGeneral(4, (2, 3), use_bias=False, rngs=rngs)
-    self.dense = nnx.Linear(
-      4, 5, bias_init=nnx.initializers.normal(), rngs=rngs
-    )
 
 
 @pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 def test_an_nnx_optimizer_gives_what_plain_trees_give():
-  model = _Model()
+  model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
   settings = {
     'learning_rate': optax.linear_schedule(0.1, 0.3, 5),
     'weight_dimension_numbers': merit_optax.flax_dimension_numbers,
@@ -393,17 +356,12 @@ def test_an_nnx_optimizer_gives_what_plain_trees_give():
   optimizer = nnx.Optimizer(model, merit, wrt=nnx.Param)
   params = nnx.state(model, nnx.Param)
   pure = jax.tree.map(jnp.copy, nnx.as_pure(params))
-  gradients = jax.tree.map(jnp.cos, pure)
-  updates, state = merit.update(gradients, merit.init(pure), pure)
+  (step,) = run(merit, pure, [jax.tree.map(jnp.cos, pure)])
   nnx.jit(nnx.Optimizer.update)(optimizer, model, jax.tree.map(jnp.cos, params))
-  watched = statistics(
-    nnx.state(model, nnx.Param),
-    optimizer.opt_state,
-    nnx.state(model, nnx.Param),
-  )
-  pure = optax.apply_updates(pure, updates)
-  _assert_same(watched, statistics(pure, state, pure))
-  assert len(watched) == 3 * len(_NAMES)
+  params = nnx.state(model, nnx.Param)
+  watched = statistics(params, optimizer.opt_state, params)
+  _assert_same(watched, statistics(step.params, step.state, step.params))
+  assert len(watched) == 8 * len(_NAMES)
 
 
 @pytest.mark.parametrize(
@@ -428,7 +386,7 @@ def test_trees_that_do_not_belong_together_are_refused(
 def test_values_are_float32_scalars():
   with jax.enable_x64(True):
     params = {'w': jnp.ones((4, 5), jnp.float64)}
-    values = _watch_jitted(params, params).values()
+    values = _watch(params, params).values()
   assert {(x.shape, x.dtype) for x in values} == {((), jnp.dtype('float32'))}
 
 
@@ -445,7 +403,7 @@ def test_zeros_give_finite_values_unless_they_move():
 @pytest.mark.parametrize('shape', [(), (6,)])
 def test_vectors_and_scalars_are_weight_wise(shape):
   w, g = 3 * normal(0, shape), normal(1, shape)
-  watched = _below(_watch({'w': w}, {'w': g}), 'w')
+  watched = _watch_matrix(w, g)
   # |z| is 0.1 / sqrt(0.05), but for eps.
   ratio = np.max(np.abs(w)) * 0.05**0.5 / 0.1
   actual = [watched[name] for name in _RATIOS]
@@ -475,37 +433,26 @@ _MOVES = {
 def test_moves_of_each_matrix_of_a_stack(spec, axes):
   w = normal(0, (3, 4, 5)) * jnp.array([0.1, 1.0, 10.0])[:, None, None]
   u = normal(1, (3, 4, 5)).at[1, 2].set(0)
-  watched = jax.jit(
-    functools.partial(
-      merit_optax.update_statistics, weight_dimension_numbers={'w': spec}
-    )
-  )({'w': u}, {'w': w})
+  others = {'none': None, 'empty': jnp.zeros((0, 3))}
+  measure = functools.partial(
+    merit_optax.update_statistics,
+    weight_dimension_numbers={'w': spec, 'none': None, 'empty': None},
+  )
+  watched = jax.jit(measure)({'w': u, **others}, {'w': w, **others})
+  assert watched.keys() == {f'w/{name}' for name in _MOVES}
   w, u = np.asarray(w, np.float64), np.asarray(u, np.float64)
-  watched = _below(watched, 'w')
-  assert watched.keys() == _MOVES
   for name, norm in (
     ('update_to_weight', lambda x, a: np.max(np.abs(x), a)),
     ('l2_update_to_weight', lambda x, a: np.sqrt(np.sum(x * x, a))),
   ):
     each = norm(u, axes) / norm(w, axes)
     np.testing.assert_allclose(
-      [watched[f'{name}{suffix}'] for suffix in ('', '_min', '_max')],
+      [watched[f'w/{name}{suffix}'] for suffix in ('', '_min', '_max')],
       [norm(u, None) / norm(w, None), np.min(each), np.max(each)],
       rtol=1e-5,
     )
-  assert watched['unmoved_rows'] == pytest.approx(1 / 12 if spec else 0)
-  assert watched['not_finite'] == 0
-
-
-def test_moves_of_any_optimizer_in_any_tree():
-  empty = {'none': None, 'empty': jnp.zeros((0, 3))}
-  params, lion = _tree(0), optax.lion(0.1)
-  updates, _ = lion.update(params, lion.init(params), params)
-  watched = jax.jit(merit_optax.update_statistics)(
-    updates | empty, params | empty
-  )
-  _assert_moves(watched, updates, params)
-  assert len(watched) == 3 * len(_MOVES)
+  assert watched['w/unmoved_rows'] == pytest.approx(1 / 12 if spec else 0)
+  assert watched['w/not_finite'] == 0
 
 
 def test_rows_stay_where_an_update_is_too_small_for_the_dtype():
