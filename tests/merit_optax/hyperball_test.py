@@ -304,11 +304,12 @@ def test_the_radius_is_that_of_the_first_parameters():
   np.testing.assert_allclose(state.radius, [6.0, 6.0, 2.0], rtol=1e-6)
   # A matrix that was zero at first keeps the norm that it has got since.
   zero = state._replace(radius=0 * state.radius)
-  zeros, halves = (jax.tree.map(lambda x: n * x, params) for n in (0, 0.5))
+  halves = jax.tree.map(lambda x: x / 2, params)
+  shrinking = jax.tree.map(jnp.negative, halves)
   for updates, old_state, old in (
-    (jax.tree.map(jnp.negative, halves), state, params),
-    (jax.tree.map(jnp.negative, halves), zero, params),
-    (zeros, state, halves),
+    (shrinking, state, params),
+    (shrinking, zero, params),
+    (optax.tree.zeros_like(params), state, halves),
   ):
     kept, _ = optimizer.update(updates, old_state, old)
     chex.assert_trees_all_close(
