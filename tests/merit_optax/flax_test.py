@@ -1,10 +1,8 @@
 """Dimension numbers of real Flax modules, Linen and NNX."""
 
-import functools
 import re
 import warnings
 
-import chex
 from flax import linen, nnx
 import jax
 import jax.numpy as jnp
@@ -179,54 +177,35 @@ def test_what_is_not_recognized_is_named():
   assert dict(named) == {path: str(shape) for path, shape in _UNKNOWN.items()}
 
 
-# Scanned layers.
+# Stacked layers.
 
 
-class _LinenBlock(linen.Module):
-  @linen.compact
-  def __call__(self, x, _):
-    x = linen.MultiHeadDotProductAttention(2, name='attention')(x)
-    return linen.Dense(8, name='mlp')(linen.RMSNorm(name='norm')(x)), None
-
-
-class _LinenModelOfBlocks(linen.Module):
-  @linen.compact
-  def __call__(self, x):
-    blocks = linen.scan(
-      _LinenBlock,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      length=3,
-    )
-    return linen.Dense(4, name='head')(blocks(name='blocks')(x, None)[0])
-
-
-class _NnxBlock(nnx.Module):
-  def __init__(self, rngs):
-    self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-    self.norm = nnx.RMSNorm(8, rngs=rngs)
-    self.mlp = nnx.Linear(8, 8, rngs=rngs)
-
-
-class _NnxModelOfBlocks(nnx.Module):
-  def __init__(self, rngs):
-    self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(_NnxBlock))(rngs)
-    self.head = nnx.Linear(8, 4, rngs=rngs)
-
-
-@pytest.mark.parametrize('framework', ['linen', 'nnx'])
-def test_scanned_layers_have_an_axis_in_front(framework):
-  params = {
-    'linen': lambda: _linen(_LinenModelOfBlocks(), _shape(1, 3, 8)),
-    'nnx': lambda: _nnx(_NnxModelOfBlocks),
-  }[framework]()
-  block = {f'attention/{path}': spec for path, spec in _attention().items()}
-  block |= {'norm/scale': _BIAS, 'mlp/kernel': _MATRIX, 'mlp/bias': _BIAS}
-  expected = {'head/kernel': _MATRIX, 'head/bias': _BIAS}
-  for path, spec in block.items():
-    expected[f'blocks/{path}'] = tuple(
-      tuple(axis + 1 for axis in axes) for axes in spec
-    )
+@pytest.mark.parametrize(
+  'make',
+  [
+    lambda: _linen(
+      linen.MultiHeadDotProductAttention(2, normalize_qk=True), _shape(1, 3, 8)
+    ),
+    lambda: _nnx(
+      lambda rngs: nnx.MultiHeadAttention(
+        2, 8, decode=False, normalize_qk=True, rngs=rngs
+      )
+    ),
+  ],
+  ids=['linen', 'nnx'],
+)
+def test_an_attention_and_a_stack_of_them(make):
+  params = make()
+  specs = _attention() | {'query_ln/scale': _BIAS, 'key_ln/scale': _BIAS}
+  assert _specs(params) == specs
+  blocks = jax.tree.map(lambda x: _shape(3, *x.shape), params)
+  of_blocks = {
+    f'blocks/{path}': tuple(tuple(axis + 1 for axis in axes) for axes in spec)
+    for path, spec in specs.items()
+  }
+  head = {'kernel': _shape(8, 4)}
+  expected = {'head/kernel': _MATRIX, **of_blocks}
+  params = {'blocks': blocks, 'head': head}
   assert _specs(params, stacked={'^blocks/': 1}) == expected
 
 
@@ -319,25 +298,8 @@ def test_patterns_that_match_nothing_are_named(argument):
     merit_optax.flax_dimension_numbers(params, **{argument: patterns})
 
 
-def test_the_function_sees_a_part_of_the_parameters():
-  params = {
-    'blocks': {'up': {'kernel': jnp.ones((2, 3, 4))}},
-    'position': jnp.ones((1, 3, 4)),
-  }
-  numbers = functools.partial(
-    merit_optax.flax_dimension_numbers,
-    stacked={'blocks/': 1},
-    overrides={'^position$': None},
-  )
-  masked, whole = (
-    merit_optax.merit(
-      0.1, weight_dimension_numbers=numbers, trust_ratio_mask=mask
-    )
-    for mask in ({'blocks': True, 'position': False}, None)
-  )
-  chex.assert_trees_all_equal(
-    *(
-      x.update(params, x.init(params), params)[0]['blocks']
-      for x in (masked, whole)
-    )
-  )
+def test_patterns_may_match_nothing_where_parameters_are_left_out():
+  options = {'stacked': {'blocks/': 1}, 'overrides': {'^position$': None}}
+  for absent in (None, optax.MaskedNode()):
+    params = {'blocks': {'kernel': _shape(2, 3, 4)}, 'position': absent}
+    assert _specs(params, **options)['blocks/kernel'] == ((1,), (2,))

@@ -19,32 +19,25 @@ _ALL = ('weight', 'row', 'column')
 
 
 def _tree(seed):
-  """Returns a matrix, a stack of two, a fused projection and a vector."""
+  """Returns a matrix, a stack of two and a fused projection."""
   return {
     'w': normal(seed, (5, 3)),
     'layers': normal(seed + 1, (2, 4, 6)),
     'qkv': normal(seed + 2, (4, 2, 3, 5)),
-    'b': normal(seed + 3, (4,)),
   }
 
 
 # Heads and features are columns; each of query, key and value is a matrix.
-_SPECS = {
-  'w': _Spec(),
-  'layers': _Spec(1, 2),
-  'qkv': _Spec(0, (1, 3)),
-  'b': None,
-}
-# Each matrix of the tree, by the axes that count matrices.
-_BATCH = {'w': (), 'layers': (0,), 'qkv': (2,), 'b': ()}
+_SPECS = {'w': _Spec(), 'layers': _Spec(1, 2), 'qkv': _Spec(0, (1, 3))}
 
 
 def _matrices(name, x):
   """Returns the matrices of a parameter, in float64, one in a row."""
   x = np.asarray(x, np.float64)
-  axes = _BATCH[name]
-  moved = np.moveaxis(x, axes, range(len(axes)))
-  return moved.reshape(int(np.prod(moved.shape[: len(axes)])), -1)
+  if name == 'w':
+    return x.reshape(1, -1)
+  stack = np.moveaxis(x, {'layers': 0, 'qkv': 2}[name], 0)
+  return stack.reshape(len(stack), -1)
 
 
 # Rows of the table, against what they are.
@@ -85,7 +78,7 @@ def test_chains_of_optimizers_that_optax_has(chain, peer):
     [step.params for step in run(optimizer, params, gradients)]
     for optimizer in (chain, peer)
   )
-  chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
+  chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 def _norms(x, norm):
@@ -101,18 +94,15 @@ def test_hyperball_is_its_formula(norm):
     'l2': merit_optax.scale_by_l2_norm_trust_ratio,
     'max': merit_optax.scale_by_max_norm_trust_ratio,
   }[norm]
-  specs = {name: spec for name, spec in _SPECS.items() if spec}
   hyperball = optax.chain(
-    ratio(ratios=('weight',), weight_dimension_numbers=specs),
+    ratio(ratios=('weight',), weight_dimension_numbers=_SPECS),
     optax.scale_by_learning_rate(_RATE),
-    merit_optax.keep_matrix_norms(norm, weight_dimension_numbers=specs),
+    merit_optax.keep_matrix_norms(norm, weight_dimension_numbers=_SPECS),
   )
-  params, *gradients = (
-    {name: _tree(seed)[name] for name in specs} for seed in (0, 10, 20, 30)
-  )
+  params, *gradients = map(_tree, (0, 10, 20, 30))
   steps = list(run(hyperball, params, gradients))
-  for name in specs:
-    w = _matrices(name, params[name])
+  for name, start in params.items():
+    w = _matrices(name, start)
     radius = _norms(w, norm)
     for step, gradient in zip(steps, gradients, strict=True):
       u = _matrices(name, gradient[name])
@@ -186,23 +176,6 @@ def _keep(norm='l2', specs=None):
     norm, weight_dimension_numbers=specs
   )
   return jax.jit(lambda u, w: transform.update(u, transform.init(w), w)[0])
-
-
-@pytest.mark.parametrize('norm', ['l2', 'max'])
-def test_each_matrix_of_every_shape_keeps_its_norm(norm):
-  params, updates = _tree(0), _tree(10)
-  kept = _keep(norm, _SPECS)(updates, params)
-  chex.assert_trees_all_equal(kept['b'], updates['b'])
-  for name in ('w', 'layers', 'qkv'):
-    old = params[name]
-    old, new, aim = (
-      _matrices(name, x) for x in (old, old + kept[name], old + updates[name])
-    )
-    np.testing.assert_allclose(_norms(new, norm), _norms(old, norm), rtol=1e-6)
-    # And goes where it was told to.
-    aim, new = (x / _norms(x, 'l2') for x in (aim, new))
-    parallel = np.sum(aim * new, axis=1)
-    np.testing.assert_allclose(parallel, 1, rtol=1e-6)
 
 
 def test_rounding_of_a_thousand_steps_stays_below_1e_5():

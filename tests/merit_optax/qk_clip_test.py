@@ -20,9 +20,9 @@ _FEATURES, _HEADS, _HEAD_FEATURES = 8, 4, 6
 _QUERY, _KEY = {'query/': _Heads(-2)}, {'key/': _Heads(-2)}
 
 
-def _projection(seed, heads, scale):
+def _projection(seed, heads):
   """Returns kernel and bias, each head larger than the one before."""
-  sizes = scale * 2.0 ** np.arange(heads, dtype=np.float32)[:, None]
+  sizes = 2.0 ** np.arange(heads, dtype=np.float32)[:, None]
   return {
     'kernel': sizes * normal(seed, (_FEATURES, heads, _HEAD_FEATURES)),
     'bias': sizes * normal(seed + 1, (heads, _HEAD_FEATURES)),
@@ -31,8 +31,8 @@ def _projection(seed, heads, scale):
 
 def _params(key_heads=_HEADS, seed=0):
   return {
-    'query': _projection(seed, _HEADS, 1.0),
-    'key': _projection(seed + 10, key_heads, 1.0),
+    'query': _projection(seed, _HEADS),
+    'key': _projection(seed + 10, key_heads),
     'value': {'kernel': normal(seed + 20, (_FEATURES, key_heads, 6))},
   }
 
@@ -237,7 +237,6 @@ def test_dtypes_stay():
 
 
 # What cannot work.
-
 
 _QK_NORMS = {
   *('query_norm', 'key_norm', 'q_norm', 'k_norm', 'query_ln', 'qk_norm'),
