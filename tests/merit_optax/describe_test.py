@@ -30,30 +30,30 @@ def _assert_table(params, table, **settings):
 def test_matrices_stacks_vectors_scalars_and_what_is_empty():
   # By their shapes, as of a model that is not made yet.
   params = _shapes(
+    a=(1,),
     attention=(12, 64, 4, 16),
     bias=(12, 64),
     empty=(0, 3),
     experts=(12, 8, 64, 32),
-    scalar=(),
-    single=(1,),
+    s=(),
     weight_wise=(2, 3),
   )
-  specs = {'empty': _Spec(), 'scalar': None, 'single': None, 'none': None}
+  specs = dict.fromkeys(('a', 's', 'weight_wise', 'none'))
   specs |= {'attention': _Spec(1, (2, 3)), 'bias': _Spec((), (1,))}
-  specs |= {'experts': _Spec((-1,), (-2,)), 'weight_wise': None}
+  specs |= {'empty': _Spec(), 'experts': _Spec((-1,), (-2,))}
   _assert_table(
     params | {'none': None},
     """
     parameter    shape            matrices      ratios               decayed
+    a            (1,)             1 x 1         weight               yes
     attention    (12, 64, 4, 16)  12 x 64 x 64  weight, row, column  yes
     bias         (12, 64)         12 x 64       weight               yes
     empty        (0, 3)           1 x 0 x 3     weight, row, column  yes
     experts      (12, 8, 64, 32)  96 x 32 x 64  weight, row, column  yes
-    scalar       ()               1 x 1         weight               yes
-    single       (1,)             1 x 1         weight               yes
+    s            ()               1 x 1         weight               yes
     weight_wise  (2, 3)           1 x 6         weight               yes
-    Of one element, which cannot change sign unless min_norm is above zero: scalar, single
-    """,  # noqa: E501
+    Of one element, which cannot change sign unless min_norm is above zero: a, s
+    """,
     weight_dimension_numbers=specs,
   )
   _assert_table({}, 'parameter  shape  matrices  ratios  decayed')
