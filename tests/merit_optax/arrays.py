@@ -3,10 +3,20 @@
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+# Matrices of numbers whose squares float32 holds, and of zeros.
+_SIZES = st.floats(2.0**-10, 2.0**10, width=32)
+MATRICES = hnp.arrays(
+  np.float32,
+  (3, 4),
+  elements=st.one_of(st.just(0.0), _SIZES, _SIZES.map(lambda x: -x)),
+)
 
 
 def normal(seed: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:

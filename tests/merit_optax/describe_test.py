@@ -19,90 +19,58 @@ def _shapes(**shapes):
   }
 
 
+def _text(table):
+  return textwrap.dedent(table).strip()
+
+
 def _assert_table(params, table, **settings):
-  expected = textwrap.dedent(table).strip('\n')
-  assert merit_optax.describe(params, **settings) == expected
+  assert merit_optax.describe(params, **settings) == _text(table)
 
 
-def test_matrices_vectors_and_scalars():
+def test_matrices_stacks_vectors_scalars_and_what_is_empty():
+  # By their shapes, as of a model that is not made yet.
+  params = _shapes(
+    a=(1,),
+    attention=(12, 64, 4, 16),
+    bias=(12, 64),
+    empty=(0, 3),
+    experts=(12, 8, 64, 32),
+    s=(),
+    weight_wise=(2, 3),
+  )
+  specs = dict.fromkeys(('a', 's', 'weight_wise', 'none'))
+  specs |= {'attention': _Spec(1, (2, 3)), 'bias': _Spec((), (1,))}
+  specs |= {'empty': _Spec(), 'experts': _Spec((-1,), (-2,))}
   _assert_table(
-    {
-      'w': jnp.zeros((3, 2)),
-      'layers': [{'b': jnp.zeros(4)}],
-      'a': jnp.ones(1),
-      's': jnp.ones(()),
-    },
+    params | {'none': None},
     """
-    parameter   shape   matrices   ratios               decayed
-    a           (1,)    1 x 1      weight               yes
-    layers/0/b  (4,)    1 x 4      weight               yes
-    s           ()      1 x 1      weight               yes
-    w           (3, 2)  1 x 3 x 2  weight, row, column  yes
+    parameter    shape            matrices      ratios               decayed
+    a            (1,)             1 x 1         weight               yes
+    attention    (12, 64, 4, 16)  12 x 64 x 64  weight, row, column  yes
+    bias         (12, 64)         12 x 64       weight               yes
+    empty        (0, 3)           1 x 0 x 3     weight, row, column  yes
+    experts      (12, 8, 64, 32)  96 x 32 x 64  weight, row, column  yes
+    s            ()               1 x 1         weight               yes
+    weight_wise  (2, 3)           1 x 6         weight               yes
     Of one element, which cannot change sign unless min_norm is above zero: a, s
     """,
-  )
-
-
-def test_stacked_parameters_given_by_their_shapes():
-  _assert_table(
-    _shapes(attention=(12, 64, 4, 16), bias=(12, 64), experts=(12, 8, 64, 32)),
-    """
-    parameter  shape            matrices      ratios               decayed
-    attention  (12, 64, 4, 16)  12 x 64 x 64  weight, row, column  yes
-    bias       (12, 64)         12 x 64       weight               yes
-    experts    (12, 8, 64, 32)  96 x 32 x 64  weight, row, column  yes
-    """,
-    weight_dimension_numbers={
-      'attention': _Spec(1, (2, 3)),
-      'bias': _Spec((), (1,)),
-      'experts': _Spec((-1,), (-2,)),
-    },
-  )
-
-
-def test_empty_arrays_none_leaves_and_empty_trees():
-  _assert_table(
-    {'empty': jnp.zeros((0, 3)), 'none': None},
-    """
-    parameter  shape   matrices   ratios               decayed
-    empty      (0, 3)  1 x 0 x 3  weight, row, column  yes
-    """,
+    weight_dimension_numbers=specs,
   )
   _assert_table({}, 'parameter  shape  matrices  ratios  decayed')
 
 
-def test_a_guess_none_and_an_order_of_ratios():
+def test_a_guess_masks_and_an_order_of_ratios():
   _assert_table(
-    _shapes(w=(2, 3, 4, 5)),
+    {'blocks': [_shapes(b=(2,), w=(3, 2))], **_shapes(w=(2, 3, 4, 5))},
     """
-    parameter  shape         matrices   ratios          decayed
-    w          (2, 3, 4, 5)  6 x 4 x 5  weight, column  yes
+    parameter   shape         matrices   ratios          decayed
+    blocks/0/b  (2,)          -          none            no
+    blocks/0/w  (3, 2)        -          none            yes
+    w           (2, 3, 4, 5)  6 x 4 x 5  weight, column  yes
     """,
     ratios=['column', 'weight'],
-  )
-  _assert_table(
-    _shapes(w=(2, 3)),
-    """
-    parameter  shape   matrices  ratios  decayed
-    w          (2, 3)  1 x 6     weight  yes
-    """,
-    weight_dimension_numbers={'w': None},
-  )
-
-
-def test_masks():
-  _assert_table(
-    {'blocks': _shapes(b=(2,), w=(3, 2)), **_shapes(w=(2, 2))},
-    """
-    parameter  shape   matrices   ratios               decayed
-    blocks/b   (2,)    -          none                 no
-    blocks/w   (3, 2)  -          none                 yes
-    w          (2, 2)  1 x 2 x 2  weight, row, column  yes
-    """,
     trust_ratio_mask={'blocks': False, 'w': True},
     mask=lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
-    # As in the optimizer, what is masked out needs no spec.
-    weight_dimension_numbers={'w': _Spec()},
   )
 
 
@@ -145,17 +113,17 @@ _PARTS = {
 def test_which_parameter_goes_to_which_part(as_function):
   params = {'blocks': [_shapes(w=(2, 3, 4))], **_shapes(w=(5, 4), b=(4,))}
   labels = {'blocks': 'matrix', 'w': 'rest', 'b': 'other'}
+  parts = _PARTS | {3: None, 'none': {}}
   table = merit_optax.describe_partition(
-    params, (lambda _: labels) if as_function else labels, _PARTS
+    params, (lambda _: labels) if as_function else labels, parts
   )
-  assert table == textwrap.dedent(
-    """
+  assert table == _text("""
     parameter   part    shape      matrices   ratios               decayed
     b           other   (4,)       -          -                    -
     blocks/0/w  matrix  (2, 3, 4)  2 x 3 x 4  weight, row, column  no
     w           rest    (5, 4)     1 x 5 x 4  weight               yes
-    """
-  ).strip('\n')
+    Parts without a parameter: 3, none
+    """)
 
 
 @pytest.mark.parametrize(
@@ -169,13 +137,6 @@ def test_which_parameter_goes_to_which_part(as_function):
 def test_a_parameter_that_goes_nowhere_is_named(labels, message):
   with pytest.raises(ValueError, match=f'^param_labels must {message}'):
     merit_optax.describe_partition(_shapes(w=(5, 4), b=(4,)), labels, _PARTS)
-
-
-def test_a_part_without_a_parameter_is_told():
-  table = merit_optax.describe_partition(
-    _shapes(w=(5, 4)), {'w': 'rest'}, {'rest': {}, 'other': None, 3: None}
-  )
-  assert table.splitlines()[-1] == 'Parts without a parameter: other, 3'
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,8 @@
 """Dimension numbers of real Flax modules, Linen and NNX."""
 
-import functools
 import re
 import warnings
 
-import chex
 from flax import linen, nnx
 import jax
 import jax.numpy as jnp
@@ -18,8 +16,7 @@ _Spec = optax.contrib.MuonDimensionNumbers
 
 def _linen(module, *inputs):
   """Returns the shapes of the parameters of a Linen module."""
-  shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in inputs]
-  return jax.eval_shape(module.init, jax.random.key(0), *shapes)['params']
+  return jax.eval_shape(module.init, jax.random.key(0), *inputs)['params']
 
 
 def _nnx(make):
@@ -28,36 +25,24 @@ def _nnx(make):
   return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
-def _floats(*shape):
-  return shape, jnp.float32
-
-
-def _is_spec(x):
-  return x is None or isinstance(x, _Spec)
+def _shape(*shape, dtype=jnp.float32):
+  return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _specs(params, **options):
   """Returns rows and columns of each parameter by its path, checked."""
   specs = merit_optax.flax_dimension_numbers(params, **options)
-  _assert_explicit(params, specs)
-  return {
-    jax.tree_util.keystr(path, simple=True, separator='/'): spec and (*spec,)
-    for path, spec in jax.tree_util.tree_leaves_with_path(
-      specs, is_leaf=_is_spec
-    )
-  }
-
-
-def _assert_explicit(params, specs):
-  """Checks that every parameter has a spec that fits it, with no guess."""
+  # Every parameter has a spec that fits it, with no guess.
   optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
   with warnings.catch_warnings(action='error'):
     jax.eval_shape(optimizer.init, params)
     jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
-
-
-def _shape(*shape):
-  return jax.ShapeDtypeStruct(shape, jnp.float32)
+  return {
+    jax.tree_util.keystr(path, simple=True, separator='/'): spec and (*spec,)
+    for path, spec in jax.tree_util.tree_leaves_with_path(
+      specs, is_leaf=lambda x: x is None or isinstance(x, _Spec)
+    )
+  }
 
 
 _INPUT = ((0,), (1, 2))
@@ -73,29 +58,6 @@ def _attention(names=('query', 'key', 'value', 'out')):
   for name in names[:-1]:
     specs |= {f'{name}/kernel': _INPUT, f'{name}/bias': _HEADS_BIAS}
   return specs
-
-
-@pytest.mark.parametrize('is_full', [False, True])
-def test_attention(is_full):
-  options = {'use_bias': is_full, 'normalize_qk': is_full}
-  expected = {
-    path: spec
-    for path, spec in _attention().items()
-    if is_full or path.endswith('kernel')
-  }
-  if is_full:
-    expected |= {'query_ln/scale': _BIAS, 'key_ln/scale': _BIAS}
-  of_linen = linen.MultiHeadDotProductAttention(2, **options)
-  params = _linen(of_linen, _floats(1, 3, 8))
-  assert params['query']['kernel'].shape == (8, 2, 4)
-  assert _specs(params) == expected
-  params = _nnx(
-    lambda rngs: nnx.MultiHeadAttention(
-      2, 8, decode=False, rngs=rngs, **options
-    )
-  )
-  assert params['out']['kernel'].shape == (2, 4, 8)
-  assert _specs(params) == expected
 
 
 class _LinenModel(linen.Module):
@@ -133,9 +95,8 @@ def _assert_layers(specs, others):
 
 
 def test_linen_layers():
-  params = _linen(
-    _LinenModel(), ((2, 3), jnp.int32), _floats(1, 4, 4, 5), _floats(1, 4, 5)
-  )
+  tokens = _shape(2, 3, dtype=jnp.int32)
+  params = _linen(_LinenModel(), tokens, _shape(1, 4, 4, 5), _shape(1, 4, 5))
   others = {
     'query/kernel': _INPUT,
     'query/bias': _HEADS_BIAS,
@@ -158,6 +119,7 @@ def test_nnx_layers():
 @pytest.mark.parametrize(
   'names',
   [
+    ('query', 'key', 'value', 'out'),
     ('q', 'k', 'v', 'o'),
     ('q_proj', 'k_proj', 'v_proj', 'o_proj'),
     ('self_query', 'self_key', 'self_value', 'attention_out_proj'),
@@ -167,7 +129,12 @@ def test_names_of_projections(names):
   one = {'kernel': _shape(8, 2, 4), 'bias': _shape(2, 4)}
   params = dict.fromkeys(names, one)
   params[names[-1]] = {'kernel': _shape(2, 4, 8), 'bias': _shape(8)}
-  assert _specs(params) == _attention(names)
+  specs = _attention(names)
+  assert _specs(params) == specs
+  for projection in params.values():
+    projection.pop('bias', None)
+  kernels = {k: spec for k, spec in specs.items() if k.endswith('kernel')}
+  assert _specs(params) == kernels
 
 
 def test_names_of_convolutions():
@@ -179,78 +146,66 @@ def test_names_of_convolutions():
   assert set(_specs(params).values()) == {((0, 1, 2), (3,))}
 
 
+_UNKNOWN = {
+  'query/kernel': (3, 8, 2, 4),  # Scanned, but nothing says so.
+  'out/kernel': (3, 2, 4, 8),
+  'layers/0/mlp/kernel': (3, 8, 6),
+  'mlp/kernel': (8, 2, 4),
+  'monkey/kernel': (8, 2, 4),  # Not a key.
+  'pout/kernel': (2, 4, 8),
+  'output_gate/kernel': (2, 4, 8),
+  'query_gate/kernel': (8, 2, 4),
+  'unconventional/kernel': (3, 8, 4),
+  'reconv/kernel': (3, 8, 4),
+  'Convert_0/kernel': (3, 8, 4),
+  'vector/kernel': (8,),
+  'embed/embedding': (2, 3, 4),
+  'q_proj/w': (3, 8, 4),
+  'lora/lora_a': (8, 2),
+  'table': (2, 3),
+}
+
+
+def test_what_is_not_recognized_is_named():
+  shapes = _UNKNOWN | {'dense/kernel': (8, 6)}
+  params = {path: _shape(*shape) for path, shape in shapes.items()}
+  with pytest.raises(
+    ValueError, match='not recognized: .*stacked.*overrides'
+  ) as error:
+    merit_optax.flax_dimension_numbers(params)
+  named = re.findall(r'([\w/]+) (\([\d, ]+\))', str(error.value))
+  assert dict(named) == {path: str(shape) for path, shape in _UNKNOWN.items()}
+
+
+# Stacked layers.
+
+
 @pytest.mark.parametrize(
-  'path, shape',
+  'make',
   [
-    ('query/kernel', (3, 8, 2, 4)),  # Scanned, but nothing says so.
-    ('out/kernel', (3, 2, 4, 8)),
-    ('mlp/kernel', (8, 2, 4)),
-    ('monkey/kernel', (8, 2, 4)),  # Not a key.
-    ('pout/kernel', (2, 4, 8)),
-    ('output_gate/kernel', (2, 4, 8)),
-    ('query_gate/kernel', (8, 2, 4)),
-    ('unconventional/kernel', (3, 8, 4)),
-    ('reconv/kernel', (3, 8, 4)),
-    ('Convert_0/kernel', (3, 8, 4)),
-    ('dense/kernel', (8,)),
-    ('embed/embedding', (2, 3, 4)),
+    lambda: _linen(
+      linen.MultiHeadDotProductAttention(2, normalize_qk=True), _shape(1, 3, 8)
+    ),
+    lambda: _nnx(
+      lambda rngs: nnx.MultiHeadAttention(
+        2, 8, decode=False, normalize_qk=True, rngs=rngs
+      )
+    ),
   ],
+  ids=['linen', 'nnx'],
 )
-def test_kernels_that_are_not_guessed(path, shape):
-  owner, leaf = path.split('/')
-  with pytest.raises(ValueError, match=f'not recognized: {path}'):
-    merit_optax.flax_dimension_numbers({owner: {leaf: _shape(*shape)}})
-
-
-# Scanned layers.
-
-
-class _LinenBlock(linen.Module):
-  @linen.compact
-  def __call__(self, x, _):
-    x = linen.MultiHeadDotProductAttention(2, name='attention')(x)
-    return linen.Dense(8, name='mlp')(linen.RMSNorm(name='norm')(x)), None
-
-
-class _LinenModelOfBlocks(linen.Module):
-  @linen.compact
-  def __call__(self, x):
-    blocks = linen.scan(
-      _LinenBlock,
-      variable_axes={'params': 0},
-      split_rngs={'params': True},
-      length=3,
-    )
-    return linen.Dense(4, name='head')(blocks(name='blocks')(x, None)[0])
-
-
-class _NnxBlock(nnx.Module):
-  def __init__(self, rngs):
-    self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-    self.norm = nnx.RMSNorm(8, rngs=rngs)
-    self.mlp = nnx.Linear(8, 8, rngs=rngs)
-
-
-class _NnxModelOfBlocks(nnx.Module):
-  def __init__(self, rngs):
-    self.blocks = nnx.split_rngs(splits=3)(nnx.vmap(_NnxBlock))(rngs)
-    self.head = nnx.Linear(8, 4, rngs=rngs)
-
-
-@pytest.mark.parametrize('framework', ['linen', 'nnx'])
-def test_scanned_layers_have_an_axis_in_front(framework):
-  if framework == 'linen':
-    params = _linen(_LinenModelOfBlocks(), _floats(1, 3, 8))
-  else:
-    params = _nnx(_NnxModelOfBlocks)
-  assert params['blocks']['attention']['query']['kernel'].shape == (3, 8, 2, 4)
-  block = {f'attention/{path}': spec for path, spec in _attention().items()}
-  block |= {'norm/scale': _BIAS, 'mlp/kernel': _MATRIX, 'mlp/bias': _BIAS}
-  expected = {'head/kernel': _MATRIX, 'head/bias': _BIAS}
-  for path, spec in block.items():
-    expected[f'blocks/{path}'] = tuple(
-      tuple(axis + 1 for axis in axes) for axes in spec
-    )
+def test_an_attention_and_a_stack_of_them(make):
+  params = make()
+  specs = _attention() | {'query_ln/scale': _BIAS, 'key_ln/scale': _BIAS}
+  assert _specs(params) == specs
+  blocks = jax.tree.map(lambda x: _shape(3, *x.shape), params)
+  of_blocks = {
+    f'blocks/{path}': tuple(tuple(axis + 1 for axis in axes) for axes in spec)
+    for path, spec in specs.items()
+  }
+  head = {'kernel': _shape(8, 4)}
+  expected = {'head/kernel': _MATRIX, **of_blocks}
+  params = {'blocks': blocks, 'head': head}
   assert _specs(params, stacked={'^blocks/': 1}) == expected
 
 
@@ -272,18 +227,16 @@ def test_stacked_axes_that_do_not_lead():
   params = {
     'layers': {
       'query': {'kernel': _shape(8, 3, 2, 4), 'bias': _shape(2, 3, 4)},
-      'mlp': {'kernel': _shape(8, 3, 6)},
       'norm': {'scale': _shape(8, 3)},
-    }
+    },
+    'last': {'kernel': _shape(8, 6, 3)},
   }
-  assert _specs(params, stacked={'layers/': (1,)}) == {
+  assert _specs(params, stacked={'layers/': (1,), 'last': [-1]}) == {
     'layers/query/kernel': ((0,), (2, 3)),
     'layers/query/bias': ((), (0, 2)),
-    'layers/mlp/kernel': ((0,), (2,)),
     'layers/norm/scale': ((), (0,)),
+    'last/kernel': ((0,), (1,)),
   }
-  last = {'mlp': {'kernel': _shape(8, 6, 3)}}
-  assert _specs(last, stacked={'mlp': [-1]}) == {'mlp/kernel': ((0,), (1,))}
   for axes in (3, -1, (2,), (-3,)):
     with pytest.raises(ValueError, match=r"stacked\['norm'\] must name"):
       _specs({'norm': {'scale': _shape(8, 3)}}, stacked={'norm': axes})
@@ -291,36 +244,11 @@ def test_stacked_axes_that_do_not_lead():
 
 def test_a_matrix_named_w_is_a_kernel():
   # As in Haiku and gemma.
-  params = {'linear': {'w': _shape(8, 6)}, 'q_proj': {'w': _shape(3, 8, 4)}}
-  with pytest.raises(ValueError, match='not recognized: q_proj/w'):
-    merit_optax.flax_dimension_numbers(params)
-  assert _specs(params, overrides={'q_proj/w': _Spec((0,), (1, 2))}) == {
+  params = {'linear': {'w': _shape(8, 6)}, 'layers': {'w': _shape(3, 8, 6)}}
+  assert _specs(params, stacked={'layers': 1}) == {
     'linear/w': _MATRIX,
-    'q_proj/w': ((0,), (1, 2)),
+    'layers/w': ((1,), (2,)),
   }
-  assert _specs({'w': _shape(3, 8, 6)}, stacked={'w': 1}) == {'w': ((1,), (2,))}
-
-
-# Unknown parameters.
-
-
-def test_unknown_parameters_are_all_named():
-  params = {
-    'dense': {'kernel': _shape(8, 6)},
-    'lora': {'lora_a': _shape(8, 2)},
-    'layers': [{'mlp': {'kernel': _shape(3, 8, 6)}}],
-    'table': _shape(2, 3),
-  }
-  with pytest.raises(ValueError, match='not recognized') as error:
-    merit_optax.flax_dimension_numbers(params)
-  text = str(error.value)
-  assert 'lora/lora_a (8, 2)' in text
-  assert 'layers/0/mlp/kernel (3, 8, 6)' in text
-  assert 'table (2, 3)' in text
-  assert 'dense' not in text
-  # What to do about it.
-  assert 'stacked' in text
-  assert 'overrides' in text
 
 
 # Overrides.
@@ -351,51 +279,14 @@ def test_overrides_come_first():
 # Given to the optimizer.
 
 
-@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
-def test_an_nnx_optimizer_takes_the_function():
-  model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-  pure = jax.tree.map(jnp.copy, nnx.as_pure(nnx.state(model, nnx.Param)))
-  tx = merit_optax.merit(
-    0.1, weight_dimension_numbers=merit_optax.flax_dimension_numbers
-  )
-  with warnings.catch_warnings(action='error', category=UserWarning):
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-  updates, _ = tx.update(pure, tx.init(pure), pure)
-  gradients = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-  nnx.jit(nnx.Optimizer.update)(optimizer, model, gradients)
-  got = nnx.as_pure(nnx.state(model, nnx.Param))
-  expected = optax.apply_updates(pure, updates)
-  chex.assert_trees_all_close(got, expected, atol=1e-6)
-
-
 def test_an_nnx_state_gives_the_specs_of_its_pure_tree():
   model = nnx.eval_shape(lambda: _NnxModel(nnx.Rngs(0)))
   state = nnx.state(model, nnx.Param)
-  values = {
-    path.removesuffix('/value'): spec for path, spec in _specs(state).items()
-  }
-  assert values == _specs(nnx.to_pure_dict(state))
+  of_state, of_pure = _specs(state), _specs(nnx.to_pure_dict(state))
+  assert of_state == {f'{path}/value': spec for path, spec in of_pure.items()}
   assert 'kernel/value' not in merit_optax.describe(
     state, weight_dimension_numbers=merit_optax.flax_dimension_numbers
   )
-
-
-@chex.dataclass(frozen=True)
-class _Projections:
-  query: jax.Array
-  key: jax.Array
-  value: jax.Array
-
-
-def test_an_attribute_named_value_keeps_its_name():
-  # Only a variable of nnx, which holds nothing else, has another one.
-  names = {f'attn/{name}' for name in ('query', 'key', 'value')}
-  projections = dict.fromkeys(('query', 'key', 'value'), jnp.zeros((8, 2, 4)))
-  overrides = {'attn/(query|key|value)$': _Spec(0, (1, 2))}
-  for attn in (projections, _Projections(**projections)):
-    assert _specs({'attn': attn}, overrides=overrides).keys() == names
-    statistics = merit_optax.update_statistics({'attn': attn}, {'attn': attn})
-    assert {x.rpartition('/')[0] for x in statistics} == names
 
 
 @pytest.mark.parametrize('argument', ['stacked', 'overrides'])
@@ -407,37 +298,8 @@ def test_patterns_that_match_nothing_are_named(argument):
     merit_optax.flax_dimension_numbers(params, **{argument: patterns})
 
 
-def test_the_function_sees_a_part_of_the_parameters():
-  params = {
-    'blocks': {'up': {'kernel': jnp.ones((2, 3, 4))}},
-    'experts': {'up': {'kernel': jnp.ones((2, 3, 4))}},
-    'position': jnp.ones((1, 3, 4)),
-  }
-  numbers = functools.partial(
-    merit_optax.flax_dimension_numbers,
-    stacked={'blocks/': 1, 'experts/': 1},
-    overrides={'^position$': None},
-  )
-  mask = {'blocks': True, 'experts': True, 'position': False}
-  merit = merit_optax.merit(
-    0.1, weight_dimension_numbers=numbers, trust_ratio_mask=mask
-  )
-  masked, whole = (
-    optimizer.update(params, optimizer.init(params), params)[0]
-    for optimizer in (
-      merit,
-      merit_optax.merit(0.1, weight_dimension_numbers=numbers),
-    )
-  )
-  for name in ('blocks', 'experts'):
-    assert jnp.array_equal(
-      masked[name]['up']['kernel'], whole[name]['up']['kernel']
-    )
-  optimizer = optax.partition(
-    {
-      'merit': merit_optax.merit(0.1, weight_dimension_numbers=numbers),
-      'adam': optax.adam(0.1),
-    },
-    {'blocks': 'merit', 'experts': 'adam', 'position': 'adam'},
-  )
-  optimizer.update(params, optimizer.init(params), params)
+def test_patterns_may_match_nothing_where_parameters_are_left_out():
+  options = {'stacked': {'blocks/': 1}, 'overrides': {'^position$': None}}
+  for absent in (None, optax.MaskedNode()):
+    params = {'blocks': {'kernel': _shape(2, 3, 4)}, 'position': absent}
+    assert _specs(params, **options)['blocks/kernel'] == ((1,), (2,))

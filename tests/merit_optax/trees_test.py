@@ -1,7 +1,6 @@
 """Trees as people have them: boxes, callable models, numbers, other leaves."""
 
 import functools
-import warnings
 
 import chex
 import equinox as eqx
@@ -18,6 +17,9 @@ import pytest
 import merit_optax
 from tests.merit_optax.arrays import run
 
+# Nothing is guessed of these trees.
+pytestmark = pytest.mark.filterwarnings('error::UserWarning')
+
 _Spec = optax.contrib.MuonDimensionNumbers
 _PARAMS = {'w': jnp.ones((3, 2)), 'b': jnp.ones(2)}
 # All transforms that see parameters, one way or another.
@@ -33,12 +35,18 @@ _TRANSFORMS = {
 }
 
 
-def _step(optimizer, params, gradients):
-  updates, _ = optimizer.update(gradients, optimizer.init(params), params)
-  return updates
+_MASK_ARGUMENTS = pytest.mark.parametrize(
+  'argument', ['mask', 'trust_ratio_mask']
+)
+
+
+def _step(optimizer, params, gradients=None):
+  gradients = params if gradients is None else gradients
+  return optimizer.update(gradients, optimizer.init(params), params)[0]
 
 
 def _mlp():
+  """Returns a model with an activation as a leaf."""
   return eqx.nn.MLP(2, 3, 4, 1, key=jax.random.key(0))
 
 
@@ -64,10 +72,8 @@ def test_specs_fit_parameters_in_boxes_and_out_of_them(
   specs, params = ((boxed(), plain)[i] for i in (specs_of, params_of))
   numbers = merit_optax.flax_dimension_numbers(specs)
   optimizer = merit_optax.merit(0.1, weight_dimension_numbers=numbers)
-  with warnings.catch_warnings(action='error'):
-    updates = _step(optimizer, params, params)
-  expected = _step(merit_optax.merit(0.1), params, params)
-  chex.assert_trees_all_equal(updates, expected)
+  expected = _step(merit_optax.merit(0.1), params)
+  chex.assert_trees_all_equal(_step(optimizer, params), expected)
 
 
 def test_a_spec_of_no_parameter_is_named():
@@ -81,9 +87,8 @@ def test_specs_of_all_parameters_fit_each_part_of_a_partition():
   part = merit_optax.merit(
     0.1, weight_dimension_numbers={'w': _Spec(), 'b': None}
   )
-  optimizer = optax.partition({'x': part, 'y': part}, {'w': 'x', 'b': 'y'})
-  with warnings.catch_warnings(action='error'):
-    optimizer.init(_PARAMS)
+  parts = {'x': part, 'y': part}
+  optax.partition(parts, {'w': 'x', 'b': 'y'}).init(_PARAMS)
 
 
 # Masks.
@@ -93,46 +98,46 @@ def _masked(argument, mask):
   return merit_optax.merit(0.1, weight_decay=0.1, **{argument: mask})
 
 
+def _are_matrices(params):
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
 _MASKS = [
   {'w': True, 'b': False},
   freeze({'w': True, 'b': False}),
   {'w': np.array(True), 'b': jnp.array(False)},
   {'w': np.True_, 'b': np.False_},
-  lambda params: {name: x.ndim > 1 for name, x in params.items()},
+  _are_matrices,
+  # With a boolean in it, as in a tree of them.
+  jax.tree_util.Partial(lambda flag, params: _are_matrices(params), True),
 ]
 
 
-@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+@_MASK_ARGUMENTS
 @pytest.mark.parametrize('mask', _MASKS)
 @pytest.mark.parametrize('container', [dict, freeze])
 def test_masks_fit_by_name(argument, mask, container):
-  params = container(_PARAMS)
-  actual = _step(_masked(argument, mask), params, params)
-  expected = _step(_masked(argument, _MASKS[0]), _PARAMS, _PARAMS)
+  actual = _step(_masked(argument, mask), container(_PARAMS))
+  expected = _step(_masked(argument, _MASKS[0]), _PARAMS)
   chex.assert_trees_all_equal(dict(actual), expected)
 
 
-@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
-def test_a_model_of_booleans_is_a_mask_though_one_can_call_it(argument):
+@pytest.mark.parametrize(
+  'take',
+  [
+    lambda params, tree: _step(_masked('mask', tree), params),
+    lambda params, tree: _step(_masked('trust_ratio_mask', tree), params),
+    lambda *x: merit_optax.describe(x[0], mask=x[1], trust_ratio_mask=x[1]),
+    lambda *x: merit_optax.describe_partition(*x, {True: {}, False: None}),
+  ],
+  ids=['mask', 'trust_ratio_mask', 'describe', 'describe_partition'],
+)
+def test_a_tree_of_a_models_type_is_no_function_though_one_can_call_it(take):
   params = eqx.filter(_mlp(), eqx.is_inexact_array)
-  mask = jax.tree.map(lambda x: x.ndim > 1, params)
-  actual = _step(_masked(argument, mask), params, params)
-  expected = _step(_masked(argument, lambda _: mask), params, params)
-  chex.assert_trees_all_equal(actual, expected)
-  table = merit_optax.describe(params, **{argument: mask})
-  column = {'mask': 'no', 'trust_ratio_mask': 'none'}[argument]
-  assert [column in line.split() for line in table.splitlines()[1:]] == [
-    x.ndim == 1 for x in jax.tree.leaves(params)
-  ]
-
-
-def test_a_model_of_labels_is_no_function():
-  params = eqx.filter(_mlp(), eqx.is_inexact_array)
-  labels = jax.tree.map(lambda x: 'ab'[x.ndim == 1], params)
-  parts = {'a': None, 'b': None}
-  assert merit_optax.describe_partition(
-    params, labels, parts
-  ) == merit_optax.describe_partition(params, lambda _: labels, parts)
+  tree = _are_matrices(params)
+  chex.assert_trees_all_equal(
+    take(params, tree), take(params, lambda _: tree), strict=True
+  )
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,7 @@ def test_a_model_of_labels_is_no_function():
     (True, 'static_args'),
   ],
 )
-@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+@_MASK_ARGUMENTS
 def test_masks_that_do_not_fit_are_refused(argument, mask, message):
   describe = functools.partial(merit_optax.describe, **{argument: mask})
   for take in (_masked(argument, mask).init, describe):
@@ -154,18 +159,17 @@ def test_masks_that_do_not_fit_are_refused(argument, mask, message):
       take(_PARAMS)
 
 
-@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+@_MASK_ARGUMENTS
 def test_masks_that_are_taken_for_schedules_are_refused(argument):
-  mask = lambda params: jax.tree.map(lambda x: x.ndim > 1, params)  # noqa: E731
-  settings = {'weight_decay': 0.1, argument: mask}
+  settings = {'weight_decay': 0.1, argument: _are_matrices}
   build = optax.inject_hyperparams(merit_optax.merit)
   # Alone, a parameter would fit any boolean.
   for params in (_PARAMS, jnp.ones((2, 3))):
     with pytest.raises(ValueError, match=f"name '{argument}' in static_args"):
       build(0.1, **settings).init(params)
   build = optax.inject_hyperparams(merit_optax.merit, static_args=argument)
-  actual = _step(build(0.1, **settings), _PARAMS, _PARAMS)
-  expected = _step(merit_optax.merit(0.1, **settings), _PARAMS, _PARAMS)
+  actual = _step(build(0.1, **settings), _PARAMS)
+  expected = _step(merit_optax.merit(0.1, **settings), _PARAMS)
   chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
@@ -180,17 +184,10 @@ def test_masks_that_are_taken_for_schedules_are_refused(argument):
     merit_optax.keep_matrix_norms,
   ],
 )
-def test_updates_without_parameters_are_refused_as_by_optax(make):
-  transform, peer = make(), optax.scale_by_trust_ratio()
-  messages = []
-  for x in (transform, peer):
-    with pytest.raises(ValueError) as error:
-      x.update(_PARAMS, x.init(_PARAMS), None)
-    messages.append(str(error.value))
-  assert messages[0] == messages[1]
-
-
-_WRITTEN_THE_SAME = {'a/b': jnp.ones((4, 4)), 'a': {'b': jnp.ones((2, 4))}}
+def test_updates_without_parameters_are_refused(make):
+  transform = make()
+  with pytest.raises(ValueError, match='not passing `params`'):
+    transform.update(_PARAMS, transform.init(_PARAMS), None)
 
 
 @pytest.mark.parametrize(
@@ -205,20 +202,15 @@ _WRITTEN_THE_SAME = {'a/b': jnp.ones((4, 4)), 'a': {'b': jnp.ones((2, 4))}}
 )
 def test_paths_that_are_written_the_same_are_refused(take):
   with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):
-    take(_WRITTEN_THE_SAME)
+    take({'a/b': jnp.ones((4, 4)), 'a': {'b': jnp.ones((2, 4))}})
 
 
 @pytest.mark.parametrize('make', _TRANSFORMS.values(), ids=_TRANSFORMS)
 def test_what_has_no_update_is_passed_over(make):
-  model = _mlp()  # With an activation as a leaf.
-  params, gradients = (
-    eqx.filter(x, eqx.is_inexact_array)
-    for x in (model, jax.tree.map(lambda x: x, model))
-  )
-  optimizer = make()
+  optimizer, params = make(), eqx.filter(_mlp(), eqx.is_inexact_array)
   state = optimizer.init(params)
-  actual, _ = optimizer.update(gradients, state, model)
-  expected, _ = optimizer.update(gradients, state, params)
+  actual, _ = optimizer.update(params, state, _mlp())
+  expected, _ = optimizer.update(params, state, params)
   chex.assert_trees_all_equal(actual, expected)
 
 
@@ -244,13 +236,11 @@ def test_other_leaves_are_named(take):
 
 @pytest.mark.parametrize('value', [2.0, 2, 2.0 + 1.0j])
 def test_numbers_are_arrays(value):
-  number, array = {'s': value}, {'s': jnp.asarray(value)}
-  optimizer = merit_optax.merit(0.1)
-  states = [optimizer.init(x) for x in (number, array)]
+  optimizer, array = merit_optax.merit(0.1), jnp.asarray(value)
+  states = optimizer.init(value), optimizer.init(array)
   chex.assert_trees_all_equal_shapes_and_dtypes(*states)
-  gradients = jax.tree.map(lambda x: 1.0 * x, array)
-  chex.assert_trees_all_equal(
-    _step(optimizer, number, gradients), _step(optimizer, array, gradients)
+  assert _step(optimizer, value, 1.0 * array) == _step(
+    optimizer, array, 1.0 * array
   )
 
 
@@ -264,34 +254,25 @@ def test_numbers_are_arrays(value):
 def test_a_large_gradient_freezes_no_element(gradient, dtype):
   if dtype == jnp.float32:
     gradient *= 1e17
-  params = {'w': jnp.ones((2, 2), dtype)}
-  optimizer = merit_optax.merit(0.1)
-  gradients = jax.tree.map(lambda x: x * gradient, params)
-  _, state = optimizer.update(gradients, optimizer.init(params), params)
+  params, optimizer = jnp.ones((2, 2), dtype), merit_optax.merit(0.1)
+  state = optimizer.init(params)
+  _, state = optimizer.update(params * gradient, state, params)
   assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-  decayed = state[0].nu['w']
-  _, state = optimizer.update(params, state, params)
-  assert (state[0].nu['w'] < decayed).all()
+  _, decayed = optimizer.update(params, state, params)
+  assert (decayed[0].nu < state[0].nu).all()
 
 
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize('make', _TRANSFORMS.values(), ids=_TRANSFORMS)
 def test_promotion_may_be_forbidden(make, dtype):
   params = {'w': jnp.ones((3, 2), dtype), 'b': jnp.ones(2, dtype)}
-  expected = _step(make(), params, params)
+  expected = _step(make(), params)
   # Nor is anything wrong with arrays of NumPy.
   gradients = jax.tree.map(np.asarray, params)
   with jax.numpy_dtype_promotion('strict'):
     actual = _step(make(), params, gradients)
     merit_optax.update_statistics(actual, params)
   chex.assert_trees_all_equal(actual, expected)
-
-
-def test_statistics_divide_nothing_by_zero():
-  zeros = {'b': jnp.zeros(3)}
-  with jax.debug_nans(True):
-    measured = merit_optax.update_statistics(zeros, zeros)
-  assert measured['b/update_to_weight'] == 0
 
 
 # One element.
@@ -340,23 +321,44 @@ class _Critic(eqx.Module):
   target: object
 
 
-def test_a_field_named_value_keeps_its_name_beside_what_is_masked_out():
+def test_a_field_named_value_keeps_its_name():
+  both = {'c': _Critic(jnp.ones((3, 2)), jnp.ones(2))}
+  statistics = merit_optax.update_statistics(both, both)
+  assert {x.rpartition('/')[0] for x in statistics} == {'c/value', 'c/target'}
+  # And beside what is left out, where it might be the value of a box.
   params = {'c': _Critic(jnp.ones((3, 2)), None)}
   assert '\nvalue ' in merit_optax.describe(params['c'])
-  mask = {'c': _Critic(True, False)}
-  _masked('mask', mask).init(params)
+  _masked('mask', {'c': _Critic(True, False)}).init(params)
   specs = {'c': {'value': _Spec(), 'target': None}}
   optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
-  with warnings.catch_warnings(action='error'):
-    optimizer.init(params)
-    optimizer.init({'c': _Critic(optax.MaskedNode(), jnp.ones(2))})
+  optimizer.init(params)
+  optimizer.init({'c': _Critic(optax.MaskedNode(), jnp.ones(2))})
   with pytest.raises(ValueError, match='missing'):
-    _masked('mask', {'c': _Critic(True, None)}).init(
-      {'c': _Critic(jnp.ones(2), jnp.ones(2))}
-    )
+    _masked('mask', {'c': _Critic(True, None)}).init(both)
 
 
-@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+_ONE_ARRAY = {
+  'first_ratios': merit_optax.scale_by_l2_norm_trust_ratio(calibrate=True),
+  'radius': merit_optax.keep_matrix_norms(radius='initial'),
+}
+
+
+@pytest.mark.parametrize('name', _ONE_ARRAY)
+def test_joined_numbers_are_one_array_that_is_no_parameter(name):
+  transform = _ONE_ARRAY[name]
+  state = transform.init(_PARAMS)
+  assert len(jax.tree.leaves(state)) == 1
+  marked = optax.tree.map_params(
+    transform, lambda _: 'moment', state, transform_non_params=lambda _: 'other'
+  )
+  assert getattr(marked, name) == 'other'
+  for empty in ({}, (), {'a': None}, {'a': optax.MaskedNode()}):
+    updates, state = transform.update(empty, transform.init(empty), empty)
+    assert updates == empty
+    assert getattr(state, name).shape == (0,)
+
+
+@_MASK_ARGUMENTS
 def test_an_entry_of_an_empty_container_is_not_too_many(argument):
   params = [(jnp.ones((3, 2)), jnp.ones(2)), (), {'d': {}}]
   _masked(argument, [True, False, {'d': True}]).init(params)
@@ -378,13 +380,6 @@ def test_integers_do_not_move():
   params = _PARAMS | {'n': jnp.array(3)}
   gradients = _PARAMS | {'n': jnp.array(0)}
   assert _step(merit_optax.merit(0.1), params, gradients)['n'] == 0
-
-
-def test_a_partial_function_with_booleans_is_called():
-  mask = jax.tree_util.Partial(
-    lambda flag, params: jax.tree.map(lambda x: x.ndim > 1, params), True
-  )
-  _masked('mask', mask).init(_PARAMS)
 
 
 def test_eager_steps_compile_nothing_anew(caplog):
