@@ -29,14 +29,6 @@ def test_real_numbers_are_clipped_as_optax_does(updates, max_delta):
   np.testing.assert_array_equal(actual, expected)
 
 
-def test_default_threshold_is_one():
-  transform = merit_optax.elementwise_clip()
-  actual, _ = transform.update(
-    jnp.array([0.5, 3.0, -1.5, jnp.nan]), transform.init(None)
-  )
-  np.testing.assert_array_equal(actual, [0.5, 1.0, -1.0, np.nan])
-
-
 _parts = st.one_of(
   st.just(0.0),
   st.floats(2**-20, 2**20, width=32),
