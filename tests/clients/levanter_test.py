@@ -62,7 +62,6 @@ def test_training(run_recipe, tmp_path):
     'levanter_merit.py', '--config_path', 'config.yaml', cwd=tmp_path
   )
   losses = [float(x) for x in re.findall(r'"train/loss": ([\d.]+)', output)]
-  print(losses)
   assert len(losses) >= _STEPS
   assert losses[-1] < losses[0] - 0.5, losses
 

@@ -69,7 +69,7 @@ def state_shardings(
 
 def assert_same_bits(actual: Any, expected: Any) -> None:
   """Compares trees, wherever their arrays lie."""
-  chex.assert_trees_all_equal_structs(actual, expected)
+  chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
   paths = jax.tree.leaves_with_path(actual)
   for (path, x), y in zip(paths, jax.tree.leaves(expected), strict=True):
     assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path

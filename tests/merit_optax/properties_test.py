@@ -41,13 +41,11 @@ def _pairs(draw, elements, shapes=_SHAPES):
   return draw(array), draw(array)
 
 
-def _transform(**options):
-  return merit_optax.scale_by_max_norm_trust_ratio(**options)
-
-
 @functools.cache
 def _jitted(ratios=_ALL, **options):
-  transform = _transform(ratios=ratios, **options)
+  transform = merit_optax.scale_by_max_norm_trust_ratio(
+    ratios=ratios, **options
+  )
   return jax.jit(lambda z, w: transform.update(z, transform.init(w), w)[0])
 
 
@@ -58,8 +56,6 @@ def _scale(z, w, ratios=_ALL, **options):
 def _oracle_norms(x, ratios, min_norm):
   """Returns the norms in float64, each with the shape of x."""
   axes = {'weight': (-2, -1), 'row': (-1,), 'column': (-2,)}
-  if x.ndim < 2:
-    axes, ratios = {'weight': None}, ('weight',)
   norms = [np.max(np.abs(x), axis=axes[name], keepdims=True) for name in ratios]
   return np.stack(
     [np.broadcast_to(np.maximum(n, min_norm), x.shape) for n in norms]
@@ -157,13 +153,11 @@ def test_whole_steps_are_those_of_algorithm_1(ratios, decay, seed, size):
   np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * largest)
 
 
-@pytest.mark.parametrize('shape', [(5,), ()], ids=str)
-def test_few_axes_have_the_weight_wise_ratio_whatever_is_asked(shape):
-  z, w = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+def test_a_vector_has_the_weight_wise_ratio_whatever_is_asked():
+  z, w = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
+  expected = np.max(np.abs(w)) / np.max(np.abs(z)) * z
   for ratios in (('row',), ('column',), _ALL):
-    np.testing.assert_allclose(
-      _scale(z, w, ratios), _oracle_scale(z, w, ('weight',)), rtol=1e-6
-    )
+    np.testing.assert_allclose(_scale(z, w, ratios), expected, rtol=1e-6)
 
 
 def test_the_largest_magnitude_of_many_elements_may_be_negative():
@@ -279,15 +273,6 @@ def _path_of_a_stale_row(**options):
   gradients[1:, 0] = 0
   params, _ = _steps(learning_rate=0.01, **options)(w, gradients)
   return np.asarray(params)[:, 0]
-
-
-def test_a_stale_row_keeps_moving():
-  path = _path_of_a_stale_row()
-  steps = np.diff(path, axis=0)
-  assert np.all(np.sign(steps) == np.sign(steps[0]))
-  # At full speed for ever: by the rate, up to the clip.
-  size = np.minimum(1, np.max(np.abs(path), axis=1)[:-1])
-  assert np.all(np.max(np.abs(steps), axis=1)[100:] > 0.009 * size[100:])
 
 
 def test_weight_decay_takes_a_stale_row_to_zero():
