@@ -53,9 +53,8 @@ def test_complex_numbers_keep_their_phase(parts, max_delta):
 
 def test_huge_complex_numbers_stay_finite_and_small_ones_as_they_are():
   updates = jnp.array([1e30, -1e35j, 0.1 + 0.2j, 1e-30j], jnp.complex64)
-  expected = updates.at[:2].set([1e10, -1e10j])
   clipped = _clip(1e10, updates)
-  np.testing.assert_allclose(clipped[:2], expected[:2], rtol=1e-6)
+  np.testing.assert_allclose(clipped[:2], [1e10, -1e10j], rtol=1e-6)
   np.testing.assert_array_equal(clipped[2:], updates[2:])
 
 

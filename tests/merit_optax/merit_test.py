@@ -31,51 +31,42 @@ def _updates(optimizer, steps=4):
   return [x.updates for x in run(optimizer, _params(), _gradients(steps))]
 
 
-_EVERYTHING = {
-  'b1': 0.8,
-  'b2': 0.7,
-  'eps': 0.1,
-  'eps_root': 0.2,
-  'weight_decay': 0.3,
-  'mask': lambda params: {'w': True, 'b': False},
-  'mu_dtype': jnp.bfloat16,
-  'nu_dtype': jnp.float16,
-  'bias_correction': True,
-  'clip_threshold': 0.5,
-  'ratios': ('row', 'column'),
-  'trust_ratio_mask': {'w': True, 'b': False},
-  'min_norm': 0.4,
-  'weight_dimension_numbers': {
-    'w': optax.contrib.MuonDimensionNumbers(1, 0),
-    'b': None,
-  },
-}
-
-
 def test_every_argument_reaches_its_transform():
-  assert _EVERYTHING.keys() == (
+  adam = {
+    **{'b1': 0.8, 'b2': 0.7, 'eps': 0.1, 'eps_root': 0.2},
+    **{'mu_dtype': 'bfloat16', 'nu_dtype': 'float16', 'bias_correction': True},
+  }
+  ratio = {
+    'ratios': ('row', 'column'),
+    'min_norm': 0.4,
+    'weight_dimension_numbers': {
+      'w': optax.contrib.MuonDimensionNumbers(1, 0),
+      'b': None,
+    },
+  }
+  others = {
+    'weight_decay': 0.3,
+    'mask': lambda params: {'w': True, 'b': False},
+    'clip_threshold': 0.5,
+    'trust_ratio_mask': {'w': True, 'b': False},
+  }
+  everything = adam | ratio | others
+  assert everything.keys() == (
     inspect.signature(merit_optax.merit).parameters.keys() - {'learning_rate'}
   )
-  ratio = merit_optax.scale_by_max_norm_trust_ratio(
-    0.4,
-    ratios=('row', 'column'),
-    weight_dimension_numbers=_EVERYTHING['weight_dimension_numbers'],
-  )
   chain = optax.chain(
-    merit_optax.scale_by_adam(
-      *(0.8, 0.7, 0.1, 0.2, jnp.bfloat16),
-      nu_dtype=jnp.float16,
-      bias_correction=True,
-    ),
+    merit_optax.scale_by_adam(**adam),
     optax.add_decayed_weights(0.3, {'w': True, 'b': False}),
-    optax.masked(ratio, {'w': True, 'b': False}),
+    optax.masked(
+      merit_optax.scale_by_max_norm_trust_ratio(**ratio),
+      {'w': True, 'b': False},
+    ),
     merit_optax.elementwise_clip(0.5),
     optax.scale_by_learning_rate(_RATE),
   )
-  merit = merit_optax.merit(_RATE, **_EVERYTHING)
   actual, expected = (
     list(run(optimizer, _params(), _gradients(4)))
-    for optimizer in (merit, chain)
+    for optimizer in (merit_optax.merit(_RATE, **everything), chain)
   )
   chex.assert_trees_all_equal(actual, expected)
 

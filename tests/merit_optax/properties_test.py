@@ -34,9 +34,9 @@ _extreme = st.one_of(
 
 
 @st.composite
-def _pairs(draw, elements, shapes=_SHAPES):
+def _pairs(draw, elements):
   """Draws an update and a weight of the same shape."""
-  shape = draw(st.sampled_from(shapes))
+  shape = draw(st.sampled_from(_SHAPES))
   array = hnp.arrays(np.float32, shape, elements=elements)
   return draw(array), draw(array)
 
@@ -107,26 +107,18 @@ def _steps(**options):
 # The formula.
 
 
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-@hypothesis.given(pair=_pairs(_with_zeros))
-def test_ratio_is_that_of_the_formula(ratios, pair):
-  z, w = pair
-  np.testing.assert_allclose(
-    _scale(z, w, ratios), _oracle_scale(z, w, ratios), rtol=1e-6
-  )
-
-
 @pytest.mark.parametrize(
   'options',
   [
+    *({'ratios': ratios} for ratios in _SUBSETS),
     {'min_norm': 1.0},
     {'trust_coefficient': 0.25, 'eps': 0.5},
     {'min_norm': 0.5, 'trust_coefficient': 3.0, 'eps': 0.125},
   ],
   ids=str,
 )
-@hypothesis.given(pair=_pairs(_with_zeros, shapes=((3, 4),)))
-def test_further_arguments_enter_the_formula(options, pair):
+@hypothesis.given(pair=_pairs(_with_zeros))
+def test_ratio_is_that_of_the_formula(options, pair):
   z, w = pair
   np.testing.assert_allclose(
     _scale(z, w, **options), _oracle_scale(z, w, **options), rtol=1e-6
@@ -192,17 +184,6 @@ def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
   assert np.max(np.abs(updates)) <= bound * _ULPS
 
 
-def test_a_matrix_grows_at_most_by_the_sum_of_the_rates():
-  random = np.random.default_rng(0)
-  w = random.normal(size=(4, 3)).astype(np.float32)
-  # One direction only: as fast as the rule allows.
-  gradients = np.broadcast_to(-np.sign(w), (50, 4, 3))
-  params, _ = _steps(learning_rate=0.01, clip_threshold=None)(w, gradients)
-  growth = np.max(np.abs(params[-1])) / np.max(np.abs(w))
-  assert growth <= np.exp(50 * 0.01)
-  np.testing.assert_allclose(growth, 1.01**50, rtol=1e-4)
-
-
 # Invariances.
 
 
@@ -219,17 +200,6 @@ def test_the_scale_of_updates_cancels_and_that_of_weights_carries_over(
 
 
 # Norms that are zero.
-
-
-def test_fallback_ignores_norms_that_are_not_used():
-  z = np.array([[1.0, 2.0], [4.0, 2.0]], np.float32)
-  w = np.array([[0.0, 0.0], [8.0, 2.0]], np.float32)
-  np.testing.assert_array_equal(_scale(z, w, ('weight',)), 2 * z)
-  np.testing.assert_array_equal(_scale(z, w, ('weight', 'column')), 2 * z)
-  np.testing.assert_array_equal(_scale(z, w, ('column',)), z * [2, 1])
-  np.testing.assert_array_equal(_scale(z, w)[0], z[0])
-  np.testing.assert_array_equal(_scale(z, 0 * w), z)
-  np.testing.assert_array_equal(_scale(0 * z, w), 0 * z)
 
 
 _TINY = np.finfo(np.float32).tiny
@@ -254,12 +224,6 @@ def test_the_smallest_normal_norm_counts():
   w = np.ones((2, 2), np.float32)
   np.testing.assert_allclose(_scale(z, w), w, rtol=1e-6)
   np.testing.assert_allclose(_scale(w, z), z, rtol=1e-6)
-
-
-def test_with_a_floor_a_zero_weight_starts_moving():
-  zero, z = np.zeros((2, 2), np.float32), np.ones((2, 2), np.float32)
-  np.testing.assert_array_equal(_scale(z, zero, min_norm=0.25), 0.25 * z)
-  np.testing.assert_array_equal(_scale(zero, z, min_norm=0.25), zero)
 
 
 # The stale row: with one gradient and then none.

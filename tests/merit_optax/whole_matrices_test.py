@@ -1,6 +1,7 @@
 """Hyperball on meshes: the bits of one device, and little that is sent."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -34,23 +35,16 @@ _PARAMETERS = {
   'bias': ((96,), P('tensor'), None),
 }
 _AXES = ('data', 'fsdp', 'tensor')
-_QUICK = [('float32', (2, 2, 2), AxisType.Auto)]
-_ALL = [
-  (dtype, sizes, axis_type)
-  for dtype in ('float32', 'bfloat16')
-  for sizes in (
-    *((1, 8, 1), (8, 1, 1), (1, 1, 8), (2, 4, 1)),
-    *((4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
-  )
-  for axis_type in (AxisType.Auto, AxisType.Explicit)
-]
+_SIZES = (
+  *((1, 8, 1), (8, 1, 1), (1, 1, 8), (2, 4, 1)),
+  *((4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
+)
+_QUICK = ('float32', (2, 2, 2), AxisType.Auto)
 _CASES = [
-  *_QUICK,
-  *(
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in _ALL
-    if case not in _QUICK
-  ),
+  pytest.param(*case, marks=() if case == _QUICK else pytest.mark.slow)
+  for case in itertools.product(
+    ('float32', 'bfloat16'), _SIZES, (AxisType.Auto, AxisType.Explicit)
+  )
 ]
 
 
