@@ -129,17 +129,9 @@ def test_nnx_optimizer_of_sharded_parameters():
     assert moment.sharding.is_equivalent_to(expected, 2)
 
 
-class _LinenModel(linen.Module):
-  """Two layers."""
-
-  @linen.compact
-  def __call__(self, x):
-    x = jnp.tanh(linen.Dense(32, name='hidden')(x))
-    return linen.Dense(_SIZE, name='output')(x)
-
-
 def test_linen_train_state():
-  model, (inputs, targets) = _LinenModel(), _data()
+  layers = [linen.Dense(32), jnp.tanh, linen.Dense(_SIZE)]
+  model, (inputs, targets) = linen.Sequential(layers), _data()
   state = train_state.TrainState.create(
     apply_fn=model.apply,
     params=model.init(jax.random.key(0), inputs)['params'],

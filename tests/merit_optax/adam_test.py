@@ -10,25 +10,12 @@ import optax
 import pytest
 
 import merit_optax
-
-
-def _normal(seed, shape, dtype=jnp.float32):
-  real, imaginary = np.random.default_rng(seed).normal(size=(2, *shape))
-  is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-  return jnp.asarray(real + 1j * imaginary if is_complex else real, dtype)
+from tests.merit_optax.arrays import normal, run
 
 
 def _tree(seed, dtype=jnp.float32):
   shapes = {'w': (4, 3), 'b': (5,), 'scalar': ()}
-  return {k: _normal(seed, s, dtype) for k, s in shapes.items()}
-
-
-def _run(transform, params, gradients):
-  update = jax.jit(transform.update)
-  state = transform.init(params)
-  for gradient in gradients:
-    updates, state = update(gradient, state)
-    yield updates, state
+  return {k: normal(seed, s, dtype) for k, s in shapes.items()}
 
 
 def _oracle(gradients, b1, b2, eps, eps_root, nesterov=False):
@@ -58,8 +45,8 @@ def test_with_correction_equals_optax_bit_by_bit(rates, dtype, nesterov):
   theirs = optax.scale_by_adam(*rates, **options)
   # Compiled, a product may be rounded before it is added in one program alone.
   with jax.disable_jit():
-    actual = list(_run(ours, params, gradients))
-    expected = list(_run(theirs, params, gradients))
+    actual = list(run(ours, params, gradients))
+    expected = list(run(theirs, params, gradients))
   chex.assert_trees_all_equal(actual, expected)
 
 
@@ -68,15 +55,15 @@ def test_with_correction_equals_optax_bit_by_bit(rates, dtype, nesterov):
   [((), False), ((0.0, 0.5, 0.1, 0.2), False), ((0.8, 0.9, 1e-3, 0.0), True)],
 )
 def test_without_correction_equals_the_formula(rates, nesterov):
-  gradients = [_normal(seed, (4, 3)) for seed in range(5)]
+  gradients = [normal(seed, (4, 3)) for seed in range(5)]
   transform = merit_optax.scale_by_adam(*rates, nesterov=nesterov)
-  actual = _run(transform, jnp.zeros((4, 3)), gradients)
+  actual = run(transform, jnp.zeros((4, 3)), gradients)
   # By default with the numbers of the authors.
   expected = _oracle(gradients, *(rates or (0.9, 0.95, 1e-6, 0.0)), nesterov)
-  for step, ((u, state), (want_u, m, v)) in enumerate(
-    zip(actual, expected, strict=True)
+  for count, ((u, state, _), (want_u, m, v)) in enumerate(
+    zip(actual, expected, strict=True), 1
   ):
-    assert (state.count, state.count.dtype) == (step + 1, jnp.int32)
+    assert (state.count, state.count.dtype) == (count, jnp.int32)
     # Absolute beside it: the first moment may cancel.
     np.testing.assert_allclose(u, want_u, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(state.mu, m, rtol=1e-5, atol=1e-6)
@@ -125,7 +112,7 @@ def test_complex_parameters_have_complex_first_moments():
 def test_rounding_of_a_moment_reaches_only_later_steps():
   gradients = [_tree(1), _tree(2)]
   wide, narrow = (
-    [updates for updates, _ in _run(transform, _tree(0), gradients)]
+    [step.updates for step in run(transform, _tree(0), gradients)]
     for transform in (
       merit_optax.scale_by_adam(),
       merit_optax.scale_by_adam(mu_dtype='bfloat16', nu_dtype='bfloat16'),
@@ -142,8 +129,8 @@ def test_zero_gradients_give_zero_updates(dtype, correction):
   # float16 rounds eps = 1e-8 to zero, which made this 0 / 0 in half precision.
   transform = merit_optax.scale_by_adam(eps=1e-8, bias_correction=correction)
   params = jnp.ones(4, dtype)
-  for updates, _ in _run(transform, params, [jnp.zeros(4, dtype)] * 3):
-    np.testing.assert_array_equal(updates, jnp.zeros(4, dtype))
+  for step in run(transform, params, [jnp.zeros(4, dtype)] * 3):
+    np.testing.assert_array_equal(step.updates, jnp.zeros(4, dtype))
 
 
 @pytest.mark.parametrize(

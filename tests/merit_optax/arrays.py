@@ -13,7 +13,11 @@ import optax
 
 def normal(seed: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
   """Returns random numbers, the same for each seed."""
-  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+  generator = np.random.default_rng(seed)
+  numbers = generator.normal(size=shape)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    numbers = numbers + 1j * generator.normal(size=shape)
+  return jnp.asarray(numbers, dtype)
 
 
 class Step(NamedTuple):

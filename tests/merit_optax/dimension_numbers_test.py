@@ -92,26 +92,6 @@ def test_a_stack_gets_the_updates_of_separate_matrices(
       np.testing.assert_array_equal(matrix(step, index), expected)
 
 
-@pytest.mark.parametrize(
-  'shape, spec, flat',
-  [
-    ((6, 3, 4), _Spec((0,), (1, 2)), (6, 12)),  # (model, heads, head_dim)
-    ((3, 4, 6), _Spec((0, 1), (2,)), (12, 6)),  # (heads, head_dim, model)
-  ],
-)
-def test_an_attention_kernel_gets_the_updates_of_its_flat_matrix(
-  shape, spec, flat
-):
-  params, gradients = normal(0, shape), _gradients(shape)
-  # Compiled, a product may be rounded before it is added in one program alone.
-  with jax.disable_jit():
-    kernel = _updates(params, gradients, spec)
-    matrix = _updates(
-      params.reshape(flat), [g.reshape(flat) for g in gradients], None
-    )
-  np.testing.assert_array_equal(kernel.reshape(-1, *flat), matrix)
-
-
 # Forms of a single spec.
 
 
