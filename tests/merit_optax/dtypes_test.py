@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import normal, run
 
 _RATE = 0.1
 _SAME = [
@@ -54,16 +54,10 @@ def test_dtypes_are_those_of_lamb(params_dtype, gradient_dtype):
         peer.update, gradient, peer_state, params
       )
       assert _dtypes(updates) == _dtypes(expected)
-      after, peer_after = _adam(state), _adam(peer_state)
-      # optax 0.2.6 widens the second moment in the first step.
-      peer_nu = first.nu if optax.__version__ == '0.2.6' else peer_after.nu
-      assert _dtypes(after.nu) == _dtypes(peer_nu)
       # The first moment of optax takes the dtype to which it and the gradient
       # promote: twice the memory for bfloat16, and a second compilation. Ours
       # stays as it was made.
-      assert _dtypes(after) == _dtypes(first)
-      mu_dtype = jnp.promote_types(params_dtype, gradient_dtype).name
-      assert set(_dtypes(peer_after.mu).values()) == {mu_dtype}
+      assert _dtypes(_adam(state)) == _dtypes(first)
 
 
 @pytest.mark.parametrize(
@@ -110,13 +104,9 @@ def test_small_float16_gradients_give_no_nan(size, weight_decay):
   optimizer = merit_optax.merit(_RATE, weight_decay=weight_decay)
   params = _tree(0, jnp.float16)
   gradient = jax.tree.map(lambda x: jnp.full_like(x, size), params)
-  state = optimizer.init(params)
-  update = jax.jit(optimizer.update)
-  for _ in range(3):
-    updates, state = update(gradient, state, params)
-    chex.assert_tree_all_finite((updates, state))
-    params = optax.apply_updates(params, updates)
-    moves = any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
+  for step in run(optimizer, params, [gradient] * 3):
+    chex.assert_tree_all_finite(step)
+    moves = any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(step.updates))
     assert moves == (size > 0 or weight_decay > 0)
 
 
