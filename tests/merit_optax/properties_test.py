@@ -162,18 +162,6 @@ def test_the_largest_magnitude_of_many_elements_may_be_negative():
 # The bound.
 
 
-@pytest.mark.parametrize('ratios', [('row', 'column'), _ALL], ids='+'.join)
-@hypothesis.given(pair=_pairs(_nonzero))
-def test_no_element_is_scaled_beyond_the_largest_weight(ratios, pair):
-  z, w = pair
-  largest = np.max(np.abs(w)).astype(np.float64)
-  scaled = np.abs(_scale(z, w, ratios))
-  assert np.max(scaled) <= largest * _ULPS
-  # And the largest update of each matrix gets there.
-  if 'weight' in ratios:
-    assert np.max(scaled) >= largest / _ULPS
-
-
 @pytest.mark.parametrize('decay', [0.0, 0.25])
 @hypothesis.given(pair=_pairs(_nonzero))
 def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
