@@ -23,8 +23,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     'study-nano': 'import time; time.sleep(60)',
   }
 
-  def command(settings: accelerator.Settings, part: accelerator.Part):
-    del settings
+  def command(_: accelerator.Settings, part: accelerator.Part):
     ran.append(['-c', kinds[part]])
     return ran[-1]
 
@@ -51,7 +50,6 @@ def test_parts_end_as_they_should_and_are_not_repeated(
   }
   assert _run(tmp_path, *args, '--limit', '1') == expected
   text = capsys.readouterr().out
-  assert all(word in text for pair in expected.items() for word in pair)
   assert f'optax-suite: see {tmp_path / "optax-suite.log"}' in text
   commands.clear()
   assert _run(tmp_path, *args, '--limit', '1') == expected
@@ -63,9 +61,8 @@ def test_a_dry_run_is_not_taken_for_a_real_one(
 ):
   _run(tmp_path, '--parts', 'trajectories', '--dry-run')
   commands.clear()
-  with pytest.raises(SystemExit) as error:
+  with pytest.raises(SystemExit, match='2'):
     _run(tmp_path, '--parts', 'trajectories')
-  assert error.value.code == 2
   assert 'dry run: give another folder' in capsys.readouterr().err
   assert not commands
 
@@ -73,8 +70,7 @@ def test_a_dry_run_is_not_taken_for_a_real_one(
 def test_without_an_accelerator_it_says_what_to_do(tmp_path: Path):
   done = subprocess.run(
     [sys.executable, '-m', 'benchmarks.accelerator', '--out', str(tmp_path)],
-    capture_output=True, text=True, check=False,
-    cwd=_ROOT,
+    capture_output=True, text=True, check=False, cwd=_ROOT,
   )  # fmt: skip
   assert done.returncode == 2
   assert '--dry-run' in done.stderr

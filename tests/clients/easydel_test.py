@@ -85,5 +85,4 @@ def test_training(arguments, model, capfd):
   ed.Trainer(arguments=arguments, model=model, dataset_train=dataset).train()
   output = capfd.readouterr().err
   losses = [float(x) for x in re.findall(r', loss=([\d.]+)', output)]
-  print(losses)
   assert losses[-1] < losses[0] - 0.5, losses

@@ -30,7 +30,6 @@ def test_training(recipe, tmp_path):
     recipe.trainer, workdir=tmp_path, writer=_Losses()
   )
   trainer.train()
-  print(_LOSSES)
   assert len(_LOSSES) >= recipe.STEPS
   assert _LOSSES[-1] < _LOSSES[0] - 0.3, _LOSSES
 

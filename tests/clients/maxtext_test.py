@@ -40,7 +40,6 @@ def test_training(run_recipe, tmp_path):
   losses = [
     float(x) for x in re.findall(r'step: \d+.*? loss: ([\d.]+)', output)
   ]
-  print(losses)
   assert len(losses) == _STEPS
   assert losses[-1] < losses[0] - 1, losses
 

@@ -1,6 +1,5 @@
 """MERIT trains the models of each framework, and Orbax keeps its state."""
 
-import chex
 import equinox as eqx
 from flax import linen, nnx
 from flax.training import train_state
@@ -13,6 +12,11 @@ import orbax.checkpoint as ocp
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import (
+  assert_same_bits,
+  state_shardings,
+  step_function,
+)
 
 _STEPS = 40
 _SIZE = 8
@@ -61,8 +65,7 @@ def _dict_step(optimizer):
   @jax.jit
   def step(params, state):
     loss, gradient = jax.value_and_grad(_dict_loss)(params, *_data())
-    updates, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state, loss
+    return *step_function(optimizer)(params, state, gradient), loss
 
   return step
 
@@ -71,20 +74,15 @@ class _NnxModel(nnx.Module):
   """Two layers whose kernels say how they are sharded."""
 
   def __init__(self, rngs):
-    init = nnx.initializers.lecun_normal()
+    def init(*axes):
+      return nnx.with_partitioning(nnx.initializers.lecun_normal(), axes)
+
+    zeros = nnx.with_partitioning(nnx.initializers.zeros, ('tensor',))
     self.hidden = nnx.Linear(
-      _SIZE,
-      32,
-      kernel_init=nnx.with_partitioning(init, ('fsdp', 'tensor')),
-      bias_init=nnx.with_partitioning(nnx.initializers.zeros, ('tensor',)),
-      rngs=rngs,
+      _SIZE, 32, kernel_init=init('fsdp', 'tensor'), bias_init=zeros, rngs=rngs
     )
     self.output = nnx.Linear(
-      32,
-      _SIZE,
-      kernel_init=nnx.with_partitioning(init, ('tensor', 'fsdp')),
-      use_bias=False,
-      rngs=rngs,
+      32, _SIZE, kernel_init=init('tensor', 'fsdp'), use_bias=False, rngs=rngs
     )
 
   def __call__(self, x):
@@ -95,11 +93,8 @@ def _mesh(shape, names=('fsdp', 'tensor')):
   return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
-def _nnx_loss(model, inputs, targets):
-  return _mean_squared_error(model(inputs), targets)
-
-
 def test_nnx_optimizer_of_sharded_parameters():
+  inputs, targets = _data()
   with jax.set_mesh(_mesh((4, 2))):
 
     @nnx.jit
@@ -109,7 +104,10 @@ def test_nnx_optimizer_of_sharded_parameters():
 
     @nnx.jit
     def step(model, optimizer):
-      loss, gradient = nnx.value_and_grad(_nnx_loss)(model, *_data())
+      def loss_of(model):
+        return _mean_squared_error(model(inputs), targets)
+
+      loss, gradient = nnx.value_and_grad(loss_of)(model)
       optimizer.update(model, gradient)
       return [loss]
 
@@ -122,40 +120,12 @@ def test_nnx_optimizer_of_sharded_parameters():
   assert moments['count'][...] == _STEPS
   for name in ('mu', 'nu'):
     moment = moments[name]['hidden']['kernel'][...]
-    assert moment.shape == kernel.shape
     assert moment.sharding.is_equivalent_to(expected, 2)
 
 
-@pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
-def test_nnx_parameters_as_plain_arrays():
-  optimizer = _optimizer()
-
-  @jax.jit
-  def step(params, state):
-    def loss_of(params):
-      return _nnx_loss(nnx.merge(graphdef, params), *_data())
-
-    loss, gradient = jax.value_and_grad(loss_of)(params)
-    updates, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state, loss
-
-  with jax.set_mesh(_mesh((4, 2))):
-    graphdef, params = nnx.split(_NnxModel(nnx.Rngs(0)))
-    params = nnx.as_pure(params)
-    _train(step, params, optimizer.init(params))
-
-
-class _LinenModel(linen.Module):
-  """Two layers."""
-
-  @linen.compact
-  def __call__(self, x):
-    x = jnp.tanh(linen.Dense(32, name='hidden')(x))
-    return linen.Dense(_SIZE, name='output')(x)
-
-
 def test_linen_train_state():
-  model, (inputs, targets) = _LinenModel(), _data()
+  layers = [linen.Dense(32), jnp.tanh, linen.Dense(_SIZE)]
+  model, (inputs, targets) = linen.Sequential(layers), _data()
   state = train_state.TrainState.create(
     apply_fn=model.apply,
     params=model.init(jax.random.key(0), inputs)['params'],
@@ -203,14 +173,7 @@ def _shardings(optimizer, params, mesh):
   """Returns shardings of parameters and state over the axes of a mesh."""
   specs = {'hidden': P(*mesh.axis_names), 'bias': P(), 'output': P('fsdp')}
   shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-  state_shardings = optax.tree.map_params(
-    optimizer,
-    lambda _, sharding: sharding,
-    jax.eval_shape(optimizer.init, params),
-    shardings,
-    transform_non_params=lambda _: NamedSharding(mesh, P()),
-  )
-  return shardings, state_shardings
+  return shardings, state_shardings(optimizer, params, shardings, mesh)
 
 
 @pytest.mark.parametrize(
@@ -242,12 +205,8 @@ def test_orbax_restores_the_state_on_another_mesh(
       after,
     )
     restored = checkpointer.restore(tmp_path / 'state', target)
-  chex.assert_trees_all_equal_dtypes(restored, tuple(carry))
-  for x, y, sharding in zip(
-    *map(jax.tree.leaves, (restored, carry, after)), strict=True
-  ):
-    assert x.sharding == sharding
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+  assert_same_bits(restored, tuple(carry))
+  assert jax.tree.map(lambda x: x.sharding, restored) == after
   # The state is not only read but used: training goes on where it was.
   *_, loss = step(*restored)
   *_, expected = step(*carry)

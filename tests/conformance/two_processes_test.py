@@ -9,8 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-import merit_optax
-
 # What each process runs: its number, how many there are, the port, the file.
 _PROGRAM = """
 import sys
@@ -30,29 +28,28 @@ import numpy as np
 import optax
 
 import merit_optax
+from tests.merit_optax.arrays import state_shardings, step_function
 
 assert jax.process_count() == processes
 assert jax.device_count() == 8
 mesh = jax.make_mesh(
   (4, 2), ('fsdp', 'tensor'), axis_types=(AxisType.Auto, AxisType.Auto)
 )
-specs = {
-  'rows': P('fsdp'),
-  'columns': P(None, ('fsdp', 'tensor')),
-  'both': P('fsdp', 'tensor'),
-  'layers': P('tensor', 'fsdp'),
-  'bias': P('tensor'),
+layouts = {
+  'rows': ((16, 24), P('fsdp')),
+  'columns': ((16, 24), P(None, ('fsdp', 'tensor'))),
+  'both': ((16, 24), P('fsdp', 'tensor')),
+  'layers': ((4, 8, 6), P('tensor', 'fsdp')),
+  'bias': ((24,), P('tensor')),
 }
-shapes = {name: (16, 24) for name in ('rows', 'columns', 'both')}
-shapes |= {'layers': (4, 8, 6), 'bias': (24,)}
-shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+shardings = {k: NamedSharding(mesh, spec) for k, (_, spec) in layouts.items()}
 
 
 def tree(seed):
   generator = np.random.default_rng(seed)
   arrays = {
     name: generator.normal(size=shape).astype(np.float32)
-    for name, shape in shapes.items()
+    for name, (shape, _) in layouts.items()
   }
   # Each process gives the shards of its own devices.
   return {
@@ -67,22 +64,9 @@ optimizer = merit_optax.merit(
   weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),
 )
 params = tree(0)
-state_shardings = optax.tree.map_params(
-  optimizer,
-  lambda _, sharding: sharding,
-  jax.eval_shape(optimizer.init, params),
-  shardings,
-  transform_non_params=lambda _: NamedSharding(mesh, P()),
-)
-state = jax.jit(optimizer.init, out_shardings=state_shardings)(params)
-
-
-def step(params, state, gradient):
-  updates, state = optimizer.update(gradient, state, params)
-  return optax.apply_updates(params, updates), state
-
-
-step = jax.jit(step, out_shardings=(shardings, state_shardings))
+places = shardings, state_shardings(optimizer, params, shardings, mesh)
+state = jax.jit(optimizer.init, out_shardings=places[1])(params)
+step = jax.jit(step_function(optimizer), out_shardings=places)
 for seed in range(1, 6):
   params, state = step(params, state, tree(seed))
 whole = multihost_utils.process_allgather(
@@ -103,7 +87,7 @@ def _free_port():
 def _run(num_processes, folder):
   """Returns parameters and moments after some steps."""
   path, port = folder / f'{num_processes}.npz', _free_port()
-  root = str(pathlib.Path(merit_optax.__file__).parents[1])
+  root = str(pathlib.Path(__file__).parents[2])
   processes = [
     subprocess.Popen(
       [

@@ -22,23 +22,18 @@ _BLOCK = re.compile(r'^```(\w+)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r'`((?:\w+=\S+\s)*(?:python -m|make)\s[^`]+)`')
 
 
-def _python_blocks() -> dict[str, str]:
-  """Returns Python blocks by their page and the number of the block on it."""
-  return {
-    f'{page}-{number}': code
-    for page, text in _PAGES.items()
-    for number, (language, code) in enumerate(_BLOCK.findall(text), 1)
-    if language == 'python'
-  }
-
-
-_PYTHON_BLOCKS = _python_blocks()
+# By their page and the number of the block on it.
+_PYTHON_BLOCKS = {
+  f'{page}-{number}': code
+  for page, text in _PAGES.items()
+  for number, (language, code) in enumerate(_BLOCK.findall(text), 1)
+  if language == 'python'
+}
 
 
 @pytest.mark.parametrize('name', _PYTHON_BLOCKS)
 def test_block_runs(name):
-  code = _PYTHON_BLOCKS[name]
-  exec(compile(code, name, 'exec'), {})
+  exec(compile(_PYTHON_BLOCKS[name], name, 'exec'), {})
 
 
 def _commands() -> list[tuple[str, ...]]:

@@ -21,15 +21,10 @@ _PAGES = [
 # Of a desk and of a phone, in CSS pixels.
 _WIDTHS = (1280, 390)
 _CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
-_FLAGS = (
-  '--no-sandbox',
-  '--disable-gpu',
-  '--disable-quic',
-  '--no-first-run',
-  '--disable-background-networking',
-  '--disable-component-update',
-  '--disable-sync',
-)
+_FLAGS = """
+  --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
+  --disable-background-networking --disable-component-update
+"""
 
 pytest.importorskip('sphinx', reason='needs the group docs')
 sync_api = pytest.importorskip(
@@ -39,11 +34,6 @@ pytestmark = [
   pytest.mark.slow,
   pytest.mark.skipif(_CHROMIUM is None, reason='needs Chromium'),
 ]
-
-
-class _QuietHandler(http.server.SimpleHTTPRequestHandler):
-  def log_message(self, *args):
-    pass
 
 
 @pytest.fixture(scope='module')
@@ -59,7 +49,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
       cwd=_ROOT,
       check=True,
     )
-  handler = functools.partial(_QuietHandler, directory=folder)
+  handler = functools.partial(
+    http.server.SimpleHTTPRequestHandler, directory=folder
+  )
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f'http://127.0.0.1:{server.server_port}'
@@ -70,7 +62,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def browser() -> Iterator[sync_api.Browser]:
   with sync_api.sync_playwright() as playwright:
     browser = playwright.chromium.launch(
-      executable_path=_CHROMIUM, args=list(_FLAGS)
+      executable_path=_CHROMIUM, args=_FLAGS.split()
     )
     yield browser
     browser.close()
@@ -119,10 +111,14 @@ def test_equations_are_there(page, site):
     assert page.locator('article math').count() > 5
 
 
-def test_links_between_pages_and_into_the_repository(page, site):
-  page.goto(f'{site}/trainer.html')
+@pytest.mark.parametrize(
+  'name, link',
+  [
+    ('trainer', '/pods.html'),
+    ('benchmarks', '/blob/main/benchmarks/results'),
+  ],
+)
+def test_links_between_pages_and_into_the_repository(name, link, page, site):
+  page.goto(f'{site}/{name}.html')
   links = page.locator('article a').evaluate_all('x => x.map(a => a.href)')
-  assert f'{site}/pods.html' in links
-  page.goto(f'{site}/benchmarks.html')
-  links = page.locator('article a').evaluate_all('x => x.map(a => a.href)')
-  assert any(x.endswith('/blob/main/benchmarks/results') for x in links)
+  assert any(x.endswith(link) for x in links)

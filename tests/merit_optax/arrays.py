@@ -1,12 +1,14 @@
 """Arrays and runs of optimizers that tests share."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import chex
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
 
@@ -21,7 +23,11 @@ MATRICES = hnp.arrays(
 
 def normal(seed: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
   """Returns random numbers, the same for each seed."""
-  return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+  generator = np.random.default_rng(seed)
+  numbers = generator.normal(size=shape)
+  if jnp.issubdtype(dtype, jnp.complexfloating):
+    numbers = numbers + 1j * generator.normal(size=shape)
+  return jnp.asarray(numbers, dtype)
 
 
 class Step(NamedTuple):
@@ -42,3 +48,42 @@ def run(
     updates, state = update(gradient, state, params)
     params = optax.apply_updates(params, updates)
     yield Step(updates, state, params)
+
+
+def step_function(optimizer: optax.GradientTransformation) -> Callable:
+  """Returns the step from parameters, state and gradient to the first two."""
+
+  def step(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+    updates, state = optimizer.update(gradient, state, params)
+    return optax.apply_updates(params, updates), state
+
+  return step
+
+
+def state_shardings(
+  optimizer: optax.GradientTransformation,
+  params: Any,
+  shardings: Any,
+  mesh: Mesh,
+) -> Any:
+  """Returns the shardings of a state whose moments lie as told."""
+
+  def is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
+
+  return optax.tree.map_params(
+    optimizer,
+    lambda x, sharding: x if is_masked(x) else sharding,
+    jax.eval_shape(optimizer.init, params),
+    shardings,
+    is_leaf=is_masked,
+    transform_non_params=lambda _: NamedSharding(mesh, P()),
+  )
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+  """Compares trees, wherever their arrays lie."""
+  chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+  paths = jax.tree.leaves_with_path(actual)
+  for (path, x), y in zip(paths, jax.tree.leaves(expected), strict=True):
+    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path

@@ -14,10 +14,7 @@ from tests.merit_optax.arrays import normal
 
 
 def _pair(time=20, heads=4, *, batch=2, key_time=None, key_heads=None):
-  """Returns queries and keys of head size 8, in the order BTNH.
-
-  Few shapes, since each is a compilation.
-  """
+  """Returns queries and keys of head size 8, in the order BTNH."""
   query = normal(0, (batch, time, heads, 8))
   key = normal(1, (batch, key_time or time, key_heads or heads, 8))
   return query, key
@@ -113,49 +110,17 @@ def test_lengths_around_the_chunk(time):
   _assert_oracle(query, key)
 
 
-@pytest.mark.parametrize(('time', 'key_time'), [(3, 7), (7, 3)])
-def test_jax_attends_to_the_same_keys_of_the_same_heads(time, key_time):
-  query, key = _pair(time, 4, key_time=key_time, key_heads=2)
-  # With one-hot values, the output is the attention itself.
-  eye = jnp.broadcast_to(jnp.eye(key_time, 8)[None, :, None], key.shape)
-  p = jax.nn.dot_product_attention(query, key, eye, is_causal=True)
-  entropy = -jnp.sum(jax.scipy.special.xlogy(p, p), -1).mean((0, 1))
-  got = _measure(query, key)
-  np.testing.assert_allclose(got.entropy, entropy, rtol=1e-5)
-
-
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
 def test_logits_of_half_precision_are_not_rounded(dtype):
   # As bfloat16 would, by 1 in 256.
   _assert_oracle(*(x.astype(dtype) for x in _pair()))
 
 
-def test_huge_negative_logits():
-  # A maximum that started at zero would show.
-  query, key = (jnp.full((2, 20, 4, 8), x) for x in (1e3, -1e3))
-  got = _measure(query, key)
-  np.testing.assert_allclose(got.max_logit, -8e6 / 8**0.5, rtol=1e-6)
-  np.testing.assert_array_equal(got.max_centred_logit, 0)
-
-
 @pytest.mark.parametrize('is_causal', [True, False])
-def test_equal_keys_have_the_entropy_of_a_uniform_choice(is_causal):
+def test_huge_equal_logits(is_causal):
+  # Of either sign: a maximum that started at zero would show.
   query, key = _pair()
-  got = _measure(query, jnp.ones_like(key), is_causal=is_causal)
-  choices = np.arange(1, 21) if is_causal else np.full(20, 20)
-  np.testing.assert_allclose(got.entropy, np.log(choices).mean(), rtol=1e-5)
-  np.testing.assert_allclose(got.max_centred_logit, 0, atol=1e-5)
-
-
-def test_a_key_bias_shifts_only_the_raw_logit():
-  query, key = _pair()
-  bias = 5 * normal(2, (4, 8))
-  plain, biased = _measure(query, key), _measure(query, key + bias)
-  assert np.all(np.abs(biased.max_logit - plain.max_logit) > 0.5)
-  for name in ('max_centred_logit', 'entropy'):
-    np.testing.assert_allclose(
-      getattr(biased, name), getattr(plain, name), rtol=1e-4
-    )
+  _assert_oracle(query, jnp.full_like(key, 1e3), is_causal=is_causal)
 
 
 # Memory.
@@ -189,12 +154,6 @@ def test_time_by_time_is_never_held_for_all_heads(is_causal):
 
 
 # Errors.
-
-
-@pytest.mark.parametrize('layout', ['', 'BTN', 'BBTNH', 'btnh', 'BTNK', 'BTHH'])
-def test_bad_layouts(layout):
-  with pytest.raises(ValueError, match=f'layout .* got {layout!r}'):
-    merit_optax.attention_statistics(*_pair(), layout=layout)
 
 
 @pytest.mark.parametrize(

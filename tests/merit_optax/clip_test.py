@@ -29,14 +29,6 @@ def test_real_numbers_are_clipped_as_optax_does(updates, max_delta):
   np.testing.assert_array_equal(actual, expected)
 
 
-def test_default_threshold_is_one():
-  transform = merit_optax.elementwise_clip()
-  actual, _ = transform.update(
-    jnp.array([0.5, 3.0, -1.5, jnp.nan]), transform.init(None)
-  )
-  np.testing.assert_array_equal(actual, [0.5, 1.0, -1.0, np.nan])
-
-
 _parts = st.one_of(
   st.just(0.0),
   st.floats(2**-20, 2**20, width=32),
@@ -61,9 +53,8 @@ def test_complex_numbers_keep_their_phase(parts, max_delta):
 
 def test_huge_complex_numbers_stay_finite_and_small_ones_as_they_are():
   updates = jnp.array([1e30, -1e35j, 0.1 + 0.2j, 1e-30j], jnp.complex64)
-  expected = updates.at[:2].set([1e10, -1e10j])
   clipped = _clip(1e10, updates)
-  np.testing.assert_allclose(clipped[:2], expected[:2], rtol=1e-6)
+  np.testing.assert_allclose(clipped[:2], [1e10, -1e10j], rtol=1e-6)
   np.testing.assert_array_equal(clipped[2:], updates[2:])
 
 

@@ -24,17 +24,10 @@ def _updates(optimizer, params, gradients):
   'options',
   [
     {},
-    {
-      'weight_decay': 0.1,
-      'min_norm': 0.01,
-      'clip_threshold': 0.5,
-      'eps_root': 1e-8,
-      'bias_correction': True,
-    },
     {'clip_threshold': None, 'ratios': ('row',), 'nu_dtype': 'bfloat16'},
     {'learning_rate': optax.linear_schedule(0.1, 0.0, 10)},
   ],
-  ids=['defaults', 'numbers', 'others', 'schedule'],
+  ids=['defaults', 'others', 'schedule'],
 )
 def test_injected_hyperparameters_change_nothing(options):
   options = {'learning_rate': _RATE} | options
@@ -51,21 +44,22 @@ def test_injected_hyperparameters_change_nothing(options):
 
 
 @pytest.mark.parametrize(
-  'name, value',
+  'numbers',
   [
-    *(('learning_rate', 0.5), ('clip_threshold', 0.01)),
-    *(('min_norm', 10.0), ('eps', 1.0)),
+    {'learning_rate': 0.5, 'clip_threshold': 0.01, 'eps': 1.0},
+    {'min_norm': 10.0},
   ],
 )
-def test_injected_numbers_can_be_changed_in_the_state(name, value):
+def test_injected_numbers_can_be_changed_in_the_state(numbers):
   params, gradient = _tree(0), _tree(1)
   settings = {'learning_rate': _RATE, 'weight_decay': 0.1}
   optimizer = optax.inject_hyperparams(merit_optax.merit)(**settings)
   state = optimizer.init(params)
-  state.hyperparams[name] = jnp.array(value)
+  state.hyperparams.update(jax.tree.map(jnp.array, numbers))
   actual, _ = optimizer.update(gradient, state, params)
-  plain = merit_optax.merit(**settings | {name: value})
-  expected, _ = plain.update(gradient, plain.init(params), params)
+  (expected,) = _updates(
+    merit_optax.merit(**settings | numbers), params, [gradient]
+  )
   chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
@@ -77,28 +71,25 @@ def test_micro_steps_equal_one_step_on_the_mean_gradient():
   ]
   optimizer = merit_optax.merit(lambda count: _RATE / (count + 1))
   accumulated = optax.MultiSteps(optimizer, k).gradient_transformation()
-  actual = _updates(accumulated, params, micro)
-  expected = _updates(optimizer, params, mean)
   chex.assert_trees_all_close(
-    actual[k - 1 :: k], expected, rtol=1e-4, atol=1e-6
+    _updates(accumulated, params, micro)[k - 1 :: k],
+    _updates(optimizer, params, mean),
+    rtol=1e-4,
+    atol=1e-6,
   )
-  still = optax.tree.zeros_like(params)
-  for i in (0, 1, 3, 4):
-    chex.assert_trees_all_equal(actual[i], still)
 
 
 def test_parts_have_their_own_optimizers():
   params = _tree(0)
   gradients = [_tree(seed) for seed in range(1, 4)]
+  labels = {'w': 'matrix', 'b': 'rest'}
   parts = {
     'matrix': merit_optax.merit(_RATE, weight_decay=0.1),
     'rest': optax.adamw(0.01, weight_decay=0.1),
   }
-  both = _updates(
-    optax.partition(parts, {'w': 'matrix', 'b': 'rest'}), params, gradients
-  )
-  for name, part in (('w', 'matrix'), ('b', 'rest')):
-    alone = _updates(parts[part], params[name], [g[name] for g in gradients])
+  both = _updates(optax.partition(parts, labels), params, gradients)
+  for name, label in labels.items():
+    alone = _updates(parts[label], params[name], [g[name] for g in gradients])
     actual = [updates[name] for updates in both]
     chex.assert_trees_all_close(actual, alone, rtol=1e-5, atol=1e-7)
 
@@ -115,9 +106,6 @@ def test_a_bad_gradient_spoils_its_own_matrix_unless_its_step_is_left_out(bad):
   steps = list(run(guarded, params, [good[0], spoilt, good[1]]))
   _, expected = _updates(optimizer, params, good)
   chex.assert_trees_all_equal(steps[1].params, steps[0].params)
-  chex.assert_trees_all_equal(
-    steps[1].state.inner_state, steps[0].state.inner_state
-  )
   chex.assert_trees_all_close(steps[2].updates, expected, rtol=1e-4, atol=1e-6)
 
 

@@ -2,8 +2,10 @@
 
 import functools
 import itertools
+import re
 import warnings
 
+import chex
 import equinox
 import jax
 import jax.numpy as jnp
@@ -90,26 +92,6 @@ def test_a_stack_gets_the_updates_of_separate_matrices(
       np.testing.assert_array_equal(matrix(step, index), expected)
 
 
-@pytest.mark.parametrize(
-  'shape, spec, flat',
-  [
-    ((6, 3, 4), _Spec((0,), (1, 2)), (6, 12)),  # (model, heads, head_dim)
-    ((3, 4, 6), _Spec((0, 1), (2,)), (12, 6)),  # (heads, head_dim, model)
-  ],
-)
-def test_an_attention_kernel_gets_the_updates_of_its_flat_matrix(
-  shape, spec, flat
-):
-  params, gradients = normal(0, shape), _gradients(shape)
-  # Compiled, a product may be rounded before it is added in one program alone.
-  with jax.disable_jit():
-    kernel = _updates(params, gradients, spec)
-    matrix = _updates(
-      params.reshape(flat), [g.reshape(flat) for g in gradients], None
-    )
-  np.testing.assert_array_equal(kernel.reshape(-1, *flat), matrix)
-
-
 # Forms of a single spec.
 
 
@@ -118,9 +100,7 @@ def test_an_attention_kernel_gets_the_updates_of_its_flat_matrix(
   [
     (_Spec(1, 0), (1,), (0,)),
     (_Spec([0, 1], [2]), (0, 1), (2,)),
-    (_Spec((-2,), -1), (1,), (2,)),
     (_Spec(np.int64(0), (np.int32(-1),)), (0,), (2,)),
-    (_Spec((1,), ()), (), (1,)),
     (None, (1,), (2,)),
     (lambda _: _Spec(2, 0), (2,), (0,)),
     (lambda _: None, (1,), (2,)),
@@ -185,14 +165,12 @@ def _tree(seed):
   }
 
 
+_QUERY = _Spec((0,), (1, 2))
 _TREE_SPECS = {
-  'attention': {'q': _Spec(0, (1, 2)), 'k': _Spec((0,), (2,))},
+  'attention': {'q': _QUERY, 'k': _Spec((0,), (2,))},
   'mlp': _Spec(1, 0),
   'bias': None,
 }
-
-
-_QUERY = _Spec((0,), (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -214,9 +192,7 @@ def test_a_tree_of_specs_has_one_for_each_parameter(specs, attention):
     params,
     _TREE_SPECS | {'attention': attention},
   )
-  jax.tree.map(
-    np.testing.assert_array_equal, _scale(updates, params, specs), expected
-  )
+  chex.assert_trees_all_equal(_scale(updates, params, specs), expected)
   # And so it is for what is left, if others are masked out.
   masked = optax.masked(
     merit_optax.scale_by_max_norm_trust_ratio(weight_dimension_numbers=specs),
@@ -224,25 +200,24 @@ def test_a_tree_of_specs_has_one_for_each_parameter(specs, attention):
   )
   actual, _ = masked.update(updates, masked.init(params), params)
   expected['attention'] = updates['attention']
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), actual, expected
-  )
+  chex.assert_trees_all_close(actual, expected, rtol=1e-6)
 
 
 def test_a_list_of_parameters_has_a_list_of_specs():
   params = [normal(0, (3, 4, 5)), normal(1, (3, 4))]
-  got = _scale(params, params, [_Spec(0, 1), _Spec(1, 0)])
-  # The update is the parameter, so that every ratio is 1, but for rounding.
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), got, params
-  )
+  updates = [normal(2, (3, 4, 5)), normal(3, (3, 4))]
+  specs = [_Spec(0, 1), _Spec(1, 0)]
+  expected = [
+    _scale(*each) for each in zip(updates, params, specs, strict=True)
+  ]
+  chex.assert_trees_all_close(_scale(updates, params, specs), expected)
   with pytest.raises(ValueError, match=r"parameter '1' of shape .* missing"):
     _scale(params, params, [_Spec(0, 1)])
 
 
 def test_empty_trees_empty_arrays_and_none_leaves():
-  assert _scale({}, {}, {}) == {}
-  assert _scale({'a': None}, {'a': None}, {'a': None}) == {'a': None}
+  for tree in ({}, {'a': None}):
+    assert _scale(tree, tree, tree) == tree
   empty = jnp.zeros((0, 3))
   assert _scale(empty, empty, _Spec()).shape == (0, 3)
 
@@ -283,13 +258,11 @@ def test_a_masked_parameter_needs_no_spec_and_gives_no_warning():
   ).init(params)
 
 
-@pytest.mark.parametrize('as_function', [False, True])
-def test_map_params_finds_the_moments(as_function):
+def test_map_params_finds_the_moments():
   params = _tree(0)
-  specs = _TREE_SPECS
-  if as_function:
-    specs = lambda p: {name: _TREE_SPECS[name] for name in p}  # noqa: E731
-  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
+  optimizer = merit_optax.merit(
+    0.1, weight_dimension_numbers=lambda p: {k: _TREE_SPECS[k] for k in p}
+  )
   # A placeholder stands for the parameters in the init that this calls.
   doubled = optax.tree.map_params(
     optimizer,
@@ -297,32 +270,31 @@ def test_map_params_finds_the_moments(as_function):
     optimizer.init(params),
     params,
   )
+  expected = jax.tree.map(lambda x: 2 * x, params)
   for moment in ('mu', 'nu'):
-    jax.tree.map(
-      lambda m, p: np.testing.assert_array_equal(m, 2 * p),
-      optax.tree.get(doubled, moment),
-      params,
-    )
+    chex.assert_trees_all_equal(optax.tree.get(doubled, moment), expected)
   assert optax.tree.get(doubled, 'count') == 0
 
 
 # The default.
 
 
-def test_init_warns_of_each_guess_with_path_and_shape():
+def test_init_alone_warns_of_each_guess_with_path_and_shape():
   params = _tree(0) | {'experts': [jnp.ones((2, 2, 3, 4)), jnp.ones((2, 3))]}
+  optimizer = merit_optax.merit(0.1)
   with pytest.warns(UserWarning) as record:
-    merit_optax.merit(0.1).init(params)
+    state = optimizer.init(params)
   (warning,) = record
   text = str(warning.message)
-  assert 'attention/q (6, 2, 3)' in text
-  assert 'attention/k (6, 2, 3)' in text
-  assert 'experts/0 (2, 2, 3, 4)' in text
-  assert 'experts/1' not in text
-  assert 'mlp' not in text
+  assert re.findall(r'[\w/]+ \([\d, ]+\)', text.split('two:')[1]) == [
+    'attention/k (6, 2, 3)',
+    'attention/q (6, 2, 3)',
+    'experts/0 (2, 2, 3, 4)',
+  ]
   # How to silence it.
-  assert 'weight_dimension_numbers' in text
   assert 'merit_optax.flax_dimension_numbers' in text
+  with warnings.catch_warnings(action='error'):
+    jax.eval_shape(optimizer.update, params, state, params)
 
 
 @pytest.mark.parametrize(
@@ -338,14 +310,6 @@ def test_init_does_not_warn_where_nothing_is_guessed(shape, specs):
   optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
   with warnings.catch_warnings(action='error'):
     optimizer.init(jnp.ones(shape))
-
-
-def test_update_does_not_warn():
-  params, optimizer = jnp.ones((3, 4, 5)), merit_optax.merit(0.1)
-  with pytest.warns(UserWarning):
-    state = optimizer.init(params)
-  with warnings.catch_warnings(action='error'):
-    jax.eval_shape(optimizer.update, params, state, params)
 
 
 # Specs that do not fit.

@@ -10,17 +10,17 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import normal, run
 
 _RATE = 0.1
-_REAL = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64)
-_HALF = (jnp.bfloat16, jnp.float16)
-_PAIRS = [
-  *((dtype, dtype) for dtype in (*_REAL, jnp.complex64)),
-  *((jnp.float32, dtype) for dtype in _HALF),
-  *((dtype, jnp.float32) for dtype in _HALF),
-  *((jnp.bfloat16, jnp.float16), (jnp.float32, jnp.float64)),
-  (jnp.complex64, jnp.float32),
+_SAME = [
+  (dtype, dtype)
+  for dtype in ('float32', 'bfloat16', 'float16', 'float64', 'complex64')
+]
+_MIXED = [
+  ('float32', 'bfloat16'),
+  ('bfloat16', 'float32'),
+  ('complex64', 'float32'),
 ]
 
 
@@ -37,7 +37,10 @@ def _adam(state):
   return optax.tree.get(state, 'ScaleByAdamState')
 
 
-@pytest.mark.parametrize('params_dtype, gradient_dtype', _PAIRS)
+@pytest.mark.parametrize(
+  'params_dtype, gradient_dtype',
+  [*_SAME, *_MIXED, ('bfloat16', 'float16'), ('float32', 'float64')],
+)
 def test_dtypes_are_those_of_lamb(params_dtype, gradient_dtype):
   with jax.enable_x64(True):
     params, gradient = _tree(0, params_dtype), _tree(1, gradient_dtype)
@@ -51,27 +54,15 @@ def test_dtypes_are_those_of_lamb(params_dtype, gradient_dtype):
         peer.update, gradient, peer_state, params
       )
       assert _dtypes(updates) == _dtypes(expected)
-      after, peer_after = _adam(state), _adam(peer_state)
-      # optax 0.2.6 widens the second moment in the first step.
-      peer_nu = first.nu if optax.__version__ == '0.2.6' else peer_after.nu
-      assert _dtypes(after.nu) == _dtypes(peer_nu)
       # The first moment of optax takes the dtype to which it and the gradient
       # promote: twice the memory for bfloat16, and a second compilation. Ours
       # stays as it was made.
-      assert _dtypes(after) == _dtypes(first)
-      mu_dtype = jnp.promote_types(params_dtype, gradient_dtype).name
-      assert set(_dtypes(peer_after.mu).values()) == {mu_dtype}
+      assert _dtypes(_adam(state)) == _dtypes(first)
 
 
 @pytest.mark.parametrize(
   'params_dtype, gradient_dtype',
-  [
-    (jnp.bfloat16, jnp.bfloat16),
-    (jnp.float16, jnp.float16),
-    (jnp.float32, jnp.bfloat16),
-    (jnp.bfloat16, jnp.float32),
-    (jnp.complex64, jnp.float32),
-  ],
+  [('bfloat16', 'bfloat16'), ('float16', 'float16'), *_MIXED],
 )
 def test_updates_are_right_in_every_dtype(params_dtype, gradient_dtype):
   with jax.enable_x64(True):
@@ -113,13 +104,9 @@ def test_small_float16_gradients_give_no_nan(size, weight_decay):
   optimizer = merit_optax.merit(_RATE, weight_decay=weight_decay)
   params = _tree(0, jnp.float16)
   gradient = jax.tree.map(lambda x: jnp.full_like(x, size), params)
-  state = optimizer.init(params)
-  update = jax.jit(optimizer.update)
-  for _ in range(3):
-    updates, state = update(gradient, state, params)
-    chex.assert_tree_all_finite((updates, state))
-    params = optax.apply_updates(params, updates)
-    moves = any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(updates))
+  for step in run(optimizer, params, [gradient] * 3):
+    chex.assert_tree_all_finite(step)
+    moves = any(bool(jnp.any(u != 0)) for u in jax.tree.leaves(step.updates))
     assert moves == (size > 0 or weight_decay > 0)
 
 
@@ -172,24 +159,12 @@ def test_training_with_bfloat16_moments_is_as_good():
     trained, state, curve = _train(
       optimizer, params, optimizer.init(params), batches
     )
-    assert {x.dtype for x in jax.tree.leaves(_adam(state).nu)} == {
-      jnp.dtype(dtype)
-    }
+    assert _adam(state).nu['bias'].dtype == dtype
     inputs, labels = (x.reshape(-1, *x.shape[2:]) for x in batches)
     losses[dtype] = float(jax.jit(_loss)(trained, inputs, labels))
     assert losses[dtype] < 0.8 * curve[0]
   assert losses[jnp.bfloat16] != losses[jnp.float32]
   assert losses[jnp.bfloat16] == pytest.approx(losses[jnp.float32], rel=0.01)
-
-
-def _take_over(state, old_state):
-  """Returns a state of MERIT with the moments of another optimizer.
-
-  Adam's moments are stored without their correction, so that they carry over as
-  they are. This is the recipe in the documentation.
-  """
-  adam = optax.tree.get(old_state, 'ScaleByAdamState')
-  return (adam, *state[1:])
 
 
 @pytest.mark.parametrize(
@@ -208,18 +183,16 @@ def _take_over(state, old_state):
   ids=['adamw', 'lamb', 'chain'],
 )
 def test_moments_are_taken_over_in_the_middle_of_a_run(before, bias_correction):
-  first, second = (
-    [x[part] for x in _batches(400)]
-    for part in (slice(0, 200), slice(200, None))
-  )
+  halves = [np.split(x, 2) for x in _batches(400)]
+  first, second = zip(*halves, strict=True)
   params = _classifier()
   params, old_state, losses = _train(before, params, before.init(params), first)
   optimizer = merit_optax.merit(
     optax.linear_schedule(0.02, 0.0, 200), bias_correction=bias_correction
   )
-  state = _take_over(optimizer.init(params), old_state)
-  chex.assert_trees_all_equal(_adam(state), _adam(old_state))
-  assert _adam(state).count == 200
+  # As they are, since Adam stores its moments without their correction. This is
+  # the recipe in the documentation.
+  state = (_adam(old_state), *optimizer.init(params)[1:])
   _, after, more_losses = _train(optimizer, params, state, second)
   assert _adam(after).count == 400
   chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
@@ -227,12 +200,3 @@ def test_moments_are_taken_over_in_the_middle_of_a_run(before, bias_correction):
   at_change = np.mean(losses[-20:])
   assert np.mean(more_losses[:5]) < 1.05 * at_change
   assert np.mean(more_losses[-20:]) < 0.97 * at_change
-
-
-@pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16])
-def test_the_largest_decay_that_a_message_names_is_accepted(dtype):
-  params = jnp.ones((2, 2))
-  with pytest.raises(ValueError, match='b2 must be at most') as raised:
-    merit_optax.merit(0.1, b2=0.9999, nu_dtype=dtype).init(params)
-  largest = float(str(raised.value).split('at most ')[1].split()[0])
-  merit_optax.merit(0.1, b2=largest, nu_dtype=dtype).init(params)

@@ -19,7 +19,12 @@ import pytest
 
 import merit_optax
 from merit_optax._norms import max_norm
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import (
+  assert_same_bits,
+  normal,
+  state_shardings,
+  step_function,
+)
 
 # Which bits come out depends on how XLA fuses operations.
 pytestmark = pytest.mark.usefixtures('full_compilation')
@@ -53,6 +58,9 @@ _LAYOUTS = {
 }
 
 
+_SPECS = {name: spec for name, (*_, spec) in _LAYOUTS.items()}
+
+
 def _mesh(axis_type):
   return jax.make_mesh(
     (4, 2), ('fsdp', 'tensor'), axis_types=(axis_type, axis_type)
@@ -63,22 +71,21 @@ def _optimizer():
   return merit_optax.merit(
     optax.linear_schedule(0.1, 0.02, 8),
     weight_decay=0.1,
-    weight_dimension_numbers={k: spec for k, (*_, spec) in _LAYOUTS.items()},
+    weight_dimension_numbers=_SPECS,
   )
 
 
 def _norms_kept(norm):
   """Returns Lion with a relative step, in a chain that keeps norms."""
-  specs = {k: spec for k, (*_, spec) in _LAYOUTS.items()}
   ratio = {
     'l2': merit_optax.scale_by_l2_norm_trust_ratio,
     'max': merit_optax.scale_by_max_norm_trust_ratio,
   }[norm]
   return optax.chain(
     optax.scale_by_lion(),
-    ratio(weight_dimension_numbers=specs),
+    ratio(weight_dimension_numbers=_SPECS),
     optax.scale_by_learning_rate(0.125),
-    merit_optax.keep_matrix_norms(norm, weight_dimension_numbers=specs),
+    merit_optax.keep_matrix_norms(norm, weight_dimension_numbers=_SPECS),
   )
 
 
@@ -88,15 +95,8 @@ def _shardings(mesh):
   }
 
 
-def _state_shardings(optimizer, params, shardings, mesh):
-  """Returns the shardings of a state whose moments are placed as told."""
-  return optax.tree.map_params(
-    optimizer,
-    lambda _, sharding: sharding,
-    jax.eval_shape(optimizer.init, params),
-    shardings,
-    transform_non_params=lambda _: NamedSharding(mesh, P()),
-  )
+def _replicated(tree, mesh):
+  return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
 
 
 def _arrays(seed, dtype=jnp.float32):
@@ -124,14 +124,6 @@ def _gradients(steps, dtype=jnp.float32):
   return gradients
 
 
-def _step_function(optimizer):
-  def step(params, state, gradient):
-    updates, state = optimizer.update(gradient, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return step
-
-
 def _run(step, params, state, gradients):
   """Yields parameters and state after each step."""
   for gradient in gradients:
@@ -142,16 +134,9 @@ def _run(step, params, state, gradients):
 @functools.cache
 def _run_on_one_device(dtype=jnp.float32):
   optimizer, params = _optimizer(), _params(dtype)
-  step = jax.jit(_step_function(optimizer), compiler_options=_ROUND_AS_WRITTEN)
+  step = jax.jit(step_function(optimizer), compiler_options=_ROUND_AS_WRITTEN)
   state = optimizer.init(params)
   return list(_run(step, params, state, _gradients(_STEPS, dtype)))
-
-
-def _assert_same_bits(actual, expected):
-  chex.assert_trees_all_equal_structs(actual, expected)
-  paths = jax.tree.leaves_with_path(actual)
-  for (path, x), y in zip(paths, jax.tree.leaves(expected), strict=True):
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
 
 
 def _assert_sharded_as(tree, shardings):
@@ -162,30 +147,44 @@ def _assert_sharded_as(tree, shardings):
 
 
 @_AXIS_TYPES
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-def test_sharded_steps_are_those_of_one_device_bit_by_bit(axis_type, dtype):
+@pytest.mark.parametrize(
+  'dtype, are_params_sharded',
+  [(jnp.float32, True), (jnp.bfloat16, True), (jnp.float32, False)],
+  ids=['float32', 'bfloat16', 'moments alone'],
+)
+def test_sharded_steps_are_those_of_one_device_bit_by_bit(
+  axis_type, dtype, are_params_sharded
+):
   params, gradients = _params(dtype), _gradients(_STEPS, dtype)
   mesh, optimizer = _mesh(axis_type), _optimizer()
   shardings = _shardings(mesh)
-  state_shardings = _state_shardings(optimizer, params, shardings, mesh)
+  places = shardings if are_params_sharded else _replicated(shardings, mesh)
+  places = places, state_shardings(optimizer, params, shardings, mesh)
+  is_explicit = axis_type == AxisType.Explicit
   # On Auto axes jit would leave the zeros of a new state replicated. On
-  # Explicit ones the types of the arguments say it all.
-  is_told = axis_type == AxisType.Auto
-  outputs = (shardings, state_shardings) if is_told else (None, None)
+  # Explicit ones the types of the arguments say it all, if they agree.
+  is_told = not (is_explicit and are_params_sharded)
+  outputs = places if is_told else (None, None)
+
+  def step(params, state, gradient):
+    if is_explicit and not are_params_sharded:
+      # Or (1 - b1) * gradient would be replicated and rounded by itself, where
+      # one device fuses the product with the sum.
+      gradient = jax.tree.map(jax.sharding.reshard, gradient, shardings)
+    return step_function(optimizer)(params, state, gradient)
+
   with jax.set_mesh(mesh):
-    params = jax.device_put(params, shardings)
-    gradients = jax.device_put(gradients, [shardings] * _STEPS)
+    params = jax.device_put(params, places[0])
+    gradients = jax.device_put(gradients, [places[0]] * _STEPS)
     state = jax.jit(optimizer.init, out_shardings=outputs[1])(params)
-    _assert_sharded_as(state, state_shardings)
+    _assert_sharded_as(state, places[1])
     step = jax.jit(
-      _step_function(optimizer),
-      out_shardings=outputs,
-      compiler_options=_ROUND_AS_WRITTEN,
+      step, out_shardings=outputs, compiler_options=_ROUND_AS_WRITTEN
     )
     actual = list(_run(step, params, state, gradients))
   for tree in actual:
-    _assert_sharded_as(tree, (shardings, state_shardings))
-  _assert_same_bits(actual, _run_on_one_device(dtype))
+    _assert_sharded_as(tree, places)
+  assert_same_bits(actual, _run_on_one_device(dtype))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +196,7 @@ def test_norms_are_kept_on_a_mesh(norm, axis_type):
     for tree in (_params(), *_gradients(2))
   )
   mesh, optimizer = _mesh(axis_type), _norms_kept(norm)
-  step = jax.jit(_step_function(optimizer))
+  step = jax.jit(step_function(optimizer))
   *_, expected = _run(step, params, optimizer.init(params), gradients)
   shardings = {name: _shardings(mesh)[name] for name in params}
   with jax.set_mesh(mesh):
@@ -205,66 +204,33 @@ def test_norms_are_kept_on_a_mesh(norm, axis_type):
     state = optimizer.init(placed)
     gradients = jax.device_put(gradients, [shardings] * 2)
     *_, actual = _run(step, placed, state, gradients)
-  _assert_same_bits(actual, expected)
-
-
-@_AXIS_TYPES
-def test_sharded_moments_of_replicated_parameters(axis_type):
-  params, gradients = _params(), _gradients(_STEPS)
-  mesh, optimizer = _mesh(axis_type), _optimizer()
-  shardings = _shardings(mesh)
-  state_shardings = _state_shardings(optimizer, params, shardings, mesh)
-  replicated = jax.tree.map(lambda _: NamedSharding(mesh, P()), params)
-  update_and_apply = _step_function(optimizer)
-
-  def step(params, state, gradient):
-    if axis_type == AxisType.Explicit:
-      # Or (1 - b1) * gradient would be replicated and rounded by itself, where
-      # one device fuses the product with the sum.
-      gradient = jax.tree.map(jax.sharding.reshard, gradient, shardings)
-    return update_and_apply(params, state, gradient)
-
-  with jax.set_mesh(mesh):
-    params = jax.device_put(params, replicated)
-    gradients = jax.device_put(gradients, [replicated] * _STEPS)
-    state = jax.jit(optimizer.init, out_shardings=state_shardings)(params)
-    step = jax.jit(step, out_shardings=(replicated, state_shardings))
-    actual = list(_run(step, params, state, gradients))
-  for tree in actual:
-    _assert_sharded_as(tree, (replicated, state_shardings))
-  _assert_same_bits(actual, _run_on_one_device())
+  assert_same_bits(actual, expected)
 
 
 @_AXIS_TYPES
 def test_gradients_may_come_out_of_shard_map(axis_type):
   mesh = jax.make_mesh((8,), ('data',), axis_types=(axis_type,))
-  params = {'kernel': normal(0, (6, 3)) / 2, 'bias': jnp.zeros(3)}
-  inputs, targets = normal(1, (64, 6)), jnp.tanh(normal(2, (64, 3)))
+  inputs, targets = normal(1, (64, 6)), normal(2, (64, 3))
   optimizer = merit_optax.merit(0.05)
-  step = jax.jit(_step_function(optimizer))
+  step = jax.jit(step_function(optimizer))
 
-  def gradient(params, inputs, targets):
-    def loss(params):
-      outputs = jnp.tanh(inputs @ params['kernel'] + params['bias'])
-      return jnp.mean((outputs - targets) ** 2)
-
-    return jax.grad(loss)(params)
+  def gradient(kernel, inputs, targets):
+    return inputs.T @ (inputs @ kernel - targets) / len(inputs)
 
   @jax.jit
   @jax.shard_map(mesh=mesh, in_specs=(P(), P('data'), P('data')), out_specs=P())
-  def mean_gradient(params, inputs, targets):
-    # Varying, or differentiation would add a sum over the devices of its own.
-    local = jax.lax.pcast(params, 'data', to='varying')
-    return jax.lax.pmean(gradient(local, inputs, targets), 'data')
+  def mean_gradient(kernel, inputs, targets):
+    return jax.lax.pmean(gradient(kernel, inputs, targets), 'data')
 
-  alone = params, optimizer.init(params)
-  replicated = NamedSharding(mesh, P())
+  kernel = normal(0, (6, 3)) / 2
+  alone = kernel, optimizer.init(kernel)
+  replicated = _replicated(alone, mesh)
   spread = jax.device_put(alone, replicated)
   batch = jax.device_put((inputs, targets), NamedSharding(mesh, P('data')))
   for _ in range(5):
     spread = step(*spread, mean_gradient(spread[0], *batch))
     alone = step(*alone, gradient(alone[0], inputs, targets))
-  _assert_sharded_as(spread, jax.tree.map(lambda _: replicated, spread))
+  _assert_sharded_as(spread, replicated)
   chex.assert_trees_all_close(*jax.device_get((spread, alone)), atol=1e-4)
 
 
@@ -287,17 +253,14 @@ def _collectives(text):
 def _compile_step(params, shardings, mesh, **options):
   """Returns the compiled HLO of update and application."""
   optimizer = merit_optax.merit(0.1, weight_decay=0.1, **options)
-  state = jax.eval_shape(optimizer.init, params)
-  state_shardings = _state_shardings(optimizer, params, shardings, mesh)
+  places = shardings, state_shardings(optimizer, params, shardings, mesh)
   with jax.set_mesh(mesh):
     arguments = jax.tree.map(
       lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      (params, state, params),
-      (shardings, state_shardings, shardings),
+      (params, jax.eval_shape(optimizer.init, params), params),
+      (*places, shardings),
     )
-    step = jax.jit(
-      _step_function(optimizer), out_shardings=(shardings, state_shardings)
-    )
+    step = jax.jit(step_function(optimizer), out_shardings=places)
     return step.lower(*arguments).compile().as_text()
 
 

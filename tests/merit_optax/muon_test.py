@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _AS_OPTAX = pytest.mark.skipif(
@@ -39,12 +40,9 @@ _DION = (
 
 
 def _gradients(seed, scale=1.0):
-  rng = np.random.default_rng(seed)
   return {
-    name: jnp.asarray(
-      scale * (name != 'zero') * rng.normal(size=shape), jnp.float32
-    )
-    for name, (shape, _) in _SHAPES.items()
+    name: scale * (name != 'zero') * normal([seed, i], shape)
+    for i, (name, (shape, _)) in enumerate(_SHAPES.items())
   }
 
 
@@ -96,8 +94,7 @@ def _update(**settings):
 
 def _spectrum(seed, shape, exponent):
   """Returns a matrix whose singular values fall from 1 to 10**exponent."""
-  rng = np.random.default_rng(seed)
-  u, _, v = np.linalg.svd(rng.normal(size=shape), full_matrices=False)
+  u, _, v = np.linalg.svd(normal(seed, shape), full_matrices=False)
   values = np.logspace(0, exponent, min(shape))
   return jnp.asarray((u * values) @ v, jnp.float32)
 
@@ -127,11 +124,9 @@ def test_on_gpu_there_is_no_loop_and_no_rounding_to_tf32(shape):
   assert 'stablehlo.while' not in text
 
 
-@pytest.mark.parametrize('dtype', [np.float32, np.complex64])
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.complex64])
 def test_large_matrices_are_multiplied_in_blocks(dtype):
-  rng = np.random.default_rng(0)
-  matrix = rng.normal(size=(523, 541, 2)) @ [1, 1j]
-  matrix = (matrix if dtype == np.complex64 else matrix.real).astype(dtype)
+  matrix = normal(0, (523, 541), dtype)
   u, values, v = np.linalg.svd(matrix, full_matrices=False)
   values = np.asarray(values, np.float64) / np.linalg.norm(values)
   for _ in range(5):
@@ -165,7 +160,6 @@ def test_products_in_bfloat16_are_near():
 
 
 def test_matrices_of_several_parameters_do_not_mix():
-  rng = np.random.default_rng(0)
   # All of one shape, but for order: stacks, heads, a transposed one.
   shapes = {
     'a': ((2, 6, 10), _Spec(1, 2)),
@@ -174,10 +168,7 @@ def test_matrices_of_several_parameters_do_not_mix():
     'd': ((10, 3, 6), _Spec(0, 2)),
   }
   specs = {name: spec for name, (_, spec) in shapes.items()}
-  gradients = {
-    name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    for name, (shape, _) in shapes.items()
-  }
+  gradients = {name: normal(0, shape) for name, (shape, _) in shapes.items()}
   transform = merit_optax.scale_by_muon(weight_dimension_numbers=specs)
   together, _ = transform.update(gradients, transform.init(gradients))
   for name, gradient in gradients.items():
@@ -231,10 +222,8 @@ def test_what_is_no_matrix_passes_or_is_one_row():
 
 
 def test_complex_matrices_become_unitary():
-  rng = np.random.default_rng(0)
-  matrix = rng.normal(size=(4, 7)) + 1j * rng.normal(size=(4, 7))
+  matrix = normal(0, (4, 7), jnp.complex64)
   transform = merit_optax.scale_by_muon('polar_express', 8)
-  matrix = jnp.asarray(matrix, jnp.complex64)
   found, _ = transform.update(matrix, transform.init(matrix))
   np.testing.assert_allclose(found @ found.T.conj(), np.eye(4), atol=1e-3)
   for name in ('mu_dtype', 'ns_dtype'):

@@ -34,20 +34,18 @@ _extreme = st.one_of(
 
 
 @st.composite
-def _pairs(draw, elements, shapes=_SHAPES):
+def _pairs(draw, elements):
   """Draws an update and a weight of the same shape."""
-  shape = draw(st.sampled_from(shapes))
+  shape = draw(st.sampled_from(_SHAPES))
   array = hnp.arrays(np.float32, shape, elements=elements)
   return draw(array), draw(array)
 
 
-def _transform(**options):
-  return merit_optax.scale_by_max_norm_trust_ratio(**options)
-
-
 @functools.cache
 def _jitted(ratios=_ALL, **options):
-  transform = _transform(ratios=ratios, **options)
+  transform = merit_optax.scale_by_max_norm_trust_ratio(
+    ratios=ratios, **options
+  )
   return jax.jit(lambda z, w: transform.update(z, transform.init(w), w)[0])
 
 
@@ -58,8 +56,6 @@ def _scale(z, w, ratios=_ALL, **options):
 def _oracle_norms(x, ratios, min_norm):
   """Returns the norms in float64, each with the shape of x."""
   axes = {'weight': (-2, -1), 'row': (-1,), 'column': (-2,)}
-  if x.ndim < 2:
-    axes, ratios = {'weight': None}, ('weight',)
   norms = [np.max(np.abs(x), axis=axes[name], keepdims=True) for name in ratios]
   return np.stack(
     [np.broadcast_to(np.maximum(n, min_norm), x.shape) for n in norms]
@@ -111,26 +107,18 @@ def _steps(**options):
 # The formula.
 
 
-@pytest.mark.parametrize('ratios', _SUBSETS, ids='+'.join)
-@hypothesis.given(pair=_pairs(_with_zeros))
-def test_ratio_is_that_of_the_formula(ratios, pair):
-  z, w = pair
-  np.testing.assert_allclose(
-    _scale(z, w, ratios), _oracle_scale(z, w, ratios), rtol=1e-6
-  )
-
-
 @pytest.mark.parametrize(
   'options',
   [
+    *({'ratios': ratios} for ratios in _SUBSETS),
     {'min_norm': 1.0},
     {'trust_coefficient': 0.25, 'eps': 0.5},
     {'min_norm': 0.5, 'trust_coefficient': 3.0, 'eps': 0.125},
   ],
   ids=str,
 )
-@hypothesis.given(pair=_pairs(_with_zeros, shapes=((3, 4),)))
-def test_further_arguments_enter_the_formula(options, pair):
+@hypothesis.given(pair=_pairs(_with_zeros))
+def test_ratio_is_that_of_the_formula(options, pair):
   z, w = pair
   np.testing.assert_allclose(
     _scale(z, w, **options), _oracle_scale(z, w, **options), rtol=1e-6
@@ -157,13 +145,11 @@ def test_whole_steps_are_those_of_algorithm_1(ratios, decay, seed, size):
   np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5 * largest)
 
 
-@pytest.mark.parametrize('shape', [(5,), ()], ids=str)
-def test_few_axes_have_the_weight_wise_ratio_whatever_is_asked(shape):
-  z, w = np.random.default_rng(0).normal(size=(2, *shape)).astype(np.float32)
+def test_a_vector_has_the_weight_wise_ratio_whatever_is_asked():
+  z, w = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
+  expected = np.max(np.abs(w)) / np.max(np.abs(z)) * z
   for ratios in (('row',), ('column',), _ALL):
-    np.testing.assert_allclose(
-      _scale(z, w, ratios), _oracle_scale(z, w, ('weight',)), rtol=1e-6
-    )
+    np.testing.assert_allclose(_scale(z, w, ratios), expected, rtol=1e-6)
 
 
 def test_the_largest_magnitude_of_many_elements_may_be_negative():
@@ -176,18 +162,6 @@ def test_the_largest_magnitude_of_many_elements_may_be_negative():
 # The bound.
 
 
-@pytest.mark.parametrize('ratios', [('row', 'column'), _ALL], ids='+'.join)
-@hypothesis.given(pair=_pairs(_nonzero))
-def test_no_element_is_scaled_beyond_the_largest_weight(ratios, pair):
-  z, w = pair
-  largest = np.max(np.abs(w)).astype(np.float64)
-  scaled = np.abs(_scale(z, w, ratios))
-  assert np.max(scaled) <= largest * _ULPS
-  # And the largest update of each matrix gets there.
-  if 'weight' in ratios:
-    assert np.max(scaled) >= largest / _ULPS
-
-
 @pytest.mark.parametrize('decay', [0.0, 0.25])
 @hypothesis.given(pair=_pairs(_nonzero))
 def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
@@ -196,17 +170,6 @@ def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
   _, updates = _steps(learning_rate=rate, weight_decay=decay)(w, gradient[None])
   bound = rate * min(1, np.max(np.abs(w)).astype(np.float64))
   assert np.max(np.abs(updates)) <= bound * _ULPS
-
-
-def test_a_matrix_grows_at_most_by_the_sum_of_the_rates():
-  random = np.random.default_rng(0)
-  w = random.normal(size=(4, 3)).astype(np.float32)
-  # One direction only: as fast as the rule allows.
-  gradients = np.broadcast_to(-np.sign(w), (50, 4, 3))
-  params, _ = _steps(learning_rate=0.01, clip_threshold=None)(w, gradients)
-  growth = np.max(np.abs(params[-1])) / np.max(np.abs(w))
-  assert growth <= np.exp(50 * 0.01)
-  np.testing.assert_allclose(growth, 1.01**50, rtol=1e-4)
 
 
 # Invariances.
@@ -225,17 +188,6 @@ def test_the_scale_of_updates_cancels_and_that_of_weights_carries_over(
 
 
 # Norms that are zero.
-
-
-def test_fallback_ignores_norms_that_are_not_used():
-  z = np.array([[1.0, 2.0], [4.0, 2.0]], np.float32)
-  w = np.array([[0.0, 0.0], [8.0, 2.0]], np.float32)
-  np.testing.assert_array_equal(_scale(z, w, ('weight',)), 2 * z)
-  np.testing.assert_array_equal(_scale(z, w, ('weight', 'column')), 2 * z)
-  np.testing.assert_array_equal(_scale(z, w, ('column',)), z * [2, 1])
-  np.testing.assert_array_equal(_scale(z, w)[0], z[0])
-  np.testing.assert_array_equal(_scale(z, 0 * w), z)
-  np.testing.assert_array_equal(_scale(0 * z, w), 0 * z)
 
 
 _TINY = np.finfo(np.float32).tiny
@@ -262,12 +214,6 @@ def test_the_smallest_normal_norm_counts():
   np.testing.assert_allclose(_scale(w, z), z, rtol=1e-6)
 
 
-def test_with_a_floor_a_zero_weight_starts_moving():
-  zero, z = np.zeros((2, 2), np.float32), np.ones((2, 2), np.float32)
-  np.testing.assert_array_equal(_scale(z, zero, min_norm=0.25), 0.25 * z)
-  np.testing.assert_array_equal(_scale(zero, z, min_norm=0.25), zero)
-
-
 # The stale row: with one gradient and then none.
 
 
@@ -279,15 +225,6 @@ def _path_of_a_stale_row(**options):
   gradients[1:, 0] = 0
   params, _ = _steps(learning_rate=0.01, **options)(w, gradients)
   return np.asarray(params)[:, 0]
-
-
-def test_a_stale_row_keeps_moving():
-  path = _path_of_a_stale_row()
-  steps = np.diff(path, axis=0)
-  assert np.all(np.sign(steps) == np.sign(steps[0]))
-  # At full speed for ever: by the rate, up to the clip.
-  size = np.minimum(1, np.max(np.abs(path), axis=1)[:-1])
-  assert np.all(np.max(np.abs(steps), axis=1)[100:] > 0.009 * size[100:])
 
 
 def test_weight_decay_takes_a_stale_row_to_zero():

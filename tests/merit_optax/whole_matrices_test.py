@@ -1,6 +1,7 @@
 """Hyperball on meshes: the bits of one device, and little that is sent."""
 
 import functools
+import itertools
 import math
 import re
 
@@ -12,6 +13,12 @@ import optax
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import (
+  assert_same_bits,
+  normal,
+  state_shardings,
+  step_function,
+)
 
 # Which bits come out depends on how XLA fuses operations.
 pytestmark = pytest.mark.usefixtures('full_compilation')
@@ -28,23 +35,16 @@ _PARAMETERS = {
   'bias': ((96,), P('tensor'), None),
 }
 _AXES = ('data', 'fsdp', 'tensor')
-_QUICK = [('float32', (2, 2, 2), AxisType.Auto)]
-_ALL = [
-  (dtype, sizes, axis_type)
-  for dtype in ('float32', 'bfloat16')
-  for sizes in (
-    *((1, 8, 1), (8, 1, 1), (1, 1, 8), (2, 4, 1)),
-    *((4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
-  )
-  for axis_type in (AxisType.Auto, AxisType.Explicit)
-]
+_SIZES = (
+  *((1, 8, 1), (8, 1, 1), (1, 1, 8), (2, 4, 1)),
+  *((4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
+)
+_QUICK = ('float32', (2, 2, 2), AxisType.Auto)
 _CASES = [
-  *_QUICK,
-  *(
-    pytest.param(*case, marks=pytest.mark.slow)
-    for case in _ALL
-    if case not in _QUICK
-  ),
+  pytest.param(*case, marks=() if case == _QUICK else pytest.mark.slow)
+  for case in itertools.product(
+    ('float32', 'bfloat16'), _SIZES, (AxisType.Auto, AxisType.Explicit)
+  )
 ]
 
 
@@ -62,19 +62,10 @@ def _optimizer(ns_dtype, **settings):
 
 
 def _arrays(seed):
-  rng = np.random.default_rng(seed)
   return {
-    name: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    for name, (shape, *_) in _PARAMETERS.items()
+    name: normal([seed, i], shape)
+    for i, (name, (shape, *_)) in enumerate(_PARAMETERS.items())
   }
-
-
-def _step(optimizer):
-  def step(params, state, gradients):
-    updates, state = optimizer.update(gradients, state, params)
-    return optax.apply_updates(params, updates), state
-
-  return step
 
 
 def _shardings(mesh, optimizer, params):
@@ -90,15 +81,7 @@ def _shardings(mesh, optimizer, params):
     name: NamedSharding(mesh, spec(shape, wanted))
     for name, (shape, wanted, _) in _PARAMETERS.items()
   }
-  is_masked = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
-  return shardings, optax.tree.map_params(
-    optimizer,
-    lambda x, sharding: x if is_masked(x) else sharding,
-    jax.eval_shape(optimizer.init, params),
-    shardings,
-    is_leaf=is_masked,
-    transform_non_params=lambda _: NamedSharding(mesh, P()),
-  )
+  return shardings, state_shardings(optimizer, params, shardings, mesh)
 
 
 def _run(step, params, state):
@@ -110,28 +93,23 @@ def _run(step, params, state):
 @functools.cache
 def _run_on_one_device(ns_dtype):
   optimizer, params = _optimizer(ns_dtype), _arrays(0)
-  return _run(jax.jit(_step(optimizer)), params, optimizer.init(params))
+  return _run(jax.jit(step_function(optimizer)), params, optimizer.init(params))
 
 
 @pytest.mark.parametrize('ns_dtype, sizes, axis_type', _CASES)
 def test_twenty_steps_have_the_bits_of_one_device(ns_dtype, sizes, axis_type):
   optimizer, params = _optimizer(ns_dtype), _arrays(0)
   mesh = jax.make_mesh(sizes, _AXES, axis_types=(axis_type,) * 3)
-  shardings, state_shardings = _shardings(mesh, optimizer, params)
-  outputs = (shardings, state_shardings)
+  places = _shardings(mesh, optimizer, params)
   step = jax.jit(
-    _step(optimizer),
-    out_shardings=outputs if axis_type == AxisType.Auto else None,
+    step_function(optimizer),
+    out_shardings=places if axis_type == AxisType.Auto else None,
   )
   found = _run(
-    lambda p, s, g: step(p, s, jax.device_put(g, shardings)),
-    jax.device_put(params, shardings),
-    jax.device_put(optimizer.init(params), state_shardings),
+    lambda p, s, g: step(p, s, jax.device_put(g, places[0])),
+    *jax.device_put((params, optimizer.init(params)), places),
   )
-  paths = jax.tree.leaves_with_path(found)
-  expected = jax.tree.leaves(_run_on_one_device(ns_dtype))
-  for (path, x), y in zip(paths, expected, strict=True):
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes(), path
+  assert_same_bits(found, _run_on_one_device(ns_dtype))
 
 
 def _sent(mesh, name='fsdp', **settings):
@@ -142,14 +120,9 @@ def _sent(mesh, name='fsdp', **settings):
   sharding = NamedSharding(mesh, P(None, name))
   array = jax.ShapeDtypeStruct((8, 64, 128), jnp.float32, sharding=sharding)
   state = jax.tree.map(
-    lambda x: (
-      array
-      if x.shape == array.shape
-      else jax.ShapeDtypeStruct(
-        x.shape, x.dtype, sharding=NamedSharding(mesh, P())
-      )
-    ),
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     jax.eval_shape(transform.init, array),
+    state_shardings(transform, array, sharding, mesh),
   )
   update = jax.jit(transform.update, out_shardings=(sharding, None))
   text = update.lower(array, state).compile().as_text()
@@ -194,16 +167,11 @@ def _updates_alone(transform, gradients):
 
 def test_arrays_beside_those_on_an_explicit_mesh():
   mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
-  gradients = {
-    'alone': jax.random.normal(jax.random.key(0), (8, 8)),
-    'split': jax.random.normal(jax.random.key(1), (16, 8)),
-  }
+  gradients = {'alone': normal(0, (8, 8)), 'split': normal(1, (16, 8))}
   split = jax.device_put(gradients['split'], NamedSharding(mesh, P('fsdp')))
   transform = merit_optax.scale_by_muon()
   found = _updates_alone(transform, gradients | {'split': split})
-  expected = _updates_alone(transform, gradients)
-  for name in gradients:
-    np.testing.assert_array_equal(found[name], expected[name])
+  assert_same_bits(found, _updates_alone(transform, gradients))
 
 
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
@@ -211,7 +179,7 @@ def test_arrays_beside_those_on_an_explicit_mesh():
 def test_within_a_shard_map_over_some_axes(axis_type, mesh_axes):
   mesh = jax.make_mesh((2, 4), ('data', 'fsdp'), axis_types=(axis_type,) * 2)
   transform = merit_optax.scale_by_muon(mesh_axes=mesh_axes)
-  gradients = jax.random.normal(jax.random.key(0), (16, 24))
+  gradients = normal(0, (16, 24))
   within = jax.shard_map(
     lambda g: transform.update(g, transform.init(g))[0],
     mesh=mesh, in_specs=P(), out_specs=P(), axis_names={'data'},

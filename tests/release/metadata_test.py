@@ -26,29 +26,6 @@ def test_version_and_date_agree():
   assert f'year = {{{newest[1][:4]}}}' in bibtex
 
 
-def test_changelog_has_the_headings_of_its_form():
-  text = (_ROOT / 'CHANGELOG.md').read_text()
-  headings = re.findall(r'^(##+) (.*)$', text, re.M)
-  assert headings[0] == ('##', '[Unreleased]')
-  releases = [name for level, name in headings if level == '##'][1:]
-  assert len(releases) == len(_RELEASE.findall(text))
-  assert {name for level, name in headings if level == '###'} <= {
-    'Added', 'Changed', 'Deprecated', 'Removed', 'Fixed', 'Security',
-  }  # fmt: skip
-
-
-def test_the_address_of_the_repository_stands_in_one_file():
-  address = _PROJECT['urls']['Repository'].removeprefix('https://')
-  _, owner, name = address.split('/')
-  found = _git_grep('-l', f'{owner}/{name}') + _git_grep(
-    '-l', f'{owner}.github'
-  )
-  # A notebook on Colab knows no other file: its own tests compare its links.
-  assert {x for x in found if not x.startswith('notebooks/')} == {
-    'pyproject.toml'
-  }
-
-
 def test_addresses_agree():
   urls = _PROJECT['urls']
   owner, name = urls['Repository'].split('/')[-2:]
@@ -61,6 +38,17 @@ def test_addresses_agree():
   hooks = _PYPROJECT['tool']['hatch']['metadata']['hooks']
   for rule in hooks['fancy-pypi-readme']['substitutions']:
     assert f'{urls["Repository"]}/' in rule['replacement']
+  # They stand in one file. But a notebook on Colab knows no other one: its own
+  # tests compare its links.
+  done = subprocess.run(
+    ['git', 'grep', '--untracked', '-Il', '-e', f'{owner}/{name}', '-e',
+     f'{owner}.github'],
+    cwd=_ROOT, capture_output=True, text=True, check=True,
+  )  # fmt: skip
+  found = done.stdout.splitlines()
+  assert {x for x in found if not x.startswith('notebooks/')} == {
+    'pyproject.toml'
+  }
 
 
 @pytest.mark.parametrize(
@@ -83,12 +71,11 @@ def test_oldest_versions_are_the_bounds_of_the_requirements(
   lines = (_ROOT / constraints).read_text().splitlines()
   oldest = dict(x.split('==') for x in lines if not x.startswith('#'))
   assert oldest.pop('jaxlib') == oldest['jax']
-  assert oldest == {name: _padded(version) for name, version in bounds}
-
-
-def _padded(version: str) -> str:
-  """Returns a version with three numbers, as releases have."""
-  return '.'.join([*version.split('.'), '0', '0'][:3])
+  # With three numbers, as releases have.
+  assert oldest == {
+    name: '.'.join([*version.split('.'), '0', '0'][:3])
+    for name, version in bounds
+  }
 
 
 def test_every_python_that_is_promised_is_tested():
@@ -119,19 +106,3 @@ def test_tests_that_make_names_exist():
   named = re.findall(r'\btests/[\w/.]+', (_ROOT / 'Makefile').read_text())
   assert 'tests/merit_optax' in named
   assert [path for path in named if not (_ROOT / path).exists()] == []
-
-
-def test_tests_that_run_first_exist():
-  text = (_ROOT / 'tests/conftest.py').read_text()
-  named = set(re.findall(r"'(\w+_test\.py)'", text))
-  assert 'resume_test.py' in named
-  assert named <= {path.name for path in _ROOT.glob('tests/**/*_test.py')}
-
-
-def _git_grep(*arguments: str) -> list[str]:
-  done = subprocess.run(
-    ['git', 'grep', '--untracked', '-I', *arguments],
-    cwd=_ROOT, capture_output=True, text=True, check=False,
-  )  # fmt: skip
-  assert done.returncode in (0, 1), done.stderr
-  return done.stdout.splitlines()
