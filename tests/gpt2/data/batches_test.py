@@ -1,12 +1,9 @@
-import dataclasses
 import functools
-from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
 import jax
 import numpy as np
-import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.data import batches
@@ -68,12 +65,6 @@ def test_batches_do_not_change_between_versions():
   )
 
 
-def test_batches_reach_both_ends_of_the_text():
-  config = _config(batch_size=2000, context_length=16)
-  batch = training_batch(np.arange(40), config, 0, make_mesh(''))
-  assert set(np.array(batch)[..., 0].ravel()) == set(range(24))
-
-
 def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
   config = _config(batch_size=8, micro_batch_size=2)
   mesh = make_mesh('', jax.devices()[:4])
@@ -107,20 +98,6 @@ def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
   assert len(read) == 4
 
 
-def test_a_memory_map_is_read(tmp_path: Path):
-  TOKENS.tofile(tmp_path / 'train.bin')
-  tokens = np.memmap(tmp_path / 'train.bin', np.uint16, mode='r')
-  one, other = (
-    training_batch(x, _config(), 1, make_mesh('')) for x in (tokens, TOKENS)
-  )
-  np.testing.assert_array_equal(one, other)
-
-
-def test_a_micro_batch_that_is_not_full_is_refused():
-  with pytest.raises(ValueError, match='reshape'):
-    training_batch(TOKENS, _config(batch_size=12), 1, make_mesh(''))
-
-
 @hypothesis.given(
   num_tokens=st.integers(21, 900),
   max_sequences=st.integers(1, 60),
@@ -143,24 +120,14 @@ def test_an_evaluation_counts_each_sequence_once(
   assert set(map(bytes, rows)) == set(map(bytes, rows[:count]))
   places = {bytes(row): i for i, row in enumerate(_all_rows(num_tokens))}
   starts = [places[bytes(row)] for row in rows[:count]]
-  assert (np.diff(starts) >= 20).all()
   assert starts[0] == 0
+  # They are spread evenly, up to the end.
+  end = (num_tokens - 1) // 20 * 20
+  distances = np.diff([*starts, end])
+  assert distances.min() >= 20
+  assert np.ptp(distances) <= 20
 
 
 @functools.cache
 def _all_rows(num_tokens: int) -> np.ndarray:
   return _rows(TOKENS, range(num_tokens - 20), 20)
-
-
-def test_an_evaluation_reaches_the_end_of_the_text(tiny: Config):
-  batch, count = validation_batch(np.arange(2000), tiny, make_mesh(''))
-  assert count == 24
-  assert np.concatenate(batch)[count - 1, -1] > 1800
-
-
-def test_an_evaluation_without_a_seed_is_the_same(tiny: Config):
-  other = dataclasses.replace(tiny, seed=1)
-  for config in (tiny, other):
-    batch, _ = validation_batch(TOKENS, config, make_mesh(''))
-    first = _rows(TOKENS, [0], tiny.context_length)
-    np.testing.assert_array_equal(batch[0, :1], first)

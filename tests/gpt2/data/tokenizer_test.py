@@ -13,6 +13,7 @@ from examples.gpt2.config import UsageError
 from examples.gpt2.data import tokenizer as data_tokenizer
 from examples.gpt2.data.tokenizer import (
   Encoder,
+  end_token_of_folder,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
@@ -68,6 +69,13 @@ def test_identifiers_beyond_the_number_of_tokens_are_refused(tmp_path: Path):
   assert num_identifiers(read_tokenizer(path, 302)) == 302
   with pytest.raises(UsageError, match=r'tokenizer\.json .* up to 301.* 301'):
     read_tokenizer(path, 301)
+
+
+def test_a_folder_that_names_no_end_has_that_of_gpt2(tmp_path: Path):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  tokenizer.add_special_tokens(['<|pad|>'])
+  tokenizer.save(str(tmp_path / 'tokenizer.json'))
+  assert end_token_of_folder(tmp_path / 'tokenizer.json', tokenizer) == END
 
 
 @pytest.mark.parametrize('name', ['tokenizer.json', 'vocab.json', ''])
