@@ -126,9 +126,7 @@ def test_products_of_the_update_are_part_of_the_step(tmp_path: Path):
     (('--network', '25'), '--network is GB/s of a GPU'),
   ],
 )
-def test_settings_that_do_not_fit_are_refused(
-  flags: tuple[str, ...], message: str, capsys
-):
+def test_settings_that_do_not_fit_are_refused(flags, message, capsys):
   with pytest.raises(SystemExit) as error:
     plan.main([*_TINY, '--mesh', 'fsdp=2', *flags])
   assert error.value.code == 2
@@ -136,9 +134,7 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 @pytest.mark.usefixtures('emulated_slice')
-def test_a_sweep_says_why_meshes_are_left_out(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_sweep_says_why_meshes_are_left_out(tmp_path, monkeypatch, capsys):
   # An update without products is not compiled on its own, which takes long.
   monkeypatch.setattr(programs, 'compile_update', None)
   out = tmp_path / 'plan.json'

@@ -272,9 +272,7 @@ def test_a_bad_byte_does_not_leave_out_a_text(tmp_path: Path):
 
 
 @hypothesis.given(place=st.integers(0, 204), skip_bad=st.booleans())
-def test_reading_goes_on_from_any_place(
-  tmp_path_factory, place: int, skip_bad: bool
-):
+def test_reading_goes_on_from_any_place(tmp_path_factory, place, skip_bad):
   folder = tmp_path_factory.mktemp('places')
   _write_parquet(folder / 'a.parquet', TEXTS[:50])
   (folder / 'b.jsonl').write_bytes(b'\n' + _json_lines(TEXTS[50:]) + b'\n')

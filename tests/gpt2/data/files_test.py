@@ -41,9 +41,7 @@ def _read(content: bytes) -> bytes:
   encoding=st.sampled_from(['utf-8', 'utf-16', 'utf-32', 'utf-16-be']),
   is_marked=st.booleans(),
 )
-def test_text_is_read_without_its_mark(
-  text: str, encoding: str, is_marked: bool
-):
+def test_text_is_read_without_its_mark(text, encoding, is_marked):
   # Python itself marks utf-16 and utf-32.
   marks = {
     'utf-8': codecs.BOM_UTF8 * is_marked,

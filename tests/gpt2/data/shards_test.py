@@ -76,9 +76,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize('name', FORMATS)
-def test_the_trainer_reads_token_files_of_others(
-  tiny: Config, tmp_path: Path, name: str
-):
+def test_the_trainer_reads_token_files_of_others(tiny, tmp_path, name):
   write, train, val, tokens = FORMATS[name]
   folder = tmp_path / 'tokens'
   folder.mkdir()
@@ -145,9 +143,7 @@ def _junk_index(path: Path, tokens):
     (_junk_index, 0, r'train\.idx is no index of Megatron'),
   ],
 )  # fmt: skip
-def test_files_that_cannot_be_read_are_named(
-  tmp_path: Path, write, cut: int, message: str
-):
+def test_files_that_cannot_be_read_are_named(tmp_path, write, cut, message):
   path = tmp_path / 'train.bin'
   write(path, GPT2)
   path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])

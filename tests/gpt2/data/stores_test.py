@@ -96,9 +96,7 @@ def test_tokens_are_made_and_read_in_a_store(
   np.testing.assert_array_equal(found.validation, expected.validation)
 
 
-def test_files_of_others_and_text_are_read_in_a_store(
-  bucket: str, tiny: Config, tmp_path: Path
-):
+def test_files_of_others_and_text_are_read_in_a_store(bucket, tiny, tmp_path):
   tokens = np.random.default_rng(0).integers(288, size=3000)
   for root in (tmp_path / 'tokens', as_path(bucket) / 'tokens'):
     make_folder(root)

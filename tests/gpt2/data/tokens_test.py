@@ -161,9 +161,7 @@ def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
 
 
 @pytest.mark.parametrize('name', ['tokenizer.json', 'val.bin'])
-def test_an_error_of_the_disk_is_not_taken_for_damage(
-  tiny: Config, monkeypatch, name: str
-):
+def test_an_error_of_the_disk_is_not_taken_for_damage(tiny, monkeypatch, name):
   load_tokens(tiny)
   (folder,) = (path.parent for path in tiny.cache_dir.glob('*/val.bin'))
   before = {path: path.read_bytes() for path in folder.iterdir()}

@@ -26,9 +26,7 @@ from examples.gpt2.run.step import Trainer
   st.permutations(['data', 'fsdp', 'tensor']),
   st.lists(st.sampled_from([1, 2, 4, 8]), max_size=3),
 )
-def test_a_mesh_has_all_devices_or_says_why_not(
-  axes: list[str], sizes: list[int]
-):
+def test_a_mesh_has_all_devices_or_says_why_not(axes, sizes):
   given = dict(zip(axes, sizes, strict=False))
   text = ', '.join(f'{k}={v}' for k, v in given.items())
   product = int(np.prod(sizes))

@@ -89,9 +89,7 @@ def test_measured_attention_finds_the_largest_visible_logit(
 @pytest.mark.parametrize(
   ('mesh', 'heads'), [('', 2), ('data=2,fsdp=2,tensor=2', 2), ('tensor=2', 4)]
 )
-def test_the_kernel_for_tpu_attends_as_softmax_does(
-  mesh: str, heads: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, heads, monkeypatch):
   inputs = _normal(0, 4, 256, heads, 8), *_normal(1, 2, 4, 256, 2, 8)
   # Several blocks of queries and keys, one of which is masked as a whole.
   monkeypatch.setattr(splash, '_MOST_IN_BLOCK', 128)

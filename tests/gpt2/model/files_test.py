@@ -90,9 +90,7 @@ def test_params_may_lie_on_many_devices(folder: Path, params: nnx.State):
   chex.assert_trees_all_equal(load_model(folder).params, params)
 
 
-def test_each_device_reads_its_part_alone(
-  folder: Path, params: nnx.State, monkeypatch: pytest.MonkeyPatch
-):
+def test_each_device_reads_its_part_alone(folder, params, monkeypatch):
   read = []
   put = jax.make_array_from_callback
 
@@ -110,9 +108,7 @@ def test_each_device_reads_its_part_alone(
   assert np.isclose(read, 1).sum() == 8 * sizes
 
 
-def test_a_model_replaces_the_one_before_with_all_it_had(
-  folder: Path, params: nnx.State
-):
+def test_a_model_replaces_the_one_before_with_all_it_had(folder, params):
   tokenizer = train_tokenizer(['text'], 260)
   (folder / 'other.txt').write_text('mine')
   save_model(folder, Model(_CONFIG, 300, params, tokenizer))
@@ -181,9 +177,7 @@ def test_older_models_have_the_epsilon_of_their_architecture(
     ('config.head_width', 3, 'must be even for llama, got 3'),
   ],
 )
-def test_wrong_settings_are_named(
-  folder: Path, name: str, value: object, message: str
-):
+def test_wrong_settings_are_named(folder, name, value, message):
   _change_settings(folder, name, value)
   with pytest.raises(UsageError, match=rf'model/model\.json.*{message}'):
     load_model(folder)
@@ -198,9 +192,7 @@ def test_wrong_settings_are_named(
     ('final_norm.scale', np.zeros(8, 'e'), r'is F16\[8\], expected F32\[8\]'),
   ],
 )
-def test_wrong_arrays_are_named(
-  folder: Path, name: str, value: np.ndarray | None, message: str
-):
+def test_wrong_arrays_are_named(folder, name, value, message):
   path = folder / 'weights.safetensors'
   weights = safetensors.numpy.load_file(path) | {name: value}
   if value is None:
@@ -222,9 +214,7 @@ def test_wrong_arrays_are_named(
     ('', None, 'is no folder'),
   ],
 )
-def test_damaged_and_missing_files_are_named(
-  folder: Path, name: str, content: bytes | None, message: str
-):
+def test_damaged_and_missing_files_are_named(folder, name, content, message):
   path = folder / name
   if content is None:
     path.rename(folder.parent / 'elsewhere')
@@ -241,9 +231,7 @@ def test_a_cut_file_of_weights_is_refused(folder: Path):
     load_model(folder)
 
 
-def test_a_tokenizer_of_another_model_is_refused(
-  tmp_path: Path, params: nnx.State
-):
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, params):
   tokenizer = train_tokenizer(['text'], 257)
   save_model(tmp_path, Model(_CONFIG, 256, params, tokenizer))
   with pytest.raises(UsageError, match='identifiers up to 256: .* below 256'):

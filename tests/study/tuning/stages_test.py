@@ -14,8 +14,10 @@ from examples.study.tuning.cases import Case
 from examples.study.tuning.coordinates import Coordinate, GroupRate, search
 from examples.study.tuning.plans import execute
 from examples.study.tuning.stages import (
-  compare_all, initial_weights, warmup_and_b1,
-)  # fmt: skip
+  compare_all,
+  initial_weights,
+  warmup_and_b1,
+)
 
 _SCALE = SCALES['nano']
 _SMALL, _LARGE = _SCALE.batch_sizes[0], _SCALE.batch_size
