@@ -21,13 +21,7 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import fit
-from examples.plan import (
-  __main__ as plan,
-  programs,
-  roofline,
-  sweep,
-  topology,
-)
+from examples.plan import __main__ as plan, programs, roofline, sweep, topology
 
 _TINY = (
   '--num-layers', '2', '--width', '16', '--num-heads', '2',

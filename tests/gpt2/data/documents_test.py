@@ -87,19 +87,6 @@ def test_long_texts_are_cut_at_the_end_of_a_line_or_word(tmp_path: Path, end):
   assert all(x.startswith('ninety') and x.endswith(end) for x in documents)
 
 
-@hypothesis.given(
-  text=st.text(st.characters(codec='utf-8', categories=['L']), min_size=40),
-  place=st.integers(0, 40),
-)
-def test_a_zero_byte_does_not_change_the_encoding(
-  tmp_path_factory, text: str, place: int
-):
-  path = tmp_path_factory.mktemp('text') / 'a.txt'
-  text = text[:place] + '\0' + text[place:]
-  path.write_bytes(text.encode())
-  assert _read(path, is_cut=False) == [text]
-
-
 def test_compressed_and_encoded_files_are_read_alike(tmp_path: Path):
   contents = [_json_lines(TEXTS[i : i + 20]) for i in range(0, 100, 20)]
   mark = b'\xef\xbb\xbf'

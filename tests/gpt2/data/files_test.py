@@ -51,6 +51,15 @@ def test_text_is_read_without_its_mark(text, encoding, is_marked):
   assert _read(content) == text.encode()
 
 
+@hypothesis.given(
+  text=st.text(st.characters(codec='utf-8', categories=['L']), min_size=40),
+  place=st.integers(0, 40),
+)
+def test_a_zero_byte_does_not_change_the_encoding(text: str, place: int):
+  content = f'{text[:place]}\0{text[place:]}'.encode()
+  assert _read(content) == content
+
+
 @pytest.mark.parametrize(
   'text',
   [

@@ -15,12 +15,7 @@ from examples.gpt2.data.tokenizer import Encoder
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.prepare import PrepareConfig, prepare
-from examples.gpt2.storage import (
-  as_path,
-  file_system,
-  make_folder,
-  write_whole,
-)
+from examples.gpt2.storage import as_path, file_system, make_folder, write_whole
 
 _TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(200)]
 

@@ -43,18 +43,6 @@ def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
   load_tokens(tiny)
 
 
-def test_an_interrupted_tokenization_leaves_no_cache(tiny: Config, monkeypatch):
-  def fail(*_):
-    raise KeyboardInterrupt
-
-  with monkeypatch.context() as patch:
-    patch.setattr(tokens_module, 'Encoder', fail)
-    with pytest.raises(KeyboardInterrupt):
-      load_tokens(tiny)
-  assert not list(tiny.cache_dir.iterdir())
-  load_tokens(tiny)
-
-
 def test_of_two_runs_at_once_the_quicker_fills_the_cache(tiny, monkeypatch):
   def train(*args):
     with monkeypatch.context() as patch:

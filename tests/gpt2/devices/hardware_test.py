@@ -28,8 +28,6 @@ from examples.gpt2.run.step import Trainer
     ('NVIDIA A100-SXM4-80GB', 312),
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
-    ('NVIDIA H200', 989),
-    ('NVIDIA B200', 2250),
     ('NVIDIA GB200', 2500),
     ('NVIDIA GH200 144G HBM3e', 989),
     ('NVIDIA A10', 125),

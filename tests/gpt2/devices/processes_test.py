@@ -69,16 +69,6 @@ def test_one_process_of_a_node_takes_all_its_gpus(
     jax.config.update('jax_cuda_visible_devices', 'all')
 
 
-def test_one_process_does_all_by_itself(capsys):
-  processes.print_once('words')
-  assert capsys.readouterr().out == 'words\n'
-  assert processes.on_process_0(lambda x, y: [x, y], 1, y=2) == [1, 2]
-  with pytest.raises(KeyError, match='gone'):
-    processes.on_process_0({}.__getitem__, 'gone')
-  assert processes.any_failed(True)
-  assert not processes.any_failed(False)
-
-
 def test_what_process_0_does_for_all_waits_for_none(monkeypatch):
   sent = []
   monkeypatch.setattr(jax, 'process_count', lambda: 2)

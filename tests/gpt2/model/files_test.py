@@ -80,19 +80,14 @@ def test_arrays_may_have_any_memory_order(tmp_path: Path, params: nnx.State):
   assert stored['blocks.mlp.up.kernel'].shape == (2, 8, 16)
 
 
-def test_params_may_lie_on_many_devices(folder: Path, params: nnx.State):
-  mesh = make_mesh('fsdp=4,tensor=2')
-  model = load_model(folder, mesh)
-  chex.assert_trees_all_equal(model.params, params)
-  expected = parameter_shardings(mesh, params)
-  assert jax.tree.map(lambda x: x.sharding, model.params) == expected
-  save_model(folder, model)
-  chex.assert_trees_all_equal(load_model(folder).params, params)
-
-
-def test_each_device_reads_its_part_alone(folder, params, monkeypatch):
-  read = []
-  put = jax.make_array_from_callback
+def test_each_device_of_a_mesh_reads_its_part_alone(
+  folder: Path, params: nnx.State, monkeypatch
+):
+  read, put, mesh = (
+    [],
+    jax.make_array_from_callback,
+    make_mesh('fsdp=4,tensor=2'),
+  )
 
   def watch(shape, sharding, callback):
     def part(index):
@@ -102,10 +97,15 @@ def test_each_device_reads_its_part_alone(folder, params, monkeypatch):
 
     return put(shape, sharding, part)
 
-  monkeypatch.setattr(jax, 'make_array_from_callback', watch)
-  load_model(folder, make_mesh('fsdp=4,tensor=2'))
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, 'make_array_from_callback', watch)
+    model = load_model(folder, mesh)
   sizes = sum(x.size > 100 for x in jax.tree.leaves(params))
   assert np.isclose(read, 1).sum() == 8 * sizes
+  expected = parameter_shardings(mesh, params)
+  assert jax.tree.map(lambda x: x.sharding, model.params) == expected
+  save_model(folder, model)
+  chex.assert_trees_all_equal(load_model(folder).params, params)
 
 
 def test_a_model_replaces_the_one_before_with_all_it_had(folder, params):
