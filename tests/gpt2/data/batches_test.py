@@ -47,9 +47,8 @@ def test_a_batch_is_the_same_on_any_mesh_and_in_any_micro_batches(
   config = _config(seed=seed, micro_batch_size=micro_batch_size)
   batch = training_batch(TOKENS, config, step, mesh)
   starts = np.random.default_rng((seed, step)).integers(4000 - 20, size=48)
-  np.testing.assert_array_equal(
-    np.concatenate(batch), _rows(TOKENS, starts, 20)
-  )
+  expected = _rows(TOKENS, starts, 20)
+  np.testing.assert_array_equal(np.concatenate(batch), expected)
   rows = micro_batch_size * num_batch_shards(mesh)
   assert batch.shape == (48 // rows, rows, 21)
   assert batch.dtype == np.int32
@@ -60,9 +59,8 @@ def test_batches_do_not_change_between_versions():
   config = _config(seed=7, batch_size=4, context_length=128)
   mesh = make_mesh('', jax.devices()[:1])
   batch = training_batch(np.arange(1_000_000), config, 3, mesh)
-  np.testing.assert_array_equal(
-    batch[:, 0, 0], [727824, 974908, 538129, 884454]
-  )
+  expected = [727824, 974908, 538129, 884454]
+  np.testing.assert_array_equal(batch[:, 0, 0], expected)
 
 
 def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
@@ -75,22 +73,17 @@ def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
     read.extend(starts)
     return read_windows(tokens, starts, length)
 
-  # As in a process with the first and the last of four devices.
-  own = mesh.devices.ravel()[[0, 3]]
-  all_indices = jax.sharding.Sharding.addressable_devices_indices_map
-  monkeypatch.setattr(
-    jax.sharding.NamedSharding,
-    'addressable_devices_indices_map',
-    lambda self, shape: {x: all_indices(self, shape)[x] for x in own},
-  )
-  monkeypatch.setattr(
-    jax,
-    'make_array_from_callback',
-    lambda shape, sharding, callback: [
-      callback(index)
-      for index in sharding.addressable_devices_indices_map(shape).values()
-    ],
-  )
+  def of_own(sharding, shape):
+    # As in a process with the first and the last of four devices.
+    own = mesh.devices.ravel()[[0, 3]]
+    return {x: sharding.devices_indices_map(shape)[x] for x in own}
+
+  def make_own(shape, sharding, callback):
+    return [callback(index) for index in of_own(sharding, shape).values()]
+
+  name = 'addressable_devices_indices_map'
+  monkeypatch.setattr(jax.sharding.NamedSharding, name, of_own)
+  monkeypatch.setattr(jax, 'make_array_from_callback', make_own)
   monkeypatch.setattr(batches, 'read_windows', record)
   first, last = training_batch(TOKENS, config, 1, mesh)
   np.testing.assert_array_equal(first, whole[:, :2])

@@ -83,11 +83,8 @@ def test_arrays_may_have_any_memory_order(tmp_path: Path, params: nnx.State):
 def test_each_device_of_a_mesh_reads_its_part_alone(
   folder: Path, params: nnx.State, monkeypatch
 ):
-  read, put, mesh = (
-    [],
-    jax.make_array_from_callback,
-    make_mesh('fsdp=4,tensor=2'),
-  )
+  mesh, read = make_mesh('fsdp=4,tensor=2'), []
+  put = jax.make_array_from_callback
 
   def watch(shape, sharding, callback):
     def part(index):
