@@ -183,8 +183,9 @@ def test_a_sweep_takes_the_largest_micro_batch_that_fits_or_the_one_given():
 
 def test_a_sweep_ranks_what_fits_first_and_then_by_time():
   names = 'fits', 'seconds_without_overlap'
-  measured = iter([(False, 1.0), (True, 3.0), (True, 2.0)])
-  found = _sweep(lambda _: dict(zip(names, next(measured), strict=True)))
+  measured = (False, 1.0), (True, 3.0), (True, 2.0)
+  rows = (dict(zip(names, x, strict=True)) for x in measured)
+  found = _sweep(lambda _: next(rows), micro_batch_size=8)
   assert [x[names[1]] for x in found['rows']] == [2.0, 3.0, 1.0]
 
 
