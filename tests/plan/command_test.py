@@ -9,6 +9,7 @@ from pathlib import Path
 import re
 import types
 from typing import Any
+from unittest import mock
 
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh
@@ -20,13 +21,7 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import fit
-from examples.plan import (
-  __main__ as plan,
-  programs,
-  roofline,
-  sweep,
-  topology,
-)
+from examples.plan import __main__ as plan, programs, roofline, sweep, topology
 
 _TINY = (
   '--num-layers', '2', '--width', '16', '--num-heads', '2',
@@ -45,18 +40,14 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
   assert re.search(rf"'libtpu==[\d.*]+', .* jax {jax.__version__}", text), text
 
 
-def test_a_sweep_tries_every_mesh_once():
-  found = sweep.meshes(12)
-  assert len(found) == len(set(found)) == 18
-  for text in found:
+def test_a_sweep_tries_every_mesh_with_the_rematerialization_or_more():
+  found = [(x.mesh, x.remat) for x in sweep.ways(Config(remat='dots'), 12)]
+  assert len(found) == len(set(found)) == 2 * 18
+  assert {remat for _, remat in found} == {'dots', 'full'}
+  for text, _ in found:
     sizes = dict(axis.split('=') for axis in text.split(','))
     assert list(sizes) == ['data', 'fsdp', 'tensor']
     assert math.prod(map(int, sizes.values())) == 12
-
-
-def test_a_sweep_rematerializes_as_told_or_more():
-  found = [x.remat for x in sweep.ways(Config(remat='dots'), 1)]
-  assert found == ['dots', 'full']
 
 
 @pytest.fixture
@@ -96,15 +87,12 @@ def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
   assert 0 < update['hbm_bytes'] < results['hbm_bytes']
   assert 0 < results['update_share'] < 1
   text = capsys.readouterr().out
-  for words in (
-    r'micro batch size +8\n', r'fits +True', 'ESTIMATED', 'all-gather',
-    r'mfu +\d', r'tokens per second +\d', r'libtpu +1.2.3',
-  ):  # fmt: skip
+  for words in (r'fits +True', 'all-gather', r'mfu +\d', r'libtpu +1.2.3'):
     assert re.search(words, text), text
 
 
 @pytest.mark.usefixtures('emulated_slice')
-def test_products_of_the_update_are_part_of_the_step(tmp_path: Path, capsys):
+def test_products_of_the_update_are_part_of_the_step(tmp_path: Path):
   out = tmp_path / 'plan.json'
   plan.main([
     *_TINY, '--mesh', 'fsdp=2', '--optimizer', 'muon', '--qk-clip', '100',
@@ -113,15 +101,13 @@ def test_products_of_the_update_are_part_of_the_step(tmp_path: Path, capsys):
   results = json.loads(out.read_text())
   update = results['update']
   # Five iterations for four matrices, 16 rows or columns each, of two layers.
-  products = 2 * 16**2 * (48 + 16 + 64 + 64) + 4 * 16**3
-  products *= 2 * 5
+  products = 2 * 5 * (2 * 16**2 * (48 + 16 + 64 + 64) + 4 * 16**3)
   # The two devices share them, or both compute them all.
   assert products / 2 <= update['flops'] <= products
   for flops in ('flops', 'bfloat16_flops'):
     assert results[flops] == results['model_flops'] / 2 + update[flops]
   for x in (results, update):
     assert x['compute_seconds'] == pytest.approx(x['bfloat16_flops'] / 1e12)
-  assert re.search(r'bfloat16 flops +\S+ +\d', capsys.readouterr().out)
 
 
 @pytest.mark.usefixtures('emulated_slice')
@@ -134,9 +120,7 @@ def test_products_of_the_update_are_part_of_the_step(tmp_path: Path, capsys):
     (('--network', '25'), '--network is GB/s of a GPU'),
   ],
 )
-def test_settings_that_do_not_fit_are_refused(
-  flags: tuple[str, ...], message: str, capsys
-):
+def test_settings_that_do_not_fit_are_refused(flags, message, capsys):
   with pytest.raises(SystemExit) as error:
     plan.main([*_TINY, '--mesh', 'fsdp=2', *flags])
   assert error.value.code == 2
@@ -144,16 +128,14 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 @pytest.mark.usefixtures('emulated_slice')
-def test_a_sweep_says_why_meshes_are_left_out(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
+def test_a_sweep_says_why_meshes_are_left_out(tmp_path, monkeypatch, capsys):
   # An update without products is not compiled on its own, which takes long.
   monkeypatch.setattr(programs, 'compile_update', None)
   out = tmp_path / 'plan.json'
-  plan.main(
-    [*_TINY, '--sweep', '--batch-size', '1', '--remat', 'full']
-    + ['--out', str(out)]
-  )
+  plan.main([
+    *_TINY, '--sweep', '--batch-size', '1', '--remat', 'full',
+    '--out', str(out),
+  ])  # fmt: skip
   results = json.loads(out.read_text())
   (best,) = results['rows']
   assert best['mesh'] == 'data=1,fsdp=1,tensor=2'
@@ -185,16 +167,13 @@ def _measure_or_raise(size: int) -> dict[str, Any]:
 
 
 def _measure(size: int) -> dict[str, Any]:
-  return {'fits': size <= 2, 'seconds_without_overlap': 1 / size, 'size': size}
+  return {'fits': size <= 2, 'seconds_without_overlap': 1.0, 'size': size}
 
 
-@pytest.mark.parametrize('measure', [_measure, _measure_or_raise])
-def test_a_sweep_takes_the_largest_micro_batch_that_fits(measure):
-  rows = _sweep(measure)['rows']
-  assert [row['size'] for row in rows] == [2, 2, 2]
-
-
-def test_a_micro_batch_that_is_given_is_the_only_one():
+def test_a_sweep_takes_the_largest_micro_batch_that_fits_or_the_one_given():
+  for measure in (_measure, _measure_or_raise):
+    rows = _sweep(measure)['rows']
+    assert [row['size'] for row in rows] == [2, 2, 2]
   rows = _sweep(_measure, micro_batch_size=8)['rows']
   assert [row['size'] for row in rows] == [8, 8, 8]
   found = _sweep(_measure_or_raise, micro_batch_size=8)
@@ -203,24 +182,19 @@ def test_a_micro_batch_that_is_given_is_the_only_one():
 
 
 def test_a_sweep_ranks_what_fits_first_and_then_by_time():
-  measured = iter([(False, 1.0), (True, 3.0), (True, 2.0)])
-
-  def measure(_: int) -> dict[str, Any]:
-    fits, seconds = next(measured)
-    return {'fits': fits, 'seconds_without_overlap': seconds}
-
-  rows = _sweep(measure, micro_batch_size=8)['rows']
-  assert [row['seconds_without_overlap'] for row in rows] == [2.0, 3.0, 1.0]
+  names = 'fits', 'seconds_without_overlap'
+  measured = (False, 1.0), (True, 3.0), (True, 2.0)
+  rows = (dict(zip(names, x, strict=True)) for x in measured)
+  found = _sweep(lambda _: next(rows), micro_batch_size=8)
+  assert [x[names[1]] for x in found['rows']] == [2.0, 3.0, 1.0]
 
 
 @pytest.mark.usefixtures('emulated_slice')
 def test_what_does_not_fit_gets_advice_and_is_left_out_of_a_sweep(
   monkeypatch: pytest.MonkeyPatch, capsys
 ):
-  def run_out_of_memory(*_: Any, **__: Any):
-    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 3G of 1G\nmore')
-
-  monkeypatch.setattr(programs, 'compile_step', run_out_of_memory)
+  error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 3G of 1G\nmore')
+  monkeypatch.setattr(programs, 'compile_step', mock.Mock(side_effect=error))
   with pytest.raises(SystemExit) as error:
     plan.main([*_TINY, '--mesh', 'fsdp=2'])
   assert error.value.code == 4
@@ -230,17 +204,14 @@ def test_what_does_not_fit_gets_advice_and_is_left_out_of_a_sweep(
   plan.main([*_TINY, '--sweep'])
   text = capsys.readouterr().out
   assert text.count('RESOURCE_EXHAUSTED: 3G of 1G') == 1
-  assert 'flags of the first' not in text
   assert 'None fits' in text
   assert all(mesh in text for mesh in sweep.meshes(2))
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu', None])
 def test_attention_is_that_of_the_mesh(platform: str | None, monkeypatch):
-  calls = []
-  monkeypatch.setattr(
-    jax.nn, 'dot_product_attention', lambda *x, **_: calls.append(x) or x[0]
-  )
+  attend = mock.Mock(side_effect=lambda query, *_, **__: query)
+  monkeypatch.setattr(jax.nn, 'dot_product_attention', attend)
   device = platform and AbstractDevice(
     device_kind='chip', num_cores=None, platform=platform
   )
@@ -248,4 +219,4 @@ def test_attention_is_that_of_the_mesh(platform: str | None, monkeypatch):
   query = jax.ShapeDtypeStruct((1, 8, 1, 4), 'float32')
   with jax.sharding.use_abstract_mesh(mesh):
     jax.eval_shape(causal_attention, query, query, query)
-  assert bool(calls) == (platform is not None)
+  assert attend.called == (platform is not None)

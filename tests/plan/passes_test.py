@@ -56,9 +56,7 @@ def test_a_gpu_multiplies_float32_as_tf32_or_slowly(
   [('NVIDIA A100-SXM4-80GB', 19.5), (_H100, 67), ('NVIDIA H200', 67),
    ('NVIDIA B200', 75)],
 )  # fmt: skip
-def test_rates_of_float32_are_those_of_the_data_sheets(
-  kind: str, teraflops: float
-):
+def test_rates_of_float32_are_those_of_the_data_sheets(kind, teraflops):
   chip = chips.find(kind)
   times = _passes(kind, ('f32', 'f32'), ('highest', 'highest'))
   assert chip.flops / times == pytest.approx(teraflops * 1e12, rel=0.01)

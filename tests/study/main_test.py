@@ -53,46 +53,34 @@ def tokens(tmp_path: Path):
 
 
 @pytest.fixture
-def start(tmp_path: Path):
-  """Starts a tiny study as a process, whose output goes to NAME.log."""
+def start_pair(tmp_path: Path):
+  """Starts a tiny study as two processes, of two devices each."""
 
-  def start(name: str, *flags: str) -> subprocess.Popen:
+  def start(process: int, port: int) -> subprocess.Popen:
     environment = {
       'PYTHONPATH': str(_TINY_STUDY.parents[2]),
       'JAX_PLATFORMS': 'cpu',
       'JAX_NUM_CPU_DEVICES': '2',
     }
-    with (tmp_path / f'{name}.log').open('w') as log:
+    flags = (
+      'batch-scaling', '--steps', '3', '--data', '.', '--mesh',
+      'fsdp=2,tensor=2', '--results', f'results{process}', '--coordinator',
+      f'localhost:{port}', '--num-processes', '2', '--process-id', str(process),
+    )  # fmt: skip
+    with (tmp_path / f'process{process}.log').open('w') as log:
       return subprocess.Popen(
-        [
-          sys.executable, _TINY_STUDY, 'batch-scaling', '--steps', '3',
-          '--data', '.', *flags,
-        ],
+        [sys.executable, _TINY_STUDY, *flags],
         cwd=tmp_path,
         env=os.environ | environment,
         stdout=log,
         stderr=log,
-      )  # fmt: skip
-
-  return start
-
-
-@pytest.fixture
-def start_pair(start):
-  """Starts a tiny study as two processes, of two devices each."""
+      )
 
   def start_pair() -> list[subprocess.Popen]:
     with socket.socket() as free:
       free.bind(('localhost', 0))
       port = free.getsockname()[1]
-    return [
-      start(
-        f'process{i}', '--coordinator', f'localhost:{port}',
-        '--num-processes', '2', '--process-id', str(i), '--mesh',
-        'fsdp=2,tensor=2', '--results', f'results{i}',
-      )
-      for i in range(2)
-    ]  # fmt: skip
+    return [start(process, port) for process in range(2)]
 
   return start_pair
 

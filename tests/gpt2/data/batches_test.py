@@ -1,12 +1,9 @@
-import dataclasses
 import functools
-from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
 import jax
 import numpy as np
-import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.data import batches
@@ -50,9 +47,8 @@ def test_a_batch_is_the_same_on_any_mesh_and_in_any_micro_batches(
   config = _config(seed=seed, micro_batch_size=micro_batch_size)
   batch = training_batch(TOKENS, config, step, mesh)
   starts = np.random.default_rng((seed, step)).integers(4000 - 20, size=48)
-  np.testing.assert_array_equal(
-    np.concatenate(batch), _rows(TOKENS, starts, 20)
-  )
+  expected = _rows(TOKENS, starts, 20)
+  np.testing.assert_array_equal(np.concatenate(batch), expected)
   rows = micro_batch_size * num_batch_shards(mesh)
   assert batch.shape == (48 // rows, rows, 21)
   assert batch.dtype == np.int32
@@ -63,15 +59,8 @@ def test_batches_do_not_change_between_versions():
   config = _config(seed=7, batch_size=4, context_length=128)
   mesh = make_mesh('', jax.devices()[:1])
   batch = training_batch(np.arange(1_000_000), config, 3, mesh)
-  np.testing.assert_array_equal(
-    batch[:, 0, 0], [727824, 974908, 538129, 884454]
-  )
-
-
-def test_batches_reach_both_ends_of_the_text():
-  config = _config(batch_size=2000, context_length=16)
-  batch = training_batch(np.arange(40), config, 0, make_mesh(''))
-  assert set(np.array(batch)[..., 0].ravel()) == set(range(24))
+  expected = [727824, 974908, 538129, 884454]
+  np.testing.assert_array_equal(batch[:, 0, 0], expected)
 
 
 def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
@@ -84,41 +73,22 @@ def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
     read.extend(starts)
     return read_windows(tokens, starts, length)
 
-  # As in a process with the first and the last of four devices.
-  own = mesh.devices.ravel()[[0, 3]]
-  all_indices = jax.sharding.Sharding.addressable_devices_indices_map
-  monkeypatch.setattr(
-    jax.sharding.NamedSharding,
-    'addressable_devices_indices_map',
-    lambda self, shape: {x: all_indices(self, shape)[x] for x in own},
-  )
-  monkeypatch.setattr(
-    jax,
-    'make_array_from_callback',
-    lambda shape, sharding, callback: [
-      callback(index)
-      for index in sharding.addressable_devices_indices_map(shape).values()
-    ],
-  )
+  def of_own(sharding, shape):
+    # As in a process with the first and the last of four devices.
+    own = mesh.devices.ravel()[[0, 3]]
+    return {x: sharding.devices_indices_map(shape)[x] for x in own}
+
+  def make_own(shape, sharding, callback):
+    return [callback(index) for index in of_own(sharding, shape).values()]
+
+  name = 'addressable_devices_indices_map'
+  monkeypatch.setattr(jax.sharding.NamedSharding, name, of_own)
+  monkeypatch.setattr(jax, 'make_array_from_callback', make_own)
   monkeypatch.setattr(batches, 'read_windows', record)
   first, last = training_batch(TOKENS, config, 1, mesh)
   np.testing.assert_array_equal(first, whole[:, :2])
   np.testing.assert_array_equal(last, whole[:, 6:])
   assert len(read) == 4
-
-
-def test_a_memory_map_is_read(tmp_path: Path):
-  TOKENS.tofile(tmp_path / 'train.bin')
-  tokens = np.memmap(tmp_path / 'train.bin', np.uint16, mode='r')
-  one, other = (
-    training_batch(x, _config(), 1, make_mesh('')) for x in (tokens, TOKENS)
-  )
-  np.testing.assert_array_equal(one, other)
-
-
-def test_a_micro_batch_that_is_not_full_is_refused():
-  with pytest.raises(ValueError, match='reshape'):
-    training_batch(TOKENS, _config(batch_size=12), 1, make_mesh(''))
 
 
 @hypothesis.given(
@@ -143,24 +113,14 @@ def test_an_evaluation_counts_each_sequence_once(
   assert set(map(bytes, rows)) == set(map(bytes, rows[:count]))
   places = {bytes(row): i for i, row in enumerate(_all_rows(num_tokens))}
   starts = [places[bytes(row)] for row in rows[:count]]
-  assert (np.diff(starts) >= 20).all()
   assert starts[0] == 0
+  # They are spread evenly, up to the end.
+  end = (num_tokens - 1) // 20 * 20
+  distances = np.diff([*starts, end])
+  assert distances.min() >= 20
+  assert np.ptp(distances) <= 20
 
 
 @functools.cache
 def _all_rows(num_tokens: int) -> np.ndarray:
   return _rows(TOKENS, range(num_tokens - 20), 20)
-
-
-def test_an_evaluation_reaches_the_end_of_the_text(tiny: Config):
-  batch, count = validation_batch(np.arange(2000), tiny, make_mesh(''))
-  assert count == 24
-  assert np.concatenate(batch)[count - 1, -1] > 1800
-
-
-def test_an_evaluation_without_a_seed_is_the_same(tiny: Config):
-  other = dataclasses.replace(tiny, seed=1)
-  for config in (tiny, other):
-    batch, _ = validation_batch(TOKENS, config, make_mesh(''))
-    first = _rows(TOKENS, [0], tiny.context_length)
-    np.testing.assert_array_equal(batch[0, :1], first)

@@ -84,8 +84,26 @@ def test_long_texts_are_cut_at_the_end_of_a_line_or_word(tmp_path: Path, end):
   path.write_text(('ninety nine' + end) * 50_000)
   documents = _read(path)
   assert len(documents) == 5
-  assert all(text.startswith('ninety') for text in documents)
-  assert all(text.endswith(end) for text in documents)
+  assert all(x.startswith('ninety') and x.endswith(end) for x in documents)
+
+
+def test_compressed_and_encoded_files_are_read_alike(tmp_path: Path):
+  contents = [_json_lines(TEXTS[i : i + 20]) for i in range(0, 100, 20)]
+  mark = b'\xef\xbb\xbf'
+  files = {
+    '0.jsonl.gz': gzip.compress(contents[0]),
+    '1.jsonl.zst': zstd.compress(contents[1]),
+    '2.jsonlines': contents[2].decode().encode('utf-16-le'),
+    # Two files with marks, one after the other.
+    '3.json': mark + contents[3] + mark + contents[4],
+    '.env': b'secret',
+  }
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(content)
+  assert _read(tmp_path) == TEXTS
+  corpus = load_corpus(str(tmp_path))
+  assert sorted(corpus.train + corpus.validation) == sorted(TEXTS)
+  assert corpus.validation
 
 
 def test_files_are_read_in_order_and_without_hidden_ones(tmp_path: Path):
@@ -95,14 +113,6 @@ def test_files_are_read_in_order_and_without_hidden_ones(tmp_path: Path):
   assert _read(tmp_path) == ['a/z', 'b']
   assert _read(tmp_path / 'b', tmp_path / 'a') == ['b', 'a/z']
   assert _read(tmp_path / '.d') == ['.d']
-
-
-def test_progress_counts_documents(tmp_path: Path, capsys):
-  (tmp_path / 'a.jsonl').write_text('{"text": "word"}\n' * 300)
-  (tmp_path / 'b.txt').write_text('word')
-  assert _read(tmp_path)
-  last = capsys.readouterr().err.split('\r')[-1]
-  assert 'reading: 301 documents' in last
 
 
 def test_documents_are_streamed(tmp_path: Path):
@@ -136,13 +146,32 @@ def test_a_document_that_cannot_be_read_is_named(
     _read(tmp_path)
 
 
-def test_documents_that_cannot_be_read_can_be_skipped(tmp_path: Path):
-  (tmp_path / 'a.jsonl').write_bytes(b'{"text": "one"}\n\xff\n{}\n')
-  (tmp_path / 'b.txt').write_bytes(b'x\xff\ny\n<|endoftext|>\ntwo')
+def test_what_cannot_be_read_is_left_out_and_counted(tmp_path: Path):
+  packed = zstd.compress(_json_lines(TEXTS))
+  files = {
+    'a.jsonl': _json_lines(TEXTS) + b'\xff\n{}\n',
+    'b.txt': b'x\xff\ny\n<|endoftext|>\ntwo',
+    'c.parquet': b'junk',
+    'd.zstd': packed,
+  }
+  for name, content in files.items():
+    (tmp_path / name).write_bytes(content)
+  message = r'd\.zstd is .* \(Zstandard\).*--skip-bad'
+  with pytest.raises(UsageError, match=message):
+    _read(tmp_path / 'd.zstd')
   reader = DocumentReader([tmp_path], skip_bad=True)
   for _ in range(2):
-    assert list(reader.read('reading')) == ['one', 'two']
+    assert list(reader.read('reading')) == [*TEXTS, 'two']
     assert reader.num_skipped == 3
+  found = reader.left_out.items()
+  assert {Path(k).name: (x.documents, x.num_bytes) for k, x in found} == {
+    'a.jsonl': (2, 5),
+    'b.txt': (1, 5),
+    'c.parquet': (0, 4),
+    'd.zstd': (0, len(packed)),
+  }
+  described = reader.describe_left_out()
+  assert f'd.zstd: {len(packed)} bytes (a Zstandard file)' in described
 
 
 def test_a_damaged_file_is_named_and_not_skipped(tmp_path: Path):
@@ -151,11 +180,31 @@ def test_a_damaged_file_is_named_and_not_skipped(tmp_path: Path):
     _read(tmp_path, skip_bad=True)
 
 
-def test_missing_documents_are_refused(tmp_path: Path):
-  with pytest.raises(UsageError, match='nothing does not exist: expected'):
-    _read(tmp_path / 'nothing')
+def test_data_without_text_is_refused(tmp_path: Path):
   with pytest.raises(UsageError, match='has no files'):
     _read(tmp_path)
+  (tmp_path / 'empty').mkdir()
+  (tmp_path / 'blank.txt').write_bytes(b' \n')
+  (tmp_path / 'binary.txt').write_bytes(b'\0\1\2')
+  for data, message in {
+    '': 'must not be empty',
+    f'{tmp_path}/nothing': 'does not exist: expected',
+    f'{tmp_path}/empty': 'a folder without files',
+    f'{tmp_path}/blank.txt': 'holds no text',
+    f'{tmp_path}/binary.txt': 'holds no text',
+  }.items():
+    with pytest.raises(UsageError, match=f'--data {data}.*{message}'):
+      load_corpus(data)
+
+
+def test_a_corpus_has_subfolders_and_tells_what_it_left_out(tmp_path: Path):
+  (tmp_path / 'sub').mkdir()
+  (tmp_path / 'sub' / 'a.txt').write_text('some text')
+  (tmp_path / 'picture.png').write_bytes(b'\x89PNG\0\xff')
+  corpus = load_corpus(str(tmp_path))
+  assert corpus.num_bytes == len('some text')
+  assert '1 of 2 files' in corpus.source
+  assert 'picture.png: 6 bytes (a PNG file)' in corpus.source
 
 
 def test_the_standard_library_is_split_by_file():
@@ -172,38 +221,6 @@ def test_a_single_file_is_split_within(text_file: Path):
   text = text_file.read_text()
   assert corpus.train[0] + corpus.validation[0] == text
   assert len(corpus.validation[0]) == pytest.approx(0.05 * len(text), abs=1)
-
-
-def test_a_folder_is_read_with_its_subfolders_and_without_binaries(
-  tmp_path: Path,
-):
-  (tmp_path / 'sub').mkdir()
-  (tmp_path / 'sub' / 'a.txt').write_text('some text')
-  (tmp_path / 'picture.png').write_bytes(b'\x89PNG\0\xff')
-  (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
-  corpus = load_corpus(str(tmp_path))
-  assert '1 of 3 files' in corpus.source
-  assert corpus.num_bytes == len('some text')
-  assert 'picture.png: 6 bytes (a PNG file)' in corpus.source
-  assert 'latin.txt: 1 documents, 4 bytes' in corpus.source
-
-
-@pytest.mark.parametrize('content', [b' \n', b'\0\1\2'])
-def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes):
-  path = tmp_path / 'data.txt'
-  path.write_bytes(content)
-  with pytest.raises(UsageError, match=r'data\.txt holds no text'):
-    load_corpus(str(path))
-
-
-def test_a_corpus_needs_files(tmp_path: Path):
-  for data, message in {
-    '': 'must not be empty',
-    f'{tmp_path}/nothing': 'does not exist: expected',
-    str(tmp_path): 'a folder without files',
-  }.items():
-    with pytest.raises(UsageError, match=f'--data {data}.*{message}'):
-      load_corpus(data)
 
 
 def _write_parquet(path: Path, texts: list[str | None], kind='string'):
@@ -227,49 +244,6 @@ def test_rows_of_parquet_are_documents(tmp_path: Path, kind: str):
   assert "(a Parquet without 'id' file)" in reader.describe_left_out()
 
 
-def test_no_compressed_file_is_taken_for_a_document(tmp_path: Path):
-  contents = _json_lines(TEXTS[:30]), _json_lines(TEXTS[30:60])
-  (tmp_path / '0.jsonl.gz').write_bytes(gzip.compress(contents[0]))
-  (tmp_path / '1.jsonl.zst').write_bytes(zstd.compress(contents[1]))
-  (tmp_path / '2.jsonl').write_bytes(_json_lines(TEXTS[60:]))
-  reader = DocumentReader([tmp_path], skip_bad=True)
-  assert list(reader.read('reading')) == TEXTS
-  assert not reader.left_out
-
-
-def test_other_formats_are_named_and_counted(tmp_path: Path):
-  (tmp_path / 'a.jsonl').write_bytes(_json_lines(TEXTS) + b'junk\n')
-  content = zstd.compress(_json_lines(TEXTS))
-  (tmp_path / 'b.zstd').write_bytes(content)
-  (tmp_path / 'c.parquet').write_bytes(b'junk')
-  with pytest.raises(
-    UsageError, match=r'b\.zstd is .* \(Zstandard\).*--skip-b'
-  ):
-    _read(tmp_path / 'b.zstd')
-  reader = DocumentReader([tmp_path], skip_bad=True)
-  assert list(reader.read('reading')) == TEXTS
-  found = {Path(k).name: v for k, v in reader.left_out.items()}
-  assert {k: (x.documents, x.num_bytes) for k, x in found.items()} == {
-    'a.jsonl': (1, 5),
-    'b.zstd': (0, len(content)),
-    'c.parquet': (0, 4),
-  }
-  assert found['b.zstd'].reason == 'a Zstandard file'
-  lines = reader.describe_left_out().splitlines()
-  assert lines[1].endswith(
-    'a.jsonl: 1 documents, 5 bytes (Expecting value: line 1 column 1 (char 0))'
-  )
-  assert lines[2].endswith(f'b.zstd: {len(content)} bytes (a Zstandard file)')
-
-
-def test_of_many_files_that_are_left_out_all_bytes_are_counted(tmp_path):
-  for i in range(15):
-    (tmp_path / f'{i:02}.png').write_bytes(b'\x89PNG\0')
-  reader = DocumentReader([tmp_path], skip_bad=True)
-  assert not list(reader.read('reading'))
-  assert reader.describe_left_out().endswith('and 5 more; in all 75 bytes')
-
-
 def test_a_bad_byte_does_not_leave_out_a_text(tmp_path: Path):
   path = tmp_path / 'a.txt'
   # A character that others were replaced by is none to count.
@@ -284,30 +258,8 @@ def test_a_bad_byte_does_not_leave_out_a_text(tmp_path: Path):
   assert '1 bytes that are no UTF-8 replaced' in corpus.source
 
 
-def test_byte_order_marks_are_no_text(tmp_path: Path):
-  mark = b'\xef\xbb\xbf'
-  (tmp_path / 'a.txt').write_bytes(mark + b'text')
-  # Two files with marks, one after the other.
-  lines = mark + _json_lines(TEXTS[:2])
-  (tmp_path / 'b.jsonl').write_bytes(lines + lines)
-  assert _read(tmp_path) == ['text', *TEXTS[:2], *TEXTS[:2]]
-
-
-@pytest.mark.parametrize('encoding', ['utf-8', 'utf-16-le'])
-def test_the_trainer_reads_what_prepare_reads(tmp_path: Path, encoding: str):
-  content = _json_lines(TEXTS).decode().encode(encoding)
-  (tmp_path / 'a.jsonlines').write_bytes(content)
-  (tmp_path / '.env').write_text('secret')
-  assert _read(tmp_path) == TEXTS
-  corpus = load_corpus(str(tmp_path))
-  assert sorted(corpus.train + corpus.validation) == sorted(TEXTS)
-  assert corpus.validation
-
-
 @hypothesis.given(place=st.integers(0, 204), skip_bad=st.booleans())
-def test_reading_goes_on_from_any_place(
-  tmp_path_factory, place: int, skip_bad: bool
-):
+def test_reading_goes_on_from_any_place(tmp_path_factory, place, skip_bad):
   folder = tmp_path_factory.mktemp('places')
   _write_parquet(folder / 'a.parquet', TEXTS[:50])
   (folder / 'b.jsonl').write_bytes(b'\n' + _json_lines(TEXTS[50:]) + b'\n')

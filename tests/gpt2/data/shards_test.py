@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 from pathlib import Path
 import struct
 
@@ -13,6 +14,7 @@ from examples.gpt2.data.shards import (
   TokenFiles,
   find_files,
   open_files,
+  read_index,
   read_windows,
 )
 from examples.gpt2.data.tokens import load_tokens
@@ -74,9 +76,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize('name', FORMATS)
-def test_the_trainer_reads_token_files_of_others(
-  tiny: Config, tmp_path: Path, name: str
-):
+def test_the_trainer_reads_token_files_of_others(tiny, tmp_path, name):
   write, train, val, tokens = FORMATS[name]
   folder = tmp_path / 'tokens'
   folder.mkdir()
@@ -120,41 +120,35 @@ def test_no_text_of_uint16_tokens_is_refused(tmp_path_factory, tokens, times):
   np.testing.assert_array_equal(open_files([path], 61), text)
 
 
-def _cut(path: Path):
-  path.write_bytes(path.read_bytes()[:-10])
-
-
-@pytest.mark.parametrize('write', [_llm_c, _llama3, _numpy])
-def test_a_file_that_is_cut_off_is_named(tmp_path: Path, write):
-  path = tmp_path / 'x_train_0.bin'
-  write(path, GPT2)
-  _cut(path)
-  with pytest.raises(UsageError, match=r'x_train_0\.bin is .*damaged'):
-    open_files([path], 50257)
-
-
-def test_a_version_of_llm_c_that_is_not_known_is_refused(tmp_path: Path):
-  _llm_c(tmp_path / 'train.bin', GPT2, version=2)
-  with pytest.raises(UsageError, match='version 2: expected version 1'):
-    open_files([tmp_path / 'train.bin'], 50257)
-
-
-@pytest.mark.parametrize('content', [b'MMIDIDX\0\0', b'junk' * 20])
-def test_a_damaged_index_of_megatron_is_named(tmp_path: Path, content: bytes):
-  _megatron(tmp_path / 'train.bin', GPT2)
-  (tmp_path / 'train.idx').write_bytes(content)
-  with pytest.raises(UsageError, match=r'train\.idx is no index of Megatron'):
-    open_files([tmp_path / 'train.bin'], 50257)
+def _junk_index(path: Path, tokens):
+  _megatron(path, tokens)
+  path.with_suffix('.idx').write_bytes(b'junk' * 20)
 
 
 @pytest.mark.parametrize(
-  'array', [np.zeros((2, 9), int), np.zeros(9), np.array([{}], object)]
-)
-def test_other_arrays_are_refused(tmp_path: Path, array: np.ndarray):
-  np.save(tmp_path / 'train.npy', array, allow_pickle=True)
-  message = f'array of {array.dtype} .*expected integers on one axis'
+  ('write', 'cut', 'message'),
+  [
+    (_llm_c, 10, r'train\.bin is .*damaged'),
+    (_llama3, 10, r'train\.bin is .*damaged'),
+    (_numpy, 10, r'train\.bin is .*damaged'),
+    (_raw, 1, r'train\.bin has 39999 bytes.*uint16'),
+    (_raw, 40000, r'train\.bin has 0 bytes.*uint16'),
+    (functools.partial(_llm_c, version=2), 0, 'version 2: expected version 1'),
+    (
+      lambda path, _: _numpy(path, [[1], [2]]), 0,
+      r'array of uint16 and shape \(2, 1\): expected integers on one axis',
+    ),
+    (functools.partial(_numpy, dtype=float), 0, 'array of float64 .*integers'),
+    (functools.partial(_megatron, code=6), 0, r'train\.idx is no index of Meg'),
+    (_junk_index, 0, r'train\.idx is no index of Megatron'),
+  ],
+)  # fmt: skip
+def test_files_that_cannot_be_read_are_named(tmp_path, write, cut, message):
+  path = tmp_path / 'train.bin'
+  write(path, GPT2)
+  path.write_bytes(path.read_bytes()[: path.stat().st_size - cut])
   with pytest.raises(UsageError, match=message):
-    open_files([tmp_path / 'train.npy'], 50257)
+    open_files([path], 50257)
 
 
 @pytest.mark.parametrize(
@@ -177,13 +171,32 @@ def test_files_are_found_by_a_word_of_their_name(tmp_path: Path):
   names = {
     'train': ['a_train_000001.bin', 'a_train_000002.bin', 'train.npy'],
     'val': ['a-valid-1.bin', 'val.bin', 'x.validation.npy'],
-    'neither': ['training.bin', 'a_val.idx', 'medieval.bin', 'model.bin'],
+    'neither': ['training.bin', 'a_val.idx', 'medieval.bin', '._a_train_0.bin'],
   }
+
+  def find():
+    found = find_files(tmp_path)
+    return {part: [x.name for x in paths] for part, paths in found.items()}
+
   for name in sum(names.values(), []):
     (tmp_path / name).write_bytes(b'')
-  found = find_files(tmp_path)
-  for part in ('train', 'val'):
-    assert [path.name for path in found[part]] == names[part]
+  assert find() == {part: names[part] for part in ('train', 'val')}
+  # Beside the usual two, others are copies.
+  (tmp_path / 'train.bin').write_bytes(b'')
+  assert find() == {'train': ['train.bin'], 'val': ['val.bin']}
+
+
+@pytest.mark.parametrize('content', ['{"shards": [1, 2]}', '[]', '{}\n{}\n'])
+def test_an_index_of_another_program_is_no_index(tmp_path: Path, content: str):
+  (tmp_path / 'index.json').write_text(content)
+  assert read_index(tmp_path) is None
+
+
+def test_a_torn_index_beside_tokens_is_damaged(tmp_path: Path):
+  _raw(tmp_path / 'train.bin', GPT2)
+  (tmp_path / 'index.json').write_text('{"shards": {}')
+  with pytest.raises(UsageError, match='is damaged'):
+    read_index(tmp_path)
 
 
 @hypothesis.given(data=st.data())

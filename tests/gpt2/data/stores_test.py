@@ -15,12 +15,7 @@ from examples.gpt2.data.tokenizer import Encoder
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.prepare import PrepareConfig, prepare
-from examples.gpt2.storage import (
-  as_path,
-  file_system,
-  make_folder,
-  write_whole,
-)
+from examples.gpt2.storage import as_path, file_system, make_folder, write_whole
 
 _TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(200)]
 
@@ -96,9 +91,7 @@ def test_tokens_are_made_and_read_in_a_store(
   np.testing.assert_array_equal(found.validation, expected.validation)
 
 
-def test_files_of_others_and_text_are_read_in_a_store(
-  bucket: str, tiny: Config, tmp_path: Path
-):
+def test_files_of_others_and_text_are_read_in_a_store(bucket, tiny, tmp_path):
   tokens = np.random.default_rng(0).integers(288, size=3000)
   for root in (tmp_path / 'tokens', as_path(bucket) / 'tokens'):
     make_folder(root)

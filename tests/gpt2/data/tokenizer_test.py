@@ -5,7 +5,6 @@ from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
-import numpy as np
 import pytest
 import tokenizers
 
@@ -13,6 +12,7 @@ from examples.gpt2.config import UsageError
 from examples.gpt2.data import tokenizer as data_tokenizer
 from examples.gpt2.data.tokenizer import (
   Encoder,
+  end_token_of_folder,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
@@ -70,30 +70,19 @@ def test_identifiers_beyond_the_number_of_tokens_are_refused(tmp_path: Path):
     read_tokenizer(path, 301)
 
 
+def test_a_folder_that_names_no_end_has_that_of_gpt2(tmp_path: Path):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  tokenizer.add_special_tokens(['<|pad|>'])
+  tokenizer.save(str(tmp_path / 'tokenizer.json'))
+  assert end_token_of_folder(tmp_path / 'tokenizer.json', tokenizer) == END
+
+
 @pytest.mark.parametrize('name', ['tokenizer.json', 'vocab.json', ''])
 def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path, name: str):
   if name:
     (tmp_path / name).write_text('junk')
   with pytest.raises(UsageError, match=f'{tmp_path} .*expected a tokenizer'):
     read_tokenizer(tmp_path)
-
-
-def test_tokens_that_a_tokenizer_puts_around_a_text_are_left_out():
-  tokenizer = train_tokenizer(TEXTS, 300)
-  expected = Encoder(tokenizer, END)(TEXTS)
-  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
-    single=f'{END} $A', special_tokens=[(END, tokenizer.token_to_id(END))]
-  )
-  np.testing.assert_array_equal(Encoder(tokenizer, END)(TEXTS), expected)
-
-
-def test_an_end_of_text_token_follows_each_document_also_a_long_one():
-  tokenizer = train_tokenizer(TEXTS, 257)
-  texts = ['', 'word\n' * 60_000, 'last']
-  ids = Encoder(tokenizer, END)(texts)
-  assert ids.dtype == np.uint16
-  decoded = tokenizer.decode(ids, skip_special_tokens=False)
-  assert decoded == ''.join(text + END for text in texts)
 
 
 # How vocabularies split text before they merge: GPT-2's, and those of tiktoken

@@ -32,9 +32,8 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize('theta', [10_000.0, 500_000.0])
 def test_rotary_angles_are_those_of_roformer(theta: float):
   x = _normal(0, 1, 4, 1, 6)
-  frequencies = rotary_frequencies(
-    _config(num_heads=1, width=6, rope_theta=theta)
-  )
+  config = _config(num_heads=1, width=6, rope_theta=theta)
+  frequencies = rotary_frequencies(config)
   pairs = x[..., :3] + 1j * x[..., 3:]
   for position in range(4):
     angles = position / theta ** (np.arange(3) / 3)
@@ -53,12 +52,8 @@ def test_attention_is_a_causal_softmax(groups: int):
     group = h * groups // 6
     logits = k[b, : t + 1, group] @ q[b, t, h] / 2
     p = np.exp(logits - logits.max())
-    np.testing.assert_allclose(
-      found[b, t, h],
-      p / p.sum() @ v[b, : t + 1, group],
-      rtol=1e-4,
-      atol=1e-5,
-    )
+    expected = p / p.sum() @ v[b, : t + 1, group]
+    np.testing.assert_allclose(found[b, t, h], expected, rtol=1e-4, atol=1e-5)
 
 
 # On TPU and GPU the logits are computed beside the kernel that attends.
@@ -94,9 +89,7 @@ def test_measured_attention_finds_the_largest_visible_logit(
 @pytest.mark.parametrize(
   ('mesh', 'heads'), [('', 2), ('data=2,fsdp=2,tensor=2', 2), ('tensor=2', 4)]
 )
-def test_the_kernel_for_tpu_attends_as_softmax_does(
-  mesh: str, heads: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, heads, monkeypatch):
   inputs = _normal(0, 4, 256, heads, 8), *_normal(1, 2, 4, 256, 2, 8)
   # Several blocks of queries and keys, one of which is masked as a whole.
   monkeypatch.setattr(splash, '_MOST_IN_BLOCK', 128)

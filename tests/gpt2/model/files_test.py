@@ -19,7 +19,7 @@ from examples.gpt2.devices.sharding import (
 )
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model, save_model
-from examples.gpt2.model.transformer import Transformer, as_module
+from examples.gpt2.model.transformer import Transformer
 
 _CONFIG = ModelConfig(
   vocab_size=320,
@@ -60,12 +60,6 @@ def _change_settings(folder: Path, name: str, value: object = None):
   path.write_text(json.dumps(settings))
 
 
-def _assert_refused(folder: Path, name: str, message: str):
-  with pytest.raises(UsageError, match=message) as caught:
-    load_model(folder)
-  assert str(folder / name) in str(caught.value)
-
-
 def test_a_model_comes_back_as_it_was_saved(tmp_path: Path, params: nnx.State):
   tokenizer = train_tokenizer(['some text, some more text'], 270)
   save_model(tmp_path / 'a' / 'b', Model(_CONFIG, 300, params, tokenizer))
@@ -73,39 +67,23 @@ def test_a_model_comes_back_as_it_was_saved(tmp_path: Path, params: nnx.State):
   assert (model.config, model.num_tokens) == (_CONFIG, 300)
   chex.assert_trees_all_equal(model.params, params)
   assert model.tokenizer.to_str() == tokenizer.to_str()
-  tokens = np.arange(8)[None]
-  np.testing.assert_array_equal(
-    as_module(_CONFIG, model.params)(tokens), as_module(_CONFIG, params)(tokens)
-  )
 
 
 def test_arrays_may_have_any_memory_order(tmp_path: Path, params: nnx.State):
   turned = jax.tree.map(np.asfortranarray, params)
   assert not turned['head']['kernel'].flags.c_contiguous
   save_model(tmp_path, Model(_CONFIG, 300, turned))
-  assert {p.name for p in tmp_path.iterdir()} == {
-    'model.json',
-    'weights.safetensors',
-  }
+  names = {'model.json', 'weights.safetensors'}
+  assert {p.name for p in tmp_path.iterdir()} == names
   stored = safetensors.numpy.load_file(tmp_path / 'weights.safetensors')
   chex.assert_trees_all_equal(stored, by_path(params))
   assert stored['blocks.mlp.up.kernel'].shape == (2, 8, 16)
 
 
-def test_params_may_lie_on_many_devices(folder: Path, params: nnx.State):
-  mesh = make_mesh('fsdp=4,tensor=2')
-  model = load_model(folder, mesh)
-  chex.assert_trees_all_equal(model.params, params)
-  expected = parameter_shardings(mesh, params)
-  assert jax.tree.map(lambda x: x.sharding, model.params) == expected
-  save_model(folder, model)
-  chex.assert_trees_all_equal(load_model(folder).params, params)
-
-
-def test_each_device_reads_its_part_alone(
-  folder: Path, params: nnx.State, monkeypatch: pytest.MonkeyPatch
+def test_each_device_of_a_mesh_reads_its_part_alone(
+  folder: Path, params: nnx.State, monkeypatch
 ):
-  read = []
+  mesh, read = make_mesh('fsdp=4,tensor=2'), []
   put = jax.make_array_from_callback
 
   def watch(shape, sharding, callback):
@@ -116,20 +94,18 @@ def test_each_device_reads_its_part_alone(
 
     return put(shape, sharding, part)
 
-  monkeypatch.setattr(jax, 'make_array_from_callback', watch)
-  load_model(folder, make_mesh('fsdp=4,tensor=2'))
+  with monkeypatch.context() as patch:
+    patch.setattr(jax, 'make_array_from_callback', watch)
+    model = load_model(folder, mesh)
   sizes = sum(x.size > 100 for x in jax.tree.leaves(params))
   assert np.isclose(read, 1).sum() == 8 * sizes
+  expected = parameter_shardings(mesh, params)
+  assert jax.tree.map(lambda x: x.sharding, model.params) == expected
+  save_model(folder, model)
+  chex.assert_trees_all_equal(load_model(folder).params, params)
 
 
-def test_a_mesh_that_does_not_fit_is_refused(folder: Path):
-  with pytest.raises(UsageError, match='tensor = 8 of --mesh must divide 2'):
-    load_model(folder, make_mesh('tensor=8'))
-
-
-def test_a_model_replaces_the_one_before_with_all_it_had(
-  folder: Path, params: nnx.State
-):
+def test_a_model_replaces_the_one_before_with_all_it_had(folder, params):
   tokenizer = train_tokenizer(['text'], 260)
   (folder / 'other.txt').write_text('mine')
   save_model(folder, Model(_CONFIG, 300, params, tokenizer))
@@ -143,12 +119,9 @@ def test_a_model_replaces_the_one_before_with_all_it_had(
 
 @pytest.mark.parametrize('write', [0, 1, 2])
 def test_a_kill_leaves_no_half_written_model(
-  folder: Path,
-  params: nnx.State,
-  monkeypatch: pytest.MonkeyPatch,
-  write: int,
+  folder: Path, params: nnx.State, monkeypatch, write: int
 ):
-  tokenizer = train_tokenizer(['text'], 260)
+  model = Model(_CONFIG, 300, params, train_tokenizer(['text'], 260))
   left, rename = [write], os.replace
 
   def replace(*paths: Path):
@@ -160,17 +133,12 @@ def test_a_kill_leaves_no_half_written_model(
   with monkeypatch.context() as patch:
     patch.setattr(os, 'replace', replace)
     with pytest.raises(KeyboardInterrupt):
-      save_model(folder, Model(_CONFIG, 300, params, tokenizer))
+      save_model(folder, model)
   with pytest.raises(UsageError, match=r'model\.json is missing'):
     load_model(folder)
-  save_model(folder, Model(_CONFIG, 300, params, tokenizer))
+  save_model(folder, model)
   assert not list(folder.glob('.*'))
   assert load_model(folder).tokenizer is not None
-
-
-def test_a_new_setting_with_a_default_may_be_missing(folder: Path):
-  _change_settings(folder, 'config.unroll')
-  assert load_model(folder).config == _CONFIG
 
 
 @pytest.mark.parametrize(
@@ -184,8 +152,9 @@ def test_older_models_have_the_epsilon_of_their_architecture(
   )
   params = nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
   save_model(tmp_path, Model(config, 300, params))
-  assert load_model(tmp_path).config.norm_epsilon == 1e-3
+  assert load_model(tmp_path).config == config
   _change_settings(tmp_path, 'config.norm_epsilon')
+  _change_settings(tmp_path, 'config.unroll')
   assert load_model(tmp_path).config.norm_epsilon == epsilon
 
 
@@ -198,7 +167,6 @@ def test_older_models_have_the_epsilon_of_their_architecture(
     ('config', [], 'must be a mapping, not list'),
     ('config.depth', 1, "unexpected keyword argument 'depth'"),
     ('config.width', True, 'width must be .* got True'),
-    ('config.width', 0, 'width must be .* got 0'),
     ('config.qk_norm', 1, 'qk_norm must be true or false'),
     ('config.architecture', 'rnn', "must be out of gpt2, llama, got 'rnn'"),
     ('config.norm_epsilon', '1', "must be a float above 0, got '1'"),
@@ -206,11 +174,10 @@ def test_older_models_have_the_epsilon_of_their_architecture(
     ('config.head_width', 3, 'must be even for llama, got 3'),
   ],
 )
-def test_wrong_settings_are_named(
-  folder: Path, name: str, value: object, message: str
-):
+def test_wrong_settings_are_named(folder, name, value, message):
   _change_settings(folder, name, value)
-  _assert_refused(folder, 'model.json', message)
+  with pytest.raises(UsageError, match=rf'model/model\.json.*{message}'):
+    load_model(folder)
 
 
 @pytest.mark.parametrize(
@@ -222,52 +189,46 @@ def test_wrong_settings_are_named(
     ('final_norm.scale', np.zeros(8, 'e'), r'is F16\[8\], expected F32\[8\]'),
   ],
 )
-def test_wrong_arrays_are_named(
-  folder: Path, name: str, value: np.ndarray | None, message: str
-):
+def test_wrong_arrays_are_named(folder, name, value, message):
   path = folder / 'weights.safetensors'
   weights = safetensors.numpy.load_file(path) | {name: value}
   if value is None:
     del weights[name]
   safetensors.numpy.save_file(weights, path)
-  _assert_refused(folder, path.name, message)
+  with pytest.raises(UsageError, match=rf'model/weights.*{message}'):
+    load_model(folder)
 
 
 @pytest.mark.parametrize(
   ('name', 'content', 'message'),
   [
     ('model.json', b'{', 'cannot be used: Expecting'),
-    ('model.json', b'\xff\xfe', 'cannot be used: .* decode'),
-    ('model.json', b'[1]', r'expected a JSON object, got \[1\]'),
+    ('model.json', b'[1]', r'.*expected a JSON object, got \[1\]'),
     ('model.json', None, 'is missing'),
     ('weights.safetensors', b'12345678', 'cannot be used: .*header'),
     ('weights.safetensors', None, 'is missing'),
-    ('tokenizer.json', b'{}', 'tokenizer'),
+    ('tokenizer.json', b'{}', 'is no tokenizer'),
+    ('', None, 'is no folder'),
   ],
 )
-def test_damaged_and_missing_files_are_named(
-  folder: Path, name: str, content: bytes | None, message: str
-):
-  (folder / name).unlink(missing_ok=True)
-  if content is not None:
-    (folder / name).write_bytes(content)
-  _assert_refused(folder, name, message)
+def test_damaged_and_missing_files_are_named(folder, name, content, message):
+  path = folder / name
+  if content is None:
+    path.rename(folder.parent / 'elsewhere')
+  else:
+    path.write_bytes(content)
+  with pytest.raises(UsageError, match=f'{path} {message}'):
+    load_model(folder)
 
 
 def test_a_cut_file_of_weights_is_refused(folder: Path):
   path = folder / 'weights.safetensors'
   path.write_bytes(path.read_bytes()[:-1])
-  _assert_refused(folder, path.name, 'cannot be used: .*incomplete')
+  with pytest.raises(UsageError, match=f'{path} cannot be used: .*incomplete'):
+    load_model(folder)
 
 
-def test_a_missing_folder_is_named(tmp_path: Path):
-  with pytest.raises(UsageError, match='nowhere is no folder'):
-    load_model(tmp_path / 'nowhere')
-
-
-def test_a_tokenizer_of_another_model_is_refused(
-  tmp_path: Path, params: nnx.State
-):
+def test_a_tokenizer_of_another_model_is_refused(tmp_path, params):
   tokenizer = train_tokenizer(['text'], 257)
   save_model(tmp_path, Model(_CONFIG, 256, params, tokenizer))
   with pytest.raises(UsageError, match='identifiers up to 256: .* below 256'):

@@ -1,6 +1,5 @@
 """Gradients of bfloat16 activations, summed in float32."""
 
-from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -16,14 +15,11 @@ from examples.gpt2.model import sums
 _BF16 = jnp.bfloat16
 
 
-def _linear(**dtypes: Any) -> nnx.Module:
-  """Returns our layer, or Flax's where no dtype of sums is given."""
-  kind = sums.Linear if dtypes else nnx.LinearGeneral
+def _linear(kind=sums.Linear, **dtypes: Any) -> nnx.Module:
   return kind(4, (2, 3), dtype=_BF16, rngs=nnx.Rngs(0), **dtypes)
 
 
-def _embed(**dtypes: Any) -> nnx.Module:
-  kind = sums.Embed if dtypes else nnx.Embed
+def _embed(kind=sums.Embed, **dtypes: Any) -> nnx.Module:
   return kind(3, 2, dtype=_BF16, rngs=nnx.Rngs(0), **dtypes)
 
 
@@ -44,37 +40,20 @@ def _gradients(
   return nnx.as_pure(gradient(params, x, weights))
 
 
-def _on_devices(*arrays: jax.Array) -> list[jax.Array]:
-  mesh = make_mesh('data=8')
-  return jax.device_put(list(arrays), NamedSharding(mesh, P('data')))
-
-
 def _error_in_ulps(found: jax.Array, exact: np.ndarray) -> float:
   """Returns the largest error over the spacing of bfloat16 numbers."""
   spacing = 2.0 ** (np.floor(np.log2(np.abs(exact))) - 7)
   return np.max(np.abs(np.asarray(found, np.float64) - exact) / spacing)
 
 
-@pytest.fixture
-def inputs() -> tuple[jax.Array, jax.Array]:
-  """Features of tokens and gradients of products, on eight devices."""
+@pytest.mark.parametrize('dtype', [jnp.float32, _BF16])
+def test_gradients_of_linear_layers_are_sums_in_the_dtype(dtype: jnp.dtype):
   rng = np.random.default_rng(0)
   x_ND = jnp.asarray(rng.normal(size=(512, 4)), _BF16)
   weights = jnp.asarray(rng.normal(size=(512, 2, 3)), _BF16)
-  x_ND, weights = _on_devices(x_ND, weights.astype(jnp.float32))
-  return x_ND, weights
-
-
-@pytest.mark.parametrize(
-  ('dtypes', 'is_exact'), [({'reduce_dtype': jnp.float32}, True), ({}, False)]
-)
-def test_gradients_of_linear_layers_are_float32_sums(
-  dtypes: dict[str, Any],
-  is_exact: bool,
-  inputs: tuple[jax.Array, jax.Array],
-):
-  x_ND, weights = inputs
-  found = _gradients(_linear(**dtypes), x_ND, weights)
+  split = NamedSharding(make_mesh('data=8'), P('data'))
+  on_devices = jax.device_put((x_ND, weights.astype(jnp.float32)), split)
+  found = _gradients(_linear(reduce_dtype=dtype), *on_devices)
   exact = {
     'kernel': np.tensordot(
       np.asarray(x_ND, float), np.asarray(weights, float), axes=(0, 0)
@@ -82,29 +61,27 @@ def test_gradients_of_linear_layers_are_float32_sums(
     'bias': np.asarray(weights, float).sum(0),
   }
   for name, expected in exact.items():
-    assert (_error_in_ulps(found[name], expected) < 1e-2) == is_exact
+    is_exact = _error_in_ulps(found[name], expected) < 1e-2
+    assert is_exact == (dtype == jnp.float32)
 
 
-@pytest.mark.parametrize(
-  ('dtypes', 'expected'), [({'reduce_dtype': jnp.float32}, 4096), ({}, 256)]
-)
-def test_a_common_token_has_the_whole_sum(
-  dtypes: dict[str, Any], expected: int
-):
-  # 256 + 1 is 256 in bfloat16.
+def test_a_common_token_has_the_whole_sum():
+  # In bfloat16, 256 + 1 is 256.
   tokens, ones = jnp.full([4096], 1), jnp.ones([4096, 2])
-  found = _gradients(_embed(**dtypes), tokens, ones)['embedding']
-  np.testing.assert_array_equal(found, [[0, 0], [expected] * 2, [0, 0]])
+  layer = _embed(reduce_dtype=jnp.float32)
+  found = _gradients(layer, tokens, ones)['embedding']
+  np.testing.assert_array_equal(found, [[0, 0], [4096] * 2, [0, 0]])
 
 
 @pytest.mark.parametrize(
-  ('make', 'x'),
-  [(_linear, jnp.ones([5, 4], _BF16) / 3), (_embed, jnp.array([2, 1, 2]))],
+  ('make', 'kind', 'x'),
+  [
+    (_linear, nnx.LinearGeneral, jnp.ones([5, 4], _BF16) / 3),
+    (_embed, nnx.Embed, jnp.array([2, 1, 2])),
+  ],
 )
-def test_layers_return_what_those_of_flax_do(
-  make: Callable[..., Any], x: jax.Array
-):
-  flax, rounded = make(), make(reduce_dtype=_BF16)
+def test_layers_return_what_those_of_flax_do(make, kind, x):
+  flax, rounded = make(kind), make(reduce_dtype=_BF16)
   expected = flax(x)
   np.testing.assert_array_equal(make(reduce_dtype=jnp.float32)(x), expected)
   np.testing.assert_array_equal(rounded(x), expected)

@@ -19,9 +19,11 @@ from examples.study.tuning.plans import execute
 
 _STUDY = Path(report.__file__).parents[1]
 _ROOT = _STUDY.parents[1]
-_PAGES = ('README.md', *(f'docs/{x}.md' for x in (
-  'which_optimizer', 'hyperparameters', 'learning_rates', 'recipes', 'kit',
-)))  # fmt: skip
+# And how many tables they quote at least.
+_PAGES = {
+  'README.md': 1, 'docs/which_optimizer.md': 8, 'docs/hyperparameters.md': 7,
+  'docs/learning_rates.md': 0, 'docs/recipes.md': 0, 'docs/kit.md': 0,
+}  # fmt: skip
 
 
 @pytest.fixture(scope='module')
@@ -97,10 +99,11 @@ def _quoted(page: str):
       yield name, _read_markdown('\n'.join(table))
 
 
-@pytest.mark.parametrize('page', _PAGES)
-def test_pages_say_what_the_tables_say(nano, page):
-  tables = _tables(nano)
-  for name, rows in _quoted(page):
+@pytest.mark.parametrize(('page', 'least'), _PAGES.items())
+def test_pages_say_what_the_tables_say(nano, page, least):
+  tables, quoted = _tables(nano), list(_quoted(page))
+  assert len(quoted) >= least
+  for name, rows in quoted:
     assert name in tables, name
     for row in rows:
       _assert_quoted(row, tables[name])
@@ -123,13 +126,6 @@ def _plain(cell: str) -> str:
   return cell[1:].partition('](')[0] if cell.startswith('[') else cell
 
 
-def test_enough_is_quoted():
-  counts = {page: len(list(_quoted(page))) for page in _PAGES}
-  assert counts['README.md'] >= 1
-  assert counts['docs/which_optimizer.md'] >= 8
-  assert counts['docs/hyperparameters.md'] >= 7
-
-
 def test_points_of_what_is_not_complete_are_removed(nano, tmp_path):
   found = _read(nano)
   report.write_points(tmp_path, found)
@@ -146,7 +142,6 @@ def test_the_rate_is_fitted_to_the_number_of_steps():
 @pytest.mark.parametrize(
   ('loss', 'inverse'),
   [
-    (lambda x: 4 - 0.4 * math.log(x), lambda y: math.exp((4 - y) / 0.4)),
     (lambda x: 1 + 9 * x**-0.45, lambda y: ((y - 1) / 9) ** (1 / -0.45)),
     # Short runs blow up.
     (

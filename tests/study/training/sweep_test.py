@@ -28,20 +28,15 @@ def trained(monkeypatch) -> list[float]:
       time.sleep(0.01)
     rates.append(rate)
     return run.label | {
-      'loss': rate,
-      'config': {},
-      'diagnostics': {},
-      'seconds': 1.0,
-      'versions': {'python': '3'},
-      'corpus_sha256': 'c',
-    }
+      'loss': rate, 'config': {}, 'diagnostics': {}, 'seconds': 1.0,
+      'versions': {'python': '3'}, 'corpus_sha256': 'c',
+    }  # fmt: skip
+
+  def start_workers(jobs, work):
+    return concurrent.futures.ThreadPoolExecutor(jobs)
 
   monkeypatch.setattr(sweep, '_train_with_log', train)
-  monkeypatch.setattr(
-    sweep,
-    '_start_workers',
-    lambda jobs, work: concurrent.futures.ThreadPoolExecutor(jobs),
-  )
+  monkeypatch.setattr(sweep, '_start_workers', start_workers)
   return rates
 
 
@@ -71,15 +66,6 @@ def test_what_follows_a_run_does_not_wait_for_other_runs(trained, tmp_path):
   }
   assert len(trained) == len(set(trained)) == 6
   assert trained.index(_SLOW) >= 3
-
-
-def test_results_that_are_there_are_not_waited_for(trained, tmp_path):
-  plans = {'a': _descend(0.02, 2), 'b': _descend(0.01, 1)}
-  _run(plans, tmp_path)
-  plans = {'a': _descend(0.02, 3), 'b': _descend(0.01, 3)}
-  losses = _run(plans, tmp_path)
-  assert losses == {'a': [0.02, 0.01, 0.005], 'b': [0.01, 0.005, 0.0025]}
-  assert sorted(trained) == [0.0025, 0.005, 0.01, 0.02]
 
 
 def test_runs_behind_results_that_are_there_start_at_once(trained, tmp_path):
@@ -121,9 +107,7 @@ def test_a_killed_process_costs_no_result_that_is_there(
       return super().submit(*args, **options)
 
   monkeypatch.setattr(sweep, '_start_workers', lambda jobs, work: Broken(jobs))
-  plans = {
-    x: _descend(rate, 2) for x, rate in (('a', 0.1), ('b', 0.2), ('c', 3))
-  }
+  plans = {rate: _descend(rate, 2) for rate in (0.1, 0.2, 3)}
   with pytest.raises(TrialsFailedError, match='killed'):
     _run(plans, tmp_path)
   assert sorted(trained) == [0.1, 0.2, 3]

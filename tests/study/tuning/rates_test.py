@@ -20,13 +20,9 @@ def _tuned(losses, rate):
   return Tuned(tuple(results), rate)
 
 
-def test_the_edge_is_told():
-  losses = {1.0: 2.0, 2.0: 1.0, 4.0: 3.0}
-  assert [x for x in losses if _tuned(losses, x).is_at_edge] == [1.0, 4.0]
-
-
-def test_a_better_rate_that_is_unstable_is_told():
+def test_an_edge_and_a_better_rate_that_is_unstable_are_told():
   losses = {1.0: 2.0, 2.0: 1.5, 4.0: 1.55, 8.0: 3.0}
+  assert [x for x in losses if _tuned(losses, x).is_at_edge] == [1.0, 8.0]
   assert _tuned(losses, 1.0).unstable_rate is None
   losses[4.0] = 1.7
   assert _tuned(losses, 1.0).unstable_rate == 2.0

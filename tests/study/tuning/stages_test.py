@@ -11,11 +11,7 @@ from examples.study.optimizers import ADAMW, COMPARED, HYPERBALL, WITH_RATIOS
 from examples.study.scales import SCALES
 from examples.study.trial import make_result
 from examples.study.tuning.cases import Case
-from examples.study.tuning.coordinates import (
-  Coordinate,
-  GroupRate,
-  search,
-)
+from examples.study.tuning.coordinates import Coordinate, GroupRate, search
 from examples.study.tuning.plans import execute
 from examples.study.tuning.stages import (
   compare_all,
@@ -32,13 +28,8 @@ _IN_PROPORTION = _SCALE.run('adamw', 128, 0.01).config.init_std
 def _found(stage, warmup=0.1, momentum=0.2, doubled=0.0):
   """Returns points by optimizer, batch, role and variant, and the trials.
 
-  Rates are best at 0.02, and losses of seeds deviate a little.
-
-  Args:
-    stage: What is tuned.
-    warmup: What a long warm-up gains.
-    momentum: What a b1 of 0.8 gains.
-    doubled: What twice the initial weights gain.
+  Rates are best at 0.02, and losses of seeds deviate a little. The arguments
+  are what a long warm-up, a b1 of 0.8 and twice the initial weights gain.
   """
   asked = []
 
@@ -152,37 +143,31 @@ def test_hyperball_takes_all_but_its_rate_from_that_with_ratios():
   assert ours.config.b1 == theirs.config.b1 == 0.8
 
 
-def test_a_further_setting_is_searched_from_the_best_so_far():
-  decay = Coordinate('weight_decay', (0.0, 0.01, 0.1, 1.0), 0.01, '{:g}', 0.02)
-
-  def run_all(trials):
-    return [
-      make_result(x, abs(x.config.weight_decay - 0.1) + abs(x.config.b1 - 0.8))
-      for x in trials
-    ]
+def _search(optimizer, coordinate, loss):
+  """Returns what is found for a coordinate after warm-up and b1."""
 
   def plan():
-    first = yield from warmup_and_b1(Case(_SCALE, ADAMW, _LARGE))
-    return (yield from search(first, decay))
+    first = yield from warmup_and_b1(Case(_SCALE, optimizer, _LARGE))
+    return (yield from search(first, coordinate))
 
-  found = execute(plan(), run_all)
+  return execute(plan(), lambda runs: [make_result(x, loss(x)) for x in runs])
+
+
+def test_a_further_setting_is_searched_from_the_best_so_far():
+  found = _search(
+    ADAMW,
+    Coordinate('weight_decay', (0.0, 0.01, 0.1, 1.0), 0.01, '{:g}', 0.02),
+    lambda x: abs(x.config.weight_decay - 0.1) + abs(x.config.b1 - 0.8),
+  )
   assert found.best.optimizer.settings == {'b1': 0.8, 'weight_decay': 0.1}
   assert list(found.tried) == ['0.01', '0', '0.1', '1']
 
 
 def test_the_rate_of_a_group_is_a_coordinate():
-  rates = GroupRate('embeddings', (0.1, 0.33, 1.0, 3.0))
-
-  def run_all(trials):
-    return [
-      make_result(x, abs(dict(x.chain.rates).get('embeddings', 0.33) - 1.0))
-      for x in trials
-    ]
-
-  def plan():
-    first = yield from warmup_and_b1(Case(_SCALE, HYPERBALL, _LARGE))
-    return (yield from search(first, rates))
-
-  found = execute(plan(), run_all)
+  found = _search(
+    HYPERBALL,
+    GroupRate('embeddings', (0.1, 0.33, 1.0, 3.0)),
+    lambda x: abs(dict(x.chain.rates).get('embeddings', 0.33) - 1.0),
+  )
   assert found.best.optimizer.chain.rates == (('embeddings', 1.0),)
   assert list(found.tried) == ['0.33', '0.1', '1', '3']
