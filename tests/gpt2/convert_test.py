@@ -1,7 +1,6 @@
 from collections.abc import Callable
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 import re
@@ -45,13 +44,9 @@ from examples.gpt2.run.step import make_model_config
 from examples.gpt2.train import train
 
 _GPT2 = ModelConfig(
-  vocab_size=320,
-  context_length=16,
-  num_layers=2,
-  num_heads=2,
-  width=16,
+  vocab_size=320, context_length=16, num_layers=2, num_heads=2, width=16,
   mlp_width=24,
-)
+)  # fmt: skip
 _LLAMA = dataclasses.replace(_GPT2, architecture='llama')
 _CONFIGS = {
   'gpt2': _GPT2,
@@ -143,26 +138,6 @@ def test_a_model_goes_out_and_comes_back_bit_for_bit(tmp_path: Path, kind: str):
     assert (tmp_path / 'again' / path.name).read_bytes() == path.read_bytes()
 
 
-def test_rounding_up_leaves_logits_and_hardly_moves_the_loss(tmp_path: Path):
-  params = _params(_GPT2)
-  # Logits far below zero, which is what rows of zeros would have.
-  params['token_embedding']['embedding'] -= 1
-  params['final_norm']['bias'] += 1
-  save_model(tmp_path / 'model', Model(_GPT2, _NUM_TOKENS, params))
-  export_model(tmp_path / 'model', tmp_path / 'exported')
-  import_model(tmp_path / 'exported', tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
-  logits = as_module(model.config, model.params)(_tokens())
-  assert logits.max() < -5
-  np.testing.assert_array_equal(
-    logits[..., :_NUM_TOKENS], _logits(tmp_path / 'model')
-  )
-  sums = jax.nn.logsumexp(logits, axis=-1)
-  growth = sums - jax.nn.logsumexp(logits[..., :_NUM_TOKENS], axis=-1)
-  assert growth.min() > 0
-  assert growth.max() <= math.log(320 / _NUM_TOKENS) + 1e-5
-
-
 @pytest.mark.parametrize('count', [30, 200])
 def test_rows_that_no_token_has_are_padding(tmp_path: Path, count: int):
   exported = _export(tmp_path, 'llama-tied')
@@ -231,11 +206,7 @@ def test_what_cannot_be_exported_is_named(
     ('gpt2', {'layer_norm_epsilon': 0.0}, 'layer_norm_epsilon .* got 0.0'),
     ('gpt2', {'n_head': 3}, 'num_heads 3 must divide width 16'),
     ('gpt2', {'activation_function': 'gelu'}, 'activation_function must be'),
-    (
-      'gpt2',
-      {'scale_attn_by_inverse_layer_idx': True},
-      'inverse_layer_idx must be False',
-    ),
+    ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'must be False'),
     ('gpt2', {'n_inner': None}, r'mlp.c_fc.bias is F32\[24\], .*\[64\]'),
     ('llama', {'attention_bias': True}, 'attention_bias must be False'),
     ('llama', {'rope_scaling': {'type': 'linear'}}, "llama3, got 'linear'"),
@@ -265,42 +236,13 @@ def test_pickles_are_refused(tmp_path: Path):
     import_model(exported, tmp_path / 'imported')
 
 
-@pytest.mark.parametrize(
-  ('kind', 'expected'),
-  [
-    (
-      'gpt2',
-      {
-        'n_positions': 16,
-        'n_layer': 2,
-        'n_head': 2,
-        'n_embd': 16,
-        'n_inner': 24,
-        'layer_norm_epsilon': 1e-5,
-      },
-    ),
-    (
-      'llama-3',
-      {
-        'max_position_embeddings': 16,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'head_dim': 8,
-        'hidden_size': 16,
-        'intermediate_size': 24,
-        'rms_norm_eps': 1e-5,
-        'rope_theta': 100.0,
-        'rope_scaling': {'rope_type': 'llama3', **_SCALING},
-      },
-    ),
-  ],
-)
-def test_settings_have_the_names_of_transformers(kind: str, expected: dict):
-  model = Model(_CONFIGS[kind], _NUM_TOKENS, {})
+def test_rotary_positions_are_written_for_all_versions():
+  model = Model(_CONFIGS['llama-3'], _NUM_TOKENS, {})
   settings = hugging_face.to_settings(model, 'float32')
-  assert settings | expected == settings
-  assert settings['vocab_size'] == _NUM_TOKENS
+  scaling = {'rope_type': 'llama3', **_SCALING}
+  assert settings['rope_theta'] == 100.0
+  assert settings['rope_scaling'] == scaling
+  assert settings['rope_parameters'] == {'rope_theta': 100.0, **scaling}
 
 
 @pytest.mark.parametrize(
@@ -313,15 +255,11 @@ def test_settings_have_the_names_of_transformers(kind: str, expected: dict):
   ],
 )
 def test_rotary_positions_are_read_as_any_version_writes_them(entries: dict):
-  settings = {
-    'model_type': 'llama',
-    'vocab_size': 64,
-    'max_position_embeddings': 16,
-    'num_hidden_layers': 1,
-    'num_attention_heads': 4,
-    'hidden_size': 16,
-    'intermediate_size': 16,
-  }
+  settings = dict(
+    model_type='llama', vocab_size=64, max_position_embeddings=16,
+    num_hidden_layers=1, num_attention_heads=4, hidden_size=16,
+    intermediate_size=16,
+  )  # fmt: skip
   config, _ = hugging_face.from_settings(settings | entries)
   assert config.rope_theta == 500_000.0
   assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 40.0)
@@ -337,26 +275,16 @@ def test_export_in_shards_of_bfloat16(tmp_path: Path, kind: str):
   out = tmp_path / 'exported'
   export_model(tmp_path / 'model', out, 'bfloat16', '5KB')
   index = json.loads((out / 'model.safetensors.index.json').read_text())
-  parts = sorted(out.glob('model-*.safetensors'))
-  count = len(parts)
-  assert count > 2
-  assert [x.name for x in parts] == [
-    f'model-{i + 1:05}-of-{count:05}.safetensors' for i in range(count)
-  ]
   found = {}
-  for part in parts:
+  for part in out.glob('model-*.safetensors'):
     arrays = safetensors.numpy.load_file(part)
-    size = sum(x.nbytes for x in arrays.values())
-    assert size <= 5000 or len(arrays) == 1
-    assert {index['weight_map'][name] for name in arrays} == {part.name}
-    found |= arrays
-  assert found.keys() == index['weight_map'].keys()
-  total = sum(x.nbytes for x in found.values())
-  assert index['metadata']['total_size'] == total
-  assert {x.dtype for x in found.values()} == {np.dtype(jnp.bfloat16)}
-  assert json.loads((out / 'config.json').read_text())['torch_dtype'] == (
-    'bfloat16'
-  )
+    assert sum(x.nbytes for x in arrays.values()) <= 5000 or len(arrays) == 1
+    found |= dict.fromkeys(arrays, part.name)
+    assert {x.dtype for x in arrays.values()} == {np.dtype(jnp.bfloat16)}
+  assert len(set(found.values())) > 2
+  assert found == index['weight_map']
+  settings = json.loads((out / 'config.json').read_text())
+  assert settings['torch_dtype'] == 'bfloat16'
   import_model(out, tmp_path / 'imported')
   rounded = jax.tree.map(
     lambda x: x.astype(jnp.bfloat16).astype(np.float32), _params(_CONFIGS[kind])
@@ -457,28 +385,16 @@ def _train(folder: Path) -> Path:
   """Prepares tokens for an imported model, and trains it a step."""
   text = folder / 'text.txt'
   text.write_text('\n<|endoftext|>\n'.join([f'{_TEXT} {i}' for i in range(99)]))
-  prepare(
-    PrepareConfig(
-      data=(text,),
-      out_dir=folder / 'tokens',
-      tokenizer=folder / 'imported',
-      validation_share=0.3,
-    )
-  )
+  model, tokens, run = (folder / x for x in ('imported', 'tokens', 'run'))
+  prepare(PrepareConfig((text,), tokens, tokenizer=model, validation_share=0.3))
+  sizes = dict(context_length=8, steps=1, batch_size=8, micro_batch_size=1)
+  evaluation = dict(eval_sequences=8, diagnostics_every=0)
   train(
     Config(
-      context_length=8,
-      data=str(folder / 'tokens'),
-      init_from=folder / 'imported',
-      out_dir=folder / 'run',
-      steps=1,
-      batch_size=8,
-      micro_batch_size=1,
-      eval_sequences=8,
-      diagnostics_every=0,
+      data=str(tokens), init_from=model, out_dir=run, **sizes, **evaluation
     )
   )
-  return folder / 'run'
+  return run
 
 
 @pytest.mark.parametrize(
@@ -547,26 +463,25 @@ def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
   ],
 )
 def test_what_the_model_is_need_not_be_said(tmp_path: Path, model: ModelConfig):
-  folder = _save(tmp_path / 'model', model)
-  start = Config(init_from=folder, preset='llama-3-8b')
+  start = Config(
+    init_from=_save(tmp_path / 'model', model), preset='llama-3-8b'
+  )
   completed, found = with_model(start)
   assert found.config == model
   config = make_model_config(resolve(completed), _NUM_TOKENS)
   free = {x: vars(model)[x] for x in ('unroll', 'remat', 'init_std')}
   assert dataclasses.replace(config, **free) == model
-  with pytest.raises(UsageError, match='--num-layers 7 instead of 2'):
-    with_model(dataclasses.replace(start, num_layers=7))
-  scaling = (2.0, 1.0, 4.0, 99.0)
-  with pytest.raises(UsageError, match='--rope-scaling 2.0 1.0 4.0 99.0 inst'):
-    with_model(dataclasses.replace(start, rope_scaling=scaling))
-  shorter = dataclasses.replace(start, context_length=5)
-  if model.architecture == 'llama':
-    assert with_model(shorter)[0].context_length == 5
+  other = dataclasses.replace(
+    start, num_layers=7, rope_scaling=(2.0, 1.0, 4.0, 99.0), context_length=5
+  )
+  message = '--num-layers 7 instead of 2.* --rope-scaling 2.0 1.0 4.0 99.0 inst'
+  if model.architecture == 'gpt2':
+    message += '.*--context-length 5 instead of 16'
   else:
-    with pytest.raises(UsageError, match='--context-length 5 instead of 16'):
-      with_model(shorter)
-  with pytest.raises(UsageError, match='--init-from cannot be used: .*gone is'):
-    with_model(Config(init_from=tmp_path / 'gone'))
+    shorter = dataclasses.replace(start, context_length=5)
+    assert with_model(shorter)[0].context_length == 5
+  with pytest.raises(UsageError, match=message):
+    with_model(other)
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(
@@ -592,8 +507,7 @@ def test_commands_reach_their_functions(tmp_path: Path):
   with safetensors.safe_open(out / 'model.safetensors', 'np') as file:
     assert file.metadata() == {'format': 'pt'}  # Some versions insist on it.
   settings = json.loads((out / 'config.json').read_text())
-  end = load_model(tmp_path / 'model').tokenizer.token_to_id(END_OF_TEXT)
-  assert settings['eos_token_id'] == settings['bos_token_id'] == end
+  assert settings['eos_token_id'] == settings['bos_token_id'] == 0
 
 
 def test_lm_eval_measures_an_export(tmp_path: Path):
@@ -679,33 +593,21 @@ def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
   torch.manual_seed(0)
   if kind == 'gpt2':
     config = transformers.GPT2Config(
-      vocab_size=_NUM_TOKENS,
-      n_positions=16,
-      n_embd=16,
-      n_layer=2,
-      n_head=2,
+      vocab_size=_NUM_TOKENS, n_positions=16, n_embd=16, n_layer=2, n_head=2,
       layer_norm_epsilon=0.1,
-    )
+    )  # fmt: skip
   else:
     attention = {'num_attention_heads': 2}
     if kind == 'llama-3':
-      attention = {
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'head_dim': 8,
-        'rope_theta': 100.0,
-        'rope_scaling': {'rope_type': 'llama3', **_SCALING},
-      }
+      attention = dict(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        rope_theta=100.0, rope_scaling={'rope_type': 'llama3', **_SCALING},
+      )  # fmt: skip
     config = transformers.LlamaConfig(
-      vocab_size=_NUM_TOKENS,
-      hidden_size=16,
-      intermediate_size=24,
-      num_hidden_layers=2,
-      max_position_embeddings=16,
-      tie_word_embeddings=kind == 'llama-tied',
-      rms_norm_eps=0.1,
-      **attention,
-    )
+      vocab_size=_NUM_TOKENS, hidden_size=16, intermediate_size=24,
+      num_hidden_layers=2, max_position_embeddings=16, rms_norm_eps=0.1,
+      tie_word_embeddings=kind == 'llama-tied', **attention,
+    )  # fmt: skip
   theirs = transformers.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():
     for parameter in theirs.parameters():
