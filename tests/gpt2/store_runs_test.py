@@ -1,6 +1,5 @@
 """Runs whose files are in object stores: the same bits as on a disk."""
 
-from collections.abc import Iterable
 import dataclasses
 import json
 import os
@@ -45,6 +44,12 @@ def _assert_same(found: Path, expected: Path) -> None:
   assert _numbers(found) == _numbers(expected)
 
 
+def _sizes(run: Path) -> dict[str, int]:
+  """Returns the sizes of files but those that tell of a claim."""
+  found = file_system(run).find(str(run), detail=True)
+  return {k: v['size'] for k, v in found.items() if '.claim' not in k}
+
+
 def test_a_run_in_a_store_is_that_on_a_disk(
   finished: Config, bucket: str, tmp_path: Path
 ):
@@ -55,12 +60,9 @@ def test_a_run_in_a_store_is_that_on_a_disk(
   _assert_same(run, finished.out_dir)
   assert sorted(x.name for x in (run / 'checkpoints').iterdir()) == ['4', '6']
   assert (run / 'curves.png').read_bytes().startswith(b'\x89PNG')
-  before = file_system(run).find(str(run), detail=True)
+  before = _sizes(run)
   train(config)  # It has been done.
-  after = file_system(run).find(str(run), detail=True)
-  assert {k: v['size'] for k, v in after.items() if '.claim' not in k} == {
-    k: v['size'] for k, v in before.items() if '.claim' not in k
-  }
+  assert _sizes(run) == before
 
   local = finished.out_dir
   assert evaluate(run, config.data) == evaluate(local, config.data)
@@ -98,23 +100,27 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _flags(config: Config, names: Iterable[str]) -> list[str]:
-  return [f'--{x.replace("_", "-")}={getattr(config, x)}' for x in names]
+def _flags(config: Config, *names: str) -> list[str]:
+  return [
+    f'--{x.replace("_", "-")}={getattr(config, x)}' for x in (*_SIZES, *names)
+  ]
 
 
-def _arguments(config: Config, run: Path | str) -> list[str]:
-  names = ('data', 'cache_dir', 'vocab_size', *_SIZES)
-  return [*_flags(config, names), f'--out-dir={run}']
-
-
-def _start(arguments: list[str], **options: Any) -> subprocess.Popen:
+def _start(config: Config, run: Path, **options: Any) -> subprocess.Popen:
+  flags = _flags(config, 'data', 'cache_dir', 'vocab_size')
   return subprocess.Popen(
-    [sys.executable, '-m', 'examples.gpt2.train', *arguments],
+    [sys.executable, '-m', 'examples.gpt2.train', *flags, f'--out-dir={run}'],
     cwd=Path(__file__).parents[2],
     env=os.environ | {'XLA_FLAGS': '', 'JAX_NUM_CPU_DEVICES': '8'},
     text=True,
     **options,
   )
+
+
+def _claim_again(run: Path) -> None:
+  """Starts the run and ends it, once its folder is free."""
+  with RunFolder(run) as folder:
+    folder.start(json.loads((run / 'config.json').read_text()))
 
 
 @pytest.mark.slow
@@ -125,19 +131,16 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=2)
   train(config)
   run = as_path(bucket) / 'run'
-  remote = dataclasses.replace(config, out_dir=run)
   for step in (2, 10):
-    killed = _start(_arguments(config, run))
+    killed = _start(config, run)
     saved = run / 'checkpoints' / str(step) / '_CHECKPOINT_METADATA'
     while not saved.exists():
       assert killed.poll() is None
       time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    # The claim is still there, and nobody gives a sign.
-    with RunFolder(run) as folder:
-      folder.start(json.loads((run / 'config.json').read_text()))
-  train(remote)
+    _claim_again(run)  # The claim is still there, and nobody gives a sign.
+  train(dataclasses.replace(config, out_dir=run))
   _assert_same(run, config.out_dir)
 
 
@@ -149,7 +152,7 @@ def test_a_signal_saves_and_lets_the_next_run_in(
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=24)
   train(config)
   run = as_path(bucket) / 'run'
-  stopped = _start(_arguments(config, run), stderr=subprocess.PIPE)
+  stopped = _start(config, run, stderr=subprocess.PIPE)
   while 'step/s' not in stopped.stderr.readline():
     assert stopped.poll() is None
   stopped.send_signal(number)
@@ -157,16 +160,13 @@ def test_a_signal_saves_and_lets_the_next_run_in(
   assert stopped.returncode == 128 + number
   assert len(list((run / 'checkpoints').iterdir())) == 1
   start = time.monotonic()
-  with RunFolder(run) as folder:
-    folder.start(json.loads((run / 'config.json').read_text()))
+  _claim_again(run)
   assert time.monotonic() - start < claim.SILENT_SECONDS
   train(dataclasses.replace(config, out_dir=run))
   _assert_same(run, config.out_dir)
 
 
-def test_a_second_run_is_kept_out_while_the_first_goes_on(
-  bucket: str, monkeypatch
-):
+def test_a_folder_in_use_or_of_another_run_is_refused(bucket: str, monkeypatch):
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.2)
   run = as_path(bucket) / 'run'
   with RunFolder(run) as first:
@@ -176,33 +176,27 @@ def test_a_second_run_is_kept_out_while_the_first_goes_on(
     first.flush()
   with RunFolder(run) as second:
     second.start(_SETTINGS)
+  with pytest.raises(UsageError, match='steps: 3 -> 4'):
+    RunFolder(run).start({'config': {'steps': 4}})
 
 
-def test_a_silent_run_is_taken_over_and_ends(bucket: str, monkeypatch):
+@pytest.mark.parametrize('ended', [0, 1])
+def test_a_silent_run_is_taken_over_and_ends(
+  bucket: str, monkeypatch, ended: int
+):
   run = as_path(bucket) / 'run'
   monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 3600.0)
   with RunFolder(run) as silent:
     silent.start(_SETTINGS)
-    with RunFolder(run) as second:
-      second.start(_SETTINGS)
+    for _ in range(ended):
+      with RunFolder(run) as other:
+        other.start(_SETTINGS)
+    with RunFolder(run) as last:
+      last.start(_SETTINGS)
       with pytest.raises(UsageError, match='another run has taken'):
         silent.flush()
-      second.flush()
-
-
-def test_a_run_ends_whichever_run_has_its_folder(bucket: str, monkeypatch):
-  run = as_path(bucket) / 'run'
-  monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
-  monkeypatch.setattr(claim, 'BEAT_SECONDS', 3600.0)
-  with RunFolder(run) as suspended:
-    suspended.start(_SETTINGS)
-    with RunFolder(run) as second:
-      second.start(_SETTINGS)
-    with RunFolder(run) as third:
-      third.start(_SETTINGS)
-      with pytest.raises(UsageError, match='another run has taken'):
-        suspended.flush()
+      last.flush()
 
 
 def test_metrics_go_up_at_intervals_and_before_checkpoints(
@@ -266,14 +260,6 @@ def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
   }  # fmt: skip
 
 
-def test_another_run_is_refused(bucket: str):
-  run = as_path(bucket) / 'run'
-  with RunFolder(run) as folder:
-    folder.start(_SETTINGS)
-  with pytest.raises(UsageError, match='steps: 3 -> 4'):
-    RunFolder(run).start({'config': {'steps': 4}})
-
-
 def test_what_is_not_there_is_named(bucket: str, tiny: Config):
   missing = as_path(bucket) / 'missing'
   for action in (
@@ -308,7 +294,7 @@ def test_the_commands_of_the_page_run(
     ['--data', 'text.jsonl', '--out-dir', f'{gs}/tokens', '--vocab-size=288']
     + ['--validation-share=0.2']
   )
-  sizes = _flags(tiny, _SIZES)
+  sizes = _flags(tiny)
   main([*sizes, '--data', f'{gs}/tokens', '--out-dir', f'{s3}/runs/two'])
   train_line, evaluate_line, plot_line = (shlex.split(x)[3:] for x in lines)
   main([*train_line, *sizes])
