@@ -16,7 +16,7 @@ def test_a_path_on_a_disk_is_a_plain_one(text: str):
   assert type(path) is type(Path())
   assert path == Path(text) == as_path(Path(text))
   assert not storage.is_remote(path)
-  assert as_path(f'~/{text}') == Path.home() / text
+  assert as_path('~/x') == Path.home() / 'x'
 
 
 @pytest.mark.parametrize('scheme', ['gs', 's3'])
