@@ -5,6 +5,7 @@ metadata are those of real machines, the devices are emulated ones of a CPU, and
 the hosts are processes that meet over loopback.
 """
 
+import contextlib
 import http.server
 import json
 import os
@@ -63,12 +64,9 @@ def _launch_lines() -> list[str]:
 
 def _free_port(first: int = 0) -> int:
   """Returns a port that nobody listens on, from ``first`` on."""
-  for port in range(first, 65535) if first else [0]:
-    with socket.socket() as listener:
-      try:
-        listener.bind(('localhost', port))
-      except OSError:
-        continue
+  for port in range(first, 65536):
+    with socket.socket() as listener, contextlib.suppress(OSError):
+      listener.bind(('localhost', port))
       return listener.getsockname()[1]
   raise AssertionError('no port is free')
 
@@ -190,20 +188,21 @@ def _environments(
     return command, _slurm(options, command)
   words = shlex.split(line, comments=True)
   environment = dict(x.split('=') for x in words if re.match('[A-Z_]+=', x))
-  command = words[len(environment) :]
+  command, count = words[len(environment) :], 1
   if '--coordinator' in command:
-    return command, _given_processes(command)
-  environment.setdefault('JAX_NUM_CPU_DEVICES', str(_devices(command)))
-  return command, [environment]
+    port = f'localhost:{_free_port()}'
+    command[command.index('--coordinator') + 1] = port
+    count = int(command[command.index('--num-processes') + 1])
+  environment.setdefault('JAX_NUM_CPU_DEVICES', str(_devices(command) // count))
+  return command, [environment] * count
 
 
-def _given_processes(command: list[str]) -> list[dict[str, str]]:
-  """Sets the port of a command, and returns an environment for each process."""
-  place = command.index('--coordinator') + 1
-  command[place] = f'localhost:{_free_port()}'
-  count = int(command[command.index('--num-processes') + 1])
-  each = str(_devices(command) // count)
-  return [{'JAX_NUM_CPU_DEVICES': each} for _ in range(count)]
+def _write_tokens(folder: Path) -> None:
+  make_folder(folder)
+  generator = np.random.default_rng(0)
+  for name in ('train.bin', 'val.bin'):
+    tokens = generator.integers(288, size=4000, dtype=np.uint16)
+    write_whole(folder / name, tokens.tobytes())
 
 
 def _out_dir(command: list[str], folder: Path) -> Path:
@@ -225,11 +224,7 @@ def test_documented_launch_lines_train(
   if _BUCKET in line:
     place = request.getfixturevalue('make_bucket')('gs')
     line = line.replace(_BUCKET, place)
-  generator = np.random.default_rng(0)
-  for name in ('train.bin', 'val.bin'):
-    tokens = generator.integers(288, size=4000, dtype=np.uint16)
-    make_folder(as_path(place) / 'tokens')
-    write_whole(as_path(place) / 'tokens' / name, tokens.tobytes())
+  _write_tokens(as_path(place) / 'tokens')
   line = line.replace('/shared', place)
   command, environments = _environments(line, metadata)
   running = []
@@ -314,11 +309,7 @@ else:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch) -> Path:
   """A folder with tokens, in which the programs of clusters are emulated."""
-  generator = np.random.default_rng(0)
-  (tmp_path / 'tokens').mkdir()
-  for name in ('train.bin', 'val.bin'):
-    tokens = generator.integers(288, size=4000, dtype=np.uint16)
-    (tmp_path / 'tokens' / name).write_bytes(tokens.tobytes())
+  _write_tokens(tmp_path / 'tokens')
   (tmp_path / 'bin').mkdir()
   for name, program in {
     'srun': _SRUN,
@@ -418,8 +409,7 @@ def test_a_preempted_tpu_is_asked_for_again_and_goes_on(
 ):
   _as_tpu(monkeypatch, machine, 'true')
   place = make_bucket('gs')
-  for path in (machine / 'tokens').iterdir():
-    write_whole(as_path(place) / 'tokens' / path.name, path.read_bytes())
+  _write_tokens(as_path(place) / 'tokens')
   run = as_path(place) / 'run'
   process = _launch('tpu.sh', place)
   _wait_for_a_checkpoint(run, process)
