@@ -22,7 +22,7 @@ _ROOT = Path(__file__).parents[1]
 _NOTEBOOKS = sorted(FOLDER.glob('*.ipynb'))
 # What a notebook prints if its claims hold.
 _CLAIMS = {
-  'shapes_and_meshes': ['the same bits: True', 'MERIT: 0 numbers differ'],
+  'shapes_and_meshes': ['the same bits: True', 'MERIT: 0 numbers differ']
 }
 
 # From pip-freeze.txt of github.com/googlecolab/backend-info, 2026-08-19, when

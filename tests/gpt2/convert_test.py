@@ -216,9 +216,7 @@ def test_what_cannot_be_exported_is_named(
     ('llama', {'num_hidden_layers': 1}, 'model.layers.1.* expected not there'),
   ],
 )
-def test_models_that_are_not_ours_are_refused(
-  tmp_path: Path, kind: str, entries: dict, message: str
-):
+def test_models_that_are_not_ours_are_refused(tmp_path, kind, entries, message):
   exported = _export(tmp_path, kind)
   _change_json(exported / 'config.json', **entries)
   with pytest.raises(UsageError, match=message) as caught:
@@ -309,9 +307,7 @@ def _with_tokens(exported: Path, tokens: list[str], *, added: bool):
   path.write_text(json.dumps(settings))
 
 
-def test_added_tokens_without_rows_get_the_mean_of_the_others(
-  tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_added_tokens_without_rows_get_the_mean_of_the_others(tmp_path, capsys):
   exported = _export(tmp_path, 'llama')
   added = [f'<|{i}|>' for i in range(60)]
   _with_tokens(exported, added, added=True)
@@ -400,9 +396,7 @@ def _train(folder: Path) -> Path:
 @pytest.mark.parametrize(
   'trained', [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_special_tokens_survive_import_training_and_export(
-  tmp_path: Path, trained: bool
-):
+def test_special_tokens_survive_import_training_and_export(tmp_path, trained):
   import_model(_llama_of_others(tmp_path), tmp_path / 'imported')
   model = _train(tmp_path) if trained else tmp_path / 'imported'
   export_model(model, tmp_path / 'again')
@@ -430,9 +424,7 @@ def test_special_tokens_survive_import_training_and_export(
     ({'top_k': 5}, {'top_k': 5, 'eos_token_id': 0}),
   ],
 )
-def test_generation_ends_where_texts_of_the_training_do(
-  stored: dict, expected: dict
-):
+def test_generation_ends_where_texts_of_the_training_do(stored, expected):
   tokenizer = train_tokenizer([_TEXT], _NUM_TOKENS)
   companions = {GENERATION: json.dumps(stored).encode()}
   model = Model(_GPT2, _NUM_TOKENS, {}, tokenizer, END_OF_TEXT, companions)
@@ -484,9 +476,7 @@ def test_what_the_model_is_need_not_be_said(tmp_path: Path, model: ModelConfig):
     with_model(other)
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(
-  tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, capsys):
   (tmp_path / 'out').mkdir()
   (tmp_path / 'out' / 'mine.txt').write_text('mine')
   for command in ('export', 'import'):

@@ -104,9 +104,7 @@ def test_bits_per_byte_count_the_bytes_of_the_text(folder: Path, text: Path):
   assert evaluation.bits_per_byte == pytest.approx(expected / math.log(2))
 
 
-def test_token_files_are_measured_as_their_text(
-  folder: Path, text: Path, tmp_path: Path
-):
+def test_token_files_are_measured_as_their_text(folder, text, tmp_path):
   expected = evaluate(folder, str(text), held_out=True)
   data = _write_token_files(tmp_path, _held_out(folder, text))
   for held_out in (False, True):
@@ -122,9 +120,7 @@ def test_token_files_are_measured_as_their_text(
 @pytest.mark.parametrize(
   ('stride', 'count'), [(1, 30), (3, 9), (3, 33), (8, 30), (8, 33)]
 )
-def test_every_token_counts_once(
-  folder: Path, tmp_path: Path, stride: int, count: int
-):
+def test_every_token_counts_once(folder, tmp_path, stride, count):
   tokens = np.random.default_rng(0).integers(270, size=count)
   found = evaluate(folder, _write_token_files(tmp_path, tokens), stride=stride)
   model = load_model(folder)
@@ -140,9 +136,7 @@ def test_every_token_counts_once(
   assert found.loss == pytest.approx(np.mean([*losses.values()]), abs=1e-5)
 
 
-def test_a_text_has_the_loss_of_its_tokens(
-  folder: Path, text: Path, tmp_path: Path
-):
+def test_a_text_has_the_loss_of_its_tokens(folder, text, tmp_path):
   words = text.read_text().split()
   documents = [' '.join(words[i : i + 300]) for i in range(0, 3000, 300)]
   content = f'\n{END_OF_TEXT}\n'.join(documents)
@@ -171,9 +165,7 @@ def test_a_text_has_the_loss_of_its_tokens(
   assert found.num_tokens == num_tokens - 1
 
 
-def test_the_text_of_the_run_is_named(
-  finished: Config, capsys: pytest.CaptureFixture
-):
+def test_the_text_of_the_run_is_named(finished, capsys):
   evaluate(finished.out_dir, finished.data)
   assert '--held-out measures' in capsys.readouterr().err
   part = Path(finished.data).with_name('text')  # A part of the name.
@@ -203,9 +195,7 @@ def test_a_text_beside_files_of_others_is_a_text(finished: Config, tmp_path):
   assert evaluate(run, str(texts)).num_tokens > expected.num_tokens
 
 
-def test_a_longer_context_needs_rotary_positions(
-  folder: Path, text: Path, tmp_path: Path
-):
+def test_a_longer_context_needs_rotary_positions(folder, text, tmp_path):
   with pytest.raises(UsageError, match='must be at most 8, .* got 9'):
     evaluate(folder, str(text), context_length=9)
   llama = dataclasses.replace(_CONFIG, architecture='llama')
@@ -215,9 +205,7 @@ def test_a_longer_context_needs_rotary_positions(
   assert found.num_tokens == 36
 
 
-def test_the_result_is_printed(
-  folder: Path, text: Path, capsys: pytest.CaptureFixture
-):
+def test_the_result_is_printed(folder, text, capsys):
   main([str(folder), '--data', str(text), '--held-out', '--sequences', '7'])
   rows = capsys.readouterr().out.splitlines()
   expected = _loss(folder, _held_out(folder, text), 8, 7)
@@ -238,9 +226,7 @@ def test_the_result_is_printed(
     ({'stride': 2, 'sequences': 2}, 'leave out one'),
   ],
 )
-def test_settings_out_of_range_are_refused(
-  folder: Path, settings: dict[str, int], message: str
-):
+def test_settings_out_of_range_are_refused(folder, settings, message):
   with pytest.raises(UsageError, match=message):
     evaluate(folder, 'nowhere', **settings)
 

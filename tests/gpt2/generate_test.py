@@ -219,9 +219,7 @@ def test_without_arguments_a_document_starts(folder: Path, capsys):
 
 
 @pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
-def test_identifiers_are_continued_where_there_is_no_tokenizer(
-  bare: Path, mesh: str
-):
+def test_identifiers_are_continued_where_there_is_no_tokenizer(bare, mesh):
   (text,) = generate(
     bare, prompt='5 250  7', tokens=13, temperature=0.0, mesh=mesh
   )
@@ -229,9 +227,7 @@ def test_identifiers_are_continued_where_there_is_no_tokenizer(
   assert text == '5 250 7 ' + ' '.join(map(str, expected))
 
 
-def test_parameters_are_sharded_while_a_command_samples(
-  bare: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_parameters_are_sharded_while_a_command_samples(bare, monkeypatch):
   passed = []
 
   def look(model: Model, *args: object) -> np.ndarray:
@@ -264,9 +260,7 @@ def test_other_prompts_are_refused_there(bare: Path, prompt: str):
     ('--mesh', 'fsdp=3', '--mesh fsdp=3: the product of its axes'),
   ],
 )
-def test_settings_out_of_range_exit_with_status_2(
-  flag: str, value: str, message: str, capsys: pytest.CaptureFixture
-):
+def test_settings_out_of_range_exit_with_status_2(flag, value, message, capsys):
   with pytest.raises(SystemExit) as caught:
     main(['nowhere', flag, value])
   assert caught.value.code == 2
@@ -286,9 +280,7 @@ def test_what_fits_into_the_context_is_generated(tmp_path: Path, length: int):
 @pytest.mark.parametrize(
   ('kind', 'advice'), [('gpt2', r'one\.'), ('llama', r'one, or --tokens\.')]
 )
-def test_a_prompt_without_room_after_it_is_refused(
-  tmp_path: Path, kind: str, advice: str
-):
+def test_a_prompt_without_room_after_it_is_refused(tmp_path, kind, advice):
   save_model(tmp_path, _model(kind))
   message = f'16 tokens, which fill the context .*a shorter {advice}$'
   with pytest.raises(UsageError, match=message):

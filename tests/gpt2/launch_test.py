@@ -217,9 +217,7 @@ def _out_dir(command: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize(
   'line', _launch_lines(), ids=lambda line: line.split()[0]
 )
-def test_documented_launch_lines_train(
-  line: str, tmp_path: Path, metadata, request
-):
+def test_documented_launch_lines_train(line, tmp_path, metadata, request):
   place = str(tmp_path)
   if _BUCKET in line:
     place = request.getfixturevalue('make_bucket')('gs')

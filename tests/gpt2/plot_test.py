@@ -117,9 +117,7 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
 
 
 @pytest.mark.parametrize('suffix', ['png', 'pdf', 'svg'])
-def test_a_run_without_diagnostics_has_its_losses(
-  tmp_path: Path, drawn, suffix: str
-):
+def test_a_run_without_diagnostics_has_its_losses(tmp_path, drawn, suffix):
   run = _run(tmp_path / 'run', _lines(diagnostics_every=0))
   out = plot_runs((run,), tmp_path / f'picture.{suffix}')
   assert list(_panels(drawn[0])) == ['loss (nats per token)', 'gradient norm']
@@ -180,8 +178,6 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, make, capsys):
     ((Path('run'),), 'a.gif', r'--out must end in one of.*\.gif'),
   ],
 )
-def test_runs_and_a_format_are_needed(
-  tmp_path: Path, runs: tuple[Path, ...], name: str, message: str
-):
+def test_runs_and_a_format_are_needed(tmp_path, runs, name, message):
   with pytest.raises(UsageError, match=message):
     plot_runs(runs, tmp_path / name)

@@ -37,10 +37,7 @@ TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(40)]
 def config(tmp_path: Path) -> PrepareConfig:
   path = _write_json(tmp_path / 'text.jsonl', TEXTS)
   return PrepareConfig(
-    data=(path,),
-    out_dir=tmp_path / 'out',
-    vocab_size=300,
-    validation_share=0.5,
+    data=(path,), out_dir=tmp_path / 'out', vocab_size=300, validation_share=0.5
   )
 
 
@@ -186,9 +183,7 @@ def _without_a_byte(tokenizer: tokenizers.Tokenizer) -> str:
 
 
 @pytest.mark.parametrize('change', [_lower_case, _without_a_byte])
-def test_a_tokenizer_that_would_lose_text_is_refused(
-  config, tmp_path: Path, change
-):
+def test_a_tokenizer_that_would_lose_text_is_refused(config, tmp_path, change):
   path = tmp_path / 'given.json'
   path.write_text(change(train_tokenizer(TEXTS, 300)))
   with pytest.raises(UsageError, match='given.json .*expected a byte-level'):

@@ -45,9 +45,7 @@ _POSITIVE = (
     (('ratios',), ((),), "'weight', 'row' and 'column'"),
   ],
 )
-def test_a_setting_out_of_its_range_is_named(
-  names: tuple[str, ...], values: tuple, accepted: str
-):
+def test_a_setting_out_of_its_range_is_named(names, values, accepted):
   for name, value in itertools.product(names, values):
     message = re.escape(accepted) + '.* got ' + re.escape(str(value))
     with pytest.raises(UsageError, match=f'{flag(name)} must be .*{message}'):
@@ -90,9 +88,7 @@ _PROCESS = {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1}
     (_PROCESS | {'process_id': 2}, r'--process-id .*\[0, 2\).* got 2'),
   ],
 )
-def test_settings_that_do_not_fit_each_other_are_named(
-  settings: dict, message: str
-):
+def test_settings_that_do_not_fit_each_other_are_named(settings, message):
   with pytest.raises(UsageError, match=message):
     resolve(Config(**settings))
 
@@ -119,9 +115,7 @@ def test_each_choice_has_its_defaults():
 
 
 @pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
-def test_runs_from_before_attention_had_settings_are_the_same(
-  architecture: str,
-):
+def test_runs_from_before_attention_had_settings_are_the_same(architecture):
   found = identity(resolve(Config(architecture=architecture)))
   names = {'num_kv_heads', 'head_width', 'rope_theta', 'rope_scaling'}
   assert not names & found.keys()
@@ -136,9 +130,7 @@ def test_runs_from_before_attention_had_settings_are_the_same(
 
 @pytest.mark.parametrize('preset', PRESETS)
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_settings_not_given_come_from_preset_and_optimizer(
-  preset: str, optimizer: str
-):
+def test_settings_not_given_come_from_preset_and_optimizer(preset, optimizer):
   config = resolve(Config(preset=preset, optimizer=optimizer))
   for name in RunConfig.__annotations__:
     assert getattr(config, name) is not None, name
@@ -284,9 +276,7 @@ def test_the_dtype_of_products_is_part_of_the_identity(dtype: str):
               (1220, 0.014), (2441, 0.0099)]),
   ],
 )  # fmt: skip
-def test_the_learning_rate_follows_the_steps(
-  optimizer: str, best: list[tuple[int, float]]
-):
+def test_the_learning_rate_follows_the_steps(optimizer, best):
   for steps, rate in best:
     found = resolve(Config(optimizer=optimizer, steps=steps)).learning_rate
     assert rate / 1.5 < found < rate * 1.5

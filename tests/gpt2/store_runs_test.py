@@ -50,9 +50,7 @@ def _sizes(run: Path) -> dict[str, int]:
   return {k: v['size'] for k, v in found.items() if '.claim' not in k}
 
 
-def test_a_run_in_a_store_is_that_on_a_disk(
-  finished: Config, bucket: str, tmp_path: Path
-):
+def test_a_run_in_a_store_is_that_on_a_disk(finished, bucket, tmp_path):
   run = as_path(bucket) / 'runs' / 'one'
   config = dataclasses.replace(finished, out_dir=run)
   with train(config) as folder:
@@ -146,9 +144,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_lets_the_next_run_in(
-  tiny: Config, bucket: str, number: int
-):
+def test_a_signal_saves_and_lets_the_next_run_in(tiny, bucket, number):
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=24)
   train(config)
   run = as_path(bucket) / 'run'
@@ -181,9 +177,7 @@ def test_a_folder_in_use_or_of_another_run_is_refused(bucket: str, monkeypatch):
 
 
 @pytest.mark.parametrize('ended', [0, 1])
-def test_a_silent_run_is_taken_over_and_ends(
-  bucket: str, monkeypatch, ended: int
-):
+def test_a_silent_run_is_taken_over_and_ends(bucket, monkeypatch, ended):
   run = as_path(bucket) / 'run'
   monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 3600.0)
@@ -199,9 +193,7 @@ def test_a_silent_run_is_taken_over_and_ends(
       last.flush()
 
 
-def test_metrics_go_up_at_intervals_and_before_checkpoints(
-  bucket: str, monkeypatch
-):
+def test_metrics_go_up_at_intervals_and_before_checkpoints(bucket, monkeypatch):
   run = as_path(bucket) / 'run'
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
@@ -274,9 +266,7 @@ def test_what_is_not_there_is_named(bucket: str, tiny: Config):
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(
-  tiny: Config, make_bucket, tmp_path: Path, monkeypatch
-):
+def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
   page = Path(__file__).parents[2] / 'docs' / 'storage.md'
   (block,) = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
   buckets = {'gs://BUCKET': make_bucket('gs'), 's3://OTHER': make_bucket('s3')}
