@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import types
+from typing import Any
 
 import chex
 import jax
@@ -50,8 +51,10 @@ _GPT2 = ModelConfig(
 _LLAMA = dataclasses.replace(_GPT2, architecture='llama')
 _CONFIGS = {
   'gpt2': _GPT2,
-  'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True),
-  'llama': dataclasses.replace(_LLAMA, untied_head=True),
+  'gpt2-untied': dataclasses.replace(
+    _GPT2, untied_head=True, norm_epsilon=0.1
+  ),
+  'llama': dataclasses.replace(_LLAMA, untied_head=True, norm_epsilon=0.1),
   'llama-tied': dataclasses.replace(_LLAMA, norm_epsilon=1e-6),
   'llama-3': dataclasses.replace(
     _LLAMA,
@@ -535,10 +538,11 @@ def _transformers() -> types.ModuleType:
   return pytest.importorskip('transformers', reason=reason)
 
 
-def _their_logits(model: object) -> np.ndarray:
+def _assert_same_logits(theirs: Any, folder: Path):
   torch = pytest.importorskip('torch')
   with torch.no_grad():
-    return model.eval()(torch.tensor(_tokens())).logits.numpy()
+    expected = theirs.eval()(torch.tensor(_tokens())).logits.numpy()
+  np.testing.assert_allclose(expected, _logits(folder), atol=1e-4)
 
 
 @pytest.mark.parametrize('kind', _CONFIGS)
@@ -551,9 +555,7 @@ def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
   )
   assert not info['unexpected_keys']
   assert set(info['missing_keys']) <= {'lm_head.weight'}
-  np.testing.assert_allclose(
-    _their_logits(theirs), _logits(tmp_path / 'model'), atol=1e-4
-  )
+  _assert_same_logits(theirs, tmp_path / 'model')
   tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
   model = load_model(tmp_path / 'model')
   ids = tokenizer('some text', return_tensors='pt')
@@ -575,29 +577,13 @@ def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
   assert text == model.tokenizer.decode(ours[0].tolist(), False)
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-tied', 'llama-3'])
+@pytest.mark.parametrize('kind', _CONFIGS)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
   transformers = _transformers()
   torch = pytest.importorskip('torch')
   torch.manual_seed(0)
-  if kind == 'gpt2':
-    config = transformers.GPT2Config(
-      vocab_size=_NUM_TOKENS, n_positions=16, n_embd=16, n_layer=2, n_head=2,
-      layer_norm_epsilon=0.1,
-    )  # fmt: skip
-  else:
-    attention = {'num_attention_heads': 2}
-    if kind == 'llama-3':
-      attention = dict(
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-        rope_theta=100.0, rope_scaling={'rope_type': 'llama3', **_SCALING},
-      )  # fmt: skip
-    config = transformers.LlamaConfig(
-      vocab_size=_NUM_TOKENS, hidden_size=16, intermediate_size=24,
-      num_hidden_layers=2, max_position_embeddings=16, rms_norm_eps=0.1,
-      tie_word_embeddings=kind == 'llama-tied', **attention,
-    )  # fmt: skip
+  config = transformers.AutoConfig.from_pretrained(_export(tmp_path, kind))
   theirs = transformers.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():
     for parameter in theirs.parameters():
@@ -608,6 +594,4 @@ def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path / 'theirs', dtype=torch.float32
   )
-  np.testing.assert_allclose(
-    _logits(tmp_path / 'imported'), _their_logits(theirs), atol=1e-4
-  )
+  _assert_same_logits(theirs, tmp_path / 'imported')
