@@ -1,4 +1,3 @@
-import collections
 from collections.abc import Iterable
 import dataclasses
 import gzip
@@ -91,9 +90,10 @@ def _is_held_out(text: str) -> bool:
   ),
   kind=st.sampled_from(['jsonl', 'jsonl.gz', 'txt', 'txt.gz']),
   vocab_size=st.sampled_from([257, 300]),
+  shard_tokens=st.sampled_from([99, 10**8]),
 )
 def test_documents_come_back_from_their_tokens(
-  tmp_path_factory, texts: list[str], kind: str, vocab_size: int
+  tmp_path_factory, texts, kind, **settings
 ):
   folder = tmp_path_factory.mktemp('round_trip')
   texts = [*texts, *TEXTS]
@@ -103,21 +103,45 @@ def test_documents_come_back_from_their_tokens(
   else:
     content = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
   write = gzip.compress if kind.endswith('.gz') else bytes
-  (folder / f'a.{kind}').write_bytes(write(content.encode()))
-  config = PrepareConfig(
-    data=(folder / f'a.{kind}',),
-    out_dir=folder / 'out',
-    vocab_size=vocab_size,
-    validation_share=0.5,
-  )
-  prepare(config)
-  tokens = _load(config)
+  path, out = folder / f'a.{kind}', folder / 'out'
+  path.write_bytes(write(content.encode()))
+  config = PrepareConfig((path,), out, validation_share=0.5, **settings)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 70)
+    prepare(config)
+  tokens, index = _load(config), _index(config)
   found = [
     [tokens.tokenizer.decode(ids, skip_special_tokens=False) for ids in part]
     for part in _documents(tokens)
   ]
   assert sorted(sum(found, [])) == sorted(filter(None, texts))
   assert [{*map(_is_held_out, part)} for part in found] == [{False}, {True}]
+  assert index['text_bytes'] == sum(len(text.encode()) for text in texts)
+  assert index['end_token'] == END
+  for part, entries in zip(
+    _documents(tokens), index['shards'].values(), strict=True
+  ):
+    _assert_described(out, entries, [len(ids) + 1 for ids in part])
+    sizes = [entry['tokens'] for entry in entries[:-1]]
+    assert all(size >= config.shard_tokens for size in sizes)
+    assert bool(sizes) == (config.shard_tokens == 99)
+
+
+def _assert_described(folder: Path, entries: list[dict], expected: list[int]):
+  """Checks what the index says of shards, by the lengths of documents."""
+  found: list[int] = []
+  for entry in entries:
+    path = folder / entry['file']
+    content = path.read_bytes()
+    assert hashlib.sha256(content).hexdigest() == entry['sha256']
+    assert len(content) == 2 * entry['tokens']
+    lengths = np.load(folder / 'documents' / f'{path.stem}.npy')
+    assert (len(lengths), lengths.sum()) == (
+      entry['documents'],
+      entry['tokens'],
+    )
+    found.extend(lengths)
+  assert found == expected
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -477,36 +501,6 @@ def test_what_is_done_is_not_done_again(config, monkeypatch):
   assert set(TEXTS) == set(texts)
 
 
-def test_shards_have_an_index_with_hashes_and_documents(config, monkeypatch):
-  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 700)
-  _write_json(config.data[0], TEXTS * 20)
-  made = prepare(dataclasses.replace(config, shard_tokens=1000))
-  index, tokenizer = _index(config), _load(config).tokenizer
-  found, counts = [], {}
-  for part, entries in index['shards'].items():
-    for entry in entries:
-      path = config.out_dir / entry['file']
-      content = path.read_bytes()
-      assert hashlib.sha256(content).hexdigest() == entry['sha256']
-      tokens = np.frombuffer(content, entry['dtype'])
-      assert len(tokens) == entry['tokens']
-      lengths = np.load(config.out_dir / 'documents' / f'{path.stem}.npy')
-      assert len(lengths) == entry['documents']
-      assert lengths.sum() == len(tokens)
-      for document in np.split(tokens, np.cumsum(lengths)[:-1]):
-        assert document[-1] == tokenizer.token_to_id(END)
-        found.append(tokenizer.decode(document))
-    counts[part] = sum(x['tokens'] for x in entries)
-  assert made['tokens'] == '{train:,} to train on, {val:,} held out'.format(
-    **counts
-  )
-  assert len(index['shards']['train']) > 2
-  assert all(x['tokens'] >= 1000 for x in index['shards']['train'][:-1])
-  assert collections.Counter(found) == collections.Counter(TEXTS * 20)
-  assert index['text_bytes'] == sum(map(len, found))
-  assert index['end_token'] == END
-
-
 @pytest.mark.parametrize('damage', ['lost', 'cut off'])
 def test_shards_that_were_not_copied_whole_are_named(config, damage: str):
   prepare(config)
@@ -534,8 +528,9 @@ def test_the_command_reports_what_it_made_or_a_mistake(
 ):
   monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')
   main(_arguments(config))
-  captured = capsys.readouterr()
-  assert '300 tokens' in captured.out
+  captured, tokens = capsys.readouterr(), _load(config)
+  sizes = f'{len(tokens.train):,} to train on, {len(tokens.validation):,} held'
+  assert sizes in captured.out
   assert 'tokenizing: 40 documents' in captured.err
   assert os.environ['TOKENIZERS_PARALLELISM'] == 'true'
   with pytest.raises(SystemExit) as exit_info:
