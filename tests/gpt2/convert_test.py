@@ -27,10 +27,9 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices.sharding import by_path, make_mesh
+from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.model import hugging_face
 from examples.gpt2.model.config import ModelConfig, RopeScaling
-from examples.gpt2.model.decoding import generate_tokens
 from examples.gpt2.model.files import (
   Model,
   load_model,
@@ -51,9 +50,7 @@ _GPT2 = ModelConfig(
 _LLAMA = dataclasses.replace(_GPT2, architecture='llama')
 _CONFIGS = {
   'gpt2': _GPT2,
-  'gpt2-untied': dataclasses.replace(
-    _GPT2, untied_head=True, norm_epsilon=0.1
-  ),
+  'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True, norm_epsilon=0.1),
   'llama': dataclasses.replace(_LLAMA, untied_head=True, norm_epsilon=0.1),
   'llama-tied': dataclasses.replace(_LLAMA, norm_epsilon=1e-6),
   'llama-3': dataclasses.replace(
@@ -69,12 +66,10 @@ _CONFIGS = {
 _NUM_TOKENS = 270
 _PADDED = {'token_embedding.embedding': 0, 'head.kernel': 1}
 _TEXT = 'some text, and some more text; the text ends — here'
-_SCALING = {
-  'factor': 8.0,
-  'low_freq_factor': 1.0,
-  'high_freq_factor': 4.0,
-  'original_max_position_embeddings': 40,
-}
+_SCALING = dict(
+  factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+  original_max_position_embeddings=40,
+)  # fmt: skip
 
 
 def _params(config: ModelConfig) -> dict:
@@ -98,11 +93,23 @@ def _export(folder: Path, kind: str) -> Path:
   return folder / 'exported'
 
 
+def _import(exported: Path) -> Model:
+  import_model(exported, exported.parent / 'imported')
+  return load_model(exported.parent / 'imported')
+
+
+def _assert_refused(exported: Path, message: str):
+  with pytest.raises(UsageError, match=message) as caught:
+    import_model(exported, exported.parent / 'imported')
+  assert str(exported) in str(caught.value)
+  assert not (exported.parent / 'imported').exists()
+
+
 def _without_padding(params: dict) -> dict[str, np.ndarray]:
   return {
-    path: x
-    if path not in _PADDED
-    else x.take(range(_NUM_TOKENS), axis=_PADDED[path])
+    path: x.take(range(_NUM_TOKENS), axis=_PADDED[path])
+    if path in _PADDED
+    else x
     for path, x in by_path(params).items()
   }
 
@@ -111,8 +118,7 @@ def _tokens() -> np.ndarray:
   return np.random.default_rng(1).integers(_NUM_TOKENS, size=(3, 16))
 
 
-def _logits(folder: Path) -> np.ndarray:
-  model = load_model(folder)
+def _logits(model: Model) -> np.ndarray:
   logits = as_module(model.config, model.params)(_tokens())
   return np.asarray(logits[..., : model.num_tokens])
 
@@ -129,8 +135,7 @@ def _change_weights(folder: Path, change: Callable[[dict], dict]):
 @pytest.mark.parametrize('kind', _CONFIGS)
 def test_a_model_goes_out_and_comes_back_bit_for_bit(tmp_path: Path, kind: str):
   exported = _export(tmp_path, kind)
-  import_model(exported, tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
+  model = _import(exported)
   assert (model.config, model.num_tokens) == (_CONFIGS[kind], _NUM_TOKENS)
   expected = _without_padding(_params(_CONFIGS[kind]))
   chex.assert_trees_all_equal(_without_padding(model.params), expected)
@@ -150,13 +155,11 @@ def test_rows_that_no_token_has_are_padding(tmp_path: Path, count: int):
   _change_weights(
     exported, lambda x: x | {name: np.pad(x[name], ((0, count), (0, 0)))}
   )
-  import_model(exported, tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
+  model = _import(exported)
   # As of tokens that were made with this tokenizer.
   assert (model.num_tokens, model.config.vocab_size) == (_NUM_TOKENS, 320)
-  np.testing.assert_array_equal(
-    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
-  )
+  expected = _logits(load_model(tmp_path / 'model'))
+  np.testing.assert_array_equal(_logits(model), expected)
   (exported / 'tokenizer.json').unlink()
   import_model(exported, tmp_path / 'without')
   model = load_model(tmp_path / 'without')
@@ -176,10 +179,8 @@ def test_models_of_other_versions_are_read(tmp_path: Path):
   # Another name of the same function.
   gelu = 'gelu_pytorch_tanh'
   _change_json(exported / 'config.json', activation_function=gelu)
-  import_model(exported, tmp_path / 'imported')
-  np.testing.assert_array_equal(
-    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
-  )
+  expected = _logits(load_model(tmp_path / 'model'))
+  np.testing.assert_array_equal(_logits(_import(exported)), expected)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,6 @@ def test_models_of_other_versions_are_read(tmp_path: Path):
   [
     ({'qk_norm': True}, '5GB', 'Neither .* has qk_norm'),
     ({}, '5', '--max-shard-size 5: '),
-    ({}, 'fewGB', '--max-shard-size fewGB: '),
   ],
 )
 def test_what_cannot_be_exported_is_named(
@@ -222,19 +222,14 @@ def test_what_cannot_be_exported_is_named(
 def test_models_that_are_not_ours_are_refused(tmp_path, kind, entries, message):
   exported = _export(tmp_path, kind)
   _change_json(exported / 'config.json', **entries)
-  with pytest.raises(UsageError, match=message) as caught:
-    import_model(exported, tmp_path / 'imported')
-  assert str(exported) in str(caught.value)
-  assert not (tmp_path / 'imported').exists()
+  _assert_refused(exported, message)
 
 
 def test_pickles_are_refused(tmp_path: Path):
   exported = _export(tmp_path, 'gpt2')
   (exported / 'model.safetensors').rename(exported / 'pytorch_model.bin')
-  with pytest.raises(
-    UsageError, match=r'no model\.safetensors .*\(pytorch_model\.bin\) are not'
-  ):
-    import_model(exported, tmp_path / 'imported')
+  message = r'no model\.safetensors .*\(pytorch_model\.bin\) are not'
+  _assert_refused(exported, message)
 
 
 def test_rotary_positions_are_written_for_all_versions():
@@ -286,12 +281,11 @@ def test_export_in_shards_of_bfloat16(tmp_path: Path, kind: str):
   assert found == index['weight_map']
   settings = json.loads((out / 'config.json').read_text())
   assert settings['torch_dtype'] == 'bfloat16'
-  import_model(out, tmp_path / 'imported')
   rounded = jax.tree.map(
     lambda x: x.astype(jnp.bfloat16).astype(np.float32), _params(_CONFIGS[kind])
   )
   chex.assert_trees_all_equal(
-    _without_padding(load_model(tmp_path / 'imported').params),
+    _without_padding(_import(out).params),
     _without_padding(rounded),
     strict=True,  # They are of float32 again.
   )
@@ -314,15 +308,12 @@ def test_added_tokens_without_rows_get_the_mean_of_the_others(tmp_path, capsys):
   exported = _export(tmp_path, 'llama')
   added = [f'<|{i}|>' for i in range(60)]
   _with_tokens(exported, added, added=True)
-  import_model(exported, tmp_path / 'imported')
+  model = _import(exported)
   assert ', '.join(added) in capsys.readouterr().err
-  model = load_model(tmp_path / 'imported')
   assert (model.num_tokens, model.config.vocab_size) == (330, 384)
   assert model.tokenizer.token_to_id(added[-1]) == 329
-  np.testing.assert_array_equal(
-    _logits(tmp_path / 'imported')[..., :_NUM_TOKENS],
-    _logits(tmp_path / 'model'),
-  )
+  expected = _logits(load_model(tmp_path / 'model'))
+  np.testing.assert_array_equal(_logits(model)[..., :_NUM_TOKENS], expected)
   for path, x in by_path(model.params).items():
     if path in _PADDED:
       rows = np.moveaxis(x, _PADDED[path], 0)
@@ -333,9 +324,7 @@ def test_added_tokens_without_rows_get_the_mean_of_the_others(tmp_path, capsys):
 def test_other_tokens_without_rows_are_refused_by_name(tmp_path: Path):
   exported = _export(tmp_path, 'llama')
   _with_tokens(exported, ['one', 'two'], added=False)
-  with pytest.raises(UsageError, match='270 rows, .* 2 tokens, .* one, two'):
-    import_model(exported, tmp_path / 'imported')
-  assert not (tmp_path / 'imported').exists()
+  _assert_refused(exported, '270 rows, .* 2 tokens, .* one, two')
 
 
 def test_the_older_files_of_a_tokenizer_are_taken_along(tmp_path: Path):
@@ -344,8 +333,7 @@ def test_the_older_files_of_a_tokenizer_are_taken_along(tmp_path: Path):
   for name in ('tokenizer.json', SETTINGS, GENERATION):
     (exported / name).unlink()
   tokenizer.model.save(str(exported))  # vocab.json and merges.txt.
-  import_model(exported, tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
+  model = _import(exported)
   assert model.end_token == END_OF_TEXT
   assert model.tokenizer.encode(_TEXT).ids == tokenizer.encode(_TEXT).ids
   assert model.tokenizer.encode(END_OF_TEXT).ids == [0]
@@ -367,11 +355,9 @@ _COMPANIONS = {
 def _llama_of_others(folder: Path) -> Path:
   """Writes an export with a tokenizer and files that others might have."""
   exported = _export(folder, 'llama-3')
-  path = exported / 'tokenizer.json'
-  path.unlink()
   tokenizer = load_model(folder / 'model').tokenizer
   tokenizer.add_special_tokens(['<|end|>', '<|begin|>', '<|pad|>'])
-  tokenizer.save(str(path))
+  tokenizer.save(str(exported / 'tokenizer.json'))
   for name, content in _COMPANIONS.items():
     (exported / name).write_text(json.dumps(content))
   (exported / 'chat_template.jinja').write_text('{{ messages[0] }}')
@@ -443,24 +429,16 @@ def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
   expected = load_model(config.init_from).tokenizer
   assert found.tokenizer.to_str() == expected.to_str()
   assert with_vocabulary(Config(), tokens, None) is tokens
-  with pytest.raises(
-    UsageError, match='another tokenizer .* 320 and 128 tokens'
-  ):
-    other = dataclasses.replace(tokens, vocab_size=100)
+  other = dataclasses.replace(tokens, vocab_size=100)
+  with pytest.raises(UsageError, match='another tokenizer .* 320 and 128 tok'):
     with_vocabulary(config, other, model)
 
 
 @pytest.mark.parametrize(
-  'model',
-  [
-    *_CONFIGS.values(),
-    dataclasses.replace(_LLAMA, norm_epsilon=1e-5, qk_norm=True),
-  ],
+  'model', [*_CONFIGS.values(), dataclasses.replace(_LLAMA, qk_norm=True)]
 )
 def test_what_the_model_is_need_not_be_said(tmp_path: Path, model: ModelConfig):
-  start = Config(
-    init_from=_save(tmp_path / 'model', model), preset='llama-3-8b'
-  )
+  start = Config(init_from=_save(tmp_path, model), preset='llama-3-8b')
   completed, found = with_model(start)
   assert found.config == model
   config = make_model_config(resolve(completed), _NUM_TOKENS)
@@ -532,7 +510,8 @@ def test_lm_eval_measures_an_export(tmp_path: Path):
   assert re.search(r'\|acc +\|↑ +\| +[\d.]+\|', done.stdout)
 
 
-def _transformers() -> types.ModuleType:
+@pytest.fixture
+def transformers() -> types.ModuleType:
   reason = 'needs torch and transformers, to compare with'
   pytest.importorskip('torch', reason=reason)
   return pytest.importorskip('transformers', reason=reason)
@@ -542,13 +521,11 @@ def _assert_same_logits(theirs: Any, folder: Path):
   torch = pytest.importorskip('torch')
   with torch.no_grad():
     expected = theirs.eval()(torch.tensor(_tokens())).logits.numpy()
-  np.testing.assert_allclose(expected, _logits(folder), atol=1e-4)
+  np.testing.assert_allclose(expected, _logits(load_model(folder)), atol=1e-4)
 
 
 @pytest.mark.parametrize('kind', _CONFIGS)
-def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
-  transformers = _transformers()
-  torch = pytest.importorskip('torch')
+def test_transformers_computes_what_we_do(tmp_path, kind, transformers):
   exported = _export(tmp_path, kind)
   theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
     exported, output_loading_info=True
@@ -556,31 +533,16 @@ def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
   assert not info['unexpected_keys']
   assert set(info['missing_keys']) <= {'lm_head.weight'}
   _assert_same_logits(theirs, tmp_path / 'model')
-  tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-  model = load_model(tmp_path / 'model')
-  ids = tokenizer('some text', return_tensors='pt')
-  assert ids['input_ids'].tolist() == [model.tokenizer.encode('some text').ids]
-  length = ids['input_ids'].shape[1]
-  written = theirs.generate(
-    **ids, do_sample=False, max_length=16, eos_token_id=-1, pad_token_id=0
-  )
-  ours = generate_tokens(
-    model,
-    ids['input_ids'][0].tolist(),
-    16 - length,
-    make_mesh('', jax.devices()[:1]),
-    seed=0,
-    temperature=0.0,
-  )
-  assert torch.equal(written[0, length:], torch.tensor(np.asarray(ours[0])))
-  text = tokenizer.decode(written[0, length:])
-  assert text == model.tokenizer.decode(ours[0].tolist(), False)
+  theirs = transformers.AutoTokenizer.from_pretrained(exported)
+  ours = load_model(tmp_path / 'model').tokenizer
+  ids = ours.encode(_TEXT).ids
+  assert theirs(_TEXT)['input_ids'] == ids
+  assert theirs.decode(ids) == ours.decode(ids, False)
 
 
 @pytest.mark.parametrize('kind', _CONFIGS)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
-  transformers = _transformers()
+def test_models_of_transformers_are_read(tmp_path, kind, dtype, transformers):
   torch = pytest.importorskip('torch')
   torch.manual_seed(0)
   config = transformers.AutoConfig.from_pretrained(_export(tmp_path, kind))
