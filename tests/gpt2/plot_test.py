@@ -75,28 +75,20 @@ def test_a_run_is_drawn_by_layer(tmp_path: Path, drawn, capsys):
   main([str(run), '--out', str(out)])
   assert capsys.readouterr().out.strip() == str(out)
   assert _ink(out) > 0.01
-  (figure,) = drawn
-  assert figure.get_suptitle() == str(run)
-  panels = _panels(figure)
-  assert list(panels) == [
-    'loss (nats per token)',
-    'max attention logit',
-    'attention entropy (nats)',
-    'gradient norm',
-    'update norm / weight norm',
-    'share of clipped elements',
-  ]
+  assert drawn[0].get_suptitle() == str(run)
+  panels = _panels(drawn[0])
+  assert len(panels) == 6
   losses = _curves(panels['loss (nats per token)'])
   assert losses['train loss'] == [6.0 / step for step in range(1, 7)]
   assert losses['val loss'] == [7.0 / 3, 7.0 / 6]
   assert set(losses['unigram entropy']) == {5.0}
-  layers = panels['max attention logit'].lines
-  assert [list(x.get_xdata()) for x in layers] == [[2, 4, 6]] * 4
-  assert list(layers[3].get_ydata()) == [2.75, 4.75, 6.75]
-  assert panels['max attention logit'].get_yscale() == 'log'
+  logits = panels['max attention logit']
+  assert [list(x.get_xdata()) for x in logits.lines] == [[2, 4, 6]] * 4
+  assert logits.get_yscale() == 'log'
   norms = _curves(panels['gradient norm'])
   assert norms['gradient norm'] == [1.0 / step for step in range(1, 7)]
-  assert norms['layer 4'] == [2.75, 4.75, 6.75]
+  for name in list(panels)[1:5]:
+    assert _curves(panels[name])['layer 4'] == [2.75, 4.75, 6.75]
 
 
 def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):

@@ -44,14 +44,18 @@ def _assert_same(found: Path, expected: Path) -> None:
   assert _numbers(found) == _numbers(expected)
 
 
+@pytest.fixture
+def run(bucket: str) -> Path:
+  return as_path(bucket) / 'run'
+
+
 def _sizes(run: Path) -> dict[str, int]:
   """Returns the sizes of files but those that tell of a claim."""
   found = file_system(run).find(str(run), detail=True)
   return {k: v['size'] for k, v in found.items() if '.claim' not in k}
 
 
-def test_a_run_in_a_store_is_that_on_a_disk(finished, bucket, tmp_path):
-  run = as_path(bucket) / 'runs' / 'one'
+def test_a_run_in_a_store_is_that_on_a_disk(finished, run, tmp_path):
   config = dataclasses.replace(finished, out_dir=run)
   with train(config) as folder:
     assert folder.path == run
@@ -80,8 +84,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(finished, bucket, tmp_path):
 
 
 @pytest.mark.slow
-def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
-  run = as_path(bucket) / 'run'
+def test_tensorboard_and_traces_are_in_the_store(tiny: Config, run: Path):
   config = dataclasses.replace(
     tiny, out_dir=run, tensorboard=True, profile=True, steps=12,
     checkpoint_every=12, eval_every=12, diagnostics_every=0,
@@ -122,13 +125,10 @@ def _claim_again(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed_it_ends_with_the_same_bits(
-  tiny: Config, bucket: str, monkeypatch
-):
+def test_killed_and_resumed_it_ends_with_the_same_bits(tiny, run, monkeypatch):
   monkeypatch.setattr(claim, 'SILENT_SECONDS', 1.0)
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=2)
   train(config)
-  run = as_path(bucket) / 'run'
   for step in (2, 10):
     killed = _start(config, run)
     saved = run / 'checkpoints' / str(step) / '_CHECKPOINT_METADATA'
@@ -144,10 +144,9 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_lets_the_next_run_in(tiny, bucket, number):
+def test_a_signal_saves_and_lets_the_next_run_in(tiny, run, number):
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=24)
   train(config)
-  run = as_path(bucket) / 'run'
   stopped = _start(config, run, stderr=subprocess.PIPE)
   while 'step/s' not in stopped.stderr.readline():
     assert stopped.poll() is None
@@ -162,9 +161,8 @@ def test_a_signal_saves_and_lets_the_next_run_in(tiny, bucket, number):
   _assert_same(run, config.out_dir)
 
 
-def test_a_folder_in_use_or_of_another_run_is_refused(bucket: str, monkeypatch):
+def test_a_folder_in_use_or_of_another_run_is_refused(run: Path, monkeypatch):
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.2)
-  run = as_path(bucket) / 'run'
   with RunFolder(run) as first:
     first.start(_SETTINGS)
     with pytest.raises(UsageError, match='in use by a run .* on .* process'):
@@ -177,8 +175,7 @@ def test_a_folder_in_use_or_of_another_run_is_refused(bucket: str, monkeypatch):
 
 
 @pytest.mark.parametrize('ended', [0, 1])
-def test_a_silent_run_is_taken_over_and_ends(bucket, monkeypatch, ended):
-  run = as_path(bucket) / 'run'
+def test_a_silent_run_is_taken_over_and_ends(run, monkeypatch, ended):
   monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 3600.0)
   with RunFolder(run) as silent:
@@ -193,8 +190,7 @@ def test_a_silent_run_is_taken_over_and_ends(bucket, monkeypatch, ended):
       last.flush()
 
 
-def test_metrics_go_up_at_intervals_and_before_checkpoints(bucket, monkeypatch):
-  run = as_path(bucket) / 'run'
+def test_metrics_go_up_at_intervals_and_before_checkpoints(run, monkeypatch):
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
     folder.keep_metrics(0)
@@ -216,8 +212,7 @@ def test_metrics_go_up_at_intervals_and_before_checkpoints(bucket, monkeypatch):
     assert [x['step'] for x in again.read_metrics()] == [1, 2, 3]
 
 
-def test_metrics_wait_for_a_store_that_refuses(bucket: str, proxy, monkeypatch):
-  run = as_path(bucket) / 'run'
+def test_metrics_wait_for_a_store_that_refuses(run: Path, proxy, monkeypatch):
   monkeypatch.setattr(metrics, 'UPLOAD_SECONDS', 0.0)
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
@@ -234,8 +229,7 @@ def test_metrics_wait_for_a_store_that_refuses(bucket: str, proxy, monkeypatch):
     assert [x['step'] for x in folder.read_metrics()] == [*range(1, 200)]
 
 
-def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
-  run = as_path(bucket) / 'run'
+def test_fresh_moves_what_a_run_wrote_aside(run: Path):
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
     folder.keep_metrics(0)
@@ -252,16 +246,15 @@ def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
   }  # fmt: skip
 
 
-def test_what_is_not_there_is_named(bucket: str, tiny: Config):
-  missing = as_path(bucket) / 'missing'
+def test_what_is_not_there_is_named(run: Path, tiny: Config):
   for action in (
-    lambda: evaluate(missing, tiny.data),
-    lambda: generate(missing),
-    lambda: plot_runs((missing,)),
-    lambda: import_model(missing, missing / 'out'),
-    lambda: train(dataclasses.replace(tiny, init_from=missing)),
+    lambda: evaluate(run, tiny.data),
+    lambda: generate(run),
+    lambda: plot_runs((run,)),
+    lambda: import_model(run, run / 'out'),
+    lambda: train(dataclasses.replace(tiny, init_from=run)),
   ):
-    with pytest.raises(UsageError, match=str(missing)):
+    with pytest.raises(UsageError, match=str(run)):
       action()
 
 
@@ -299,15 +292,13 @@ def test_the_one_file_trainer_resumes_from_a_store(make_bucket):
   for name in ('train.bin', 'val.bin'):
     tokens = np.arange(4000, dtype=np.uint16) % 251
     write_whole(data / name, tokens.tobytes())
-  command = [
-    sys.executable, 'examples/pretrain.py', '--out-dir',
-    f'{make_bucket("gs")}/run', '--eval-every', '2', '--num-layers', '1',
-    '--width', '16', '--context-length', '16', '--batch-size', '8',
-    '--steps', '2', '--data', str(data),
-  ]  # fmt: skip
+  arguments = shlex.split(
+    '--eval-every 2 --num-layers 1 --width 16 --context-length 16 '
+    f'--batch-size 8 --steps 2 --data {data} --out-dir {make_bucket("gs")}/run'
+  )
   for done in (0, 2):
     told = subprocess.run(
-      command,
+      [sys.executable, 'examples/pretrain.py', *arguments],
       cwd=Path(__file__).parents[2],
       capture_output=True,
       check=False,
