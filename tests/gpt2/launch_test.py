@@ -26,9 +26,10 @@ from examples.gpt2.run.metrics import read_metrics
 from examples.gpt2.storage import as_path, make_folder, write_whole
 
 _ROOT = Path(__file__).parents[2]
-_PAGES = ['README.md', 'examples/gpt2/README.md', *(
-  str(path.relative_to(_ROOT)) for path in sorted(_ROOT.glob('docs/*.md'))
-)]  # fmt: skip
+_PAGES = (
+  _ROOT / 'README.md', _ROOT / 'examples/gpt2/README.md',
+  *_ROOT.glob('docs/*.md'),
+)  # fmt: skip
 _TINY = shlex.split(
   '--num-layers 2 --width 64 --num-heads 4 --context-length 16 --steps 4 '
   '--vocab-size 288 --batch-size 32 --eval-every 4 --eval-sequences 32 '
@@ -48,18 +49,11 @@ _SLURM_PORTS = 65535 - 2**12 + 1
 
 def _launch_lines() -> list[str]:
   """Returns the commands of all pages that train on several devices."""
-  found = []
-  for page in _PAGES:
-    text = (_ROOT / page).read_text()
-    for block in re.findall(r'```(?:sh|bash|console)\n(.*?)```', text, re.S):
-      lines = block.replace('\\\n', ' ').splitlines()
-      found += [
-        ' '.join(line.split())
-        for line in lines
-        if 'examples.gpt2.train' in line
-        and ('--mesh' in line or '--coordinator' in line)
-      ]
-  return sorted(set(found))
+  text = '\n'.join(page.read_text() for page in _PAGES).replace('\\\n', ' ')
+  blocks = re.findall(r'```(?:sh|bash|console)\n(.*?)```', text, re.S)
+  lines = {' '.join(x.split()) for x in '\n'.join(blocks).splitlines()}
+  command = re.compile('examples.gpt2.train.*(--mesh|--coordinator)')
+  return sorted(line for line in lines if command.search(line))
 
 
 def _free_port(first: int = 0) -> int:
@@ -89,24 +83,22 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def metadata():
   """Starts metadata servers; returns the address of that of a worker."""
-  servers = []
+  with contextlib.ExitStack() as stack:
 
-  def start(worker: int, workers: int) -> str:
-    values = {
-      'agent-worker-number': str(worker),
-      'worker-network-endpoints': ','.join(['127.0.0.1'] * workers),
-      'tpu-env': f"WORKER_ID: '{worker}'",
-    }
-    handler = type('Handler', (_Metadata,), {'values': values})
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    servers.append(server)
-    return f'127.0.0.1:{server.server_port}'
+    def start(worker: int, workers: int) -> str:
+      values = {
+        'agent-worker-number': str(worker),
+        'worker-network-endpoints': ','.join(['127.0.0.1'] * workers),
+        'tpu-env': f"WORKER_ID: '{worker}'",
+      }
+      handler = type('Handler', (_Metadata,), {'values': values})
+      server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+      stack.enter_context(server)
+      threading.Thread(target=server.serve_forever, daemon=True).start()
+      stack.callback(server.shutdown)
+      return f'127.0.0.1:{server.server_port}'
 
-  yield start
-  for server in servers:
-    server.shutdown()
-    server.server_close()
+    yield start
 
 
 def _devices(command: list[str]) -> int:
