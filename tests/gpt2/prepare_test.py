@@ -136,10 +136,8 @@ def _assert_described(folder: Path, entries: list[dict], expected: list[int]):
     assert hashlib.sha256(content).hexdigest() == entry['sha256']
     assert len(content) == 2 * entry['tokens']
     lengths = np.load(folder / 'documents' / f'{path.stem}.npy')
-    assert (len(lengths), lengths.sum()) == (
-      entry['documents'],
-      entry['tokens'],
-    )
+    assert len(lengths) == entry['documents']
+    assert lengths.sum() == entry['tokens']
     found.extend(lengths)
   assert found == expected
 
