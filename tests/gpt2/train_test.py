@@ -89,16 +89,16 @@ def test_the_same_settings_give_the_same_bits(finished: Config, tmp_path):
 
 
 def test_default_folders_differ_by_settings(tiny: Config):
-  names = {
+  one, same, other = (
     default_folder(tiny, {'config': identity(config)}).name
     for config in (tiny, tiny, dataclasses.replace(tiny, seed=1))
-  }
-  assert len(names) == 2
-  assert all(name.startswith('demo-merit-') for name in names)
+  )
+  assert one == same != other
+  assert one.startswith('demo-merit-')
 
 
 def test_a_run_of_an_optimizer_with_a_former_name_is_found(
-  tmp_path, monkeypatch: pytest.MonkeyPatch
+  tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
   config = resolve(Config(optimizer='muon-kept'))
@@ -148,23 +148,22 @@ def test_mistakes_are_told_before_compiling(
 
 
 @pytest.mark.parametrize(
-  'change, words',
+  ('change', 'words'),
   [
     (
       {'width': 32, 'head_width': None, 'mlp_width': 128},
       'another model.* --width 32 instead of 16, --mlp-width 128',
     ),
-    ({'data': 'other'}, 'another tokenizer.*--tokenizer'),
-    ({'init_from': Path('weights.safetensors')}, '--init-from cannot be used'),
+    ({'data': 'other.txt'}, 'another tokenizer.*--tokenizer'),
+    ({'init_from': Path('gone')}, '--init-from cannot be used: .*gone is no'),
   ],
 )
 def test_a_model_that_does_not_fit_is_refused(
   finished: Config, tmp_path: Path, change: dict, words: str, monkeypatch
 ):
   monkeypatch.setattr(loop, '_compile', lambda *_: pytest.fail('compiled'))
-  if 'data' in change:
-    (tmp_path / 'other.txt').write_text('another text. ' * 500)
-    change = {'data': str(tmp_path / 'other.txt')}
+  monkeypatch.chdir(tmp_path)
+  Path('other.txt').write_text('another text. ' * 500)
   settings = {'out_dir': tmp_path / 'run', 'init_from': finished.out_dir}
   with pytest.raises(UsageError, match=words):
     train(dataclasses.replace(finished, **settings | change))
