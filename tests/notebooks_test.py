@@ -104,14 +104,10 @@ def test_outputs_are_those_of_one_run_of_this_code(path):
     assert 'image/png' in str(_kinds(notebook))
 
 
-def _install_cell() -> str:
-  """Returns the first cell of code, which all notebooks share."""
-  (cell,) = {code_cells(_read(path))[0].source for path in _NOTEBOOKS}
-  return cell
-
-
 def _run_install_cell(pip: Callable[[], None]) -> list[str]:
-  """Runs it with another pip, and returns what that was to do."""
+  """Runs the first cell with another pip; returns what that was to do."""
+  # All notebooks share it.
+  (cell,) = {code_cells(_read(path))[0].source for path in _NOTEBOOKS}
   lines = []
 
   def run_line_magic(name, line, **_):
@@ -119,8 +115,9 @@ def _run_install_cell(pip: Callable[[], None]) -> list[str]:
     pip()
 
   shell = SimpleNamespace(run_line_magic=run_line_magic)
-  code = TransformerManager().transform_cell(_install_cell())
-  exec(code, {'get_ipython': lambda: shell})
+  exec(
+    TransformerManager().transform_cell(cell), {'get_ipython': lambda: shell}
+  )
   return lines
 
 
