@@ -23,8 +23,6 @@ _JSON = st.recursive(
     (['--qk-norm'], 'qk_norm', True),
     (['--untied-head', 'False'], 'untied_head', False),
     (['--out-dir', 'a/b'], 'out_dir', Path('a/b')),
-    (['--mesh', 'fsdp=4,tensor=2'], 'mesh', 'fsdp=4,tensor=2'),
-    (['--steps', '7'], 'steps', 7),
     # Names of 0.2.0.
     (['--watch-every', '7'], 'diagnostics_every', 7),
     (['--keep', '7'], 'max_to_keep', 7),

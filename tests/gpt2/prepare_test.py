@@ -535,14 +535,3 @@ def test_the_command_reports_what_it_made_or_a_mistake(
     main(_arguments(config))
   assert exit_info.value.code == 2
   assert 'error: ' in capsys.readouterr().err
-
-
-def test_control_c_has_its_own_status(config, monkeypatch, capsys):
-  def interrupt(_):
-    raise KeyboardInterrupt
-
-  monkeypatch.setattr(prepare_module, 'prepare', interrupt)
-  with pytest.raises(SystemExit) as exit_info:
-    main(['--data', 'x', '--out-dir', 'y'])
-  assert exit_info.value.code == 130
-  assert 'interrupted' in capsys.readouterr().err
