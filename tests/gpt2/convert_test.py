@@ -1,7 +1,6 @@
 from collections.abc import Callable
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 import re
@@ -9,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import types
+from typing import Any
 
 import chex
 import jax
@@ -27,10 +27,9 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices.sharding import by_path, make_mesh
+from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.model import hugging_face
 from examples.gpt2.model.config import ModelConfig, RopeScaling
-from examples.gpt2.model.decoding import generate_tokens
 from examples.gpt2.model.files import (
   Model,
   load_model,
@@ -45,18 +44,14 @@ from examples.gpt2.run.step import make_model_config
 from examples.gpt2.train import train
 
 _GPT2 = ModelConfig(
-  vocab_size=320,
-  context_length=16,
-  num_layers=2,
-  num_heads=2,
-  width=16,
+  vocab_size=320, context_length=16, num_layers=2, num_heads=2, width=16,
   mlp_width=24,
-)
+)  # fmt: skip
 _LLAMA = dataclasses.replace(_GPT2, architecture='llama')
 _CONFIGS = {
   'gpt2': _GPT2,
-  'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True),
-  'llama': dataclasses.replace(_LLAMA, untied_head=True),
+  'gpt2-untied': dataclasses.replace(_GPT2, untied_head=True, norm_epsilon=0.1),
+  'llama': dataclasses.replace(_LLAMA, untied_head=True, norm_epsilon=0.1),
   'llama-tied': dataclasses.replace(_LLAMA, norm_epsilon=1e-6),
   'llama-3': dataclasses.replace(
     _LLAMA,
@@ -71,12 +66,10 @@ _CONFIGS = {
 _NUM_TOKENS = 270
 _PADDED = {'token_embedding.embedding': 0, 'head.kernel': 1}
 _TEXT = 'some text, and some more text; the text ends — here'
-_SCALING = {
-  'factor': 8.0,
-  'low_freq_factor': 1.0,
-  'high_freq_factor': 4.0,
-  'original_max_position_embeddings': 40,
-}
+_SCALING = dict(
+  factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+  original_max_position_embeddings=40,
+)  # fmt: skip
 
 
 def _params(config: ModelConfig) -> dict:
@@ -100,11 +93,23 @@ def _export(folder: Path, kind: str) -> Path:
   return folder / 'exported'
 
 
+def _import(exported: Path) -> Model:
+  import_model(exported, exported.parent / 'imported')
+  return load_model(exported.parent / 'imported')
+
+
+def _assert_refused(exported: Path, message: str):
+  with pytest.raises(UsageError, match=message) as caught:
+    import_model(exported, exported.parent / 'imported')
+  assert str(exported) in str(caught.value)
+  assert not (exported.parent / 'imported').exists()
+
+
 def _without_padding(params: dict) -> dict[str, np.ndarray]:
   return {
-    path: x
-    if path not in _PADDED
-    else x.take(range(_NUM_TOKENS), axis=_PADDED[path])
+    path: x.take(range(_NUM_TOKENS), axis=_PADDED[path])
+    if path in _PADDED
+    else x
     for path, x in by_path(params).items()
   }
 
@@ -113,8 +118,7 @@ def _tokens() -> np.ndarray:
   return np.random.default_rng(1).integers(_NUM_TOKENS, size=(3, 16))
 
 
-def _logits(folder: Path) -> np.ndarray:
-  model = load_model(folder)
+def _logits(model: Model) -> np.ndarray:
   logits = as_module(model.config, model.params)(_tokens())
   return np.asarray(logits[..., : model.num_tokens])
 
@@ -131,8 +135,7 @@ def _change_weights(folder: Path, change: Callable[[dict], dict]):
 @pytest.mark.parametrize('kind', _CONFIGS)
 def test_a_model_goes_out_and_comes_back_bit_for_bit(tmp_path: Path, kind: str):
   exported = _export(tmp_path, kind)
-  import_model(exported, tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
+  model = _import(exported)
   assert (model.config, model.num_tokens) == (_CONFIGS[kind], _NUM_TOKENS)
   expected = _without_padding(_params(_CONFIGS[kind]))
   chex.assert_trees_all_equal(_without_padding(model.params), expected)
@@ -141,26 +144,6 @@ def test_a_model_goes_out_and_comes_back_bit_for_bit(tmp_path: Path, kind: str):
   export_model(tmp_path / 'imported', tmp_path / 'again')
   for path in exported.iterdir():
     assert (tmp_path / 'again' / path.name).read_bytes() == path.read_bytes()
-
-
-def test_rounding_up_leaves_logits_and_hardly_moves_the_loss(tmp_path: Path):
-  params = _params(_GPT2)
-  # Logits far below zero, which is what rows of zeros would have.
-  params['token_embedding']['embedding'] -= 1
-  params['final_norm']['bias'] += 1
-  save_model(tmp_path / 'model', Model(_GPT2, _NUM_TOKENS, params))
-  export_model(tmp_path / 'model', tmp_path / 'exported')
-  import_model(tmp_path / 'exported', tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
-  logits = as_module(model.config, model.params)(_tokens())
-  assert logits.max() < -5
-  np.testing.assert_array_equal(
-    logits[..., :_NUM_TOKENS], _logits(tmp_path / 'model')
-  )
-  sums = jax.nn.logsumexp(logits, axis=-1)
-  growth = sums - jax.nn.logsumexp(logits[..., :_NUM_TOKENS], axis=-1)
-  assert growth.min() > 0
-  assert growth.max() <= math.log(320 / _NUM_TOKENS) + 1e-5
 
 
 @pytest.mark.parametrize('count', [30, 200])
@@ -172,13 +155,11 @@ def test_rows_that_no_token_has_are_padding(tmp_path: Path, count: int):
   _change_weights(
     exported, lambda x: x | {name: np.pad(x[name], ((0, count), (0, 0)))}
   )
-  import_model(exported, tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
+  model = _import(exported)
   # As of tokens that were made with this tokenizer.
   assert (model.num_tokens, model.config.vocab_size) == (_NUM_TOKENS, 320)
-  np.testing.assert_array_equal(
-    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
-  )
+  expected = _logits(load_model(tmp_path / 'model'))
+  np.testing.assert_array_equal(_logits(model), expected)
   (exported / 'tokenizer.json').unlink()
   import_model(exported, tmp_path / 'without')
   model = load_model(tmp_path / 'without')
@@ -198,10 +179,8 @@ def test_models_of_other_versions_are_read(tmp_path: Path):
   # Another name of the same function.
   gelu = 'gelu_pytorch_tanh'
   _change_json(exported / 'config.json', activation_function=gelu)
-  import_model(exported, tmp_path / 'imported')
-  np.testing.assert_array_equal(
-    _logits(tmp_path / 'imported'), _logits(tmp_path / 'model')
-  )
+  expected = _logits(load_model(tmp_path / 'model'))
+  np.testing.assert_array_equal(_logits(_import(exported)), expected)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +188,6 @@ def test_models_of_other_versions_are_read(tmp_path: Path):
   [
     ({'qk_norm': True}, '5GB', 'Neither .* has qk_norm'),
     ({}, '5', '--max-shard-size 5: '),
-    ({}, 'fewGB', '--max-shard-size fewGB: '),
   ],
 )
 def test_what_cannot_be_exported_is_named(
@@ -231,11 +209,7 @@ def test_what_cannot_be_exported_is_named(
     ('gpt2', {'layer_norm_epsilon': 0.0}, 'layer_norm_epsilon .* got 0.0'),
     ('gpt2', {'n_head': 3}, 'num_heads 3 must divide width 16'),
     ('gpt2', {'activation_function': 'gelu'}, 'activation_function must be'),
-    (
-      'gpt2',
-      {'scale_attn_by_inverse_layer_idx': True},
-      'inverse_layer_idx must be False',
-    ),
+    ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'must be False'),
     ('gpt2', {'n_inner': None}, r'mlp.c_fc.bias is F32\[24\], .*\[64\]'),
     ('llama', {'attention_bias': True}, 'attention_bias must be False'),
     ('llama', {'rope_scaling': {'type': 'linear'}}, "llama3, got 'linear'"),
@@ -245,62 +219,26 @@ def test_what_cannot_be_exported_is_named(
     ('llama', {'num_hidden_layers': 1}, 'model.layers.1.* expected not there'),
   ],
 )
-def test_models_that_are_not_ours_are_refused(
-  tmp_path: Path, kind: str, entries: dict, message: str
-):
+def test_models_that_are_not_ours_are_refused(tmp_path, kind, entries, message):
   exported = _export(tmp_path, kind)
   _change_json(exported / 'config.json', **entries)
-  with pytest.raises(UsageError, match=message) as caught:
-    import_model(exported, tmp_path / 'imported')
-  assert str(exported) in str(caught.value)
-  assert not (tmp_path / 'imported').exists()
+  _assert_refused(exported, message)
 
 
 def test_pickles_are_refused(tmp_path: Path):
   exported = _export(tmp_path, 'gpt2')
   (exported / 'model.safetensors').rename(exported / 'pytorch_model.bin')
-  with pytest.raises(
-    UsageError, match=r'no model\.safetensors .*\(pytorch_model\.bin\) are not'
-  ):
-    import_model(exported, tmp_path / 'imported')
+  message = r'no model\.safetensors .*\(pytorch_model\.bin\) are not'
+  _assert_refused(exported, message)
 
 
-@pytest.mark.parametrize(
-  ('kind', 'expected'),
-  [
-    (
-      'gpt2',
-      {
-        'n_positions': 16,
-        'n_layer': 2,
-        'n_head': 2,
-        'n_embd': 16,
-        'n_inner': 24,
-        'layer_norm_epsilon': 1e-5,
-      },
-    ),
-    (
-      'llama-3',
-      {
-        'max_position_embeddings': 16,
-        'num_hidden_layers': 2,
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'head_dim': 8,
-        'hidden_size': 16,
-        'intermediate_size': 24,
-        'rms_norm_eps': 1e-5,
-        'rope_theta': 100.0,
-        'rope_scaling': {'rope_type': 'llama3', **_SCALING},
-      },
-    ),
-  ],
-)
-def test_settings_have_the_names_of_transformers(kind: str, expected: dict):
-  model = Model(_CONFIGS[kind], _NUM_TOKENS, {})
+def test_rotary_positions_are_written_for_all_versions():
+  model = Model(_CONFIGS['llama-3'], _NUM_TOKENS, {})
   settings = hugging_face.to_settings(model, 'float32')
-  assert settings | expected == settings
-  assert settings['vocab_size'] == _NUM_TOKENS
+  scaling = {'rope_type': 'llama3', **_SCALING}
+  assert settings['rope_theta'] == 100.0
+  assert settings['rope_scaling'] == scaling
+  assert settings['rope_parameters'] == {'rope_theta': 100.0, **scaling}
 
 
 @pytest.mark.parametrize(
@@ -313,15 +251,11 @@ def test_settings_have_the_names_of_transformers(kind: str, expected: dict):
   ],
 )
 def test_rotary_positions_are_read_as_any_version_writes_them(entries: dict):
-  settings = {
-    'model_type': 'llama',
-    'vocab_size': 64,
-    'max_position_embeddings': 16,
-    'num_hidden_layers': 1,
-    'num_attention_heads': 4,
-    'hidden_size': 16,
-    'intermediate_size': 16,
-  }
+  settings = dict(
+    model_type='llama', vocab_size=64, max_position_embeddings=16,
+    num_hidden_layers=1, num_attention_heads=4, hidden_size=16,
+    intermediate_size=16,
+  )  # fmt: skip
   config, _ = hugging_face.from_settings(settings | entries)
   assert config.rope_theta == 500_000.0
   assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 40.0)
@@ -337,32 +271,21 @@ def test_export_in_shards_of_bfloat16(tmp_path: Path, kind: str):
   out = tmp_path / 'exported'
   export_model(tmp_path / 'model', out, 'bfloat16', '5KB')
   index = json.loads((out / 'model.safetensors.index.json').read_text())
-  parts = sorted(out.glob('model-*.safetensors'))
-  count = len(parts)
-  assert count > 2
-  assert [x.name for x in parts] == [
-    f'model-{i + 1:05}-of-{count:05}.safetensors' for i in range(count)
-  ]
   found = {}
-  for part in parts:
+  for part in out.glob('model-*.safetensors'):
     arrays = safetensors.numpy.load_file(part)
-    size = sum(x.nbytes for x in arrays.values())
-    assert size <= 5000 or len(arrays) == 1
-    assert {index['weight_map'][name] for name in arrays} == {part.name}
-    found |= arrays
-  assert found.keys() == index['weight_map'].keys()
-  total = sum(x.nbytes for x in found.values())
-  assert index['metadata']['total_size'] == total
-  assert {x.dtype for x in found.values()} == {np.dtype(jnp.bfloat16)}
-  assert json.loads((out / 'config.json').read_text())['torch_dtype'] == (
-    'bfloat16'
-  )
-  import_model(out, tmp_path / 'imported')
+    assert sum(x.nbytes for x in arrays.values()) <= 5000 or len(arrays) == 1
+    found |= dict.fromkeys(arrays, part.name)
+    assert {x.dtype for x in arrays.values()} == {np.dtype(jnp.bfloat16)}
+  assert len(set(found.values())) > 2
+  assert found == index['weight_map']
+  settings = json.loads((out / 'config.json').read_text())
+  assert settings['torch_dtype'] == 'bfloat16'
   rounded = jax.tree.map(
     lambda x: x.astype(jnp.bfloat16).astype(np.float32), _params(_CONFIGS[kind])
   )
   chex.assert_trees_all_equal(
-    _without_padding(load_model(tmp_path / 'imported').params),
+    _without_padding(_import(out).params),
     _without_padding(rounded),
     strict=True,  # They are of float32 again.
   )
@@ -381,21 +304,16 @@ def _with_tokens(exported: Path, tokens: list[str], *, added: bool):
   path.write_text(json.dumps(settings))
 
 
-def test_added_tokens_without_rows_get_the_mean_of_the_others(
-  tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_added_tokens_without_rows_get_the_mean_of_the_others(tmp_path, capsys):
   exported = _export(tmp_path, 'llama')
   added = [f'<|{i}|>' for i in range(60)]
   _with_tokens(exported, added, added=True)
-  import_model(exported, tmp_path / 'imported')
+  model = _import(exported)
   assert ', '.join(added) in capsys.readouterr().err
-  model = load_model(tmp_path / 'imported')
   assert (model.num_tokens, model.config.vocab_size) == (330, 384)
   assert model.tokenizer.token_to_id(added[-1]) == 329
-  np.testing.assert_array_equal(
-    _logits(tmp_path / 'imported')[..., :_NUM_TOKENS],
-    _logits(tmp_path / 'model'),
-  )
+  expected = _logits(load_model(tmp_path / 'model'))
+  np.testing.assert_array_equal(_logits(model)[..., :_NUM_TOKENS], expected)
   for path, x in by_path(model.params).items():
     if path in _PADDED:
       rows = np.moveaxis(x, _PADDED[path], 0)
@@ -406,9 +324,7 @@ def test_added_tokens_without_rows_get_the_mean_of_the_others(
 def test_other_tokens_without_rows_are_refused_by_name(tmp_path: Path):
   exported = _export(tmp_path, 'llama')
   _with_tokens(exported, ['one', 'two'], added=False)
-  with pytest.raises(UsageError, match='270 rows, .* 2 tokens, .* one, two'):
-    import_model(exported, tmp_path / 'imported')
-  assert not (tmp_path / 'imported').exists()
+  _assert_refused(exported, '270 rows, .* 2 tokens, .* one, two')
 
 
 def test_the_older_files_of_a_tokenizer_are_taken_along(tmp_path: Path):
@@ -417,8 +333,7 @@ def test_the_older_files_of_a_tokenizer_are_taken_along(tmp_path: Path):
   for name in ('tokenizer.json', SETTINGS, GENERATION):
     (exported / name).unlink()
   tokenizer.model.save(str(exported))  # vocab.json and merges.txt.
-  import_model(exported, tmp_path / 'imported')
-  model = load_model(tmp_path / 'imported')
+  model = _import(exported)
   assert model.end_token == END_OF_TEXT
   assert model.tokenizer.encode(_TEXT).ids == tokenizer.encode(_TEXT).ids
   assert model.tokenizer.encode(END_OF_TEXT).ids == [0]
@@ -440,11 +355,9 @@ _COMPANIONS = {
 def _llama_of_others(folder: Path) -> Path:
   """Writes an export with a tokenizer and files that others might have."""
   exported = _export(folder, 'llama-3')
-  path = exported / 'tokenizer.json'
-  path.unlink()
   tokenizer = load_model(folder / 'model').tokenizer
   tokenizer.add_special_tokens(['<|end|>', '<|begin|>', '<|pad|>'])
-  tokenizer.save(str(path))
+  tokenizer.save(str(exported / 'tokenizer.json'))
   for name, content in _COMPANIONS.items():
     (exported / name).write_text(json.dumps(content))
   (exported / 'chat_template.jinja').write_text('{{ messages[0] }}')
@@ -457,36 +370,22 @@ def _train(folder: Path) -> Path:
   """Prepares tokens for an imported model, and trains it a step."""
   text = folder / 'text.txt'
   text.write_text('\n<|endoftext|>\n'.join([f'{_TEXT} {i}' for i in range(99)]))
-  prepare(
-    PrepareConfig(
-      data=(text,),
-      out_dir=folder / 'tokens',
-      tokenizer=folder / 'imported',
-      validation_share=0.3,
-    )
-  )
+  model, tokens, run = (folder / x for x in ('imported', 'tokens', 'run'))
+  prepare(PrepareConfig((text,), tokens, tokenizer=model, validation_share=0.3))
+  sizes = dict(context_length=8, steps=1, batch_size=8, micro_batch_size=1)
+  evaluation = dict(eval_sequences=8, diagnostics_every=0)
   train(
     Config(
-      context_length=8,
-      data=str(folder / 'tokens'),
-      init_from=folder / 'imported',
-      out_dir=folder / 'run',
-      steps=1,
-      batch_size=8,
-      micro_batch_size=1,
-      eval_sequences=8,
-      diagnostics_every=0,
+      data=str(tokens), init_from=model, out_dir=run, **sizes, **evaluation
     )
   )
-  return folder / 'run'
+  return run
 
 
 @pytest.mark.parametrize(
   'trained', [False, pytest.param(True, marks=pytest.mark.slow)]
 )
-def test_special_tokens_survive_import_training_and_export(
-  tmp_path: Path, trained: bool
-):
+def test_special_tokens_survive_import_training_and_export(tmp_path, trained):
   import_model(_llama_of_others(tmp_path), tmp_path / 'imported')
   model = _train(tmp_path) if trained else tmp_path / 'imported'
   export_model(model, tmp_path / 'again')
@@ -514,9 +413,7 @@ def test_special_tokens_survive_import_training_and_export(
     ({'top_k': 5}, {'top_k': 5, 'eos_token_id': 0}),
   ],
 )
-def test_generation_ends_where_texts_of_the_training_do(
-  stored: dict, expected: dict
-):
+def test_generation_ends_where_texts_of_the_training_do(stored, expected):
   tokenizer = train_tokenizer([_TEXT], _NUM_TOKENS)
   companions = {GENERATION: json.dumps(stored).encode()}
   model = Model(_GPT2, _NUM_TOKENS, {}, tokenizer, END_OF_TEXT, companions)
@@ -532,46 +429,35 @@ def test_tokens_without_a_tokenizer_get_that_of_the_model(tmp_path: Path):
   expected = load_model(config.init_from).tokenizer
   assert found.tokenizer.to_str() == expected.to_str()
   assert with_vocabulary(Config(), tokens, None) is tokens
-  with pytest.raises(
-    UsageError, match='another tokenizer .* 320 and 128 tokens'
-  ):
-    other = dataclasses.replace(tokens, vocab_size=100)
+  other = dataclasses.replace(tokens, vocab_size=100)
+  with pytest.raises(UsageError, match='another tokenizer .* 320 and 128 tok'):
     with_vocabulary(config, other, model)
 
 
 @pytest.mark.parametrize(
-  'model',
-  [
-    *_CONFIGS.values(),
-    dataclasses.replace(_LLAMA, norm_epsilon=1e-5, qk_norm=True),
-  ],
+  'model', [*_CONFIGS.values(), dataclasses.replace(_LLAMA, qk_norm=True)]
 )
 def test_what_the_model_is_need_not_be_said(tmp_path: Path, model: ModelConfig):
-  folder = _save(tmp_path / 'model', model)
-  start = Config(init_from=folder, preset='llama-3-8b')
+  start = Config(init_from=_save(tmp_path, model), preset='llama-3-8b')
   completed, found = with_model(start)
   assert found.config == model
   config = make_model_config(resolve(completed), _NUM_TOKENS)
   free = {x: vars(model)[x] for x in ('unroll', 'remat', 'init_std')}
   assert dataclasses.replace(config, **free) == model
-  with pytest.raises(UsageError, match='--num-layers 7 instead of 2'):
-    with_model(dataclasses.replace(start, num_layers=7))
-  scaling = (2.0, 1.0, 4.0, 99.0)
-  with pytest.raises(UsageError, match='--rope-scaling 2.0 1.0 4.0 99.0 inst'):
-    with_model(dataclasses.replace(start, rope_scaling=scaling))
-  shorter = dataclasses.replace(start, context_length=5)
-  if model.architecture == 'llama':
-    assert with_model(shorter)[0].context_length == 5
+  other = dataclasses.replace(
+    start, num_layers=7, rope_scaling=(2.0, 1.0, 4.0, 99.0), context_length=5
+  )
+  message = '--num-layers 7 instead of 2.* --rope-scaling 2.0 1.0 4.0 99.0 inst'
+  if model.architecture == 'gpt2':
+    message += '.*--context-length 5 instead of 16'
   else:
-    with pytest.raises(UsageError, match='--context-length 5 instead of 16'):
-      with_model(shorter)
-  with pytest.raises(UsageError, match='--init-from cannot be used: .*gone is'):
-    with_model(Config(init_from=tmp_path / 'gone'))
+    shorter = dataclasses.replace(start, context_length=5)
+    assert with_model(shorter)[0].context_length == 5
+  with pytest.raises(UsageError, match=message):
+    with_model(other)
 
 
-def test_a_folder_that_is_not_empty_is_left_alone(
-  tmp_path: Path, capsys: pytest.CaptureFixture
-):
+def test_a_folder_that_is_not_empty_is_left_alone(tmp_path, capsys):
   (tmp_path / 'out').mkdir()
   (tmp_path / 'out' / 'mine.txt').write_text('mine')
   for command in ('export', 'import'):
@@ -592,8 +478,7 @@ def test_commands_reach_their_functions(tmp_path: Path):
   with safetensors.safe_open(out / 'model.safetensors', 'np') as file:
     assert file.metadata() == {'format': 'pt'}  # Some versions insist on it.
   settings = json.loads((out / 'config.json').read_text())
-  end = load_model(tmp_path / 'model').tokenizer.token_to_id(END_OF_TEXT)
-  assert settings['eos_token_id'] == settings['bos_token_id'] == end
+  assert settings['eos_token_id'] == settings['bos_token_id'] == 0
 
 
 def test_lm_eval_measures_an_export(tmp_path: Path):
@@ -625,87 +510,42 @@ def test_lm_eval_measures_an_export(tmp_path: Path):
   assert re.search(r'\|acc +\|↑ +\| +[\d.]+\|', done.stdout)
 
 
-def _transformers() -> types.ModuleType:
+@pytest.fixture
+def transformers() -> types.ModuleType:
   reason = 'needs torch and transformers, to compare with'
   pytest.importorskip('torch', reason=reason)
   return pytest.importorskip('transformers', reason=reason)
 
 
-def _their_logits(model: object) -> np.ndarray:
+def _assert_same_logits(theirs: Any, folder: Path):
   torch = pytest.importorskip('torch')
   with torch.no_grad():
-    return model.eval()(torch.tensor(_tokens())).logits.numpy()
+    expected = theirs.eval()(torch.tensor(_tokens())).logits.numpy()
+  np.testing.assert_allclose(expected, _logits(load_model(folder)), atol=1e-4)
 
 
 @pytest.mark.parametrize('kind', _CONFIGS)
-def test_transformers_computes_what_we_do(tmp_path: Path, kind: str):
-  transformers = _transformers()
-  torch = pytest.importorskip('torch')
+def test_transformers_computes_what_we_do(tmp_path, kind, transformers):
   exported = _export(tmp_path, kind)
   theirs, info = transformers.AutoModelForCausalLM.from_pretrained(
     exported, output_loading_info=True
   )
   assert not info['unexpected_keys']
   assert set(info['missing_keys']) <= {'lm_head.weight'}
-  np.testing.assert_allclose(
-    _their_logits(theirs), _logits(tmp_path / 'model'), atol=1e-4
-  )
-  tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
-  model = load_model(tmp_path / 'model')
-  ids = tokenizer('some text', return_tensors='pt')
-  assert ids['input_ids'].tolist() == [model.tokenizer.encode('some text').ids]
-  length = ids['input_ids'].shape[1]
-  written = theirs.generate(
-    **ids, do_sample=False, max_length=16, eos_token_id=-1, pad_token_id=0
-  )
-  ours = generate_tokens(
-    model,
-    ids['input_ids'][0].tolist(),
-    16 - length,
-    make_mesh('', jax.devices()[:1]),
-    seed=0,
-    temperature=0.0,
-  )
-  assert torch.equal(written[0, length:], torch.tensor(np.asarray(ours[0])))
-  text = tokenizer.decode(written[0, length:])
-  assert text == model.tokenizer.decode(ours[0].tolist(), False)
+  _assert_same_logits(theirs, tmp_path / 'model')
+  theirs = transformers.AutoTokenizer.from_pretrained(exported)
+  ours = load_model(tmp_path / 'model').tokenizer
+  ids = ours.encode(_TEXT).ids
+  assert theirs(_TEXT)['input_ids'] == ids
+  assert theirs.decode(ids) == ours.decode(ids, False)
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'llama-tied', 'llama-3'])
+@pytest.mark.parametrize('kind', _CONFIGS)
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
-  transformers = _transformers()
+def test_models_of_transformers_are_read(tmp_path, kind, dtype, transformers):
   torch = pytest.importorskip('torch')
   torch.manual_seed(0)
-  if kind == 'gpt2':
-    config = transformers.GPT2Config(
-      vocab_size=_NUM_TOKENS,
-      n_positions=16,
-      n_embd=16,
-      n_layer=2,
-      n_head=2,
-      layer_norm_epsilon=0.1,
-    )
-  else:
-    attention = {'num_attention_heads': 2}
-    if kind == 'llama-3':
-      attention = {
-        'num_attention_heads': 4,
-        'num_key_value_heads': 2,
-        'head_dim': 8,
-        'rope_theta': 100.0,
-        'rope_scaling': {'rope_type': 'llama3', **_SCALING},
-      }
-    config = transformers.LlamaConfig(
-      vocab_size=_NUM_TOKENS,
-      hidden_size=16,
-      intermediate_size=24,
-      num_hidden_layers=2,
-      max_position_embeddings=16,
-      tie_word_embeddings=kind == 'llama-tied',
-      rms_norm_eps=0.1,
-      **attention,
-    )
+  config = transformers.AutoConfig.from_pretrained(_export(tmp_path, kind))
   theirs = transformers.AutoModelForCausalLM.from_config(config)
   with torch.no_grad():
     for parameter in theirs.parameters():
@@ -716,6 +556,4 @@ def test_models_of_transformers_are_read(tmp_path: Path, kind: str, dtype: str):
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     tmp_path / 'theirs', dtype=torch.float32
   )
-  np.testing.assert_allclose(
-    _logits(tmp_path / 'imported'), _their_logits(theirs), atol=1e-4
-  )
+  _assert_same_logits(theirs, tmp_path / 'imported')

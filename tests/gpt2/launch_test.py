@@ -5,6 +5,7 @@ metadata are those of real machines, the devices are emulated ones of a CPU, and
 the hosts are processes that meet over loopback.
 """
 
+import contextlib
 import http.server
 import json
 import os
@@ -25,9 +26,10 @@ from examples.gpt2.run.metrics import read_metrics
 from examples.gpt2.storage import as_path, make_folder, write_whole
 
 _ROOT = Path(__file__).parents[2]
-_PAGES = ['README.md', 'examples/gpt2/README.md', *(
-  str(path.relative_to(_ROOT)) for path in sorted(_ROOT.glob('docs/*.md'))
-)]  # fmt: skip
+_PAGES = (
+  _ROOT / 'README.md', _ROOT / 'examples/gpt2/README.md',
+  *_ROOT.glob('docs/*.md'),
+)  # fmt: skip
 _TINY = shlex.split(
   '--num-layers 2 --width 64 --num-heads 4 --context-length 16 --steps 4 '
   '--vocab-size 288 --batch-size 32 --eval-every 4 --eval-sequences 32 '
@@ -47,28 +49,18 @@ _SLURM_PORTS = 65535 - 2**12 + 1
 
 def _launch_lines() -> list[str]:
   """Returns the commands of all pages that train on several devices."""
-  found = []
-  for page in _PAGES:
-    text = (_ROOT / page).read_text()
-    for block in re.findall(r'```(?:sh|bash|console)\n(.*?)```', text, re.S):
-      lines = block.replace('\\\n', ' ').splitlines()
-      found += [
-        ' '.join(line.split())
-        for line in lines
-        if 'examples.gpt2.train' in line
-        and ('--mesh' in line or '--coordinator' in line)
-      ]
-  return sorted(set(found))
+  text = '\n'.join(page.read_text() for page in _PAGES).replace('\\\n', ' ')
+  blocks = re.findall(r'```(?:sh|bash|console)\n(.*?)```', text, re.S)
+  lines = {' '.join(x.split()) for x in '\n'.join(blocks).splitlines()}
+  command = re.compile('examples.gpt2.train.*(--mesh|--coordinator)')
+  return sorted(line for line in lines if command.search(line))
 
 
 def _free_port(first: int = 0) -> int:
   """Returns a port that nobody listens on, from ``first`` on."""
-  for port in range(first, 65535) if first else [0]:
-    with socket.socket() as listener:
-      try:
-        listener.bind(('localhost', port))
-      except OSError:
-        continue
+  for port in range(first, 65536):
+    with socket.socket() as listener, contextlib.suppress(OSError):
+      listener.bind(('localhost', port))
       return listener.getsockname()[1]
   raise AssertionError('no port is free')
 
@@ -91,24 +83,22 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def metadata():
   """Starts metadata servers; returns the address of that of a worker."""
-  servers = []
+  with contextlib.ExitStack() as stack:
 
-  def start(worker: int, workers: int) -> str:
-    values = {
-      'agent-worker-number': str(worker),
-      'worker-network-endpoints': ','.join(['127.0.0.1'] * workers),
-      'tpu-env': f"WORKER_ID: '{worker}'",
-    }
-    handler = type('Handler', (_Metadata,), {'values': values})
-    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    servers.append(server)
-    return f'127.0.0.1:{server.server_port}'
+    def start(worker: int, workers: int) -> str:
+      values = {
+        'agent-worker-number': str(worker),
+        'worker-network-endpoints': ','.join(['127.0.0.1'] * workers),
+        'tpu-env': f"WORKER_ID: '{worker}'",
+      }
+      handler = type('Handler', (_Metadata,), {'values': values})
+      server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
+      stack.enter_context(server)
+      threading.Thread(target=server.serve_forever, daemon=True).start()
+      stack.callback(server.shutdown)
+      return f'127.0.0.1:{server.server_port}'
 
-  yield start
-  for server in servers:
-    server.shutdown()
-    server.server_close()
+    yield start
 
 
 def _devices(command: list[str]) -> int:
@@ -190,20 +180,21 @@ def _environments(
     return command, _slurm(options, command)
   words = shlex.split(line, comments=True)
   environment = dict(x.split('=') for x in words if re.match('[A-Z_]+=', x))
-  command = words[len(environment) :]
+  command, count = words[len(environment) :], 1
   if '--coordinator' in command:
-    return command, _given_processes(command)
-  environment.setdefault('JAX_NUM_CPU_DEVICES', str(_devices(command)))
-  return command, [environment]
+    port = f'localhost:{_free_port()}'
+    command[command.index('--coordinator') + 1] = port
+    count = int(command[command.index('--num-processes') + 1])
+  environment.setdefault('JAX_NUM_CPU_DEVICES', str(_devices(command) // count))
+  return command, [environment] * count
 
 
-def _given_processes(command: list[str]) -> list[dict[str, str]]:
-  """Sets the port of a command, and returns an environment for each process."""
-  place = command.index('--coordinator') + 1
-  command[place] = f'localhost:{_free_port()}'
-  count = int(command[command.index('--num-processes') + 1])
-  each = str(_devices(command) // count)
-  return [{'JAX_NUM_CPU_DEVICES': each} for _ in range(count)]
+def _write_tokens(folder: Path) -> None:
+  make_folder(folder)
+  generator = np.random.default_rng(0)
+  for name in ('train.bin', 'val.bin'):
+    tokens = generator.integers(288, size=4000, dtype=np.uint16)
+    write_whole(folder / name, tokens.tobytes())
 
 
 def _out_dir(command: list[str], folder: Path) -> Path:
@@ -218,18 +209,12 @@ def _out_dir(command: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize(
   'line', _launch_lines(), ids=lambda line: line.split()[0]
 )
-def test_documented_launch_lines_train(
-  line: str, tmp_path: Path, metadata, request
-):
+def test_documented_launch_lines_train(line, tmp_path, metadata, request):
   place = str(tmp_path)
   if _BUCKET in line:
     place = request.getfixturevalue('make_bucket')('gs')
     line = line.replace(_BUCKET, place)
-  generator = np.random.default_rng(0)
-  for name in ('train.bin', 'val.bin'):
-    tokens = generator.integers(288, size=4000, dtype=np.uint16)
-    make_folder(as_path(place) / 'tokens')
-    write_whole(as_path(place) / 'tokens' / name, tokens.tobytes())
+  _write_tokens(as_path(place) / 'tokens')
   line = line.replace('/shared', place)
   command, environments = _environments(line, metadata)
   running = []
@@ -314,11 +299,7 @@ else:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch) -> Path:
   """A folder with tokens, in which the programs of clusters are emulated."""
-  generator = np.random.default_rng(0)
-  (tmp_path / 'tokens').mkdir()
-  for name in ('train.bin', 'val.bin'):
-    tokens = generator.integers(288, size=4000, dtype=np.uint16)
-    (tmp_path / 'tokens' / name).write_bytes(tokens.tobytes())
+  _write_tokens(tmp_path / 'tokens')
   (tmp_path / 'bin').mkdir()
   for name, program in {
     'srun': _SRUN,
@@ -418,8 +399,7 @@ def test_a_preempted_tpu_is_asked_for_again_and_goes_on(
 ):
   _as_tpu(monkeypatch, machine, 'true')
   place = make_bucket('gs')
-  for path in (machine / 'tokens').iterdir():
-    write_whole(as_path(place) / 'tokens' / path.name, path.read_bytes())
+  _write_tokens(as_path(place) / 'tokens')
   run = as_path(place) / 'run'
   process = _launch('tpu.sh', place)
   _wait_for_a_checkpoint(run, process)

@@ -1,6 +1,5 @@
 """Runs whose files are in object stores: the same bits as on a disk."""
 
-from collections.abc import Iterable
 import dataclasses
 import json
 import os
@@ -45,22 +44,27 @@ def _assert_same(found: Path, expected: Path) -> None:
   assert _numbers(found) == _numbers(expected)
 
 
-def test_a_run_in_a_store_is_that_on_a_disk(
-  finished: Config, bucket: str, tmp_path: Path
-):
-  run = as_path(bucket) / 'runs' / 'one'
+@pytest.fixture
+def run(bucket: str) -> Path:
+  return as_path(bucket) / 'run'
+
+
+def _sizes(run: Path) -> dict[str, int]:
+  """Returns the sizes of files but those that tell of a claim."""
+  found = file_system(run).find(str(run), detail=True)
+  return {k: v['size'] for k, v in found.items() if '.claim' not in k}
+
+
+def test_a_run_in_a_store_is_that_on_a_disk(finished, run, tmp_path):
   config = dataclasses.replace(finished, out_dir=run)
   with train(config) as folder:
     assert folder.path == run
   _assert_same(run, finished.out_dir)
   assert sorted(x.name for x in (run / 'checkpoints').iterdir()) == ['4', '6']
   assert (run / 'curves.png').read_bytes().startswith(b'\x89PNG')
-  before = file_system(run).find(str(run), detail=True)
+  before = _sizes(run)
   train(config)  # It has been done.
-  after = file_system(run).find(str(run), detail=True)
-  assert {k: v['size'] for k, v in after.items() if '.claim' not in k} == {
-    k: v['size'] for k, v in before.items() if '.claim' not in k
-  }
+  assert _sizes(run) == before
 
   local = finished.out_dir
   assert evaluate(run, config.data) == evaluate(local, config.data)
@@ -80,8 +84,7 @@ def test_a_run_in_a_store_is_that_on_a_disk(
 
 
 @pytest.mark.slow
-def test_tensorboard_and_traces_are_in_the_store(tiny: Config, bucket: str):
-  run = as_path(bucket) / 'run'
+def test_tensorboard_and_traces_are_in_the_store(tiny: Config, run: Path):
   config = dataclasses.replace(
     tiny, out_dir=run, tensorboard=True, profile=True, steps=12,
     checkpoint_every=12, eval_every=12, diagnostics_every=0,
@@ -98,18 +101,16 @@ _SIZES = (
 )  # fmt: skip
 
 
-def _flags(config: Config, names: Iterable[str]) -> list[str]:
-  return [f'--{x.replace("_", "-")}={getattr(config, x)}' for x in names]
+def _flags(config: Config, *names: str) -> list[str]:
+  return [
+    f'--{x.replace("_", "-")}={getattr(config, x)}' for x in (*_SIZES, *names)
+  ]
 
 
-def _arguments(config: Config, run: Path | str) -> list[str]:
-  names = ('data', 'cache_dir', 'vocab_size', *_SIZES)
-  return [*_flags(config, names), f'--out-dir={run}']
-
-
-def _start(arguments: list[str], **options: Any) -> subprocess.Popen:
+def _start(config: Config, run: Path, **options: Any) -> subprocess.Popen:
+  flags = _flags(config, 'data', 'cache_dir', 'vocab_size')
   return subprocess.Popen(
-    [sys.executable, '-m', 'examples.gpt2.train', *arguments],
+    [sys.executable, '-m', 'examples.gpt2.train', *flags, f'--out-dir={run}'],
     cwd=Path(__file__).parents[2],
     env=os.environ | {'XLA_FLAGS': '', 'JAX_NUM_CPU_DEVICES': '8'},
     text=True,
@@ -117,39 +118,36 @@ def _start(arguments: list[str], **options: Any) -> subprocess.Popen:
   )
 
 
+def _claim_again(run: Path) -> None:
+  """Starts the run and ends it, once its folder is free."""
+  with RunFolder(run) as folder:
+    folder.start(json.loads((run / 'config.json').read_text()))
+
+
 @pytest.mark.slow
-def test_killed_and_resumed_it_ends_with_the_same_bits(
-  tiny: Config, bucket: str, monkeypatch
-):
+def test_killed_and_resumed_it_ends_with_the_same_bits(tiny, run, monkeypatch):
   monkeypatch.setattr(claim, 'SILENT_SECONDS', 1.0)
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=2)
   train(config)
-  run = as_path(bucket) / 'run'
-  remote = dataclasses.replace(config, out_dir=run)
   for step in (2, 10):
-    killed = _start(_arguments(config, run))
+    killed = _start(config, run)
     saved = run / 'checkpoints' / str(step) / '_CHECKPOINT_METADATA'
     while not saved.exists():
       assert killed.poll() is None
       time.sleep(0.01)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    # The claim is still there, and nobody gives a sign.
-    with RunFolder(run) as folder:
-      folder.start(json.loads((run / 'config.json').read_text()))
-  train(remote)
+    _claim_again(run)  # The claim is still there, and nobody gives a sign.
+  train(dataclasses.replace(config, out_dir=run))
   _assert_same(run, config.out_dir)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_saves_and_lets_the_next_run_in(
-  tiny: Config, bucket: str, number: int
-):
+def test_a_signal_saves_and_lets_the_next_run_in(tiny, run, number):
   config = dataclasses.replace(tiny, steps=24, checkpoint_every=24)
   train(config)
-  run = as_path(bucket) / 'run'
-  stopped = _start(_arguments(config, run), stderr=subprocess.PIPE)
+  stopped = _start(config, run, stderr=subprocess.PIPE)
   while 'step/s' not in stopped.stderr.readline():
     assert stopped.poll() is None
   stopped.send_signal(number)
@@ -157,18 +155,14 @@ def test_a_signal_saves_and_lets_the_next_run_in(
   assert stopped.returncode == 128 + number
   assert len(list((run / 'checkpoints').iterdir())) == 1
   start = time.monotonic()
-  with RunFolder(run) as folder:
-    folder.start(json.loads((run / 'config.json').read_text()))
+  _claim_again(run)
   assert time.monotonic() - start < claim.SILENT_SECONDS
   train(dataclasses.replace(config, out_dir=run))
   _assert_same(run, config.out_dir)
 
 
-def test_a_second_run_is_kept_out_while_the_first_goes_on(
-  bucket: str, monkeypatch
-):
+def test_a_folder_in_use_or_of_another_run_is_refused(run: Path, monkeypatch):
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.2)
-  run = as_path(bucket) / 'run'
   with RunFolder(run) as first:
     first.start(_SETTINGS)
     with pytest.raises(UsageError, match='in use by a run .* on .* process'):
@@ -176,39 +170,27 @@ def test_a_second_run_is_kept_out_while_the_first_goes_on(
     first.flush()
   with RunFolder(run) as second:
     second.start(_SETTINGS)
+  with pytest.raises(UsageError, match='steps: 3 -> 4'):
+    RunFolder(run).start({'config': {'steps': 4}})
 
 
-def test_a_silent_run_is_taken_over_and_ends(bucket: str, monkeypatch):
-  run = as_path(bucket) / 'run'
+@pytest.mark.parametrize('ended', [0, 1])
+def test_a_silent_run_is_taken_over_and_ends(run, monkeypatch, ended):
   monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 3600.0)
   with RunFolder(run) as silent:
     silent.start(_SETTINGS)
-    with RunFolder(run) as second:
-      second.start(_SETTINGS)
+    for _ in range(ended):
+      with RunFolder(run) as other:
+        other.start(_SETTINGS)
+    with RunFolder(run) as last:
+      last.start(_SETTINGS)
       with pytest.raises(UsageError, match='another run has taken'):
         silent.flush()
-      second.flush()
+      last.flush()
 
 
-def test_a_run_ends_whichever_run_has_its_folder(bucket: str, monkeypatch):
-  run = as_path(bucket) / 'run'
-  monkeypatch.setattr(claim, 'SILENT_SECONDS', 0.5)
-  monkeypatch.setattr(claim, 'BEAT_SECONDS', 3600.0)
-  with RunFolder(run) as suspended:
-    suspended.start(_SETTINGS)
-    with RunFolder(run) as second:
-      second.start(_SETTINGS)
-    with RunFolder(run) as third:
-      third.start(_SETTINGS)
-      with pytest.raises(UsageError, match='another run has taken'):
-        suspended.flush()
-
-
-def test_metrics_go_up_at_intervals_and_before_checkpoints(
-  bucket: str, monkeypatch
-):
-  run = as_path(bucket) / 'run'
+def test_metrics_go_up_at_intervals_and_before_checkpoints(run, monkeypatch):
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
     folder.keep_metrics(0)
@@ -230,8 +212,7 @@ def test_metrics_go_up_at_intervals_and_before_checkpoints(
     assert [x['step'] for x in again.read_metrics()] == [1, 2, 3]
 
 
-def test_metrics_wait_for_a_store_that_refuses(bucket: str, proxy, monkeypatch):
-  run = as_path(bucket) / 'run'
+def test_metrics_wait_for_a_store_that_refuses(run: Path, proxy, monkeypatch):
   monkeypatch.setattr(metrics, 'UPLOAD_SECONDS', 0.0)
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
@@ -248,8 +229,7 @@ def test_metrics_wait_for_a_store_that_refuses(bucket: str, proxy, monkeypatch):
     assert [x['step'] for x in folder.read_metrics()] == [*range(1, 200)]
 
 
-def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
-  run = as_path(bucket) / 'run'
+def test_fresh_moves_what_a_run_wrote_aside(run: Path):
   with RunFolder(run) as folder:
     folder.start(_SETTINGS)
     folder.keep_metrics(0)
@@ -266,31 +246,20 @@ def test_fresh_moves_what_a_run_wrote_aside(bucket: str):
   }  # fmt: skip
 
 
-def test_another_run_is_refused(bucket: str):
-  run = as_path(bucket) / 'run'
-  with RunFolder(run) as folder:
-    folder.start(_SETTINGS)
-  with pytest.raises(UsageError, match='steps: 3 -> 4'):
-    RunFolder(run).start({'config': {'steps': 4}})
-
-
-def test_what_is_not_there_is_named(bucket: str, tiny: Config):
-  missing = as_path(bucket) / 'missing'
+def test_what_is_not_there_is_named(run: Path, tiny: Config):
   for action in (
-    lambda: evaluate(missing, tiny.data),
-    lambda: generate(missing),
-    lambda: plot_runs((missing,)),
-    lambda: import_model(missing, missing / 'out'),
-    lambda: train(dataclasses.replace(tiny, init_from=missing)),
+    lambda: evaluate(run, tiny.data),
+    lambda: generate(run),
+    lambda: plot_runs((run,)),
+    lambda: import_model(run, run / 'out'),
+    lambda: train(dataclasses.replace(tiny, init_from=run)),
   ):
-    with pytest.raises(UsageError, match=str(missing)):
+    with pytest.raises(UsageError, match=str(run)):
       action()
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_page_run(
-  tiny: Config, make_bucket, tmp_path: Path, monkeypatch
-):
+def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
   page = Path(__file__).parents[2] / 'docs' / 'storage.md'
   (block,) = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
   buckets = {'gs://BUCKET': make_bucket('gs'), 's3://OTHER': make_bucket('s3')}
@@ -308,7 +277,7 @@ def test_the_commands_of_the_page_run(
     ['--data', 'text.jsonl', '--out-dir', f'{gs}/tokens', '--vocab-size=288']
     + ['--validation-share=0.2']
   )
-  sizes = _flags(tiny, _SIZES)
+  sizes = _flags(tiny)
   main([*sizes, '--data', f'{gs}/tokens', '--out-dir', f'{s3}/runs/two'])
   train_line, evaluate_line, plot_line = (shlex.split(x)[3:] for x in lines)
   main([*train_line, *sizes])
@@ -323,15 +292,13 @@ def test_the_one_file_trainer_resumes_from_a_store(make_bucket):
   for name in ('train.bin', 'val.bin'):
     tokens = np.arange(4000, dtype=np.uint16) % 251
     write_whole(data / name, tokens.tobytes())
-  command = [
-    sys.executable, 'examples/pretrain.py', '--out-dir',
-    f'{make_bucket("gs")}/run', '--eval-every', '2', '--num-layers', '1',
-    '--width', '16', '--context-length', '16', '--batch-size', '8',
-    '--steps', '2', '--data', str(data),
-  ]  # fmt: skip
+  arguments = shlex.split(
+    '--eval-every 2 --num-layers 1 --width 16 --context-length 16 '
+    f'--batch-size 8 --steps 2 --data {data} --out-dir {make_bucket("gs")}/run'
+  )
   for done in (0, 2):
     told = subprocess.run(
-      command,
+      [sys.executable, 'examples/pretrain.py', *arguments],
       cwd=Path(__file__).parents[2],
       capture_output=True,
       check=False,
