@@ -1,4 +1,3 @@
-import dataclasses
 import math
 from pathlib import Path
 import struct
