@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 import errno
 import os
 from pathlib import Path
+import shutil
 import threading
 from typing import Any
 import warnings
@@ -126,7 +127,7 @@ def _files(folder: Path) -> list[Path]:
   return [as_path(url.removeprefix('file://')) for url in urls]
 
 
-def _flip(file: Path, position: int, bit: int) -> None:
+def _flip(file: Path, position: int, bit: int = 5) -> None:
   content = bytearray(file.read_bytes())
   content[position] ^= 1 << bit
   file.write_bytes(content)
@@ -135,26 +136,20 @@ def _flip(file: Path, position: int, bit: int) -> None:
 def _flip_largest(folder: Path) -> None:
   """Flips a bit of the largest array, which does not compress."""
   file = _files(folder)[0]
-  _flip(file, len(file.read_bytes()) // 2, 5)
+  _flip(file, len(file.read_bytes()) // 2)
 
 
-def _flip_number(folder: Path, numbers: np.ndarray, place: float) -> None:
+def _flip_number(folder: Path, numbers: np.ndarray) -> None:
   """Flips a bit of numbers that a checkpoint holds."""
-  content = np.asarray(numbers).tobytes()
+  content = numbers.tobytes()
   (file,) = (f for f in _files(folder) if content in f.read_bytes())
-  start = file.read_bytes().index(content)
-  _flip(file, start + int(place * (len(content) - 1)), 5)
+  _flip(file, file.read_bytes().index(content) + len(content) // 2)
 
 
 def _cut(folder: Path, name: str = '', size: int = 50) -> None:
   """Truncates a file of a checkpoint, by default the largest."""
   file = folder / name if name else _files(folder)[0]
   file.write_bytes(file.read_bytes()[:size])
-
-
-def _remove(folder: Path) -> None:
-  for file in _files(folder):
-    file.unlink()
 
 
 def test_restores_every_bit_on_any_mesh(folder: Path):
@@ -171,14 +166,12 @@ def test_restores_every_bit_on_any_mesh(folder: Path):
       assert x.sharding == y.sharding
 
 
-def test_a_relative_folder_is_allowed_and_no_file_is_a_pickle(
+def test_a_relative_folder_is_allowed(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
   monkeypatch.chdir(tmp_path)
   _save(Path('c'), 1)
   assert _restore(Path('c'))[0] == 1
-  for file in _files(tmp_path / 'c'):
-    assert not file.read_bytes().startswith(b'\x80')
 
 
 def test_the_state_may_be_donated(tmp_path: Path):
@@ -214,10 +207,9 @@ def test_keeps_the_last_and_the_best(folder: Path):
 @pytest.mark.parametrize(
   ('settings', 'losses', 'kept'),
   [
-    (dict(max_to_keep=2), [None] * 5, [4, 5]),
-    (dict(max_to_keep=1, keep_period=2), [None] * 5, [2, 4, 5]),
+    ({'max_to_keep': 1, 'keep_period': 2}, [None] * 5, [2, 4, 5]),
     # Of equal losses the last is the best.
-    (dict(max_to_keep=1), [3.0, 2.0, 2.5, 1.0, 1.0, 4.0], [5, 6]),
+    ({'max_to_keep': 1}, [3.0, 2.0, 2.5, 1.0, 1.0, 4.0], [5, 6]),
   ],
 )
 def test_few_checkpoints_stay(
@@ -239,19 +231,16 @@ def test_a_step_before_the_last_can_be_saved_but_none_twice(tmp_path: Path):
   _assert_same(_restore(tmp_path)[1], _state(5))
 
 
-@pytest.mark.parametrize(
-  ('bad', 'name'), [('nan', 'params.kernel'), ('-inf', 'moment')]
-)
-def test_a_state_that_is_not_finite_is_refused(
-  tmp_path: Path, bad: str, name: str
-):
+@pytest.mark.parametrize('bad', [np.nan, -np.inf])
+def test_a_state_that_is_not_finite_is_refused(tmp_path: Path, bad: float):
   state = _state(2)
-  *path, last = name.split('.')
-  inner = state[path[0]] if path else state
-  inner[last] = inner[last].at[-1, -1].set(float(bad))
+  params = state['params']
+  params['kernel'] = params['kernel'].at[-1, -1].set(bad)
   with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(1, _state(1))
-    with pytest.warns(RuntimeWarning, match=f'step 2 .*: {name} is not finite'):
+    with pytest.warns(
+      RuntimeWarning, match='2 .*params.kernel is not finite'
+    ):
       assert not saved.save(2, state)
     assert _restore(tmp_path)[0] == 1
 
@@ -300,8 +289,8 @@ def test_a_damaged_checkpoint_is_set_aside(
     lambda x: _cut(x, 'state/manifest.ocdbt', size=0),
     lambda x: _cut(x, 'state/_METADATA'),
     lambda x: _cut(x, 'record/metadata'),
-    lambda x: _remove(x / 'state'),
-    lambda x: _remove(x / 'record'),
+    lambda x: shutil.rmtree(x / 'state'),
+    lambda x: shutil.rmtree(x / 'record'),
   ],
 )
 def test_damage_of_any_part_is_found(
@@ -342,8 +331,8 @@ def test_damaged_checkpoints_of_one_step_are_all_kept(tmp_path: Path):
     _cut(folder / '2')
     with pytest.warns(RuntimeWarning, match='damaged'):
       assert _restore(folder)[0] == 1
-  names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
-  assert names == ['2-1', '2-2']
+  names = {path.name for path in (tmp_path / 'damaged-c').iterdir()}
+  assert names == {'2-1', '2-2'}
 
 
 def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
@@ -405,18 +394,6 @@ def test_a_failed_save_does_not_end_the_run(
     assert saved.restore(_like(_state(0)))[0] == 1
     assert saved.save(3, _state(3), 2.0)
   assert _steps(folder) == [1, 3]
-
-
-def test_the_last_save_of_a_run_is_told_if_it_failed(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-  with (
-    pytest.warns(RuntimeWarning, match='step 1 is not saved'),
-    Checkpoints(tmp_path / 'c', max_to_keep=2) as saved,
-  ):
-    monkeypatch.setattr(os, 'rename', _fail)
-    assert saved.save(1, _state(1))
-  assert not list((tmp_path / 'c').iterdir())
 
 
 def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(
@@ -579,7 +556,7 @@ with Checkpoints(folder, max_to_keep=3) as saved:
 if me == 0:
   # Process 1 alone reads this shard of 3, and this one of 4 is not readable.
   shard = np.asarray(jax.random.bits(jax.random.key(3), (80_000,)))[-10_000:]
-  _flip_number(folder / '3', shard, 0.5)
+  _flip_number(folder / '3', shard)
   for file in _files(folder / '4' / 'state' / 'ocdbt.process_1'):
     os.truncate(file, 0)
 multihost_utils.sync_global_devices('damaged')

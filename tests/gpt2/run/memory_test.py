@@ -109,7 +109,8 @@ _LARGE = {'devices': 1, 'micro_batch_size': 16}
       _LARGE | {'vocab_size': 8192, 'remat': 'full'}, marks=pytest.mark.slow
     ),
     pytest.param(
-      _LARGE | {'architecture': 'llama', 'remat': 'dots'}
+      _LARGE
+      | {'architecture': 'llama', 'remat': 'dots'}
       | {'num_heads': 8, 'num_kv_heads': 2, 'head_width': 16},
       marks=pytest.mark.slow,
     ),

@@ -52,57 +52,40 @@ class _Server(http.server.BaseHTTPRequestHandler):
     if self.path == '/graphql':
       answer = {'data': self._data(json.loads(content))}
     elif self.path.endswith('/file_stream'):
-      self._keep(json.loads(content)['files'])
-    self._send(answer)
-
-  def do_GET(self):
-    self._send({})
-
-  def do_PUT(self):
-    self.rfile.read(int(self.headers.get('Content-Length', 0)))
-    self._send({})
-
-  def _send(self, answer: dict[str, Any]) -> None:
+      history = (json.loads(content)['files'] or {}).get('wandb-history.jsonl')
+      if history:
+        lines = map(json.loads, history['content'])
+        self.server.rows[history['offset'] :] = lines
     content = json.dumps(answer).encode()
     self.send_response(200)
     self.send_header('Content-Length', str(len(content)))
     self.end_headers()
     self.wfile.write(content)
 
+  do_GET = do_PUT = do_POST
+
   def _data(self, query: dict[str, Any]) -> dict[str, Any]:
-    rows, asked = self.server.rows, query['variables']
-    owner = {'id': 'e', 'name': 'me'}
+    rows, name = self.server.rows, query['variables'].get('name')
+    project = {'id': 'p', 'name': 'p', 'entity': {'id': 'e', 'name': 'me'}}
+    bucket = {
+      'id': 'b', 'name': name, 'displayName': 'run', 'project': project,
+      'historyLineCount': len(rows), 'eventsLineCount': 0, 'logLineCount': 0,
+      'historyTail': json.dumps([json.dumps(x) for x in rows[-1:]]),
+      'eventsTail': '[]', 'summaryMetrics': '{}', 'config': '{}',
+      'wandbConfig': '{"t": 1}', 'tags': [],
+    }  # fmt: skip
     if query['operationName'] == 'RunResumeStatus':
-      bucket = {
-        'id': 'b', 'name': asked['name'], 'displayName': 'run',
-        'logLineCount': 0, 'historyLineCount': len(rows),
-        'eventsLineCount': 0, 'eventsTail': '[]', 'config': '{}',
-        'historyTail': json.dumps([json.dumps(x) for x in rows[-1:]]),
-        'summaryMetrics': '{}', 'wandbConfig': '{"t": 1}', 'tags': [],
-      }  # fmt: skip
-      model = {'id': 'p', 'name': 'p', 'entity': owner, 'bucket': bucket}
+      model = project | {'bucket': bucket}
       return {'model': model if self.server.runs else None}
     if query['operationName'] == 'UpsertBucket':
-      self.server.runs.add(asked['name'])
-      bucket = {
-        'id': 'b', 'name': asked['name'], 'displayName': 'run',
-        'config': '{}', 'historyLineCount': len(rows),
-        'project': {'id': 'p', 'name': 'p', 'entity': owner},
-      }  # fmt: skip
+      self.server.runs.add(name)
       return {'upsertBucket': {'bucket': bucket, 'inserted': True}}
     if query['operationName'] == 'CreateRunFiles':
-      host = f'http://{self.headers["Host"]}/'
-      files = [{'name': x, 'uploadUrl': host + x} for x in asked['files']]
+      host, names = self.headers['Host'], query['variables']['files']
+      files = [{'name': x, 'uploadUrl': f'http://{host}/{x}'} for x in names]
       created = {'runID': 'b', 'uploadHeaders': [], 'files': files}
       return {'createRunFiles': created}
     return {}
-
-  def _keep(self, files: dict[str, Any] | None) -> None:
-    history = (files or {}).get('wandb-history.jsonl')
-    if history:
-      self.server.rows[history['offset'] :] = map(
-        json.loads, history['content']
-      )
 
   def log_message(self, *_):
     pass
