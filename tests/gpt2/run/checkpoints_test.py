@@ -238,9 +238,7 @@ def test_a_state_that_is_not_finite_is_refused(tmp_path: Path, bad: float):
   params['kernel'] = params['kernel'].at[-1, -1].set(bad)
   with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(1, _state(1))
-    with pytest.warns(
-      RuntimeWarning, match='2 .*params.kernel is not finite'
-    ):
+    with pytest.warns(RuntimeWarning, match='2 .*params.kernel is not finite'):
       assert not saved.save(2, state)
     assert _restore(tmp_path)[0] == 1
 

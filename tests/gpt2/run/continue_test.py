@@ -144,7 +144,7 @@ def test_a_cosine_cannot_be_made_longer():
     ({'mlp_width': 128}, '--mlp-width 128 instead of 64'),
     ({'optimizer': 'lion'}, 'is a run of --optimizer merit, got .* lion:'),
     ({'data': 'other.txt'}, 'has another tokenizer than --data'),
-    ({'init_from': Path('x')}, 'leave out one of the two'),
+    ({'init_from': Path('run')}, 'leave out one of the two'),
     (
       {'fork_from': None, 'fork_step': None, 'init_step': 4},
       '--init-step needs --init-from',
@@ -155,15 +155,13 @@ def test_a_fork_that_does_not_fit_is_refused(
   stable: Config, tmp_path: Path, changes: dict, words: str, monkeypatch
 ):
   monkeypatch.setattr(loop, '_compile', lambda *_: pytest.fail('compiled'))
-  monkeypatch.chdir(tmp_path)
+  monkeypatch.chdir(stable.out_dir.parent)
   Path('other.txt').write_text('another text. ' * 500)
-  forked = replace(
-    stable, out_dir=Path('x'), steps=20, fork_from=stable.out_dir, fork_step=4
-  )
+  forked = replace(stable, out_dir=tmp_path, fork_from=Path('run'), fork_step=4)
   with pytest.raises(UsageError, match=words):
     train(replace(forked, **changes))
   # The folder is free for the command that is put right.
-  assert not Path('x', 'config.json').exists()
+  assert not (tmp_path / 'config.json').exists()
 
 
 @pytest.fixture
