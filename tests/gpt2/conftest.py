@@ -244,9 +244,7 @@ def s3_emulator() -> Iterator[str]:
 
 
 @pytest.fixture(scope='session')
-def start_store(
-  request: pytest.FixtureRequest,
-) -> Iterator[Callable[[str], Proxy]]:
+def start_store(request) -> Iterator[Callable[[str], Proxy]]:
   """Points all that reads stores to emulators, by proxies that it gives.
 
   They stay for all tests: clients keep the address that they were first told.
@@ -290,9 +288,7 @@ def _environment(scheme: str, address: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def make_bucket(
-  start_store: Callable[[str], Proxy],
-) -> Callable[[str], str]:
+def make_bucket(start_store: Callable[[str], Proxy]) -> Callable[[str], str]:
   """Makes an empty bucket of a scheme, 'gs' or 's3', and returns its URL."""
 
   def make(scheme: str) -> str:
@@ -309,9 +305,7 @@ def make_bucket(
 
 
 @pytest.fixture(params=['gs', 's3'])
-def bucket(
-  request: pytest.FixtureRequest, make_bucket: Callable[[str], str]
-) -> str:
+def bucket(request, make_bucket: Callable[[str], str]) -> str:
   """The URL of an empty bucket, in each kind of store."""
   return make_bucket(request.param)
 

@@ -166,9 +166,7 @@ def test_restores_every_bit_on_any_mesh(folder: Path):
       assert x.sharding == y.sharding
 
 
-def test_a_relative_folder_is_allowed(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_relative_folder_is_allowed(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   _save(Path('c'), 1)
   assert _restore(Path('c'))[0] == 1
@@ -291,9 +289,7 @@ def test_a_damaged_checkpoint_is_set_aside(
     lambda x: shutil.rmtree(x / 'record'),
   ],
 )
-def test_damage_of_any_part_is_found(
-  tmp_path: Path, damage: Callable[[Path], None]
-):
+def test_damage_of_any_part_is_found(tmp_path, damage: Callable[[Path], None]):
   folder = tmp_path / 'c'
   _save(folder, 1, 2)
   damage(folder / '2')
@@ -436,9 +432,7 @@ def test_after_an_error_the_save_under_way_is_finished(tmp_path: Path):
 @pytest.mark.parametrize(
   'name', ['', 'state/manifest.ocdbt', 'record/metadata']
 )
-def test_a_file_that_cannot_be_read_is_not_called_damaged(
-  tmp_path: Path, name: str
-):
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, name: str):
   folder = tmp_path / 'c'
   _save(folder, 1, 2)
   file = folder / '2' / name if name else _files(folder / '2')[0]

@@ -248,9 +248,7 @@ def test_a_source_that_cannot_be_read_leaves_the_folder_free(
 
 
 @pytest.mark.parametrize('content', ['', '{}'])
-def test_a_damaged_record_is_named(
-  copied: Config, tmp_path: Path, content: str
-):
+def test_a_damaged_record_is_named(copied: Config, tmp_path, content: str):
   record = copied.out_dir / 'checkpoints' / '4' / 'record' / 'metadata'
   record.write_text(content)
   for name in ('fork', 'init'):

@@ -215,8 +215,7 @@ class _Linear(Trainer):
 
 
 @pytest.mark.parametrize(
-  'shape',
-  [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)],
+  'shape', [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)]
 )
 def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
   sizes = {'batch_size': 4, 'micro_batch_size': shape[1]}

@@ -50,9 +50,7 @@ def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
 
 
 @pytest.mark.parametrize('missing', [*_RESULTS, 'sample.txt', 'config.json'])
-def test_a_run_is_finished_once_all_files_are_there(
-  tmp_path: Path, missing: str
-):
+def test_a_run_is_finished_once_all_files_are_there(tmp_path, missing: str):
   _finish(tmp_path)
   (tmp_path / missing).unlink()
   assert not RunFolder(tmp_path).finished
@@ -68,9 +66,7 @@ def test_a_finished_run_is_kept(tmp_path: Path):
   assert _files(tmp_path) == before
 
 
-def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
-  tmp_path: Path, capsys
-):
+def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(tmp_path, capsys):
   mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too', '.lock': b''}
   (tmp_path / 'data').mkdir()
   for name, content in mine.items():
@@ -120,9 +116,7 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
 
 @pytest.mark.parametrize('step', [0, 2, 3])
 @pytest.mark.parametrize('torn', ['', '{"st', '{"step": 4}'])
-def test_later_lines_and_torn_ones_are_cut_off(
-  tmp_path: Path, torn: str, step: int
-):
+def test_later_lines_and_torn_ones_are_cut_off(tmp_path, torn: str, step: int):
   path = tmp_path / 'metrics.jsonl'
   lines = [json.dumps({'step': i}) + '\n' for i in (1, 2, 3)]
   path.write_text(''.join(lines) + torn)

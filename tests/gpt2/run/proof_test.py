@@ -113,9 +113,7 @@ else:
 
 
 @pytest.mark.slow
-def test_hosts_that_do_not_see_the_same_folder_are_refused(
-  tmp_path: Path, run_pair
-):
+def test_hosts_that_do_not_see_the_same_folder_are_refused(tmp_path, run_pair):
   first, second = run_pair(_PROCESSES, tmp_path)
   assert 'the same folder for all hosts' in first
   assert 'process 1 does not see' in second

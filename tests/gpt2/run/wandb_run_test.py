@@ -180,9 +180,7 @@ def test_an_offline_run_has_all_numbers_and_settings(wandb, tmp_path: Path):
     assert run.project == 'tests'
 
 
-def test_a_resumed_run_sends_each_step_once_and_what_was_lost(
-  server, tmp_path: Path
-):
+def test_a_resumed_run_sends_each_step_once_and_what_was_lost(server, tmp_path):
   with _started(tmp_path) as folder:
     _take(folder, 0, 5)
     assert [row['_step'] for row in server.rows] == [1, 2, 3, 4, 5]
@@ -195,9 +193,7 @@ def test_a_resumed_run_sends_each_step_once_and_what_was_lost(
   assert len(server.runs) == 1
 
 
-def test_a_server_that_goes_away_stops_no_run(
-  server, tmp_path: Path, monkeypatch
-):
+def test_a_server_that_goes_away_stops_no_run(server, tmp_path, monkeypatch):
   monkeypatch.setattr(wandb_run, 'FINISH_SECONDS', 1.0)
   with _started(tmp_path) as folder:
     folder.keep_metrics(0)
