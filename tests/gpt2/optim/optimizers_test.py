@@ -139,15 +139,6 @@ def test_schedules_after_the_warmup(settings: dict, expected):
   np.testing.assert_allclose(rates[2:], expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  'settings',
-  [dict(schedule='wsd', decay_steps=5), dict(schedule='inverse-sqrt')],
-)
-def test_what_can_be_made_longer_does_not_depend_on_its_end(settings: dict):
-  short, long = (_rates(steps=n, warmup_steps=3, **settings) for n in (20, 40))
-  np.testing.assert_array_equal(short[:15], long[:15])
-
-
 @_ALL
 def test_settings_reach_the_optimizer(optimizer: str):
   # A parameter of Muon's, and one of its Adam.

@@ -173,9 +173,7 @@ def unfinished(copied: Config) -> Path:
 
 
 @pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
-def test_weights_of_a_run_that_goes_on_are_read(
-  stable: Config, unfinished: Path, mesh: str
-):
+def test_weights_of_a_run_that_goes_on_are_read(stable, unfinished, mesh: str):
   devices = make_mesh(mesh) if mesh else None
   last = load_model(unfinished, devices).params
   chex.assert_trees_all_equal(
@@ -217,9 +215,7 @@ def test_a_run_goes_on_when_what_it_started_from_is_gone(
   assert [x['step'] for x in _metrics(config)] == list(range(1, 8))
 
 
-def test_a_source_that_cannot_be_read_leaves_the_folder_free(
-  copied: Config, tmp_path: Path
-):
+def test_a_source_that_cannot_be_read_leaves_the_folder_free(copied, tmp_path):
   config = replace(copied, out_dir=tmp_path / 'new', init_from=copied.out_dir)
   weights = copied.out_dir / 'weights.safetensors'
   weights.write_bytes(weights.read_bytes()[:-4])
@@ -283,9 +279,7 @@ def test_what_does_not_fit_while_weights_are_read_gives_advice(
 
 
 @pytest.mark.slow
-def test_commands_take_a_run_that_goes_on(
-  stable: Config, unfinished: Path, tmp_path: Path
-):
+def test_commands_take_a_run_that_goes_on(stable, unfinished, tmp_path):
   sizes = {'held_out': True, 'sequences': stable.eval_sequences}
   last, at_two = (
     evaluate(unfinished, stable.data, step=step, **sizes).loss
@@ -313,9 +307,7 @@ def exporting(tiny: Config) -> Config:
   return replace(tiny, hf_every=4, diagnostics_every=0)
 
 
-def test_models_for_hugging_face_are_written_on_the_way(
-  exporting: Config, tmp_path: Path
-):
+def test_models_for_hugging_face_are_written_on_the_way(exporting, tmp_path):
   train(exporting)
   folder = exporting.out_dir / 'hf'
   assert sorted(x.name for x in folder.iterdir()) == ['step-4', 'step-6']
@@ -356,9 +348,7 @@ def test_an_export_that_a_kill_prevented_is_made_when_the_run_goes_on(
   assert len(set(modes)) == 1
 
 
-def test_an_export_that_fails_does_not_end_the_run(
-  exporting: Config, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_export_that_fails_does_not_end_the_run(exporting, monkeypatch):
   def fail(*_: object) -> None:
     raise OSError(errno.ENOSPC, 'No space left on device')
 

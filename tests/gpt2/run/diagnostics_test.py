@@ -1,6 +1,7 @@
+from collections.abc import Callable
 import itertools
-import json
 import math
+from typing import Any
 
 import chex
 import jax
@@ -84,18 +85,6 @@ def gradients(seen):
   return jax.jit(trainer.loss_and_gradients)(state.params, tokens)[1]
 
 
-def test_it_measures_json_values_of_each_layer(seen):
-  _, _, _, _, measured = seen
-  assert json.loads(json.dumps(measured, allow_nan=False)) == measured
-  lengths = {k: len(v) for k, v in measured['layers'].items()}
-  keys = {'gradient_norm', 'update_to_weight', *_MERIT_KEYS}
-  assert lengths == dict.fromkeys(keys, 3)
-  others = {'token_embedding', 'position_embedding', 'final_norm'}
-  assert set(measured['others']) == others
-  for values in measured['others'].values():
-    assert set(values) == keys
-
-
 def test_attention_equals_a_plain_computation(seen):
   config, trainer, state, tokens, measured = seen
 
@@ -138,26 +127,6 @@ def test_gradient_norms_add_up_to_the_global_one(seen, gradients):
   total = math.sqrt(sum(x**2 for x in norms + others))
   assert total == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-4)
   assert total > 0.05, 'the clip does something'
-
-
-def _assert_updates_of_a_step(trainer, state, tokens, measured) -> None:
-  """Checks each ratio of update to weight against the step itself."""
-  new, _ = trainer.step(jax.tree.map(jnp.copy, state), tokens)
-
-  def ratio(new, old) -> float:
-    change = jax.tree.map(jnp.subtract, new, old)
-    return float(optax.tree.norm(change) / optax.tree.norm(old))
-
-  for layer, found in enumerate(measured['layers']['update_to_weight']):
-    trees = [_layer(s.params['blocks'], layer) for s in (new, state)]
-    assert found == pytest.approx(ratio(*trees), rel=1e-3)
-  for name, values in measured['others'].items():
-    expected = ratio(new.params[name], state.params[name])
-    assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
-
-
-def test_updates_are_those_of_the_step(seen):
-  _assert_updates_of_a_step(*seen[1:])
 
 
 def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
@@ -249,14 +218,26 @@ def test_a_batch_that_cannot_be_cut_has_no_noise():
   assert measured['noise_scale_tokens'] is None
 
 
-@pytest.mark.parametrize('optimizer', sorted({*OPTIMIZERS} - {'merit'}))
-def test_updates_are_measured_for_every_optimizer(optimizer: str):
-  config = _config(optimizer=optimizer, num_layers=1)
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_updates_are_those_of_the_step(optimizer: str):
+  config = _config(optimizer=optimizer, num_layers=2)
   trainer = _trainer(config, _Linear)
   state, tokens = _state(trainer), jnp.asarray(_tokens() % 3)
   measured = Diagnostics(config, trainer)(state, tokens)
-  assert set(measured['layers']) == {'gradient_norm', 'update_to_weight'}
-  _assert_updates_of_a_step(trainer, state, tokens, measured)
+  new, _ = trainer.step(jax.tree.map(jnp.copy, state), tokens)
+
+  def ratio(part: Callable[[Any], Any]) -> float:
+    before, after = part(state.params), part(new.params)
+    change = optax.tree.sub(after, before)
+    return float(optax.tree.norm(change) / optax.tree.norm(before))
+
+  layers = [ratio(lambda x, i=i: _layer(x['blocks'], i)) for i in range(2)]
+  found = measured['layers']['update_to_weight']
+  assert found == pytest.approx(layers, rel=1e-3)
+  assert layers[0] != layers[1]
+  for name, values in measured['others'].items():
+    expected = ratio(lambda x, n=name: x[n])
+    assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_was_compiled_ahead_is_what_runs(monkeypatch):

@@ -1,11 +1,14 @@
+from collections.abc import Callable
 import math
 from pathlib import Path
 import struct
 import sys
 from types import SimpleNamespace
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples.gpt2.config import Config, UsageError
@@ -52,9 +55,16 @@ def folder(tmp_path: Path) -> RunFolder:
   return RunFolder(tmp_path)
 
 
-def test_a_step_is_a_line(folder: RunFolder, trainer: Trainer):
-  config = _config()
-  with StepLog(config, trainer, folder, 0) as log:
+@pytest.fixture
+def make_log(folder: RunFolder, trainer: Trainer) -> Callable[..., StepLog]:
+  """Makes the log of a run, after some steps and with some settings."""
+  return lambda done=0, **settings: StepLog(
+    _config(**settings), trainer, folder, done
+  )
+
+
+def test_a_step_is_a_line(folder: RunFolder, make_log):
+  with make_log() as log:
     for step in range(1, 11):
       diagnosed = {'attention_entropy': [1.0]} if step == 3 else {}
       log.begin_step(step, _metrics(loss=1 / step), diagnosed, 0.0)
@@ -64,7 +74,7 @@ def test_a_step_is_a_line(folder: RunFolder, trainer: Trainer):
     log.finish_step({'val_loss': 0.5})
     log.finish_step({'val_loss': 0.25})
   lines = folder.read_metrics()
-  rates = jax.vmap(make_schedule(config))(jnp.arange(10)).tolist()
+  rates = jax.vmap(make_schedule(_config()))(jnp.arange(10)).tolist()
   has_no_peak = math.isnan(hardware.peak_flops(jax.devices()[0]))
   for step, line in enumerate(lines, start=1):
     measured = {name: line.pop(name) for name in MEASURED}
@@ -96,9 +106,9 @@ def test_a_step_is_a_line(folder: RunFolder, trainer: Trainer):
   ],
 )
 def test_a_step_that_is_not_finite_stops_the_run(
-  folder: RunFolder, trainer: Trainer, loss: float, norm: float, words: str
+  folder: RunFolder, make_log, loss: float, norm: float, words: str
 ):
-  with StepLog(_config(), trainer, folder, 0) as log:
+  with make_log() as log:
     log.begin_step(1, _metrics(), {}, 0.0)
     log.finish_step({'val_loss': 1.25})
     log.begin_step(2, _metrics(loss, norm), {}, 0.0)
@@ -116,19 +126,17 @@ def _full(*_: object) -> None:
 
 
 def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
-  folder: RunFolder, trainer: Trainer, monkeypatch
+  folder: RunFolder, make_log, monkeypatch
 ):
   monkeypatch.setattr(RunFolder, 'flush', _full)
-  with StepLog(_config(), trainer, folder, 0) as log:
+  with make_log() as log:
     log.begin_step(1, _metrics(math.nan), {}, 0.0)
     with pytest.raises(NotFiniteError, match='train_loss is nan'):
       log.finish_step()
 
 
-def test_a_step_that_is_not_finite_can_be_left_out(
-  folder: RunFolder, trainer: Trainer
-):
-  with StepLog(_config(not_finite='skip'), trainer, folder, 0) as log:
+def test_a_step_that_is_not_finite_can_be_left_out(folder: RunFolder, make_log):
+  with make_log(not_finite='skip') as log:
     for step, loss in ((1, 2.0), (2, math.nan), (3, 1.0)):
       log.begin_step(step, _metrics(loss), {}, 0.0)
     log.finish_step()
@@ -137,10 +145,10 @@ def test_a_step_that_is_not_finite_can_be_left_out(
 
 
 def test_the_speed_leaves_pauses_out(
-  folder: RunFolder, trainer: Trainer, clock: SimpleNamespace, monkeypatch
+  folder: RunFolder, make_log, trainer: Trainer, clock, monkeypatch
 ):
   monkeypatch.setattr(hardware, 'peak_flops', lambda _: 1e9)
-  with StepLog(_config(), trainer, folder, 0) as log:
+  with make_log() as log:
     for step, (seconds, pause, waited) in enumerate(
       [(2.0, 0.0, 0.5), (4.0, 100.0, 0.5), (0.5, 0.0, 2.5)], start=1
     ):
@@ -152,24 +160,19 @@ def test_the_speed_leaves_pauses_out(
   lines = folder.read_metrics()
   speeds = [128 / 2, 128 / 4, 128 / 0.5]
   assert [x['tokens_per_second'] for x in lines] == speeds
-  mfus = [
-    trainer.flops_per_token * speed / (1e9 * jax.device_count())
-    for speed in speeds
-  ]
+  mfus = np.array(speeds) * trainer.flops_per_token / (1e9 * jax.device_count())
   assert [x['mfu'] for x in lines] == pytest.approx(mfus)
   assert [x['waited_share'] for x in lines] == [0.25, 0.125, 1.0]
 
 
-def test_a_pause_lets_the_step_end_first(
-  folder: RunFolder, trainer: Trainer, clock: SimpleNamespace, monkeypatch
-):
+def test_a_pause_lets_the_step_end_first(folder, make_log, clock, monkeypatch):
   waited = []
 
   def wait(running):
     waited.extend(jax.tree.leaves(running))
     clock.now += 8.0
 
-  with StepLog(_config(), trainer, folder, 0) as log:
+  with make_log() as log:
     metrics = _metrics()
     log.begin_step(1, metrics, {}, 0.0)
     monkeypatch.setattr(jax, 'block_until_ready', wait)
@@ -180,22 +183,17 @@ def test_a_pause_lets_the_step_end_first(
   assert folder.read_metrics()[0]['tokens_per_second'] == 128 / 8
 
 
-def test_a_resumed_run_goes_on_where_it_was(
-  folder: RunFolder, trainer: Trainer, capsys
-):
-  with StepLog(_config(), trainer, folder, 6) as log:
+def test_a_resumed_run_goes_on_where_it_was(folder, make_log, capsys):
+  with make_log(done=6) as log:
     log.finish_step({'val_loss': 1.0})
     log.begin_step(7, _metrics(), {'max_attention_logit': [1.5, 2.5]}, 0.0)
     log.finish_step({'val_loss': 1.0})
   (line,) = folder.read_metrics()
   assert (line['step'], line['tokens']) == (7, 7 * 128)
-  captured = capsys.readouterr()
-  assert '6/10' in captured.err
-  assert '7/10' in captured.err
-  assert (
-    'step 7: validation loss 1.0000, max attention logit by layer 1.5 2.5'
-    in captured.out + captured.err
-  )
+  out, err = capsys.readouterr()
+  assert '7/10' in err
+  assert 'step 7: validation loss 1.0000' in out + err
+  assert 'max attention logit by layer 1.5 2.5' in out + err
 
 
 def _read_events(folder: Path) -> list[tuple[int, str, float]]:
@@ -214,15 +212,14 @@ def _read_events(folder: Path) -> list[tuple[int, str, float]]:
   return found
 
 
-def test_tensorboard_gets_every_number(folder: RunFolder, trainer: Trainer):
+def test_tensorboard_gets_every_number(folder: RunFolder, make_log):
   pytest.importorskip('tensorboardX')
-  config = _config(tensorboard=True)
   diagnosed = {
     'layers': {'gradient_norm': [0.25, 0.5]},
     'others': {'head': {'clipped': 0.75}},
     'gradient_noise': None,
   }
-  with StepLog(config, trainer, folder, 4) as log:
+  with make_log(done=4, tensorboard=True) as log:
     log.begin_step(5, _metrics(), diagnosed, 0.0)
     log.begin_step(6, _metrics(1.5), {}, 0.0)
     log.finish_step({'val_loss': 3.5})
@@ -242,29 +239,28 @@ def test_tensorboard_gets_every_number(folder: RunFolder, trainer: Trainer):
 
 @pytest.mark.parametrize('works', [0, 2])
 def test_a_run_goes_on_without_tensorboard(
-  folder: RunFolder, trainer: Trainer, monkeypatch, works: int
+  folder: RunFolder, make_log, monkeypatch, works: int
 ):
   writer = pytest.importorskip('tensorboardX.event_file_writer').EventsWriter
-  if not works:
-    monkeypatch.setattr(writer, 'flush', _full)
+  outcomes = [None] * works + [OSError('no space left')] * 9
+  flush = unittest.mock.Mock(side_effect=outcomes)
+  monkeypatch.setattr(writer, 'flush', flush)
   with (
     pytest.warns(UserWarning, match='TensorBoard.*no space left') as warned,
-    StepLog(_config(tensorboard=True), trainer, folder, 0) as log,
+    make_log(tensorboard=True) as log,
   ):
     for step in (1, 2, 3, 4):
-      if step > works:
-        monkeypatch.setattr(writer, 'flush', _full)
       log.begin_step(step, _metrics(), {}, 0.0)
     log.finish_step()
   assert sum('TensorBoard' in str(x.message) for x in warned) == 1
   assert len(folder.read_metrics()) == 4
 
 
-def test_a_tensorboard_folder_that_cannot_be_made_is_told(folder, trainer):
+def test_a_tensorboard_folder_that_cannot_be_made_is_told(folder, make_log):
   pytest.importorskip('tensorboardX')
   (folder.path / 'tensorboard').touch()
   with pytest.warns(UserWarning, match='TensorBoard'):
-    StepLog(_config(tensorboard=True), trainer, folder, 0).close()
+    make_log(tensorboard=True).close()
 
 
 def test_tensorboard_without_its_package_is_explained(monkeypatch):
@@ -273,18 +269,14 @@ def test_tensorboard_without_its_package_is_explained(monkeypatch):
     _config(tensorboard=True)
 
 
-def test_a_step_that_cannot_fit_ends_before_it_is_taken(
-  tiny: Config, monkeypatch
-):
+def test_a_step_that_cannot_fit_ends_before_it_is_taken(tiny, monkeypatch):
   monkeypatch.setattr(hardware, 'memory_bytes', lambda _: 1000)
   with pytest.raises(OutOfMemoryError, match='needs .* has 1000 B'):
     train(tiny)
   assert not (tiny.out_dir / 'metrics.jsonl').exists()
 
 
-def test_diagnostics_are_compiled_before_the_first_step(
-  tiny: Config, monkeypatch
-):
+def test_diagnostics_are_compiled_before_the_first_step(tiny, monkeypatch):
   def fail(self, state_shapes, batch_shape) -> None:
     assert math.prod(batch_shape.shape) == 16 * 17
     raise MemoryError

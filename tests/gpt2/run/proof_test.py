@@ -1,4 +1,4 @@
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 import resource
 import shutil
@@ -54,7 +54,7 @@ def test_a_run_that_cannot_be_saved_does_not_begin(
 ):
   out_dir = f'{bucket}-not-there/run'
   with pytest.raises(SystemExit) as ended:
-    main(as_flags(dataclasses.replace(tiny, out_dir=out_dir)))
+    main(as_flags(replace(tiny, out_dir=out_dir)))
   assert ended.value.code == 2
   assert f'out-dir {out_dir} cannot be written' in capsys.readouterr().err
   assert not Path(bucket.partition('/')[0]).exists()
@@ -71,7 +71,7 @@ def test_a_run_that_cannot_be_saved_later_ends(
     save(self, path, *args, **named)
 
   monkeypatch.setattr(ocp.AsyncCheckpointer, 'save', fail)
-  config = dataclasses.replace(
+  config = replace(
     tiny, steps=40, eval_every=40, diagnostics_every=0, checkpoint_every=2
   )
   with (

@@ -1,7 +1,7 @@
 """A run that was stopped goes on to the numbers of one that was not."""
 
 from collections.abc import Callable
-import dataclasses
+from dataclasses import replace
 import os
 from pathlib import Path
 import random
@@ -39,9 +39,7 @@ def config(tiny: Config) -> Config:
 
 
 def _eight_steps(tiny: Config) -> Config:
-  return dataclasses.replace(
-    tiny, steps=8, checkpoint_every=2, diagnostics_every=3
-  )
+  return replace(tiny, steps=8, checkpoint_every=2, diagnostics_every=3)
 
 
 @pytest.fixture(scope='module')
@@ -151,7 +149,7 @@ def test_a_signal_saves_a_checkpoint(
 
 def test_fresh_starts_over(finished_config: Config, uninterrupted, capsys):
   out_dir = finished_config.out_dir
-  train(dataclasses.replace(finished_config, from_scratch=True))
+  train(replace(finished_config, from_scratch=True))
   assert 'going on' not in capsys.readouterr().out
   _assert_same_run(out_dir, uninterrupted)
   _assert_same_run(out_dir / 'before-1', uninterrupted)
@@ -161,10 +159,10 @@ def test_fresh_starts_over(finished_config: Config, uninterrupted, capsys):
 def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
   with monkeypatch.context() as patch, pytest.raises(_Killed):
     _during(patch, 6)
-    train(dataclasses.replace(config, mesh='fsdp=8'))
-  train(dataclasses.replace(config, mesh='data=2,fsdp=2,tensor=2'))
+    train(replace(config, mesh='fsdp=8'))
+  train(replace(config, mesh='data=2,fsdp=2,tensor=2'))
   other = tmp_path / 'other'
-  train(dataclasses.replace(config, mesh='fsdp=8', out_dir=other))
+  train(replace(config, mesh='fsdp=8', out_dir=other))
   np.testing.assert_allclose(
     [m['train_loss'] for m in _metrics(config.out_dir)],
     [m['train_loss'] for m in _metrics(other)],
@@ -202,7 +200,7 @@ def test_an_infinite_gradient_stops_the_run_or_is_left_out(
   config: Config, monkeypatch, capsys
 ):
   _break_gradients(monkeypatch, 5)
-  config = dataclasses.replace(config, diagnostics_every=0)
+  config = replace(config, diagnostics_every=0)
   with pytest.raises(NotFiniteError) as error:
     train(config)
   for part in (
@@ -218,7 +216,7 @@ def test_an_infinite_gradient_stops_the_run_or_is_left_out(
   assert saved == ['2', '4']
   assert not RunFolder(config.out_dir).finished
 
-  train(dataclasses.replace(config, not_finite='skip'))
+  train(replace(config, not_finite='skip'))
   out = capsys.readouterr().out
   assert 'going on after step 4' in out
   assert '1 steps whose loss or gradient was not finite' in out
@@ -361,24 +359,20 @@ def test_two_processes_go_on_after_one_was_killed(pair: Path):
   _assert_same_run(pair / 'whole', pair / 'killed')
 
 
-def test_weights_that_are_not_finite_are_never_results(
-  config: Config, monkeypatch
-):
+def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
   monkeypatch.setattr(
     Trainer,
     '_sequence_losses',
     lambda _self, _params, tokens: jnp.full(tokens.shape[:2], np.nan),
   )
   with pytest.raises(NotFiniteError, match="step 4 {'val_loss': nan}"):
-    train(dataclasses.replace(config, not_finite='skip'))
+    train(replace(config, not_finite='skip'))
   assert not (config.out_dir / 'weights.safetensors').exists()
 
 
-def test_a_trace_is_written_though_the_run_is_stopped(
-  config: Config, monkeypatch
-):
+def test_a_trace_is_written_though_the_run_is_stopped(config, monkeypatch):
   monkeypatch.setattr('examples.gpt2.run.profile._TRACED', (2, 6))
   with monkeypatch.context() as patch, pytest.raises(_Killed):
     _during(patch, 5)
-    train(dataclasses.replace(config, profile=True))
+    train(replace(config, profile=True))
   assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))

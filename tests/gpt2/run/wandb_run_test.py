@@ -1,6 +1,6 @@
 """What Weights & Biases gets of a run, offline and from a server like its."""
 
-import dataclasses
+from dataclasses import replace
 import gzip
 import http.server
 import json
@@ -258,7 +258,7 @@ def test_without_the_package_the_extra_is_named(monkeypatch, tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_run_of_the_trainer_has_all_its_numbers(wandb, tiny: Config):
-  train(dataclasses.replace(tiny, wandb='tests'))
+  train(replace(tiny, wandb='tests'))
   (file,) = tiny.out_dir.glob('wandb/offline-run-*/*.wandb')
   lines = _history(_records(file))
   written = RunFolder(tiny.out_dir).read_metrics()
