@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+import functools
 import os
 from pathlib import Path
 import random
@@ -12,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +109,7 @@ def _kill():
   raise _Killed
 
 
-def _during(monkeypatch, step: int, action: Callable[[], None] = _kill):
+def _during(step: int, action: Callable[[], None] = _kill):
   """Does something while a step is under way, before it is saved."""
   make = batches.training_batch
 
@@ -116,15 +118,14 @@ def _during(monkeypatch, step: int, action: Callable[[], None] = _kill):
       action()
     return make(tokens, config, number, mesh)
 
-  monkeypatch.setattr(batches, 'training_batch', training_batch)
+  return unittest.mock.patch.object(batches, 'training_batch', training_batch)
 
 
 @pytest.mark.parametrize('step', [2, 6])
 def test_a_run_goes_on_from_its_checkpoint(
-  config: Config, uninterrupted: Path, step: int, monkeypatch, capsys
+  config: Config, uninterrupted: Path, step: int, capsys
 ):
-  with monkeypatch.context() as patch, pytest.raises(_Killed):
-    _during(patch, step)
+  with pytest.raises(_Killed), _during(step):
     train(config)
   with (config.out_dir / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 7, "torn')
@@ -133,14 +134,12 @@ def test_a_run_goes_on_from_its_checkpoint(
   _assert_same_run(config.out_dir, uninterrupted)
 
 
-def test_a_signal_saves_a_checkpoint(
-  config: Config, uninterrupted: Path, as_flags, monkeypatch, capsys
-):
+def test_a_signal_saves_a_checkpoint(config, uninterrupted, as_flags, capsys):
   flags = as_flags(config)
-  with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
-    _during(patch, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+  with pytest.raises(SystemExit) as ended, _during(3, stop):
     main(flags)
-  assert stop.value.code == 128 + signal.SIGTERM
+  assert ended.value.code == 128 + signal.SIGTERM
   assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
   main(flags)
   assert 'going on after step 3' in capsys.readouterr().out
@@ -156,9 +155,8 @@ def test_fresh_starts_over(finished_config: Config, uninterrupted, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path, monkeypatch):
-  with monkeypatch.context() as patch, pytest.raises(_Killed):
-    _during(patch, 6)
+def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path):
+  with pytest.raises(_Killed), _during(6):
     train(replace(config, mesh='fsdp=8'))
   train(replace(config, mesh='data=2,fsdp=2,tensor=2'))
   other = tmp_path / 'other'
@@ -372,7 +370,6 @@ def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
 
 def test_a_trace_is_written_though_the_run_is_stopped(config, monkeypatch):
   monkeypatch.setattr('examples.gpt2.run.profile._TRACED', (2, 6))
-  with monkeypatch.context() as patch, pytest.raises(_Killed):
-    _during(patch, 5)
+  with pytest.raises(_Killed), _during(5):
     train(replace(config, profile=True))
   assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))
