@@ -163,9 +163,9 @@ def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
   assert len(set(smallest)) == 3
   found, expected = {}, {}
   for i in range(3):
-    found[i] = {k: measured['layers'][k][i] for k in _MERIT_KEYS}
-    expected[i] = expect(lambda x, i=i: _layer(x['blocks'], i))
-    assert expected[i]['decided_by_row'] > 0
+    found[f'{i}'] = {k: measured['layers'][k][i] for k in _MERIT_KEYS}
+    expected[f'{i}'] = expect(lambda x, i=i: _layer(x['blocks'], i))
+    assert expected[f'{i}']['decided_by_row'] > 0
   for name, values in measured['others'].items():
     found[name] = {k: values[k] for k in _MERIT_KEYS}
     expected[name] = expect(lambda x, n=name: {n: x[n]})
