@@ -4,8 +4,11 @@ from collections.abc import Callable, Iterable
 import errno
 import os
 from pathlib import Path
+import re
+import shutil
 import threading
 from typing import Any
+from unittest.mock import patch
 import warnings
 
 import hypothesis
@@ -76,20 +79,16 @@ def _state(seed: int, mesh: str = 'fsdp=4,tensor=2') -> dict[str, Any]:
 
 
 def _shardings(state: Any, mesh: str) -> Any:
-  devices = make_mesh(mesh)
-  return jax.tree.map_with_path(
-    lambda path, _: NamedSharding(
-      devices, _SPECS.get(getattr(path[-1], 'key', ''), P())
-    ),
-    state,
-  )
+  def sharding(path: tuple[Any, ...], _: Any) -> NamedSharding:
+    spec = _SPECS.get(getattr(path[-1], 'key', ''), P())
+    return NamedSharding(make_mesh(mesh), spec)
+
+  return jax.tree.map_with_path(sharding, state)
 
 
 def _like(state: Any, mesh: str = 'fsdp=4,tensor=2') -> Any:
   return jax.tree.map(
-    lambda x, sharding: jax.ShapeDtypeStruct(
-      x.shape, x.dtype, sharding=sharding
-    ),
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     state,
     _shardings(state, mesh),
   )
@@ -126,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
   return [as_path(url.removeprefix('file://')) for url in urls]
 
 
-def _flip(file: Path, position: int, bit: int) -> None:
+def _flip(file: Path, position: int, bit: int = 5) -> None:
   content = bytearray(file.read_bytes())
   content[position] ^= 1 << bit
   file.write_bytes(content)
@@ -135,26 +134,20 @@ def _flip(file: Path, position: int, bit: int) -> None:
 def _flip_largest(folder: Path) -> None:
   """Flips a bit of the largest array, which does not compress."""
   file = _files(folder)[0]
-  _flip(file, len(file.read_bytes()) // 2, 5)
+  _flip(file, len(file.read_bytes()) // 2)
 
 
-def _flip_number(folder: Path, numbers: np.ndarray, place: float) -> None:
+def _flip_number(folder: Path, numbers: np.ndarray) -> None:
   """Flips a bit of numbers that a checkpoint holds."""
-  content = np.asarray(numbers).tobytes()
+  content = numbers.tobytes()
   (file,) = (f for f in _files(folder) if content in f.read_bytes())
-  start = file.read_bytes().index(content)
-  _flip(file, start + int(place * (len(content) - 1)), 5)
+  _flip(file, file.read_bytes().index(content) + len(content) // 2)
 
 
 def _cut(folder: Path, name: str = '', size: int = 50) -> None:
   """Truncates a file of a checkpoint, by default the largest."""
   file = folder / name if name else _files(folder)[0]
   file.write_bytes(file.read_bytes()[:size])
-
-
-def _remove(folder: Path) -> None:
-  for file in _files(folder):
-    file.unlink()
 
 
 def test_restores_every_bit_on_any_mesh(folder: Path):
@@ -171,32 +164,10 @@ def test_restores_every_bit_on_any_mesh(folder: Path):
       assert x.sharding == y.sharding
 
 
-def test_a_relative_folder_is_allowed_and_no_file_is_a_pickle(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_relative_folder_is_allowed(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   _save(Path('c'), 1)
   assert _restore(Path('c'))[0] == 1
-  for file in _files(tmp_path / 'c'):
-    assert not file.read_bytes().startswith(b'\x80')
-
-
-def test_the_state_may_be_donated(tmp_path: Path):
-  step = jax.jit(
-    lambda state: jax.tree.map(lambda x: x + x.astype(bool), state),
-    donate_argnums=0,
-  )
-  state = _state(1)
-  before = jax.device_get(jax.tree.map(jnp.copy, state))
-  with Checkpoints(tmp_path / 'c', max_to_keep=2) as saved:
-    assert saved.save(1, state)
-    for _ in range(5):
-      state = step(state)
-    _, restored = saved.restore(_like(state))
-    _assert_same(restored, before)
-    for _ in range(5):
-      restored = step(restored)
-  _assert_same(restored, state)
 
 
 def test_keeps_the_last_and_the_best(folder: Path):
@@ -214,10 +185,9 @@ def test_keeps_the_last_and_the_best(folder: Path):
 @pytest.mark.parametrize(
   ('settings', 'losses', 'kept'),
   [
-    (dict(max_to_keep=2), [None] * 5, [4, 5]),
-    (dict(max_to_keep=1, keep_period=2), [None] * 5, [2, 4, 5]),
+    ({'max_to_keep': 1, 'keep_period': 2}, [None] * 5, [2, 4, 5]),
     # Of equal losses the last is the best.
-    (dict(max_to_keep=1), [3.0, 2.0, 2.5, 1.0, 1.0, 4.0], [5, 6]),
+    ({'max_to_keep': 1}, [3.0, 2.0, 2.5, 1.0, 1.0, 4.0], [5, 6]),
   ],
 )
 def test_few_checkpoints_stay(
@@ -239,40 +209,32 @@ def test_a_step_before_the_last_can_be_saved_but_none_twice(tmp_path: Path):
   _assert_same(_restore(tmp_path)[1], _state(5))
 
 
-@pytest.mark.parametrize(
-  ('bad', 'name'), [('nan', 'params.kernel'), ('-inf', 'moment')]
-)
-def test_a_state_that_is_not_finite_is_refused(
-  tmp_path: Path, bad: str, name: str
-):
+@pytest.mark.parametrize('bad', [np.nan, -np.inf])
+def test_a_state_that_is_not_finite_is_refused(tmp_path: Path, bad: float):
   state = _state(2)
-  *path, last = name.split('.')
-  inner = state[path[0]] if path else state
-  inner[last] = inner[last].at[-1, -1].set(float(bad))
+  params = state['params']
+  params['kernel'] = params['kernel'].at[-1, -1].set(bad)
   with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(1, _state(1))
-    with pytest.warns(RuntimeWarning, match=f'step 2 .*: {name} is not finite'):
+    with pytest.warns(RuntimeWarning, match='2 .*params.kernel is not finite'):
       assert not saved.save(2, state)
     assert _restore(tmp_path)[0] == 1
 
 
-def _only(
-  caught: Iterable[warnings.WarningMessage], text: str
-) -> warnings.WarningMessage:
+def _only(caught: Iterable[warnings.WarningMessage], text: str) -> str:
   """Returns the one warning with a text, next to those of what Orbax drops."""
-  (warning,) = (x for x in caught if text in str(x.message))
-  return warning
+  (found,) = (str(x.message) for x in caught if text in str(x.message))
+  return found
 
 
-def _assert_falls_back(folder: Path, *reasons: str) -> None:
+def _assert_falls_back(folder: Path, reason: str = '') -> None:
   """Asserts that checkpoint 2 is set aside, and 1 is used."""
   with Checkpoints(folder, max_to_keep=2) as saved:
     with pytest.warns(RuntimeWarning) as caught:
       step, state = saved.restore(_like(_state(0)))
-    warning = _only(caught, 'step 2')
     moved = folder.parent / f'damaged-{folder.name}' / '2-1'
-    for text in (str(folder), str(moved), *reasons):
-      assert text in str(warning.message)
+    for text in (str(folder), str(moved), reason):
+      assert text in _only(caught, 'step 2')
     assert step == 1
     _assert_same(state, _state(1))
     assert moved.is_dir()
@@ -300,13 +262,11 @@ def test_a_damaged_checkpoint_is_set_aside(
     lambda x: _cut(x, 'state/manifest.ocdbt', size=0),
     lambda x: _cut(x, 'state/_METADATA'),
     lambda x: _cut(x, 'record/metadata'),
-    lambda x: _remove(x / 'state'),
-    lambda x: _remove(x / 'record'),
+    lambda x: shutil.rmtree(x / 'state'),
+    lambda x: shutil.rmtree(x / 'record'),
   ],
 )
-def test_damage_of_any_part_is_found(
-  tmp_path: Path, damage: Callable[[Path], None]
-):
+def test_damage_of_any_part_is_found(tmp_path, damage: Callable[[Path], None]):
   folder = tmp_path / 'c'
   _save(folder, 1, 2)
   damage(folder / '2')
@@ -342,8 +302,8 @@ def test_damaged_checkpoints_of_one_step_are_all_kept(tmp_path: Path):
     _cut(folder / '2')
     with pytest.warns(RuntimeWarning, match='damaged'):
       assert _restore(folder)[0] == 1
-  names = sorted(path.name for path in (tmp_path / 'damaged-c').iterdir())
-  assert names == ['2-1', '2-2']
+  names = {path.name for path in (tmp_path / 'damaged-c').iterdir()}
+  assert names == {'2-1', '2-2'}
 
 
 def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
@@ -369,13 +329,12 @@ def test_if_all_are_damaged_the_user_decides(tmp_path: Path):
 def test_a_state_of_another_form_is_refused(
   tmp_path: Path, change: dict[str, Any], reason: str
 ):
-  _save(tmp_path / 'c', 1)
+  _save(tmp_path, 1)
   with (
-    Checkpoints(tmp_path / 'c', max_to_keep=1) as saved,
-    pytest.raises(UsageError) as error,
+    pytest.raises(UsageError, match=re.escape(reason)),
+    Checkpoints(tmp_path, max_to_keep=1) as saved,
   ):
     saved.restore(_like(_state(1) | change))
-  assert reason in str(error.value)
 
 
 def _fail(*_: object, **__: object) -> None:
@@ -385,64 +344,42 @@ def _fail(*_: object, **__: object) -> None:
 @pytest.mark.parametrize(
   'name', [(ocp.AsyncCheckpointer, 'save'), (os, 'rename')]
 )
-def test_a_failed_save_does_not_end_the_run(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: tuple[Any, str]
-):
-  folder = tmp_path / 'c'
-  with Checkpoints(folder, max_to_keep=1) as saved:
+def test_a_failed_save_does_not_end_the_run(tmp_path, name: tuple[Any, str]):
+  with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(1, _state(1), 1.0)
     saved.wait()
-    with monkeypatch.context() as patch:
-      patch.setattr(*name, _fail)
-      with pytest.warns(
-        RuntimeWarning, match='step 2.*No space left'
-      ) as caught:
-        assert saved.save(2, _state(2), 0.5) == (name[0] is os)
-        saved.wait()
-        saved.wait()
-      _only(caught, 'step 2')
-    assert [path.name for path in folder.iterdir()] == ['1']
+    with patch.object(*name, _fail), pytest.warns(RuntimeWarning) as caught:
+      assert saved.save(2, _state(2), 0.5) == (name[0] is os)
+      saved.wait()
+      saved.wait()
+    assert 'No space left' in _only(caught, 'step 2')
+    assert _steps(tmp_path) == [1]
     assert saved.restore(_like(_state(0)))[0] == 1
     assert saved.save(3, _state(3), 2.0)
-  assert _steps(folder) == [1, 3]
+  assert _steps(tmp_path) == [1, 3]
 
 
-def test_the_last_save_of_a_run_is_told_if_it_failed(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(tmp_path: Path):
   with (
-    pytest.warns(RuntimeWarning, match='step 1 is not saved'),
-    Checkpoints(tmp_path / 'c', max_to_keep=2) as saved,
-  ):
-    monkeypatch.setattr(os, 'rename', _fail)
-    assert saved.save(1, _state(1))
-  assert not list((tmp_path / 'c').iterdir())
-
-
-def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-  with (
+    Checkpoints(tmp_path, max_to_keep=1) as saved,
+    patch.object(os, 'rename', _fail),
     pytest.warns(RuntimeWarning, match='is not saved'),
-    Checkpoints(tmp_path / 'c', max_to_keep=1) as saved,
   ):
-    monkeypatch.setattr(os, 'rename', _fail)
     for step in (1, 2, 3):
       assert saved.save(step, _state(step))
     with pytest.raises(checkpoints.UnsavedError, match='last 3 checkpoints'):
       saved.wait()
 
 
-def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(tmp_path):
   _save(tmp_path, 1)
   with Checkpoints(tmp_path, max_to_keep=1) as saved:
     assert saved.save(2, _state(2))
-    with monkeypatch.context() as patch:
-      patch.setattr('shutil.rmtree', _fail)
-      with pytest.warns(RuntimeWarning, match='not deleted'):
-        saved.wait()
+    with (
+      patch.object(shutil, 'rmtree', _fail),
+      pytest.warns(RuntimeWarning, match='not deleted'),
+    ):
+      saved.wait()
     assert _steps(tmp_path) == [1, 2]
     assert saved.save(3, _state(3))
   assert _steps(tmp_path) == [3]
@@ -461,9 +398,7 @@ def test_after_an_error_the_save_under_way_is_finished(tmp_path: Path):
 @pytest.mark.parametrize(
   'name', ['', 'state/manifest.ocdbt', 'record/metadata']
 )
-def test_a_file_that_cannot_be_read_is_not_called_damaged(
-  tmp_path: Path, name: str
-):
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path, name: str):
   folder = tmp_path / 'c'
   _save(folder, 1, 2)
   file = folder / '2' / name if name else _files(folder / '2')[0]
@@ -480,18 +415,16 @@ def test_a_file_that_cannot_be_read_is_not_called_damaged(
   'name', [(ocp.Checkpointer, 'restore'), (restore, 'checksums')]
 )
 def test_an_error_of_a_device_is_not_called_damage(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: tuple[Any, str]
+  tmp_path: Path, name: tuple[Any, str]
 ):
-  def fail(*_: object, **__: object) -> None:
-    raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
-
-  folder = tmp_path / 'c'
-  _save(folder, 1, 2)
-  with monkeypatch.context() as patch:
-    patch.setattr(*name, fail)
-    with pytest.raises(jax.errors.JaxRuntimeError, match='RESOURCE_EXHAUSTED'):
-      _restore(folder)
-  assert _restore(folder)[0] == 2
+  error = jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: out of memory')
+  _save(tmp_path, 1, 2)
+  with (
+    patch.object(*name, side_effect=error),
+    pytest.raises(jax.errors.JaxRuntimeError, match='RESOURCE_EXHAUSTED'),
+  ):
+    _restore(tmp_path)
+  assert _restore(tmp_path)[0] == 2
 
 
 def test_what_a_killed_save_left_is_no_checkpoint(folder: Path):
@@ -542,9 +475,9 @@ def test_a_slow_store_keeps_no_step_waiting(stored: Path, proxy):
   with Checkpoints(stored, max_to_keep=2) as saved:
     proxy.delay = 0.1
     assert saved.save(1, _state(1))
-    started = len(proxy.requests)
+    started = proxy.num_requests
     assert saved.wait()
-    assert len(proxy.requests) > started, 'the save was over before'
+    assert proxy.num_requests > started, 'the save was over before'
     proxy.heal()
     assert saved.restore(_like(_state(0)))[0] == 1
 
@@ -579,7 +512,7 @@ with Checkpoints(folder, max_to_keep=3) as saved:
 if me == 0:
   # Process 1 alone reads this shard of 3, and this one of 4 is not readable.
   shard = np.asarray(jax.random.bits(jax.random.key(3), (80_000,)))[-10_000:]
-  _flip_number(folder / '3', shard, 0.5)
+  _flip_number(folder / '3', shard)
   for file in _files(folder / '4' / 'state' / 'ocdbt.process_1'):
     os.truncate(file, 0)
 multihost_utils.sync_global_devices('damaged')

@@ -68,8 +68,7 @@ def test_the_checksum_is_the_same_for_any_sharding(dtype: str, content: bytes):
 
 
 @hypothesis.given(
-  values=st.lists(st.floats(width=32), min_size=2, max_size=24),
-  data=st.data(),
+  values=st.lists(st.floats(width=32), min_size=2, max_size=24), data=st.data()
 )
 def test_swapped_elements_change_the_checksum(
   values: list[float], data: st.DataObject

@@ -15,11 +15,6 @@ _NAMES = (
 @pytest.fixture(scope='session')
 def as_flags() -> Callable[[Config], list[str]]:
   """Returns the flags of a command for settings such as ``tiny``."""
-
-  def flags(config: Config) -> list[str]:
-    found = []
-    for name in _NAMES:
-      found += ['--' + name.replace('_', '-'), str(getattr(config, name))]
-    return found
-
-  return flags
+  return lambda config: [
+    f'--{name.replace("_", "-")}={getattr(config, name)}' for name in _NAMES
+  ]

@@ -1,4 +1,4 @@
-import dataclasses
+from dataclasses import replace
 import errno
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
 from examples.gpt2.presets import identity, resolve
-from examples.gpt2.run import loop, restore, start
+from examples.gpt2.run import loop, start
 from examples.gpt2.run.changes import refusal
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import RunFolder
@@ -23,20 +23,6 @@ from examples.gpt2.run.log import MEASURED
 from examples.gpt2.run.memory import OutOfMemoryError
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.train import train
-
-
-def _stable(config: Config, **changes) -> Config:
-  """Returns settings of a run that can be made longer."""
-  settings = {
-    'schedule': 'wsd',
-    'warmup_steps': 2,
-    'decay_steps': 0,
-    'learning_rate': 0.01,
-    'checkpoint_every': 2,
-    'max_to_keep': 9,
-    'diagnostics_every': 0,
-  }
-  return dataclasses.replace(config, **settings | changes)
 
 
 def _metrics(config: Config) -> list[dict]:
@@ -55,7 +41,11 @@ def _assert_same_end(one: Config, other: Config) -> None:
 @pytest.fixture(scope='module')
 def stable(make_tiny, tmp_path_factory) -> Config:
   """Settings of a run of six steps at a constant rate, not to be changed."""
-  config = _stable(make_tiny(tmp_path_factory.mktemp('stable')))
+  config = replace(
+    make_tiny(tmp_path_factory.mktemp('stable')),
+    schedule='wsd', warmup_steps=2, decay_steps=0, learning_rate=0.01,
+    checkpoint_every=2, max_to_keep=9, diagnostics_every=0,
+  )  # fmt: skip
   train(config)
   return config
 
@@ -63,7 +53,7 @@ def stable(make_tiny, tmp_path_factory) -> Config:
 @pytest.fixture
 def copied(stable: Config, tmp_path: Path) -> Config:
   shutil.copytree(stable.out_dir, tmp_path / 'run')
-  return dataclasses.replace(stable, out_dir=tmp_path / 'run')
+  return replace(stable, out_dir=tmp_path / 'run')
 
 
 def test_weights_of_a_former_end_are_not_those_of_a_longer_run(copied: Config):
@@ -79,14 +69,16 @@ def test_weights_of_a_former_end_are_not_those_of_a_longer_run(copied: Config):
 def test_a_longer_run_is_the_one_that_it_would_have_been(
   stable: Config, copied: Config, tmp_path: Path
 ):
-  longer = dataclasses.replace(copied, steps=10, eval_every=5)
+  longer = replace(copied, steps=10, eval_every=5)
   train(longer)
-  at_once = dataclasses.replace(longer, out_dir=tmp_path / 'at_once')
+  at_once = replace(longer, out_dir=tmp_path / 'at_once')
   train(at_once)
   _assert_same_end(longer, at_once)
-  one, other = _metrics(longer), _metrics(at_once)
-  assert [x['step'] for x in one] == list(range(1, 11))
-  assert [x['train_loss'] for x in one] == [x['train_loss'] for x in other]
+  one, other = (
+    [(x['step'], x['train_loss']) for x in _metrics(config)]
+    for config in (longer, at_once)
+  )
+  assert one == other
   before = load_model(stable.out_dir).params
   chex.assert_trees_all_equal(load_model(copied.out_dir, step=6).params, before)
   # The former end is kept.
@@ -95,22 +87,17 @@ def test_a_longer_run_is_the_one_that_it_would_have_been(
 
 
 def test_a_cooldown_starts_from_any_checkpoint(stable: Config, tmp_path: Path):
-  cooldown = dataclasses.replace(
-    stable,
-    out_dir=tmp_path / 'cooldown',
-    fork_from=stable.out_dir,
-    fork_step=4,
-    steps=7,
-    decay_steps=3,
-    decay_shape='1-sqrt',
-  )
+  cooldown = replace(
+    stable, out_dir=tmp_path / 'cooldown', fork_from=stable.out_dir,
+    fork_step=4, steps=7, decay_steps=3, decay_shape='1-sqrt',
+  )  # fmt: skip
   train(cooldown)
   lines = _metrics(cooldown)
   assert lines[:4] == _metrics(stable)[:4]
   rates = [line['learning_rate'] for line in lines[4:]]
   expected = 0.01 * (1 - np.sqrt(np.arange(3) / 3))
   np.testing.assert_allclose(rates, expected, rtol=1e-6)
-  at_once = dataclasses.replace(
+  at_once = replace(
     cooldown, out_dir=tmp_path / 'at_once', fork_from=None, fork_step=None
   )
   train(at_once)
@@ -118,7 +105,7 @@ def test_a_cooldown_starts_from_any_checkpoint(stable: Config, tmp_path: Path):
   # It is reported, not repeated, and known by what it started from.
   assert train(cooldown).finished
   with pytest.raises(UsageError, match=r"fork: .*'step': 4"):
-    train(dataclasses.replace(cooldown, fork_step=2))
+    train(replace(cooldown, fork_step=2))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +124,7 @@ def test_a_cooldown_starts_from_any_checkpoint(stable: Config, tmp_path: Path):
 def test_another_past_is_refused(copied: Config, changes: dict, message: str):
   before = sorted(copied.out_dir.iterdir())
   with pytest.raises(UsageError, match=message):
-    train(dataclasses.replace(copied, **changes))
+    train(replace(copied, **changes))
   assert sorted(copied.out_dir.iterdir()) == before
 
 
@@ -149,34 +136,32 @@ def test_a_cosine_cannot_be_made_longer():
   assert 'schedule: cosine -> wsd' in refusal(old, longer, 20)
 
 
-def test_a_fork_needs_a_checkpoint_that_is_there(
-  stable: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-  config = dataclasses.replace(stable, out_dir=tmp_path / 'x', steps=20)
-  forked = dataclasses.replace(config, fork_from=stable.out_dir)
-  with pytest.raises(UsageError, match='needs --fork-step'):
-    train(forked)
-  with pytest.raises(
-    UsageError, match=r'--fork-step must .*\(2, 4, 6\), got 3'
-  ):
-    train(dataclasses.replace(forked, fork_step=3))
-  monkeypatch.setattr(loop, '_compile', lambda *_: pytest.fail('compiled'))
-  for change, words in (
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [
+    ({'fork_step': None}, 'needs --fork-step'),
+    ({'fork_step': 3}, r'--fork-step must .*\(2, 4, 6\), got 3'),
     ({'mlp_width': 128}, '--mlp-width 128 instead of 64'),
     ({'optimizer': 'lion'}, 'is a run of --optimizer merit, got .* lion:'),
-  ):
-    with pytest.raises(UsageError, match=words):
-      train(dataclasses.replace(forked, fork_step=4, **change))
+    ({'data': 'other.txt'}, 'has another tokenizer than --data'),
+    ({'init_from': Path('run')}, 'leave out one of the two'),
+    (
+      {'fork_from': None, 'fork_step': None, 'init_step': 4},
+      '--init-step needs --init-from',
+    ),
+  ],
+)
+def test_a_fork_that_does_not_fit_is_refused(
+  stable: Config, tmp_path: Path, changes: dict, words: str, monkeypatch
+):
+  monkeypatch.setattr(loop, '_compile', lambda *_: pytest.fail('compiled'))
+  monkeypatch.chdir(stable.out_dir.parent)
+  Path('other.txt').write_text('another text. ' * 500)
+  forked = replace(stable, out_dir=tmp_path, fork_from=Path('run'), fork_step=4)
+  with pytest.raises(UsageError, match=words):
+    train(replace(forked, **changes))
   # The folder is free for the command that is put right.
-  assert not (config.out_dir / 'config.json').exists()
-  text = tmp_path / 'other.txt'
-  text.write_text('another text. ' * 500)
-  with pytest.raises(UsageError, match='has another tokenizer than --data'):
-    train(dataclasses.replace(forked, fork_step=4, data=str(text)))
-  with pytest.raises(UsageError, match='leave out one of the two'):
-    train(dataclasses.replace(forked, fork_step=4, init_from=stable.out_dir))
-  with pytest.raises(UsageError, match='--init-step needs --init-from'):
-    train(dataclasses.replace(config, init_step=4))
+  assert not (tmp_path / 'config.json').exists()
 
 
 @pytest.fixture
@@ -188,9 +173,7 @@ def unfinished(copied: Config) -> Path:
 
 
 @pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
-def test_weights_of_a_run_that_goes_on_are_read(
-  stable: Config, unfinished: Path, mesh: str
-):
+def test_weights_of_a_run_that_goes_on_are_read(stable, unfinished, mesh: str):
   devices = make_mesh(mesh) if mesh else None
   last = load_model(unfinished, devices).params
   chex.assert_trees_all_equal(
@@ -208,43 +191,38 @@ def test_a_run_goes_on_when_what_it_started_from_is_gone(
   copied: Config, tmp_path: Path, monkeypatch, name: str
 ):
   settings = {f'{name}_from': copied.out_dir, f'{name}_step': 4}
-  config = dataclasses.replace(
+  config = replace(
     copied, out_dir=tmp_path / 'new', steps=7, checkpoint_every=1, **settings
   )
   save = Checkpoints.save
+
+  def interrupt(saved, step, *state):
+    if step == 6:
+      raise KeyboardInterrupt
+    return save(saved, step, *state)
+
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-    def interrupt(saved, step, *state):
-      if step == 6:
-        raise KeyboardInterrupt
-      return save(saved, step, *state)
-
     patch.setattr(Checkpoints, 'save', interrupt)
     train(config)
   shutil.rmtree(copied.out_dir / 'checkpoints' / '4')
-  with pytest.raises(UsageError, match=rf'--{name}-step must be the step of'):
-    train(dataclasses.replace(config, out_dir=tmp_path / 'other'))
-  # What would start over from nothing leaves the run where it is.
   before = sorted(config.out_dir.rglob('*'))
-  with pytest.raises(UsageError, match=rf'--{name}-step must be the step of'):
-    train(dataclasses.replace(config, from_scratch=True))
+  # What would start over from nothing leaves the run where it is.
+  for change in ({'out_dir': tmp_path / 'other'}, {'from_scratch': True}):
+    with pytest.raises(UsageError, match=rf'--{name}-step must be the step of'):
+      train(replace(config, **change))
   assert sorted(config.out_dir.rglob('*')) == before
   train(config)
   assert [x['step'] for x in _metrics(config)] == list(range(1, 8))
 
 
-def test_a_source_that_cannot_be_read_leaves_the_folder_free(
-  copied: Config, tmp_path: Path
-):
-  config = dataclasses.replace(
-    copied, out_dir=tmp_path / 'new', init_from=copied.out_dir
-  )
+def test_a_source_that_cannot_be_read_leaves_the_folder_free(copied, tmp_path):
+  config = replace(copied, out_dir=tmp_path / 'new', init_from=copied.out_dir)
   weights = copied.out_dir / 'weights.safetensors'
   weights.write_bytes(weights.read_bytes()[:-4])
   with pytest.raises(UsageError, match='weights.safetensors cannot be used'):
     train(config)
   # Nor does a fork, of which only the arrays are damaged, or a tokenizer.
-  fork = dataclasses.replace(
+  fork = replace(
     config, init_from=None, fork_from=copied.out_dir, fork_step=4, steps=8
   )
   largest = max(
@@ -258,31 +236,27 @@ def test_a_source_that_cannot_be_read_leaves_the_folder_free(
   with pytest.raises(UsageError, match='--fork-from cannot be used'):
     train(fork)
   (copied.out_dir / 'model.json').unlink()
-  with pytest.raises(
-    UsageError, match='--init-from cannot be used: .* missing'
-  ):
+  with pytest.raises(UsageError, match='--init-from cannot be used: .*missing'):
     train(config)
   with pytest.raises(UsageError, match='if --out-dir names its folder'):
-    train(dataclasses.replace(config, out_dir=None))
+    train(replace(config, out_dir=None))
   assert not (tmp_path / 'new' / 'config.json').exists()
 
 
 @pytest.mark.parametrize('content', ['', '{}'])
-def test_a_damaged_record_is_named(
-  copied: Config, tmp_path: Path, content: str
-):
+def test_a_damaged_record_is_named(copied: Config, tmp_path, content: str):
   record = copied.out_dir / 'checkpoints' / '4' / 'record' / 'metadata'
   record.write_text(content)
   for name in ('fork', 'init'):
     settings = {f'{name}_from': copied.out_dir, f'{name}_step': 4, 'steps': 7}
     with pytest.raises(UsageError, match='of step 4 .* cannot be used'):
-      train(dataclasses.replace(copied, out_dir=tmp_path / 'new', **settings))
+      train(replace(copied, out_dir=tmp_path / 'new', **settings))
 
 
 def test_a_run_that_is_done_needs_nothing_that_it_started_from(
   copied: Config, tmp_path: Path, capsys: pytest.CaptureFixture
 ):
-  config = dataclasses.replace(
+  config = replace(
     copied, out_dir=tmp_path / 'new', init_from=copied.out_dir, steps=2
   )
   train(config)
@@ -299,134 +273,95 @@ def test_what_does_not_fit_while_weights_are_read_gives_advice(
     raise MemoryError('no room')
 
   monkeypatch.setattr(start, 'load_model', fail)
-  config = dataclasses.replace(
-    copied, out_dir=tmp_path / 'new', init_from=copied.out_dir
-  )
+  config = replace(copied, out_dir=tmp_path / 'new', init_from=copied.out_dir)
   with pytest.raises(OutOfMemoryError, match='no room'):
     train(config)
 
 
-def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
-  shutil.rmtree(unfinished / 'checkpoints')
-  (unfinished / 'checkpoints').mkdir()
-  with pytest.raises(UsageError, match='run has neither final weights nor'):
-    load_model(unfinished)
-
-
 @pytest.mark.slow
-def test_commands_take_a_run_that_goes_on(
-  stable: Config, unfinished: Path, tmp_path: Path
-):
-  expected = _metrics(stable)[-1]['val_loss']
-  found, at_two = (
-    evaluate(
-      unfinished,
-      stable.data,
-      held_out=True,
-      step=step,
-      sequences=stable.eval_sequences,
-    )
+def test_commands_take_a_run_that_goes_on(stable, unfinished, tmp_path):
+  sizes = {'held_out': True, 'sequences': stable.eval_sequences}
+  last, at_two = (
+    evaluate(unfinished, stable.data, step=step, **sizes).loss
     for step in (None, 2)
   )
-  assert found.loss == pytest.approx(expected, abs=1e-5)
-  assert at_two.loss > found.loss
+  assert last == pytest.approx(_metrics(stable)[-1]['val_loss'], abs=1e-5)
+  assert at_two > last
   [text] = generate(unfinished, 'the', tokens=3, step=4)
   assert text.startswith('the')
   # A run that starts from them keeps them at such a rate.
-  config = dataclasses.replace(
-    stable,
-    out_dir=tmp_path / 'new',
-    init_from=unfinished,
-    steps=2,
+  config = replace(
+    stable, out_dir=tmp_path / 'new', init_from=unfinished, steps=2,
     learning_rate=1e-9,
-  )
+  )  # fmt: skip
   with pytest.raises(UsageError, match='--init-step chooses one'):
     train(config)
-  config = dataclasses.replace(config, init_step=2)
+  config = replace(config, init_step=2)
   train(config)
-  line = _metrics(config)[-1]
-  assert line['val_loss'] == pytest.approx(at_two.loss, abs=1e-5)
+  assert _metrics(config)[-1]['val_loss'] == pytest.approx(at_two, abs=1e-5)
 
 
-def test_a_damaged_checkpoint_gives_no_weights(unfinished: Path, monkeypatch):
-  monkeypatch.setattr(restore, 'checksums', lambda arrays: arrays.keys())
-  record = unfinished / 'checkpoints' / '6' / 'record' / 'metadata'
-  content = json.loads(record.read_text())
-  name = next(k for k in content['types'] if k.startswith('params.'))
-  content['types'][name] = 'float32[1]'
-  record.write_text(json.dumps(content))
-  with pytest.raises(UsageError, match=f'step 6 .* cannot be used: .*{name}'):
-    load_model(unfinished)
+@pytest.fixture
+def exporting(tiny: Config) -> Config:
+  """Settings of a run that writes two models for Hugging Face."""
+  return replace(tiny, hf_every=4, diagnostics_every=0)
 
 
-def test_models_for_hugging_face_are_written_on_the_way(
-  tiny: Config, tmp_path: Path
-):
-  config = dataclasses.replace(
-    tiny, hf_every=4, checkpoint_every=4, diagnostics_every=0
-  )
-  train(config)
-  folder = config.out_dir / 'hf'
+def test_models_for_hugging_face_are_written_on_the_way(exporting, tmp_path):
+  train(exporting)
+  folder = exporting.out_dir / 'hf'
   assert sorted(x.name for x in folder.iterdir()) == ['step-4', 'step-6']
   for step in (4, 6):
     out = tmp_path / f'exported-{step}'
-    export_model(config.out_dir, out, step=step)
-    names = sorted(x.name for x in out.iterdir())
-    for name in names:
-      written = (folder / f'step-{step}' / name).read_bytes()
-      assert written == (out / name).read_bytes()
+    export_model(exporting.out_dir, out, step=step)
+    for file in out.iterdir():
+      written = folder / f'step-{step}' / file.name
+      assert written.read_bytes() == file.read_bytes()
   # Of a step that is taken again they are written again.
   weights = folder / 'step-6' / 'model.safetensors'
   before = weights.read_bytes()
   weights.write_text('cut short')
   for name in ('sample.txt', 'weights.safetensors'):
-    (config.out_dir / name).unlink()
-  shutil.rmtree(config.out_dir / 'checkpoints' / '6')
-  train(config)
+    (exporting.out_dir / name).unlink()
+  shutil.rmtree(exporting.out_dir / 'checkpoints' / '6')
+  train(exporting)
   assert weights.read_bytes() == before
 
 
 def test_an_export_that_a_kill_prevented_is_made_when_the_run_goes_on(
-  tiny: Config, monkeypatch: pytest.MonkeyPatch
+  exporting: Config, monkeypatch: pytest.MonkeyPatch
 ):
-  config = dataclasses.replace(
-    tiny, hf_every=4, checkpoint_every=4, diagnostics_every=0
-  )
-  folder = config.out_dir / 'hf'
+  folder = exporting.out_dir / 'hf'
+
+  def interrupt(*_: object) -> None:
+    # As a kill leaves it.
+    (folder / 'partial-step-4-x').mkdir(parents=True)
+    raise KeyboardInterrupt
+
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-
-    def interrupt(*_: object) -> None:
-      # As a kill leaves it.
-      (folder / 'partial-step-4-x').mkdir(parents=True)
-      raise KeyboardInterrupt
-
     patch.setattr(loop, 'write_hugging_face', interrupt)
-    train(config)
-  train(config)
+    train(exporting)
+  train(exporting)
   assert sorted(x.name for x in folder.iterdir()) == ['step-4', 'step-6']
   # Others may read it, as all that a run writes.
   modes = [x.stat().st_mode for x in (folder / 'step-4').iterdir()]
   assert len(set(modes)) == 1
 
 
-def test_an_export_that_fails_does_not_end_the_run(tiny: Config, monkeypatch):
+def test_an_export_that_fails_does_not_end_the_run(exporting, monkeypatch):
   def fail(*_: object) -> None:
     raise OSError(errno.ENOSPC, 'No space left on device')
 
   monkeypatch.setattr(loop, 'write_hugging_face', fail)
-  config = dataclasses.replace(tiny, hf_every=6, steps=6, diagnostics_every=0)
   with pytest.warns(RuntimeWarning, match='export of step 6 failed'):
-    train(config)
+    train(exporting)
 
 
 def test_checkpoints_come_by_time(tiny: Config):
-  config = dataclasses.replace(
-    tiny,
-    checkpoint_every=99,
-    checkpoint_minutes=1e-9,
-    max_to_keep=9,
+  config = replace(
+    tiny, checkpoint_every=99, checkpoint_minutes=1e-9, max_to_keep=9,
     diagnostics_every=0,
-  )
+  )  # fmt: skip
   train(config)
   assert len([*(config.out_dir / 'checkpoints').iterdir()]) == 6
 
@@ -439,6 +374,6 @@ def test_a_checkpoint_of_former_releases_has_no_step(copied: Config):
   for part in ('types', 'checksums'):
     del content[part]['step']
   record.write_text(json.dumps(content))
-  longer = dataclasses.replace(copied, steps=8)
+  longer = replace(copied, steps=8)
   train(longer)
   assert [x['step'] for x in _metrics(longer)] == list(range(1, 9))

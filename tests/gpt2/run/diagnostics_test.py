@@ -1,6 +1,7 @@
+from collections.abc import Callable
 import itertools
-import json
 import math
+from typing import Any
 
 import chex
 import jax
@@ -31,18 +32,10 @@ _MERIT_KEYS = ('trust_ratio_min', 'trust_ratio_max', *_SHARES)
 
 def _config(**settings) -> Config:
   defaults = dict(
-    num_layers=3,
-    num_heads=2,
-    width=16,
-    context_length=16,
-    batch_size=16,
-    micro_batch_size=16,
-    steps=10,
-    warmup_share=0.0,
-    max_gradient_norm=0.05,
-    decay='matrices',
-    unroll=1,
-  )
+    num_layers=3, num_heads=2, width=16, context_length=16, batch_size=16,
+    micro_batch_size=16, steps=10, warmup_share=0.0, max_gradient_norm=0.05,
+    decay='matrices', unroll=1,
+  )  # fmt: skip
   return resolve(Config(**defaults | settings))
 
 
@@ -92,24 +85,6 @@ def gradients(seen):
   return jax.jit(trainer.loss_and_gradients)(state.params, tokens)[1]
 
 
-def test_it_measures_json_values_of_each_layer(seen):
-  _, _, _, _, measured = seen
-  assert json.loads(json.dumps(measured, allow_nan=False)) == measured
-  lists = ('max_attention_logit', 'max_centred_attention_logit')
-  for name in (*lists, 'attention_entropy'):
-    assert len(measured[name]) == 3
-  keys = {'gradient_norm', 'update_to_weight', *_MERIT_KEYS}
-  assert {k: len(v) for k, v in measured['layers'].items()} == dict.fromkeys(
-    keys, 3
-  )
-  assert set(measured['others']) == {
-    'token_embedding', 'position_embedding', 'final_norm',
-  }  # fmt: skip
-  for values in measured['others'].values():
-    assert set(values) == keys
-    assert all(isinstance(x, float) for x in values.values())
-
-
 def test_attention_equals_a_plain_computation(seen):
   config, trainer, state, tokens, measured = seen
 
@@ -138,39 +113,20 @@ def test_attention_equals_a_plain_computation(seen):
     np.testing.assert_allclose(values, measured[name], rtol=1e-5)
 
 
+def _layer(tree, number: int):
+  return jax.tree.map(lambda x: x[number], tree)
+
+
 def test_gradient_norms_add_up_to_the_global_one(seen, gradients):
   _, _, _, _, measured = seen
   norms = measured['layers']['gradient_norm']
   for layer, norm in enumerate(norms):
-    alone = jax.tree.map(lambda x, i=layer: x[i], gradients['blocks'])
+    alone = _layer(gradients['blocks'], layer)
     assert norm == pytest.approx(float(optax.tree.norm(alone)), rel=1e-4)
   others = [x['gradient_norm'] for x in measured['others'].values()]
   total = math.sqrt(sum(x**2 for x in norms + others))
   assert total == pytest.approx(float(optax.tree.norm(gradients)), rel=1e-4)
   assert total > 0.05, 'the clip does something'
-
-
-def _assert_updates_of_a_step(trainer, state, tokens, measured) -> None:
-  """Checks each ratio of update to weight against the step itself."""
-  new, _ = trainer.step(jax.tree.map(jnp.copy, state), tokens)
-
-  def ratio(new, old) -> float:
-    change = jax.tree.map(jnp.subtract, new, old)
-    return float(optax.tree.norm(change) / optax.tree.norm(old))
-
-  for layer, found in enumerate(measured['layers']['update_to_weight']):
-    trees = [
-      jax.tree.map(lambda x, i=layer: x[i], s.params['blocks'])
-      for s in (new, state)
-    ]
-    assert found == pytest.approx(ratio(*trees), rel=1e-3)
-  for name, values in measured['others'].items():
-    expected = ratio(new.params[name], state.params[name])
-    assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
-
-
-def test_updates_are_those_of_the_step(seen):
-  _assert_updates_of_a_step(*seen[1:])
 
 
 def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
@@ -205,17 +161,15 @@ def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
 
   smallest = measured['layers']['trust_ratio_min']
   assert len(set(smallest)) == 3
-  for layer in range(3):
-    values = expect(
-      lambda x, i=layer: jax.tree.map(lambda y: y[i], x['blocks'])
-    )
-    assert values['decided_by_row'] > 0
-    for key, value in values.items():
-      found = measured['layers'][key][layer]
-      assert found == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
-  for name, found in measured['others'].items():
-    for key, value in expect(lambda x, n=name: {n: x[n]}).items():
-      assert found[key] == pytest.approx(float(value), rel=1e-4, abs=1e-6), key
+  found, expected = {}, {}
+  for i in range(3):
+    found[f'{i}'] = {k: measured['layers'][k][i] for k in _MERIT_KEYS}
+    expected[f'{i}'] = expect(lambda x, i=i: _layer(x['blocks'], i))
+    assert expected[f'{i}']['decided_by_row'] > 0
+  for name, values in measured['others'].items():
+    found[name] = {k: values[k] for k in _MERIT_KEYS}
+    expected[name] = expect(lambda x, n=name: {n: x[n]})
+  chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 _TABLE = np.array([[1.0, -2.0], [0.5, 3.0], [-4.0, 0.25]])
@@ -230,16 +184,11 @@ class _Linear(Trainer):
 
 
 @pytest.mark.parametrize(
-  'shape',
-  [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)],
+  'shape', [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)]
 )
 def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
-  config = _config(
-    optimizer='lion',
-    num_layers=1,
-    batch_size=4,
-    micro_batch_size=shape[1],
-  )
+  sizes = {'batch_size': 4, 'micro_batch_size': shape[1]}
+  config = _config(optimizer='lion', num_layers=1, **sizes)
   trainer = _trainer(config, _Linear)
   state, diagnostics = _state(trainer), Diagnostics(config, trainer)
   found = []
@@ -269,14 +218,26 @@ def test_a_batch_that_cannot_be_cut_has_no_noise():
   assert measured['noise_scale_tokens'] is None
 
 
-@pytest.mark.parametrize('optimizer', sorted({*OPTIMIZERS} - {'merit'}))
-def test_updates_are_measured_for_every_optimizer(optimizer: str):
-  config = _config(optimizer=optimizer, num_layers=1)
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_updates_are_those_of_the_step(optimizer: str):
+  config = _config(optimizer=optimizer, num_layers=2)
   trainer = _trainer(config, _Linear)
   state, tokens = _state(trainer), jnp.asarray(_tokens() % 3)
   measured = Diagnostics(config, trainer)(state, tokens)
-  assert set(measured['layers']) == {'gradient_norm', 'update_to_weight'}
-  _assert_updates_of_a_step(trainer, state, tokens, measured)
+  new, _ = trainer.step(jax.tree.map(jnp.copy, state), tokens)
+
+  def ratio(part: Callable[[Any], Any]) -> float:
+    before, after = part(state.params), part(new.params)
+    change = optax.tree.sub(after, before)
+    return float(optax.tree.norm(change) / optax.tree.norm(before))
+
+  layers = [ratio(lambda x, i=i: _layer(x['blocks'], i)) for i in range(2)]
+  found = measured['layers']['update_to_weight']
+  assert found == pytest.approx(layers, rel=1e-3)
+  assert layers[0] != layers[1]
+  for name, values in measured['others'].items():
+    expected = ratio(lambda x, n=name: x[n])
+    assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
 
 
 def test_what_was_compiled_ahead_is_what_runs(monkeypatch):
@@ -308,9 +269,6 @@ def test_a_mesh_measures_what_one_device_does(seen, mesh: str):
     batch = jax.device_put(np.asarray(tokens), batch_sharding(trainer.mesh))
     found = Diagnostics(config, trainer)(_state(trainer), batch)
   # Of the noise the mesh makes another estimate, from fewer parts.
-  leave_out = ('gradient_noise', 'noise_scale_tokens')
-  one, other = (
-    {k: v for k, v in x.items() if k not in leave_out}
-    for x in (found, measured)
-  )
-  chex.assert_trees_all_close(one, other, rtol=1e-3, atol=1e-3)
+  noise = ('gradient_noise', 'noise_scale_tokens')
+  found |= {name: measured[name] for name in noise}
+  chex.assert_trees_all_close(found, measured, rtol=1e-3, atol=1e-3)

@@ -5,14 +5,12 @@ import math
 import os
 from pathlib import Path
 import resource
+import unittest.mock
 import warnings
 
-import hypothesis
-from hypothesis import strategies as st
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.run import folder as run_folder
 from examples.gpt2.run.folder import RunFolder
 
 _SETTINGS = {'config': {'steps': 3, 'seed': 0}}
@@ -46,21 +44,14 @@ def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
   lines = [{'step': 1, 'loss': 0.5}, {'step': 2, 'text': 'a\nb\u2028c'}]
   for line in lines:
     folder.log(line)
+  folder.log({'step': 3, 'loss': math.nan, 'layers': {'x': [1.0, math.inf]}})
+  lines.append({'step': 3, 'loss': None, 'layers': {'x': [1.0, None]}})
   assert folder.read_metrics() == lines
   assert folder.read_settings() == _SETTINGS | {'slurm': {}}
 
 
-def test_metrics_that_are_not_finite_are_null(tmp_path: Path):
-  folder = RunFolder(tmp_path)
-  folder.log({'step': 1, 'loss': math.nan, 'layers': {'x': [1.0, math.inf]}})
-  text = (tmp_path / 'metrics.jsonl').read_text()
-  assert text == '{"step": 1, "loss": null, "layers": {"x": [1.0, null]}}\n'
-
-
 @pytest.mark.parametrize('missing', [*_RESULTS, 'sample.txt', 'config.json'])
-def test_a_run_is_finished_once_all_files_are_there(
-  tmp_path: Path, missing: str
-):
+def test_a_run_is_finished_once_all_files_are_there(tmp_path, missing: str):
   _finish(tmp_path)
   (tmp_path / missing).unlink()
   assert not RunFolder(tmp_path).finished
@@ -76,9 +67,7 @@ def test_a_finished_run_is_kept(tmp_path: Path):
   assert _files(tmp_path) == before
 
 
-def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
-  tmp_path: Path, capsys
-):
+def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(tmp_path, capsys):
   mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too', '.lock': b''}
   (tmp_path / 'data').mkdir()
   for name, content in mine.items():
@@ -104,12 +93,6 @@ def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(
     assert after == before
 
 
-def test_fresh_in_a_new_folder_moves_nothing(tmp_path: Path):
-  with RunFolder(tmp_path) as folder:
-    folder.start(_SETTINGS, from_scratch=True)
-  assert set(_files(tmp_path)) == {'config.json', '.lock'}
-
-
 @pytest.mark.parametrize(
   ('job', 'restarts', 'goes_on'),
   [('7', '1', True), ('7', '', False), ('8', '1', False), ('', '', False)],
@@ -120,6 +103,7 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
   monkeypatch.setenv('SLURM_JOB_ID', '7')
   with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS, from_scratch=True)
+    assert set(_files(tmp_path)) == {'config.json', '.lock'}, 'nothing moved'
     folder.log({'step': 1})
   for name, value in (('JOB_ID', job), ('RESTART_COUNT', restarts)):
     monkeypatch.delenv(f'SLURM_{name}', raising=False)
@@ -131,19 +115,12 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
   assert ('requeued' in capsys.readouterr().out) == goes_on
 
 
-@hypothesis.given(
-  count=st.integers(0, 6), torn=st.integers(0, 8), step=st.integers(0, 6)
-)
-@hypothesis.settings(
-  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
-def test_later_lines_and_torn_ones_are_cut_off(
-  tmp_path: Path, count: int, torn: int, step: int
-):
-  step = min(step, count)
+@pytest.mark.parametrize('step', [0, 2, 3])
+@pytest.mark.parametrize('torn', ['', '{"st', '{"step": 4}'])
+def test_later_lines_and_torn_ones_are_cut_off(tmp_path, torn: str, step: int):
   path = tmp_path / 'metrics.jsonl'
-  lines = [json.dumps({'step': i + 1}) + '\n' for i in range(count)]
-  path.write_text(''.join(lines) + '{"step": 99}'[:torn])
+  lines = [json.dumps({'step': i}) + '\n' for i in (1, 2, 3)]
+  path.write_text(''.join(lines) + torn)
   folder = RunFolder(tmp_path)
   folder.keep_metrics(step)
   assert path.read_text() == ''.join(lines[:step])
@@ -182,94 +159,55 @@ def _full_disk(path: Path, room: int):
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.mark.parametrize('room', [0, 5, 20])
-def test_a_log_survives_a_full_disk(tmp_path: Path, room: int):
-  folder = RunFolder(tmp_path)
-  path = tmp_path / 'metrics.jsonl'
+@contextlib.contextmanager
+def _away(path: Path):
+  """Takes a file's folder away, as a share that is not mounted."""
+  folder = path.parent.rename(path.parent.with_name('away'))
+  yield
+  folder.rename(path.parent)
+
+
+@pytest.mark.parametrize(
+  'failure',
+  [
+    lambda path: _full_disk(path, 0),
+    lambda path: _full_disk(path, 5),
+    lambda path: _full_disk(path, 20),
+    _away,
+    # A line may not have reached the disk.
+    lambda _: unittest.mock.patch('os.fsync', side_effect=OSError('failed')),
+  ],
+)
+def test_lines_that_cannot_be_written_wait(tmp_path: Path, failure):
+  (tmp_path / 'run').mkdir()
+  folder = RunFolder(tmp_path / 'run')
+  path = folder.path / 'metrics.jsonl'
   folder.log({'step': 1})
   with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
-    with _full_disk(path, room):
+    with failure(path):
       for step in (2, 3, 4):
         folder.log({'step': step})
-      with pytest.raises(OSError, match='arge'):
+      with pytest.raises(OSError):
         folder.flush()
-      torn = path.read_bytes()
     # Every line on the disk is whole, at any time.
-    seen = [json.loads(line)['step'] for line in torn.splitlines()]
-    assert torn.endswith(b'\n')
+    assert path.read_bytes().endswith(b'\n')
+    seen = [x['step'] for x in folder.read_metrics()]
+    assert seen in ([1], [1, 2], [1, 2, 3])
     folder.log({'step': 5})
-  assert seen == list(range(1, len(seen) + 1))
-  assert len(seen) < 4
   assert [x['step'] for x in folder.read_metrics()] == [1, 2, 3, 4, 5]
   assert path.read_bytes().count(b'\n') == 5
   assert len(caught) == 1, 'one warning, not one a line'
   assert 'wait in memory' in str(caught[0].message)
 
 
-def test_a_line_that_may_not_have_reached_the_disk_is_written_again(
-  tmp_path: Path, monkeypatch
-):
-  folder = RunFolder(tmp_path)
-  folder.log({'step': 1})
-
-  def fail(_):
-    raise OSError('no space')
-
-  with monkeypatch.context() as patch:
-    patch.setattr(os, 'fsync', fail)
-    with pytest.warns(UserWarning, match='no space'):
-      folder.log({'step': 2})
-    assert folder.read_metrics() == [{'step': 1}]
-  folder.flush()
-  assert folder.read_metrics() == [{'step': 1}, {'step': 2}]
-
-
-def test_a_folder_that_comes_back_gets_all_lines(tmp_path: Path):
-  folder = RunFolder(tmp_path / 'run')
-  with pytest.warns(UserWarning, match='cannot be written'):
-    folder.log({'step': 1})
-  folder.log({'step': 2})
-  with pytest.raises(OSError, match='No such file'):
-    folder.flush()
-  folder.path.mkdir()
-  folder.flush()
-  assert folder.read_metrics() == [{'step': 1}, {'step': 2}]
-
-
-def test_other_processes_write_nothing_and_raise_what_process_0_does(
-  tmp_path: Path, monkeypatch
-):
-  handed = iter([None, True, None, OSError('full'), UsageError('in use')])
-
-  def from_process_0(*_: object) -> object:
-    outcome = next(handed)
-    if isinstance(outcome, Exception):
-      raise outcome
-    return outcome
-
-  monkeypatch.setattr(run_folder, 'on_process_0', from_process_0)
-  monkeypatch.setattr(run_folder, 'is_process_0', lambda: False)
-  with RunFolder(tmp_path) as folder:
-    folder.start(_SETTINGS, from_scratch=True)
-    assert folder.finished
-    folder.keep_metrics(0)
-    folder.log({'step': 1})
-    with pytest.raises(OSError, match='full'):
-      folder.flush()
-    with pytest.raises(UsageError, match='in use'):
-      RunFolder(tmp_path).start(_SETTINGS)
-  assert not list(tmp_path.iterdir())
-
-
 def test_other_settings_are_refused_with_the_difference(tmp_path: Path):
   with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS)
+  other = {'config': {'steps': 3, 'seed': 1}}
   for from_scratch in (False, True):
     with pytest.raises(UsageError, match='seed: 0 -> 1'):
-      RunFolder(tmp_path).start(
-        {'config': {'steps': 3, 'seed': 1}}, from_scratch=from_scratch
-      )
+      RunFolder(tmp_path).start(other, from_scratch=from_scratch)
 
 
 @pytest.mark.parametrize(

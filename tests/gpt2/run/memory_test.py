@@ -23,15 +23,9 @@ _EXHAUSTED = 'RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.\nmore'
 
 def _make(devices: int = 8, **settings) -> tuple[Config, Trainer]:
   defaults = dict(
-    num_layers=3,
-    num_heads=4,
-    width=64,
-    context_length=64,
-    batch_size=16,
-    steps=10,
-    vocab_size=512,
-    unroll=1,
-  )
+    num_layers=3, num_heads=4, width=64, context_length=64, batch_size=16,
+    steps=10, vocab_size=512, unroll=1,
+  )  # fmt: skip
   config = resolve(Config(**defaults | settings))
   mesh = make_mesh(config.mesh, jax.devices()[:devices])
   config = fit(config, mesh)
@@ -60,39 +54,31 @@ def test_a_failed_allocation_becomes_advice(error: Exception):
   ids=type,
 )
 def test_other_errors_pass(error: Exception):
-  with pytest.raises(type(error)) as found, advice(*_make()):
+  with pytest.raises(type(error), match=str(error)), advice(*_make()):
     raise error
-  assert found.value is error
 
 
 @pytest.mark.parametrize(
   ('settings', 'expected'),
   [
     (
-      {},
-      ['--micro-batch-size 1', '--remat dots', '--dtype bfloat16']
-      + ['--mesh fsdp=8'],
-    ),
-    (
       {'micro_batch_size': 4, 'devices': 1, 'remat': 'dots'},
-      ['--micro-batch-size 2', '--remat full', '--dtype bfloat16']
-      + ['with --mesh fsdp=N'],
+      '--micro-batch-size 2, --remat full, --dtype bfloat16, --mesh fsdp=N',
     ),
     (
-      {'mesh': 'tensor=2', 'micro_batch_size': 1, 'dtype': 'bfloat16'},
-      ['--remat dots', '--mesh fsdp=4,tensor=2'],
+      {'mesh': 'tensor=2', 'micro_batch_size': 1},
+      '--remat dots, --dtype bfloat16, --mesh fsdp=4,tensor=2',
     ),
     (
-      {'mesh': 'fsdp=4,tensor=2', 'micro_batch_size': 1, 'remat': 'full'},
-      ['--dtype bfloat16'],
+      {'mesh': 'fsdp=8', 'remat': 'full', 'dtype': 'bfloat16'},
+      '--micro-batch-size 1',
     ),
   ],
 )
-def test_only_what_helps_is_advised(settings: dict, expected: list[str]):
+def test_only_what_helps_is_advised(settings: dict, expected: str):
   text = explain(*_make(**settings))
   hints = text.partition('in this order:\n')[2].splitlines()
-  assert len(hints) == len(expected)
-  for hint, flag in zip(hints, expected, strict=True):
+  for hint, flag in zip(hints, expected.split(', '), strict=True):
     assert flag in hint
 
 
@@ -115,12 +101,8 @@ _LARGE = {'devices': 1, 'micro_batch_size': 16}
     _LARGE,
     {'devices': 1, 'remat': 'full', 'context_length': 256, 'batch_size': 4},
     pytest.param(
-      {
-        'mesh': 'fsdp=4,tensor=2',
-        'architecture': 'llama',
-        'batch_size': 64,
-        'micro_batch_size': 8,
-      },
+      {'mesh': 'fsdp=4,tensor=2', 'architecture': 'llama', 'batch_size': 64}
+      | {'micro_batch_size': 8},
       marks=pytest.mark.slow,
     ),
     pytest.param(
@@ -128,13 +110,8 @@ _LARGE = {'devices': 1, 'micro_batch_size': 16}
     ),
     pytest.param(
       _LARGE
-      | {
-        'architecture': 'llama',
-        'remat': 'dots',
-        'num_heads': 8,
-        'num_kv_heads': 2,
-        'head_width': 16,
-      },
+      | {'architecture': 'llama', 'remat': 'dots'}
+      | {'num_heads': 8, 'num_kv_heads': 2, 'head_width': 16},
       marks=pytest.mark.slow,
     ),
   ],
@@ -161,20 +138,12 @@ def _fit(mesh: str = '', **settings) -> int | None:
 
 @pytest.mark.parametrize(
   ('mesh', 'batch', 'size'),
-  [('', 64, 8), ('tensor=4', 64, 8), ('', 16, 2), ('', 24, 1), ('', 8, 1)],
+  [('', 64, 8), ('tensor=4', 16, 8), ('', 16, 2), ('', 24, 1)],
 )
 def test_a_cpu_takes_the_micro_batch_of_the_preset_if_it_divides(
   mesh: str, batch: int, size: int
 ):
   assert _fit(mesh, batch_size=batch) == size
-
-
-def test_a_micro_batch_is_counted_for_each_shard():
-  assert _fit('fsdp=4,tensor=2', micro_batch_size=16) == 16
-  with pytest.raises(
-    UsageError, match='--micro-batch-size 16 .* 8 seq.*64.* 8 '
-  ):
-    _fit('fsdp=8', micro_batch_size=16)
 
 
 @pytest.mark.parametrize(
@@ -199,17 +168,28 @@ def test_layers_are_unrolled_where_that_is_quicker(
   assert fit(resolve(settings), mesh).unroll == unroll
 
 
-def test_batch_and_heads_must_fit_the_mesh():
-  with pytest.raises(
-    UsageError, match='8 of --mesh must divide --batch-size 12'
-  ):
-    _fit('', batch_size=12)
-  with pytest.raises(UsageError, match='tensor = 8 .*--num-kv-heads 4'):
-    _fit('tensor=8')
-  grouped = dict(architecture='llama', num_heads=8, num_kv_heads=2)
-  assert _fit('tensor=2', **grouped) == 8
-  with pytest.raises(UsageError, match='tensor = 4 .*--num-kv-heads 2'):
-    _fit('tensor=4', **grouped)
+_GROUPED = {'architecture': 'llama', 'num_heads': 8, 'num_kv_heads': 2}
+
+
+@pytest.mark.parametrize(
+  ('mesh', 'settings', 'message'),
+  [
+    ('', {'batch_size': 12}, '8 of --mesh must divide --batch-size 12'),
+    ('tensor=8', {}, 'tensor = 8 .*--num-kv-heads 4'),
+    ('tensor=4', _GROUPED, 'tensor = 4 .*--num-kv-heads 2'),
+    # A micro-batch is counted for each shard.
+    (
+      'fsdp=8',
+      {'micro_batch_size': 16},
+      '--micro-batch-size 16 .* 8 seq.*64.* 8 ',
+    ),
+  ],
+)
+def test_batch_and_heads_must_fit_the_mesh(
+  mesh: str, settings: dict, message: str
+):
+  with pytest.raises(UsageError, match=message):
+    _fit(mesh, **settings)
 
 
 @pytest.mark.parametrize('preset', ['small', 'xl', 'llama-7b', 'llama-3-8b'])
@@ -217,14 +197,11 @@ def test_an_accelerator_takes_what_fills_its_memory(preset: str, monkeypatch):
   config = resolve(Config(preset=preset, dtype='bfloat16', remat='full'))
   mesh = make_mesh('fsdp=8')
   sizes = []
-  for gigabytes in (1, 64, 512):
-    monkeypatch.setattr(
-      'examples.gpt2.devices.hardware.memory_bytes',
-      lambda _, size=gigabytes: size * 2**30,
-    )
+  for capacity in (2**30, 2**36, 2**39):
+    monkeypatch.setattr(hardware, 'memory_bytes', lambda _, x=capacity: x)
     sizes.append(fit(config, mesh).micro_batch_size)
     held = activation_bytes(config, mesh, sizes[-1])
-    assert sizes[-1] == 1 or held < gigabytes * 2**30
+    assert sizes[-1] == 1 or held < capacity
   assert sizes == sorted(sizes)
   assert sizes[0] == 1
   assert sizes[-1] >= 16

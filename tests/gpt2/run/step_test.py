@@ -21,7 +21,6 @@ from merit_optax import attention_statistics
 
 # A first token that makes something of the step infinite or not a number.
 _NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT = 61, 62, 63
-_KINDS = (_NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT)
 _SLOW = ('adamw', 'lamb', 'lion', 'muon', 'muon-hyperball')
 _MOST_OPTIMIZERS = pytest.mark.parametrize(
   'optimizer',
@@ -52,15 +51,9 @@ class _Fragile(Trainer):
 
 def _config(**settings) -> Config:
   defaults = dict(
-    num_layers=2,
-    num_heads=2,
-    width=16,
-    context_length=16,
-    batch_size=16,
-    micro_batch_size=16,
-    steps=30,
-    unroll=1,
-  )
+    num_layers=2, num_heads=2, width=16, context_length=16, batch_size=16,
+    micro_batch_size=16, steps=30, unroll=1,
+  )  # fmt: skip
   return resolve(Config(**defaults | settings))
 
 
@@ -100,33 +93,24 @@ def _train(trainer: Trainer, steps: int) -> tuple[TrainState, list[float]]:
 
 
 @_MOST_OPTIMIZERS
-def test_a_step_that_is_not_finite_changes_nothing_but_counters(
-  optimizer: str,
-):
+def test_a_bad_step_changes_nothing_but_counters(optimizer: str):
   trainer = _trainer(optimizer)
   state, losses = _train(trainer, 12)
   assert losses[-1] < losses[0] - 0.02
-  counters = 0
-  for kind in _KINDS:
-    before = jax.device_get(state)
+  for kind in (_NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT):
+    expected = jax.tree.map(
+      lambda x: x + jnp.issubdtype(x.dtype, jnp.integer), jax.device_get(state)
+    )
     state, metrics = trainer.step(state, _put(trainer, _tokens(0, kind)))
-    is_finite = [
-      np.isfinite(metrics[k]) for k in ('train_loss', 'gradient_norm')
-    ]
-    assert is_finite == [kind == _NAN_GRADIENT, False]
-    for old, new in zip(
-      jax.tree.leaves(before), jax.tree.leaves(state), strict=True
-    ):
-      is_counter = jnp.issubdtype(new.dtype, jnp.integer)
-      counters += is_counter
-      np.testing.assert_array_equal(new, old + 1 if is_counter else old)
-  assert counters
+    assert np.isfinite(metrics['train_loss']) == (kind == _NAN_GRADIENT)
+    assert not np.isfinite(metrics['gradient_norm'])
+    chex.assert_trees_all_equal(state, expected)
+  assert state.step == 15
   params = jax.device_get(state.params)
   state, metrics = trainer.step(state, _put(trainer, _tokens(1)))
   assert np.isfinite(metrics['train_loss'])
-  for old, new in zip(
-    jax.tree.leaves(params), jax.tree.leaves(state.params), strict=True
-  ):
+  trees = params, state.params
+  for old, new in zip(*map(jax.tree.leaves, trees), strict=True):
     assert np.isfinite(new).all()
     assert (old != new).any()
 
@@ -148,16 +132,6 @@ def test_a_mesh_gives_the_losses_of_one_device(optimizer: str):
 def _check_place(x: jax.Array, shape: jax.ShapeDtypeStruct) -> None:
   assert (x.shape, x.dtype) == (shape.shape, shape.dtype)
   assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
-
-
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_shapes_are_those_of_the_first_state(optimizer: str):
-  trainer = _trainer(optimizer, 'fsdp=4,tensor=2')
-  state = jax.eval_shape(trainer.init)
-  chex.assert_trees_all_equal_structs(state, trainer.shapes)
-  chex.assert_trees_all_equal_shapes_and_dtypes(state, trainer.shapes)
-  count = sum(x.size for x in jax.tree.leaves(state.params))
-  assert trainer.num_params == count
 
 
 @functools.cache
@@ -246,14 +220,9 @@ def test_qk_clip_bounds_the_logits_of_the_batch(mesh: str):
 @pytest.mark.parametrize('mesh', ['', 'data=4,tensor=2'])
 def test_qk_clip_scales_heads_that_share_a_key_together(mesh: str):
   trainer = _make(
-    architecture='llama',
-    num_heads=4,
-    num_kv_heads=2,
-    num_layers=1,
-    learning_rate=1e-30,
-    qk_clip=1.0,
-    mesh=mesh,
-  )
+    architecture='llama', num_heads=4, num_kv_heads=2, num_layers=1,
+    learning_rate=1e-30, qk_clip=1.0, mesh=mesh,
+  )  # fmt: skip
   generator = np.random.default_rng(0)
   params = jax.tree.map(
     lambda x: generator.normal(size=x.shape).astype(np.float32),
@@ -282,9 +251,8 @@ def test_qk_clip_every_so_many_steps():
     found = []
     for step in range(4):
       state, metrics = trainer.step(state, _put(trainer, _tokens(step)))
-      found.append(
-        np.asarray(state.params['blocks']['attention']['qkv']['bias'])
-      )
+      qkv = state.params['blocks']['attention']['qkv']
+      found.append(np.asarray(qkv['bias']))
       is_measured = np.isfinite(metrics.get('qk_clip_max_logit', np.nan)).all()
       assert is_measured == ('qk_clip' in settings and step % 2 == 1)
     return found
