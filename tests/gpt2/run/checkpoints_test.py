@@ -170,6 +170,21 @@ def test_a_relative_folder_is_allowed(tmp_path, monkeypatch):
   assert _restore(Path('c'))[0] == 1
 
 
+def test_the_state_may_be_donated(tmp_path: Path):
+  step = jax.jit(
+    lambda state: jax.tree.map(lambda x: x + x.astype(bool), state),
+    donate_argnums=0,
+  )
+  state = _state(1)
+  before = jax.device_get(jax.tree.map(jnp.copy, state))
+  with Checkpoints(tmp_path, max_to_keep=2) as saved:
+    assert saved.save(1, state)
+    for _ in range(5):
+      state = step(state)
+    _, restored = saved.restore(_like(state))
+  _assert_same(restored, before)
+
+
 def test_keeps_the_last_and_the_best(folder: Path):
   losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5}
   kept = []
@@ -357,6 +372,16 @@ def test_a_failed_save_does_not_end_the_run(tmp_path, name: tuple[Any, str]):
     assert saved.restore(_like(_state(0)))[0] == 1
     assert saved.save(3, _state(3), 2.0)
   assert _steps(tmp_path) == [1, 3]
+
+
+def test_the_last_save_of_a_run_is_told_if_it_failed(tmp_path: Path):
+  with (
+    patch.object(os, 'rename', _fail),
+    pytest.warns(RuntimeWarning, match='step 1 is not saved'),
+    Checkpoints(tmp_path, max_to_keep=2) as saved,
+  ):
+    assert saved.save(1, _state(1))
+  assert not _steps(tmp_path)
 
 
 def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(tmp_path: Path):
