@@ -253,7 +253,8 @@ class Config:
   remat: Remat = 'none'
   # Layers that are compiled one by one in a turn of the loop over layers, which
   # takes longer to compile. Default: all where steps are quicker, on GPUs (with
-  # no fsdp in the mesh) and on CPU (of models of up to four layers); else one.
+  # neither fsdp in the mesh nor --remat) and on CPU (of models of up to four
+  # layers); else one.
   unroll: int | None = None
   # Whether other processes take part: auto asks jax, which finds those of TPU
   # pods, Slurm, Open MPI and Kubernetes; on fails where it finds none.

@@ -75,15 +75,15 @@ def _default_unroll(config: RunConfig, mesh: Mesh) -> int:
   """Returns the number of layers where that makes steps quicker, else 1.
 
   On CPU that is so of small models. On GPU a loop over layers fills and copies
-  what it stacks for the backward pass; with FSDP, where it keeps the layers
-  that are gathered at once few, this was not measured.
+  what it stacks for the backward pass. But it bounds how many layers are
+  gathered (FSDP) or recomputed at once, which a compiler need not do without.
   """
   platform = mesh.devices.flat[0].platform
-  is_quicker = {
-    'cpu': config.num_layers <= _MOST_UNROLLED,
-    'gpu': mesh.shape['fsdp'] == 1,
-  }
-  return config.num_layers if is_quicker.get(platform, False) else 1
+  if platform == 'gpu':
+    is_quicker = config.remat == 'none' and mesh.shape['fsdp'] == 1
+  else:
+    is_quicker = platform == 'cpu' and config.num_layers <= _MOST_UNROLLED
+  return config.num_layers if is_quicker else 1
 
 
 def _default_size(config: RunConfig, mesh: Mesh) -> int:

@@ -7,12 +7,7 @@ from examples.study.chains import Chain
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point
 from examples.study.scales import DECAY, Scale
-from examples.study.tuning import (
-  Plan,
-  at_batches,
-  gather,
-  muon_and_hyperball,
-)
+from examples.study.tuning import Plan, at_batches, gather, muon_and_hyperball
 from examples.study.tuning.coordinates import (
   Coordinate,
   GroupRate,
@@ -56,7 +51,7 @@ _DECAY = {'decay': Coordinate('weight_decay', _DECAYS, DECAY)}
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans the rest of each at the smallest, middle and largest batch."""
+  """Plans the rest of each size at the smallest, middle and largest batch."""
   return at_batches(_plan_batch, scale, scale.few_batch_sizes)
 
 

@@ -1,4 +1,5 @@
 import types
+from typing import Any
 
 import jax
 import numpy as np
@@ -147,25 +148,26 @@ def test_a_cpu_takes_the_micro_batch_of_the_preset_if_it_divides(
 
 
 @pytest.mark.parametrize(
-  ('platform', 'num_layers', 'given', 'fsdp', 'unroll'),
+  ('platform', 'fsdp', 'settings', 'unroll'),
   [
-    ('cpu', 4, None, 1, 4),
-    ('cpu', 12, None, 1, 1),
-    ('tpu', 4, None, 1, 1),
-    ('gpu', 12, None, 1, 12),
-    ('gpu', 12, None, 2, 1),
-    ('gpu', 4, 2, 1, 2),
+    ('cpu', 1, {'num_layers': 4}, 4),
+    ('cpu', 1, {'num_layers': 12}, 1),
+    ('tpu', 1, {'num_layers': 4}, 1),
+    ('gpu', 1, {'num_layers': 12}, 12),
+    ('gpu', 1, {'num_layers': 12, 'remat': 'full'}, 1),
+    ('gpu', 2, {'num_layers': 12}, 1),
+    ('gpu', 1, {'num_layers': 4, 'unroll': 2}, 2),
   ],
 )
 def test_layers_are_unrolled_where_that_is_quicker(
-  platform: str, num_layers: int, given: int | None, fsdp: int, unroll: int
+  platform: str, fsdp: int, settings: dict[str, Any], unroll: int
 ):
-  settings = Config(num_layers=num_layers, micro_batch_size=8, unroll=given)
   device = types.SimpleNamespace(platform=platform)
   mesh = types.SimpleNamespace(
     devices=np.array([device]), shape=dict.fromkeys(AXES, 1) | {'fsdp': fsdp}
   )
-  assert fit(resolve(settings), mesh).unroll == unroll
+  config = resolve(Config(micro_batch_size=8, **settings))
+  assert fit(config, mesh).unroll == unroll
 
 
 _GROUPED = {'architecture': 'llama', 'num_heads': 8, 'num_kv_heads': 2}
