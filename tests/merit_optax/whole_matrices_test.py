@@ -48,7 +48,7 @@ _CASES = [
 ]
 
 
-def _optimizer(ns_dtype, **settings):
+def _optimizer(ns_dtype):
   return optax.chain(
     merit_optax.clip_by_global_norm(1.0),
     merit_optax.muon_hyperball(
@@ -56,7 +56,6 @@ def _optimizer(ns_dtype, **settings):
       hidden=lambda p: {k: _PARAMETERS[k][2] is not None for k in p},
       weight_dimension_numbers={k: x for k, (*_, x) in _PARAMETERS.items()},
       ns_dtype=ns_dtype,
-      **settings,
     ),
   )
 

@@ -170,6 +170,12 @@ def test_a_relative_folder_is_allowed(tmp_path, monkeypatch):
   assert _restore(Path('c'))[0] == 1
 
 
+def test_no_file_is_a_pickle(tmp_path: Path):
+  _save(tmp_path, 1)
+  first_bytes = {file.read_bytes()[:1] for file in _files(tmp_path)}
+  assert first_bytes and b'\x80' not in first_bytes
+
+
 def test_the_state_may_be_donated(tmp_path: Path):
   step = jax.jit(
     lambda state: jax.tree.map(lambda x: x + x.astype(bool), state),

@@ -278,6 +278,13 @@ def test_what_does_not_fit_while_weights_are_read_gives_advice(
     train(config)
 
 
+def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
+  shutil.rmtree(unfinished / 'checkpoints')
+  (unfinished / 'checkpoints').mkdir()
+  with pytest.raises(UsageError, match='run has neither final weights nor'):
+    load_model(unfinished)
+
+
 @pytest.mark.slow
 def test_commands_take_a_run_that_goes_on(stable, unfinished, tmp_path):
   sizes = {'held_out': True, 'sequences': stable.eval_sequences}
