@@ -274,22 +274,6 @@ def test_the_radius_is_that_of_the_first_parameters():
     )
 
 
-@pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
-def test_a_stored_radius_on_a_mesh(axis_type):
-  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(axis_type,))
-  params = {'w': normal(0, (2, 8, 16))}
-  optimizer = merit_optax.hyperball(
-    merit_optax.scale_by_muon(weight_dimension_numbers=_Spec(1, 2)),
-    0.1,
-    radius='initial',
-    weight_dimension_numbers=_Spec(1, 2),
-  )
-  expected = _last(optimizer, params, [params])
-  sharding = NamedSharding(mesh, P(None, 'fsdp'))
-  found = _last(optimizer, jax.device_put(params, sharding), [params])
-  chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 # What describes it.
 
 

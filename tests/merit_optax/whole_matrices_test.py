@@ -39,16 +39,21 @@ _SIZES = (
   *((1, 8, 1), (8, 1, 1), (1, 1, 8), (2, 4, 1)),
   *((4, 2, 1), (1, 4, 2), (1, 2, 4), (2, 2, 2)),
 )
-_QUICK = ('float32', (2, 2, 2), AxisType.Auto)
+_SETTINGS = (
+  ('float32', 'current'),
+  ('float32', 'initial'),
+  ('bfloat16', 'current'),
+)
+_QUICK = [(x, (2, 2, 2), AxisType.Auto) for x in _SETTINGS[:2]]
 _CASES = [
-  pytest.param(*case, marks=() if case == _QUICK else pytest.mark.slow)
+  pytest.param(*case, marks=() if case in _QUICK else pytest.mark.slow)
   for case in itertools.product(
-    ('float32', 'bfloat16'), _SIZES, (AxisType.Auto, AxisType.Explicit)
+    _SETTINGS, _SIZES, (AxisType.Auto, AxisType.Explicit)
   )
 ]
 
 
-def _optimizer(ns_dtype):
+def _optimizer(ns_dtype, radius):
   return optax.chain(
     merit_optax.clip_by_global_norm(1.0),
     merit_optax.muon_hyperball(
@@ -56,6 +61,7 @@ def _optimizer(ns_dtype):
       hidden=lambda p: {k: _PARAMETERS[k][2] is not None for k in p},
       weight_dimension_numbers={k: x for k, (*_, x) in _PARAMETERS.items()},
       ns_dtype=ns_dtype,
+      radius=radius,
     ),
   )
 
@@ -90,14 +96,14 @@ def _run(step, params, state):
 
 
 @functools.cache
-def _run_on_one_device(ns_dtype):
-  optimizer, params = _optimizer(ns_dtype), _arrays(0)
+def _run_on_one_device(settings):
+  optimizer, params = _optimizer(*settings), _arrays(0)
   return _run(jax.jit(step_function(optimizer)), params, optimizer.init(params))
 
 
-@pytest.mark.parametrize('ns_dtype, sizes, axis_type', _CASES)
-def test_twenty_steps_have_the_bits_of_one_device(ns_dtype, sizes, axis_type):
-  optimizer, params = _optimizer(ns_dtype), _arrays(0)
+@pytest.mark.parametrize('settings, sizes, axis_type', _CASES)
+def test_twenty_steps_have_the_bits_of_one_device(settings, sizes, axis_type):
+  optimizer, params = _optimizer(*settings), _arrays(0)
   mesh = jax.make_mesh(sizes, _AXES, axis_types=(axis_type,) * 3)
   places = _shardings(mesh, optimizer, params)
   step = jax.jit(
@@ -108,7 +114,7 @@ def test_twenty_steps_have_the_bits_of_one_device(ns_dtype, sizes, axis_type):
     lambda p, s, g: step(p, s, jax.device_put(g, places[0])),
     *jax.device_put((params, optimizer.init(params)), places),
   )
-  assert_same_bits(found, _run_on_one_device(ns_dtype))
+  assert_same_bits(found, _run_on_one_device(settings))
 
 
 def _sent(mesh, name='fsdp', **settings):
