@@ -6,7 +6,7 @@ import chex
 from flax import linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType
 import numpy as np
 import optax
 import pytest
