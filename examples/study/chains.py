@@ -35,7 +35,7 @@ class Chain:
 
   Attributes:
     parts: Names of the parts, in order; those of ``PARTS``. The learning rate
-      comes last, but before a norm that is kept.
+      comes last, but before those of ``AFTER_RATE``.
     others: Optimizer of all other parameters, a name of ``OTHERS``; if empty,
       the parts update everything.
     others_rate: Its learning rate over that of the hidden matrices.
@@ -94,9 +94,9 @@ class Chain:
     """Returns the chain of some parts, with the learning rate among them."""
     schedule = SCHEDULES[self.schedule](config)
     parts = [PARTS[name](config) for name in names]
-    kept = [name for name in names if name.startswith('keep')]
+    after = [name for name in names if name in AFTER_RATE]
     parts.insert(
-      len(parts) - len(kept),
+      len(parts) - len(after),
       optax.scale_by_learning_rate(lambda step: rate * schedule(step)),
     )
     return optax.chain(*parts)
@@ -145,6 +145,19 @@ def _size_of_adam(rows: int, columns: int) -> float:
   return 0.2 * math.sqrt(max(rows, columns))
 
 
+def _spectral_size(rows: int, columns: int) -> float:
+  """Returns what gives an orthogonal matrix the size that Scion asks for."""
+  return math.sqrt(columns / rows)
+
+
+def _shrink(config: Config) -> optax.GradientTransformation:
+  """Decays everything, at the same rate whatever the rate of its group."""
+  schedule = make_schedule(config)
+  return optax.add_decayed_weights(
+    lambda step: -config.weight_decay * schedule(step)
+  )
+
+
 _ALL_RATIOS = ('weight', 'row', 'column')
 _l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
 _max_ratio = merit_optax.scale_by_max_norm_trust_ratio
@@ -156,27 +169,52 @@ PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
     OTHERS_B1, x.b2, eps=1e-6
   ),
   'muon': lambda x: _with_specs(merit_optax.scale_by_muon, beta=x.b1)(x),
+  'muon momentum': lambda x: _with_specs(
+    merit_optax.scale_by_muon, beta=x.b1, nesterov=False
+  )(x),
+  'accelerate 0.9': lambda _: merit_optax.add_acceleration(0.9),
+  'accelerate 0.975': lambda _: merit_optax.add_acceleration(0.975),
+  'accelerate 0.99': lambda _: merit_optax.add_acceleration(0.99),
+  'momentum': lambda x: optax.ema(x.b1, debias=False),
+  'lmo max': _with_specs(merit_optax.scale_by_lmo, norm='max'),
+  'lmo row': _with_specs(merit_optax.scale_by_lmo, norm='row'),
   'decay': lambda x: optax.add_decayed_weights(x.weight_decay, decay_mask(x)),
   'rms': _with_specs(merit_optax.scale_by_shape, factor=_size_of_adam),
+  'spectral': _with_specs(merit_optax.scale_by_shape, factor=_spectral_size),
   'l2': _with_specs(_l2_ratio),
+  'l2 bounded': _with_specs(_l2_ratio, min_ratio=0.5, max_ratio=1.5),
+  'l2 calibrated': _with_specs(
+    _l2_ratio, min_ratio=0.1, max_ratio=5.0, calibrate=True
+  ),
   'max': _with_specs(_max_ratio, ratios=('weight',)),
   'row': _with_specs(_max_ratio, ratios=('weight', 'row')),
   'merit': _with_specs(_max_ratio, ratios=_ALL_RATIOS),
   'l2 merit': _with_specs(_l2_ratio, ratios=_ALL_RATIOS),
   'clip': lambda x: merit_optax.elementwise_clip(x.clip_threshold),
+  'trace': lambda x: optax.trace(x.b1),
+  'shrink': _shrink,
   'keep l2': _with_specs(merit_optax.keep_matrix_norms, norm='l2'),
   'keep max': _with_specs(merit_optax.keep_matrix_norms, norm='max'),
 }
 """Parts by name. Directions: ``adam`` (without bias correction), ``adam
-corrected``, ``muon``. Sizes: ``rms``, that of Adam's updates; ``l2`` and
-``max``, the ratio of the matrix; ``row``, the larger of that and the row's;
-``merit``, the largest of matrix, row and column; ``l2 merit``, the same in l2
-norms. Others: ``decay``, ``clip``, ``keep l2`` and ``keep max``."""
+corrected``, ``muon``, ``muon momentum`` (not Nesterov's), ``lmo max`` and ``lmo
+row`` (of a ``momentum``); ``accelerate`` comes before one. Sizes: ``rms``, that
+of Adam's updates; ``spectral``, Scion's; ``l2`` and ``max``, the ratio of the
+matrix, bounded as in OrScale or calibrated as in OrScale-LM; ``row``, the
+larger of that and the row's; ``merit``, the largest of matrix, row and column;
+``l2 merit``, the same in l2 norms. Others: ``decay``, ``clip``, and those of
+``AFTER_RATE``."""
+
+AFTER_RATE = ('trace', 'shrink', 'keep l2', 'keep max')
+"""Parts after the learning rate: a momentum of steps, Scion's decay, and norms
+that are kept."""
 
 OTHERS: dict[str, tuple[str, ...]] = {
   'adam': ('adam others',),
   'adam corrected': ('adam others corrected',),
   'merit': ('adam others', 'decay', 'merit', 'clip'),
+  'lmo max': ('momentum', 'lmo max', 'shrink'),
+  'lmo row': ('momentum', 'lmo row', 'shrink'),
 }
 """Parts for all other parameters, by name."""
 

@@ -16,6 +16,7 @@ from examples.study.experiments import (
   llama,
   qk_norm,
   rate_tolerance,
+  relatives,
   sensitivity,
   steps_to_loss,
   tuned_initialization,
@@ -34,5 +35,6 @@ EXPERIMENTS: dict[str, Any] = {
   'llama': llama,
   'aux': aux,
   'qk-norm': qk_norm,
+  'relatives': relatives,
 }
 """Modules by the name of the command."""

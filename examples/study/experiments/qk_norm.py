@@ -65,12 +65,13 @@ def _retune(start: Search) -> Plan[list[Point]]:
     plain.with_settings(qk_norm=True), name=_with_qk_norm(plain.name)
   )
   case = dataclasses.replace(start.best, optimizer=optimizer)
-  return improve_all(
+  improved = yield from improve_all(
     case,
     start.point.tuned.learning_rate,
     _COORDINATES,
     case.scale.many_seeds,
   )
+  return improved.points
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -85,16 +85,20 @@ class Coordinate:
     return {self.name(x): x for x in cases}
 
 
-class Others(Coordinate):
-  """Optimizers of what is no hidden matrix, of a chain that has others."""
+Coordinates: TypeAlias = Mapping[str, Coordinate]
+"""Settings to tune, in order, by their names in tables."""
 
-  def value(self, case: Case) -> str:
-    """Returns the name of the optimizer."""
-    return case.optimizer.chain.others
 
-  def changed(self, case: Case, value: str) -> Case:
-    """Returns a case with another optimizer."""
-    return case.with_chain(others=value)
+class ChainField(Coordinate):
+  """Values of a field of the chain, such as what updates all others."""
+
+  def value(self, case: Case) -> Any:
+    """Returns the value of the chain of a case."""
+    return getattr(case.optimizer.chain, self.setting)
+
+  def changed(self, case: Case, value: Any) -> Case:
+    """Returns a case with another value."""
+    return case.with_chain(**{self.setting: value})
 
 
 class GroupRate(Coordinate):
@@ -151,23 +155,37 @@ def improve(
   return tried, cases[best(tried)]
 
 
+class Improved(NamedTuple):
+  """What came of tuning several settings, one after the other.
+
+  Attributes:
+    best: The case with the best of all values.
+    points: That one, evaluated with fresh seeds (role ``'best'``, with the
+      values ``chosen``), then all values that were tried (role ``'tried'``).
+  """
+
+  best: Case
+  points: list[Point]
+
+  @property
+  def learning_rate(self) -> float:
+    """The learning rate chosen for the best case."""
+    return self.points[0].tuned.learning_rate
+
+
 def improve_all(
   case: Case,
   learning_rate: float,
-  coordinates: Mapping[str, Coordinate],
+  coordinates: Coordinates,
   num_seeds: int,
-) -> Plan[list[Point]]:
+) -> Plan[Improved]:
   """Plans to tune settings, one after the other, and to evaluate what is best.
 
   Args:
     case: What is tuned.
     learning_rate: First guess of its learning rate.
-    coordinates: The settings in order, by their names in tables.
+    coordinates: The settings.
     num_seeds: Number of fresh seeds of the best.
-
-  Returns:
-    The best (role ``'best'``, with the values ``chosen``), then all values that
-    were tried (role ``'tried'``).
   """
   tuned = yield from case.find_rate(learning_rate, case.scale.tuning_seeds[:1])
   labels = {
@@ -185,7 +203,8 @@ def improve_all(
       for value, x in tried.items()
     ]
   point = yield from case.evaluate(tuned, num_seeds)
-  return [point.labelled(role='best', chosen=', '.join(chosen)), *points]
+  best_point = point.labelled(role='best', chosen=', '.join(chosen))
+  return Improved(case, [best_point, *points])
 
 
 def tune(
