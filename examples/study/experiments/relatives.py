@@ -78,7 +78,10 @@ _OF_MUON = {
   'Scion': _Relative(
     RMS,
     ('muon momentum', 'spectral', 'shrink'),
-    {'norm': ChainField('others', ('lmo row', 'lmo max'), form='{}')},
+    {
+      'norm': ChainField('others', ('lmo row', 'lmo max'), form='{}'),
+      'b1': B1,
+    },
     'lmo row',
     1.6,
   ),

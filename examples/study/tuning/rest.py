@@ -30,7 +30,7 @@ RATES: Coordinates = {
 }
 """Learning rates of groups over that of hidden matrices."""
 WEIGHT_DECAY: Coordinates = {
-  'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3, 1.0), DECAY)
+  'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3, 1.0, 3.0), DECAY)
 }
 _ADAM: Coordinates = {
   'Adam': ChainField('others', ('adam', 'adam corrected'), form='{}')
