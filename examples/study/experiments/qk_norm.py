@@ -3,7 +3,6 @@
 import dataclasses
 
 from examples.study.analysis import tables as t
-from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import (
@@ -15,18 +14,27 @@ from examples.study.tuning import (
   gather,
   muon_and_hyperball,
 )
-from examples.study.tuning.coordinates import Search, improve_all
+from examples.study.tuning.coordinates import Improved, improve_all
+from examples.study.tuning.rest import (
+  KEPT,
+  RATES,
+  RMS,
+  decay_of,
+  tune_rest,
+)
 
 TITLE = 'With QK-norm'
 TEXT = """\
 Muon and Hyperball with an RMSNorm of queries and keys in each head, all tuned
-again: the learning rate, warm-up, b1, and the deviation of the initial weights,
-each from what was best without QK-norm. What was tried has losses of one seed,
-what was chosen those of eight fresh ones."""
+again from what was best without it: the learning rate, warm-up, b1, the
+deviation of the initial weights, the rate of embeddings, and the decay of
+hidden matrices (Hyperball: none). What was tried has losses of one seed, what
+was chosen those of eight fresh ones."""
 _COORDINATES = {
   'warm-up': WARMUP,
   'b1': B1,
   'initial weights': INITIAL_WEIGHTS,
+  'embeddings': RATES['embeddings'],
 }
 
 
@@ -35,10 +43,10 @@ def _with_qk_norm(name: str) -> str:
 
 
 _PAIRS = (
-  (HYPERBALL.name, MUON.name),
-  (_with_qk_norm(HYPERBALL.name), _with_qk_norm(MUON.name)),
-  (_with_qk_norm(MUON.name), MUON.name),
-  (_with_qk_norm(HYPERBALL.name), HYPERBALL.name),
+  (KEPT, RMS),
+  (_with_qk_norm(KEPT), _with_qk_norm(RMS)),
+  (_with_qk_norm(RMS), RMS),
+  (_with_qk_norm(KEPT), KEPT),
 )
 
 
@@ -49,29 +57,25 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
   before = yield from muon_and_hyperball(scale, size)
-  found = yield from gather(
-    {
-      **{x: y.with_seeds(scale.many_seeds) for x, y in before.items()},
-      **{_with_qk_norm(x): _retune(y) for x, y in before.items()},
-    }
-  )
-  return [point for points in found.values() for point in points]
+  tuned = yield from tune_rest(scale, before)
+  retuned = yield from gather({x: _retune(x, tuned[x]) for x in (RMS, KEPT)})
+  return [
+    *(tuned[x].points[0].labelled(chosen='') for x in retuned),
+    *(point for x in retuned.values() for point in x.points),
+  ]
 
 
-def _retune(start: Search) -> Plan[list[Point]]:
+def _retune(name: str, start: Improved) -> Plan[Improved]:
   """Plans to tune with QK-norm what was tuned without."""
-  plain = start.best.optimizer
   optimizer = dataclasses.replace(
-    plain.with_settings(qk_norm=True), name=_with_qk_norm(plain.name)
+    start.best.optimizer.with_settings(qk_norm=True), name=_with_qk_norm(name)
   )
-  case = dataclasses.replace(start.best, optimizer=optimizer)
-  improved = yield from improve_all(
-    case,
-    start.point.tuned.learning_rate,
-    _COORDINATES,
-    case.scale.many_seeds,
+  return improve_all(
+    dataclasses.replace(start.best, optimizer=optimizer),
+    start.learning_rate,
+    {**_COORDINATES, **decay_of(name)},
+    start.best.scale.many_seeds,
   )
-  return improved.points
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -37,6 +37,11 @@ _ADAM: Coordinates = {
 }
 
 
+def decay_of(name: str) -> Coordinates:
+  """Returns the decay to tune; it does nothing where the norm is kept."""
+  return {} if name == KEPT else WEIGHT_DECAY
+
+
 def tune_rest(
   scale: Scale, before: dict[str, Search]
 ) -> Plan[dict[str, Improved]]:
@@ -61,13 +66,11 @@ def _tune_rest(name: str, start: Search, num_seeds: int) -> Plan[Improved]:
     name=name,
     chain=Chain(_PARTS[name], 'adam', HYPERBALL.chain.others_rate),
   )
-  # Where the norm is kept, decay has nothing to do.
-  decay = {} if name == KEPT else WEIGHT_DECAY
   return (
     yield from improve_all(
       dataclasses.replace(start.best, optimizer=optimizer),
       start.point.tuned.learning_rate,
-      _ADAM | RATES | decay,
+      _ADAM | RATES | decay_of(name),
       num_seeds,
     )
   )
