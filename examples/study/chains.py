@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from examples.gpt2.config import Config
@@ -40,7 +39,6 @@ class Chain:
       the parts update everything.
     others_rate: Its learning rate over that of the hidden matrices.
     rates: Learning rates of some of ``GROUPS`` in place of that, by name.
-    schedule: Learning rate over the steps, a name of ``SCHEDULES``.
 
   Raises:
     ValueError: If a name is not accepted.
@@ -50,22 +48,17 @@ class Chain:
   others: str = ''
   others_rate: float = 1.0
   rates: tuple[tuple[str, float], ...] = ()
-  schedule: str = 'cosine'
 
   def __post_init__(self) -> None:
     _check('parts', self.parts, PARTS)
     _check('others', (self.others,), ('', *OTHERS))
     _check('rates', tuple(name for name, _ in self.rates), GROUPS)
-    _check('schedule', (self.schedule,), SCHEDULES)
 
   def __str__(self) -> str:
     text = ' > '.join(self.parts)
     if self.others:
       text += f'; {self.others} {self.others_rate}'
-    text += ''.join(f', {name} {rate}' for name, rate in self.rates)
-    return text + (
-      '' if self.schedule == 'cosine' else f'; schedule {self.schedule}'
-    )
+    return text + ''.join(f', {name} {rate}' for name, rate in self.rates)
 
   def make(self, config: Config) -> optax.GradientTransformation:
     """Returns the optimizer, with the clips of the trainer's.
@@ -92,7 +85,7 @@ class Chain:
     self, names: tuple[str, ...], rate: float, config: Config
   ) -> optax.GradientTransformation:
     """Returns the chain of some parts, with the learning rate among them."""
-    schedule = SCHEDULES[self.schedule](config)
+    schedule = make_schedule(config)
     parts = [PARTS[name](config) for name in names]
     after = [name for name in names if name in AFTER_RATE]
     parts.insert(
@@ -186,7 +179,6 @@ PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
   'l2 calibrated': _with_specs(
     _l2_ratio, min_ratio=0.1, max_ratio=5.0, calibrate=True
   ),
-  'max': _with_specs(_max_ratio, ratios=('weight',)),
   'row': _with_specs(_max_ratio, ratios=('weight', 'row')),
   'merit': _with_specs(_max_ratio, ratios=_ALL_RATIOS),
   'l2 merit': _with_specs(_l2_ratio, ratios=_ALL_RATIOS),
@@ -194,62 +186,24 @@ PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
   'trace': lambda x: optax.trace(x.b1),
   'shrink': _shrink,
   'keep l2': _with_specs(merit_optax.keep_matrix_norms, norm='l2'),
-  'keep max': _with_specs(merit_optax.keep_matrix_norms, norm='max'),
 }
 """Parts by name. Directions: ``adam`` (without bias correction), ``adam
 corrected``, ``muon``, ``muon momentum`` (not Nesterov's), ``lmo max`` and ``lmo
 row`` (of a ``momentum``); ``accelerate`` comes before one. Sizes: ``rms``, that
-of Adam's updates; ``spectral``, Scion's; ``l2`` and ``max``, the ratio of the
-matrix, bounded as in OrScale or calibrated as in OrScale-LM; ``row``, the
-larger of that and the row's; ``merit``, the largest of matrix, row and column;
+of Adam's updates; ``spectral``, Scion's; ``l2``, the ratio of the matrix,
+bounded as in OrScale or calibrated as in OrScale-LM; in max-norms ``row``, the
+larger of matrix and row, and ``merit``, the largest of matrix, row and column;
 ``l2 merit``, the same in l2 norms. Others: ``decay``, ``clip``, and those of
 ``AFTER_RATE``."""
 
-AFTER_RATE = ('trace', 'shrink', 'keep l2', 'keep max')
-"""Parts after the learning rate: a momentum of steps, Scion's decay, and norms
-that are kept."""
+AFTER_RATE = ('trace', 'shrink', 'keep l2')
+"""Parts after the learning rate: a momentum of steps, Scion's decay, and the
+norm that is kept."""
 
 OTHERS: dict[str, tuple[str, ...]] = {
   'adam': ('adam others',),
   'adam corrected': ('adam others corrected',),
-  'merit': ('adam others', 'decay', 'merit', 'clip'),
   'lmo max': ('momentum', 'lmo max', 'shrink'),
   'lmo row': ('momentum', 'lmo row', 'shrink'),
 }
 """Parts for all other parameters, by name."""
-
-
-def _after_warmup(
-  shape: Callable[[jax.Array], jax.Array],
-) -> Callable[[Config], optax.Schedule]:
-  """Returns schedules: linear warm-up, then a function of the share done."""
-
-  def make(config: Config) -> optax.Schedule:
-    peak, warmup = (
-      config.learning_rate,
-      round(config.warmup_share * config.steps),
-    )
-    rest = max(1, config.steps - warmup)
-    return optax.join_schedules(
-      [
-        # As the trainer's.
-        optax.linear_schedule(peak / max(1, warmup), peak, warmup),
-        lambda step: peak * shape(jnp.minimum(step / rest, 1.0)),
-      ],
-      [warmup],
-    )
-
-  return make
-
-
-_COOLDOWN = 0.3
-SCHEDULES: dict[str, Callable[[Config], optax.Schedule]] = {
-  'cosine': make_schedule,
-  'linear': _after_warmup(lambda x: 1 - x),
-  '1-sqrt': _after_warmup(lambda x: 1 - jnp.sqrt(x)),
-  'wsd': _after_warmup(
-    lambda x: 1 - jnp.sqrt(jnp.clip((x - 1) / _COOLDOWN + 1, 0, 1))
-  ),
-}
-"""Learning rates over the steps, by name: after a linear warm-up a cosine to
-zero, a line, 1 - √share, or constant (WSD) with 1 - √share at the end."""

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import chex
 import jax
@@ -11,7 +12,7 @@ from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
 from examples.gpt2.optim import optimizers
 from examples.gpt2.presets import resolve
-from examples.study.chains import PARTS, SCHEDULES, Chain
+from examples.study.chains import PARTS, Chain
 from examples.study.optimizers import HYPERBALL
 from examples.study.scales import SCALES
 
@@ -69,7 +70,7 @@ def test_what_is_recommended_is_the_chain_up_to_two_settings():
   assert config.init_std == default.init_std
 
 
-_QUICK = {'keep l2': 'merit', 'keep max': 'adam', 'row': 'adam corrected'}
+_QUICK = {'keep l2': 'lmo row', 'row': 'adam corrected'}
 
 
 @pytest.mark.parametrize(
@@ -93,9 +94,8 @@ def test_every_part_updates_everything(part: str, others: str):
     assert np.abs(x).max() > 0, name
   new = optax.apply_updates(params, updates)
   old_LIO, new_LIO = (x['blocks']['mlp']['up']['kernel'] for x in (params, new))
-  norms = {'keep l2': jnp.linalg.norm, 'keep max': lambda x: jnp.abs(x).max()}
-  if part in norms:
-    kept = [[float(norms[part](x)) for x in y] for y in (new_LIO, old_LIO)]
+  if part == 'keep l2':
+    kept = [[float(jnp.linalg.norm(x)) for x in y] for y in (new_LIO, old_LIO)]
     np.testing.assert_allclose(*kept, rtol=1e-5)
 
 
@@ -105,8 +105,8 @@ def test_the_text_of_a_chain_is_that_of_stored_trials():
   assert str(Chain(('adam', 'merit'))) == 'adam > merit'
   quarter = dataclasses.replace(chain, others_rate=0.25 * 0.33)
   assert str(quarter).endswith('; adam 0.0825')
-  own = dataclasses.replace(chain, rates=(('head', 0.1),), schedule='wsd')
-  assert str(own).endswith('; adam 0.33, head 0.1; schedule wsd')
+  own = dataclasses.replace(chain, rates=(('head', 0.1),))
+  assert str(own).endswith('; adam 0.33, head 0.1')
 
 
 def test_groups_of_parameters_have_rates_of_their_own():
@@ -129,17 +129,59 @@ def test_groups_of_parameters_have_rates_of_their_own():
     np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize('name', SCHEDULES)
-def test_schedules_warm_up_alike_and_end_at_zero(name):
-  config = _config('merit', 0.5)
-  schedule, cosine = (SCHEDULES[x](config) for x in (name, 'cosine'))
-  warmup = round(config.warmup_share * config.steps)
-  for step in range(warmup + 1):
-    assert schedule(step) == pytest.approx(float(cosine(step)))
-  rates = [float(schedule(step)) for step in range(warmup, config.steps + 1)]
-  assert rates == sorted(rates, reverse=True)
-  assert rates[-1] == pytest.approx(0, abs=1e-6)
-  assert len(set(rates[: len(rates) // 2])) > 1 or name == 'wsd'
+def test_the_momentum_of_lars_is_that_of_steps():
+  config = _config('lamb', 0.5, b1=0.9, weight_decay=0.01)
+  params, gradients = _model()
+  schedule = optimizers.make_schedule(config)
+  found = Chain(('decay', 'l2', 'trace')).make(config)
+  expected = optax.chain(
+    optax.clip_by_global_norm(config.max_gradient_norm),
+    optax.lars(schedule, 0.01, True, 1.0, momentum=0.9),
+  )
+  # Layers are stacked, and Optax has one ratio for all of them.
+  params, gradients = (
+    {k: x[k] for k in ('token_embedding', 'final_norm')}
+    for x in (params, gradients)
+  )
+  states = [x.init(params) for x in (found, expected)]
+  for factor in (1.0, -0.3):
+    updates = optax.tree.scale(factor, gradients)
+    (ours, ours_state), (theirs, theirs_state) = (
+      x.update(updates, state, params)
+      for x, state in zip((found, expected), states, strict=True)
+    )
+    states = [ours_state, theirs_state]
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_scion_decays_all_groups_at_the_rate_of_hidden_matrices():
+  params, gradients = _model()
+  parts, rates = ('muon momentum', 'spectral', 'shrink'), (('embeddings', 0.1),)
+  plain, shrinking = (
+    _update(
+      Chain(parts, 'lmo row', rates=rates).make(
+        _config('muon', 0.5, weight_decay=x)
+      ),
+      params,
+      gradients,
+    )
+    for x in (0.0, 1.0)
+  )
+  rate = float(optimizers.make_schedule(_config('muon', 0.5))(0))
+  chex.assert_trees_all_close(
+    optax.tree.sub(plain, shrinking),
+    optax.tree.scale(rate, params),
+    rtol=1e-3,
+    atol=1e-6,
+  )
+  # Each row of embeddings has an RMS of its rate, each matrix its columns'.
+  (rows,) = jax.tree.leaves(plain['token_embedding'])
+  rms = jnp.sqrt(jnp.mean(rows**2, 1))
+  np.testing.assert_allclose(rms, 0.1 * rate, rtol=1e-5)
+  up = plain['blocks']['mlp']['up']['kernel']
+  np.testing.assert_allclose(
+    jnp.linalg.norm(up, 2, (1, 2)), math.sqrt(2) * rate, rtol=0.3
+  )
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,6 @@ def test_a_key_follows_what_decides_the_numbers():
     Chain(('muon', 'l2')),
     others,
     dataclasses.replace(others, rates=(('head', 0.1),)),
-    dataclasses.replace(others, schedule='linear'),
   ]
   trials += [_SCALE.run('merit', 128, 1.0, chain=chain) for chain in chains]
   assert len({x.key for x in trials}) == len(trials)
