@@ -34,7 +34,7 @@ def _plan_pair(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
     x: gpt2.best.with_settings(architecture='llama', init_scale=x)
     for x in _SIZES
   }
-  start = gpt2.point.tuned.learning_rate
+  start = gpt2.learning_rate
   tunings = yield from gather({x: y.find_rate(start) for x, y in cases.items()})
   size = min(tunings, key=lambda x: tunings[x].loss)
   llama = yield from cases[size].evaluate(tunings[size])

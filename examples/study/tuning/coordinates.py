@@ -42,6 +42,11 @@ class Search(NamedTuple):
     chosen = self.point.labelled(role='best', variant=best(self.tried))
     return [*tried, chosen]
 
+  @property
+  def learning_rate(self) -> float:
+    """The learning rate chosen for the best case."""
+    return self.point.tuned.learning_rate
+
   def with_seeds(self, num_seeds: int) -> Plan[list[Point]]:
     """Plans the best with more fresh seeds, beside others that are searched."""
     point = yield from self.best.evaluate(self.point.tuned, num_seeds)

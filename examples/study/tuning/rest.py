@@ -69,7 +69,7 @@ def _tune_rest(name: str, start: Search, num_seeds: int) -> Plan[Improved]:
   return (
     yield from improve_all(
       dataclasses.replace(start.best, optimizer=optimizer),
-      start.point.tuned.learning_rate,
+      start.learning_rate,
       _ADAM | RATES | decay_of(name),
       num_seeds,
     )

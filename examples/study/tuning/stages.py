@@ -69,7 +69,7 @@ def without_ratios(found: Search) -> Plan[Search]:
   ours = dataclasses.replace(theirs, name=HYPERBALL.name)
   case = dataclasses.replace(found.best, optimizer=ours).with_chain(parts=parts)
   tuned = yield from case.find_rate(
-    found.point.tuned.learning_rate, seeds=scale.tuning_seeds[:1]
+    found.learning_rate, seeds=scale.tuning_seeds[:1]
   )
   point = yield from case.evaluate(tuned)
   return Search({'as with ratios': tuned}, case, point)
