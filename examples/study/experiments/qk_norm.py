@@ -25,11 +25,11 @@ from examples.study.tuning.rest import (
 
 TITLE = 'With QK-norm'
 TEXT = """\
-Muon and Hyperball with an RMSNorm of queries and keys in each head, all tuned
-again from what was best without it: the learning rate, warm-up, b1, the
-deviation of the initial weights, the rate of embeddings, and the decay of
-hidden matrices (Hyperball: none). What was tried has losses of one seed, what
-was chosen those of eight fresh ones."""
+Muon and Hyperball, without and with an RMSNorm of queries and keys in each head
+(QK-norm). All are tuned again from what was best with the rest tuned: the
+learning rate, warm-up, b1, the deviation of the initial weights, the rate of
+embeddings, and the decay of hidden matrices (Hyperball: none). What was tried
+has losses of one seed, what was chosen those of eight fresh ones."""
 _COORDINATES = {
   'warm-up': WARMUP,
   'b1': B1,
@@ -38,15 +38,21 @@ _COORDINATES = {
 }
 
 
-def _with_qk_norm(name: str) -> str:
-  return f'{name}, QK-norm'
-
-
+_MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
+_MUON_QK, _HYPERBALL_QK = 'Muon, QK-norm', 'Hyperball, QK-norm'
+_STARTS = {
+  _MUON: RMS,
+  _HYPERBALL: KEPT,
+  _MUON_QK: RMS,
+  _HYPERBALL_QK: KEPT,
+}
 _PAIRS = (
-  (KEPT, RMS),
-  (_with_qk_norm(KEPT), _with_qk_norm(RMS)),
-  (_with_qk_norm(RMS), RMS),
-  (_with_qk_norm(KEPT), KEPT),
+  (_HYPERBALL, _MUON),
+  (_HYPERBALL_QK, _MUON_QK),
+  (_MUON_QK, _MUON),
+  (_HYPERBALL_QK, _HYPERBALL),
+  (_MUON, RMS),
+  (_HYPERBALL, KEPT),
 )
 
 
@@ -58,22 +64,24 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
   before = yield from muon_and_hyperball(scale, size)
   tuned = yield from tune_rest(scale, before)
-  retuned = yield from gather({x: _retune(x, tuned[x]) for x in (RMS, KEPT)})
+  again = yield from gather(
+    {name: _retune(name, x, tuned[x]) for name, x in _STARTS.items()}
+  )
   return [
-    *(tuned[x].points[0].labelled(chosen='') for x in retuned),
-    *(point for x in retuned.values() for point in x.points),
+    *(tuned[x].points[0].labelled(chosen='') for x in (RMS, KEPT)),
+    *(point for x in again.values() for point in x.points),
   ]
 
 
-def _retune(name: str, start: Improved) -> Plan[Improved]:
-  """Plans to tune with QK-norm what was tuned without."""
-  optimizer = dataclasses.replace(
-    start.best.optimizer.with_settings(qk_norm=True), name=_with_qk_norm(name)
-  )
+def _retune(name: str, start_name: str, start: Improved) -> Plan[Improved]:
+  """Plans to tune again, without QK-norm or with it."""
+  optimizer = dataclasses.replace(start.best.optimizer, name=name)
+  if name in (_MUON_QK, _HYPERBALL_QK):
+    optimizer = optimizer.with_settings(qk_norm=True)
   return improve_all(
     dataclasses.replace(start.best, optimizer=optimizer),
     start.learning_rate,
-    {**_COORDINATES, **decay_of(name)},
+    {**_COORDINATES, **decay_of(start_name)},
     start.best.scale.many_seeds,
   )
 
