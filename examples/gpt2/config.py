@@ -135,8 +135,9 @@ class Config:
   adam_rate: float | None = None
   # Weight decay; with muon-hyperball, of what Adam updates.
   weight_decay: float | None = None
-  # Parameters that decay. matrices leaves out biases and norms.
-  decay: Literal['all', 'matrices'] = 'all'
+  # Parameters that decay. matrices leaves out biases and norms; hidden leaves
+  # out embeddings and the head too.
+  decay: Literal['all', 'matrices', 'hidden'] = 'all'
   # Decay of the first moment (muon: of the momentum).
   b1: float | None = None
   # Decay of the second moment.

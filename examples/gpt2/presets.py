@@ -217,6 +217,11 @@ def _check_model(config: RunConfig) -> None:
       '--hf-every does nothing with --qk-norm, which no model of Hugging Face '
       'here has: leave out one of the two.'
     )
+  if config.decay == 'hidden' and config.optimizer == 'muon-hyperball':
+    raise UsageError(
+      '--decay hidden leaves nothing to decay with --optimizer muon-hyperball, '
+      'which keeps the norms of hidden matrices.'
+    )
   if config.qk_clip_every is not None and config.qk_clip is None:
     raise UsageError('--qk-clip-every needs --qk-clip.')
   if config.qk_clip is not None and config.qk_norm:

@@ -81,6 +81,10 @@ _PROCESS = {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1}
       {'fork_from': Path('run'), 'fork_step': 9, 'steps': 9},
       '--fork-step must be below --steps 9, got 9',
     ),
+    (
+      {'optimizer': 'muon-hyperball', 'decay': 'hidden'},
+      '--decay hidden leaves nothing to decay',
+    ),
     ({'qk_clip_every': 2}, '--qk-clip-every needs --qk-clip'),
     ({'qk_clip': 9.0, 'qk_norm': True}, '--qk-clip .*--qk-norm'),
     ({'coordinator': 'a:1'}, '--coordinator, .*together'),

@@ -161,7 +161,8 @@ def _adam_settings(config: RunConfig) -> dict[str, Any]:
 
 def decay_mask(config: RunConfig) -> Callable[[Any], Any] | None:
   """Returns what says which parameters decay, None for all."""
-  return is_matrix if config.decay == 'matrices' else None
+  masks = {'matrices': is_matrix, 'hidden': merit_optax.hidden_matrices}
+  return masks.get(config.decay)
 
 
 def _specs(config: RunConfig) -> Callable[[Any], Any]:

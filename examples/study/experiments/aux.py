@@ -19,6 +19,7 @@ one seed, what was chosen those of eight fresh ones. Warm-up, b1 and initial
 weights are those that suited Muon (RMS) and Hyperball (the others) best at a
 batch. The first two rows are the optimizers as they were before."""
 _PAIRS = (
+  (HYPERBALL.name, MUON.name),
   (RMS, MUON.name),
   (RATIO, RMS),
   (KEPT, RATIO),

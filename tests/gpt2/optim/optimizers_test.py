@@ -163,8 +163,10 @@ def test_settings_reach_the_optimizer(optimizer: str):
 
 
 @_ALL
-@pytest.mark.parametrize('decay', ['all', 'matrices'])
+@pytest.mark.parametrize('decay', ['all', 'matrices', 'hidden'])
 def test_weight_decay_leaves_alone_what_it_shall(optimizer: str, decay: str):
+  if (optimizer, decay) == ('muon-hyperball', 'hidden'):
+    pytest.skip('Refused: nothing would decay.')
   params, gradients = _trees()
 
   def update(weight_decay: float):
@@ -176,7 +178,11 @@ def test_weight_decay_leaves_alone_what_it_shall(optimizer: str, decay: str):
 
   change = by_path(optax.tree.sub(update(0.5), update(0.0)))
   for name, x in by_path(params).items():
-    decays = decay == 'all' or name.endswith(('kernel', 'embedding'))
+    decays = {
+      'all': True,
+      'matrices': name.endswith(('kernel', 'embedding')),
+      'hidden': name.endswith('kernel') and 'head' not in name,
+    }[decay]
     # The norm would undo it.
     decays &= optimizer != 'muon-hyperball' or not name.endswith('kernel')
     assert (jnp.abs(change[name]).max() > 1e-5) == decays, name
