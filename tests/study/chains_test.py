@@ -190,7 +190,6 @@ def test_scion_decays_all_groups_at_the_rate_of_hidden_matrices():
     ({'parts': ('adamw', 'l2')}, 'parts .*: adamw; accepted are adam,'),
     ({'others': 'sgd'}, 'others .*: sgd; accepted are .*adam'),
     ({'rates': (('tail', 1.0),)}, 'rates .*: tail; accepted are embeddings'),
-    ({'schedule': 'step'}, 'schedule .*: step; accepted are cosine'),
   ],
 )
 def test_unknown_names_are_refused(fields, message):

@@ -57,8 +57,8 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans both at the smallest, middle and largest batch."""
-  return at_batches(_plan_batch, scale, scale.few_batch_sizes)
+  """Plans both at the middle and the largest batch."""
+  return at_batches(_plan_batch, scale, scale.few_batch_sizes[-2:])
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
