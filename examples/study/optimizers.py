@@ -35,18 +35,6 @@ class Optimizer:
   few_steps: dict[str, Any] = dataclasses.field(default_factory=dict)
   rule: str = ''
 
-  def with_settings(self, **settings: Any) -> 'Optimizer':
-    """Returns the same with other settings."""
-    return dataclasses.replace(self, settings=self.settings | settings)
-
-  def with_others_rate(self, factor: float) -> 'Optimizer':
-    """Returns the same with another rate for what Adam updates beside Muon."""
-    if self.chain is None:
-      return self.with_settings(adam_rate=factor)
-    rate = factor * self.chain.others_rate
-    chain = dataclasses.replace(self.chain, others_rate=rate)
-    return dataclasses.replace(self, chain=chain)
-
   def rule_rate(self, scale: Scale, batch_size: int) -> float | None:
     """Returns the learning rate by the rule, None if the scale has none yet."""
     if scale.finds_rules or not self.rule:

@@ -17,8 +17,10 @@ from examples.study.experiments import (
   qk_norm,
   rate_tolerance,
   relatives,
+  schedule,
   sensitivity,
   steps_to_loss,
+  tokens,
   tuned_initialization,
 )
 
@@ -36,5 +38,7 @@ EXPERIMENTS: dict[str, Any] = {
   'aux': aux,
   'qk-norm': qk_norm,
   'relatives': relatives,
+  'tokens': tokens,
+  'schedule': schedule,
 }
 """Modules by the name of the command."""

@@ -4,8 +4,15 @@ from examples.study.analysis import tables as t
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Plan, at_batches, gather, muon_and_hyperball
-from examples.study.tuning.rest import KEPT, RATIO, RMS, tune_rest
+from examples.study.tuning import (
+  Case,
+  Plan,
+  at_batches,
+  gather,
+  initial_weights,
+  tune_stage,
+)
+from examples.study.tuning.rest import KEPT, RATIO, RMS, everything_tuned
 
 TITLE = 'The norm, or the rest?'
 TEXT = """\
@@ -34,13 +41,18 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  before = yield from muon_and_hyperball(scale, size)
-  seeds = yield from gather(
-    {x: y.with_seeds(scale.many_seeds) for x, y in before.items()}
+  before = yield from gather(
+    {x.name: _before(Case(scale, x, size)) for x in (MUON, HYPERBALL)}
   )
-  found = yield from tune_rest(scale, before)
-  points = [*seeds.values(), *(x.points for x in found.values())]
+  found = yield from everything_tuned(scale, size, (RMS, RATIO, KEPT))
+  points = [*before.values(), *(x.points for x in found.values())]
   return [point for each in points for point in each]
+
+
+def _before(case: Case) -> Plan[list[Point]]:
+  """Plans more fresh seeds for an optimizer as it was."""
+  found = yield from tune_stage(initial_weights, case)
+  return (yield from found.with_seeds(case.scale.many_seeds))
 
 
 def tables(points: list[Point]) -> t.Tables:

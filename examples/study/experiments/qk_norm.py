@@ -1,7 +1,5 @@
 """Hyperball's lead over Muon where QK-norm bounds attention logits."""
 
-import dataclasses
-
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
@@ -12,7 +10,6 @@ from examples.study.tuning import (
   Plan,
   at_batches,
   gather,
-  muon_and_hyperball,
 )
 from examples.study.tuning.coordinates import Improved, improve_all
 from examples.study.tuning.rest import (
@@ -20,7 +17,7 @@ from examples.study.tuning.rest import (
   RATES,
   RMS,
   decay_of,
-  tune_rest,
+  everything_tuned,
 )
 
 TITLE = 'With QK-norm'
@@ -62,10 +59,9 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  before = yield from muon_and_hyperball(scale, size)
-  tuned = yield from tune_rest(scale, before)
+  tuned = yield from everything_tuned(scale, size)
   again = yield from gather(
-    {name: _retune(name, x, tuned[x]) for name, x in _STARTS.items()}
+    {name: _retune(name, tuned[x]) for name, x in _STARTS.items()}
   )
   return [
     *(tuned[x].points[0].labelled(chosen='') for x in (RMS, KEPT)),
@@ -73,17 +69,13 @@ def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
   ]
 
 
-def _retune(name: str, start_name: str, start: Improved) -> Plan[Improved]:
+def _retune(name: str, start: Improved) -> Plan[Improved]:
   """Plans to tune again, without QK-norm or with it."""
-  optimizer = dataclasses.replace(start.best.optimizer, name=name)
+  case = start.best.with_optimizer(name=name)
   if name in (_MUON_QK, _HYPERBALL_QK):
-    optimizer = optimizer.with_settings(qk_norm=True)
-  return improve_all(
-    dataclasses.replace(start.best, optimizer=optimizer),
-    start.learning_rate,
-    {**_COORDINATES, **decay_of(start_name)},
-    start.best.scale.many_seeds,
-  )
+    case = case.with_settings(qk_norm=True)
+  coordinates = {**_COORDINATES, **decay_of(case)}
+  return (yield from improve_all(case, start.learning_rate, coordinates))
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -1,6 +1,5 @@
 """Published relatives of MERIT and Hyperball, as chains of the kit."""
 
-import dataclasses
 from typing import NamedTuple
 
 from examples.study.analysis import tables as t
@@ -9,18 +8,14 @@ from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import (
   B1,
-  Case,
   Plan,
   at_batches,
   gather,
-  initial_weights,
-  muon_and_hyperball,
 )
 from examples.study.tuning.coordinates import (
   ChainField,
   Coordinates,
   Improved,
-  Search,
   improve_all,
 )
 from examples.study.tuning.rest import (
@@ -29,7 +24,7 @@ from examples.study.tuning.rest import (
   RATIO,
   RMS,
   WEIGHT_DECAY,
-  tune_rest,
+  everything_tuned,
 )
 
 TITLE = 'Relatives'
@@ -50,25 +45,26 @@ class _Relative(NamedTuple):
 
   Attributes:
     start: Name of the one whose settings it begins with.
-    parts: Parts of its chain; if empty, it is the start.
+    parts: Parts of its chain.
     own: Settings that only it has.
     others: Optimizer of all other parameters; if empty, that of the start.
     rate: First guess of the learning rate over that of the start.
   """
 
   start: str
-  parts: tuple[str, ...] = ()
+  parts: tuple[str, ...]
   own: Coordinates = {}
   others: str = ''
   rate: float = 1.0
 
 
+_PAPER = tuple(x.name for x in PAPER)
+_MUON = (RMS, RATIO, KEPT)
 _INSIDE = 'Muon, decay in the l2 ratio'
 _MONA = tuple(
   (f'accelerate {x}', 'muon', 'rms', 'decay') for x in (0.9, 0.975, 0.99)
 )
 _RELATIVES = {
-  **{x.name: _Relative(x.name) for x in PAPER},
   # A momentum that sums steps makes them larger by 1 / (1 - b1).
   'LARS': _Relative(LAMB.name, ('decay', 'l2', 'trace'), {'b1': B1}, rate=0.2),
   _INSIDE: _Relative(RATIO, ('muon', 'decay', 'l2')),
@@ -90,7 +86,8 @@ _RELATIVES = {
   ),
 }
 _PAIRS = (
-  *((x, RMS) for x in (KEPT, *_RELATIVES) if x != 'LARS'),
+  *((x, RMS) for x in (*_PAPER, KEPT, *_RELATIVES) if x != 'LARS'),
+  (_INSIDE, RATIO),
   ('OrScale', _INSIDE),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
@@ -104,40 +101,29 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  before = yield from muon_and_hyperball(scale, size)
-  tuned = yield from tune_rest(scale, before)
-  paper = yield from gather(
-    {x.name: initial_weights(Case(scale, x, size)) for x in PAPER}
-  )
-  starts = {**paper, **tuned}
+  tuned = yield from everything_tuned(scale, size, (*_PAPER, *_MUON))
   found = yield from gather(
-    {name: _tune(name, x, starts[x.start]) for name, x in _RELATIVES.items()}
+    {name: _tune(name, x, tuned[x.start]) for name, x in _RELATIVES.items()}
   )
   return [
-    *(tuned[x].points[0].labelled(chosen='') for x in (RMS, KEPT)),
+    *(tuned[x].points[0].labelled(chosen='') for x in _MUON),
+    *(point for x in _PAPER for point in tuned[x].points),
     *(point for x in found.values() for point in x.points),
   ]
 
 
-def _tune(
-  name: str, relative: _Relative, start: Search | Improved
-) -> Plan[Improved]:
+def _tune(name: str, relative: _Relative, start: Improved) -> Plan[Improved]:
   """Plans to tune a relative from what it begins with."""
-  optimizer = dataclasses.replace(start.best.optimizer, name=name)
-  case = dataclasses.replace(start.best, optimizer=optimizer)
-  if relative.parts:
-    others = relative.others or optimizer.chain.others
-    case = case.with_chain(parts=relative.parts, others=others)
-  chain = case.optimizer.chain
+  case = start.best.with_optimizer(name=name)
+  case = case.with_chain(
+    parts=relative.parts,
+    others=relative.others or case.optimizer.chain.others,
+  )
+  rates = RATES if case.optimizer.chain.others else {}
   return improve_all(
     case,
     relative.rate * start.learning_rate,
-    {
-      **relative.own,
-      **(RATES if chain and chain.others else {}),
-      **WEIGHT_DECAY,
-    },
-    case.scale.many_seeds,
+    {**relative.own, **rates, **WEIGHT_DECAY},
   )
 
 

@@ -14,13 +14,13 @@ from examples.study.tuning.stages import (
   at_batches,
   compare_all,
   initial_weights,
-  muon_and_hyperball,
+  tune_stage,
   warmup_and_b1,
 )
 
 __all__ = [
   'B1', 'INITIAL_WEIGHTS', 'WARMUP', 'Case', 'Plan', 'at_batches',
   'compare_all', 'count_trials', 'execute', 'find_length_rates', 'find_rates',
-  'gather', 'initial_weights', 'middle_batch', 'muon_and_hyperball',
-  'scale_rate', 'warmup_and_b1',
+  'gather', 'initial_weights', 'middle_batch', 'scale_rate', 'tune_stage',
+  'warmup_and_b1',
 ]  # fmt: skip

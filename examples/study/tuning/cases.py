@@ -32,16 +32,26 @@ class Case:
     """Whether the batch is one of the two largest."""
     return self.batch_size in self.scale.batch_sizes[-2:]
 
+  def with_optimizer(self, **changes: Any) -> 'Case':
+    """Returns the same with changes of the optimizer."""
+    optimizer = dataclasses.replace(self.optimizer, **changes)
+    return dataclasses.replace(self, optimizer=optimizer)
+
   def with_settings(self, **settings: Any) -> 'Case':
     """Returns the same with other settings, arguments of :meth:`Scale.run`."""
-    optimizer = self.optimizer.with_settings(**settings)
-    return dataclasses.replace(self, optimizer=optimizer)
+    return self.with_optimizer(settings=self.optimizer.settings | settings)
 
   def with_chain(self, **changes: Any) -> 'Case':
     """Returns the same with changes of the optimizer's chain."""
     chain = dataclasses.replace(self.optimizer.chain, **changes)
-    optimizer = dataclasses.replace(self.optimizer, chain=chain)
-    return dataclasses.replace(self, optimizer=optimizer)
+    return self.with_optimizer(chain=chain)
+
+  def with_others_rate(self, factor: float) -> 'Case':
+    """Returns the same with another rate for what Adam updates beside Muon."""
+    chain = self.optimizer.chain
+    if chain is None:
+      return self.with_settings(adam_rate=factor)
+    return self.with_chain(others_rate=factor * chain.others_rate)
 
   def trial(self, learning_rate: float, seed: int, **changes: Any) -> Trial:
     """Returns a trial."""

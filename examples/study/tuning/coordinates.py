@@ -179,10 +179,7 @@ class Improved(NamedTuple):
 
 
 def improve_all(
-  case: Case,
-  learning_rate: float,
-  coordinates: Coordinates,
-  num_seeds: int,
+  case: Case, learning_rate: float, coordinates: Coordinates
 ) -> Plan[Improved]:
   """Plans to tune settings, one after the other, and to evaluate what is best.
 
@@ -190,7 +187,6 @@ def improve_all(
     case: What is tuned.
     learning_rate: First guess of its learning rate.
     coordinates: The settings.
-    num_seeds: Number of fresh seeds of the best.
   """
   tuned = yield from case.find_rate(learning_rate, case.scale.tuning_seeds[:1])
   labels = {
@@ -207,7 +203,7 @@ def improve_all(
       Point({**labels, 'setting': setting, 'value': value}, x)
       for value, x in tried.items()
     ]
-  point = yield from case.evaluate(tuned, num_seeds)
+  point = yield from case.evaluate(tuned, case.scale.many_seeds)
   best_point = point.labelled(role='best', chosen=', '.join(chosen))
   return Improved(case, [best_point, *points])
 

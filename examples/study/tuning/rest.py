@@ -1,20 +1,21 @@
-"""The rest: what is beside the hidden matrices, tuned for sizes of Muon's."""
+"""Everything tuned: decay, and what is beside the hidden matrices of Muon."""
 
-import dataclasses
+from collections.abc import Sequence
 
 from examples.study.chains import Chain
-from examples.study.optimizers import HYPERBALL, MUON
+from examples.study.optimizers import HYPERBALL, MUON, PAPER
 from examples.study.scales import DECAY, Scale
+from examples.study.tuning.cases import Case
 from examples.study.tuning.coordinates import (
   ChainField,
   Coordinate,
   Coordinates,
   GroupRate,
   Improved,
-  Search,
   improve_all,
 )
 from examples.study.tuning.plans import Plan, gather
+from examples.study.tuning.stages import initial_weights, tune_stage
 
 RMS, RATIO, KEPT = 'Muon, RMS', 'Muon, l2 ratio', 'Hyperball, rest tuned'
 """Muon with three sizes, each with the rest tuned."""
@@ -23,6 +24,13 @@ _PARTS = {
   RATIO: ('muon', 'l2', 'decay'),
   KEPT: HYPERBALL.chain.parts,
 }
+_STARTS = {
+  **{x.name: x for x in PAPER},
+  RMS: MUON,
+  RATIO: HYPERBALL,
+  KEPT: HYPERBALL,
+}
+"""What each begins with, all but the rest tuned."""
 _RATES = (0.04125, 0.0825, 0.165, 0.33, 0.66, 1.32, 2.64, 5.28)
 RATES: Coordinates = {
   'embeddings': GroupRate('embeddings', _RATES),
@@ -37,40 +45,31 @@ _ADAM: Coordinates = {
 }
 
 
-def decay_of(name: str) -> Coordinates:
+def decay_of(case: Case) -> Coordinates:
   """Returns the decay to tune; it does nothing where the norm is kept."""
-  return {} if name == KEPT else WEIGHT_DECAY
+  chain = case.optimizer.chain
+  return {} if chain and 'keep l2' in chain.parts else WEIGHT_DECAY
 
 
-def tune_rest(
-  scale: Scale, before: dict[str, Search]
+def everything_tuned(
+  scale: Scale, size: int, names: Sequence[str] = (RMS, KEPT)
 ) -> Plan[dict[str, Improved]]:
-  """Plans to tune the rest of Muon with three sizes.
+  """Plans optimizers at a batch with everything tuned, by name.
 
   Args:
     scale: Size of the study.
-    before: Muon and Hyperball at a batch, with all else tuned.
+    size: Global batch, sequences.
+    names: Muon with a size, or one of ``PAPER``.
   """
-  starts = {x: before[HYPERBALL.name] for x in _PARTS}
-  starts[RMS] = before[MUON.name]
-  return (
-    yield from gather(
-      {x: _tune_rest(x, start, scale.many_seeds) for x, start in starts.items()}
-    )
-  )
+  return (yield from gather({x: _tune(scale, size, x) for x in names}))
 
 
-def _tune_rest(name: str, start: Search, num_seeds: int) -> Plan[Improved]:
-  optimizer = dataclasses.replace(
-    start.best.optimizer,
-    name=name,
-    chain=Chain(_PARTS[name], 'adam', HYPERBALL.chain.others_rate),
-  )
-  return (
-    yield from improve_all(
-      dataclasses.replace(start.best, optimizer=optimizer),
-      start.learning_rate,
-      _ADAM | RATES | decay_of(name),
-      num_seeds,
-    )
-  )
+def _tune(scale: Scale, size: int, name: str) -> Plan[Improved]:
+  case = Case(scale, _STARTS[name], size)
+  start = yield from tune_stage(initial_weights, case)
+  case, coordinates = start.best.with_optimizer(name=name), {}
+  if name in _PARTS:
+    chain = Chain(_PARTS[name], 'adam', HYPERBALL.chain.others_rate)
+    case, coordinates = case.with_optimizer(chain=chain), _ADAM | RATES
+  coordinates = {**coordinates, **decay_of(case)}
+  return (yield from improve_all(case, start.learning_rate, coordinates))

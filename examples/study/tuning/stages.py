@@ -11,7 +11,7 @@ from typing import TypeAlias
 from examples.gpt2.config import Config
 from examples.gpt2.presets import OPTIMIZERS
 from examples.study.optimizers import (
-  COMPARED,
+  ALL,
   HYPERBALL,
   MUON,
   WITH_RATIOS,
@@ -45,31 +45,29 @@ Stage: TypeAlias = Callable[[Case], Plan[Search]]
 
 
 def compare_all(stage: Stage, scale: Scale) -> Plan[list[Point]]:
-  """Plans a stage for all optimizers at every batch.
+  """Plans a stage for all optimizers at every batch."""
+  found = yield from gather(
+    {
+      (x.name, y): tune_stage(stage, Case(scale, x, y))
+      for x in ALL
+      for y in scale.batch_sizes
+    }
+  )
+  return [point for x in found.values() for point in x.points]
+
+
+def tune_stage(stage: Stage, case: Case) -> Plan[Search]:
+  """Plans a stage for an optimizer.
 
   Hyperball takes all but the learning rate from that with MERIT's ratios.
   """
-  sizes = scale.batch_sizes
-  found = yield from gather(
-    {(x.name, y): stage(Case(scale, x, y)) for x in COMPARED for y in sizes}
-  )
-  plain = yield from gather(
-    {
-      (HYPERBALL.name, size): without_ratios(found[WITH_RATIOS.name, size])
-      for size in sizes
-    }
-  )
-  return [point for x in (found | plain).values() for point in x.points]
-
-
-def without_ratios(found: Search) -> Plan[Search]:
-  """Plans Hyperball without MERIT's ratios, else as with them."""
-  theirs, scale = found.best.optimizer, found.best.scale
-  parts = tuple(x for x in theirs.chain.parts if x != 'merit')
-  ours = dataclasses.replace(theirs, name=HYPERBALL.name)
-  case = dataclasses.replace(found.best, optimizer=ours).with_chain(parts=parts)
+  if case.optimizer != HYPERBALL:
+    return (yield from stage(case))
+  found = yield from stage(dataclasses.replace(case, optimizer=WITH_RATIOS))
+  parts = HYPERBALL.chain.parts
+  case = found.best.with_optimizer(name=HYPERBALL.name).with_chain(parts=parts)
   tuned = yield from case.find_rate(
-    found.learning_rate, seeds=scale.tuning_seeds[:1]
+    found.learning_rate, seeds=case.scale.tuning_seeds[:1]
   )
   point = yield from case.evaluate(tuned)
   return Search({'as with ratios': tuned}, case, point)
@@ -83,15 +81,6 @@ def at_batches(
   """Plans the same at some batches, of which the last is asked for first."""
   found = yield from gather({x: plan(scale, x) for x in reversed(sizes)})
   return [point for x in sizes for point in found[x]]
-
-
-def muon_and_hyperball(scale: Scale, size: int) -> Plan[dict[str, Search]]:
-  """Plans both with everything tuned at a batch, as ``compare_all`` does."""
-  found = yield from gather(
-    {x.name: initial_weights(Case(scale, x, size)) for x in (MUON, WITH_RATIOS)}
-  )
-  kept = yield from without_ratios(found[WITH_RATIOS.name])
-  return {MUON.name: found[MUON.name], HYPERBALL.name: kept}
 
 
 def initial_weights(case: Case) -> Plan[Search]:
@@ -126,10 +115,7 @@ def _one_change(case: Case, tried: Tunings) -> Cases:
       found[name] = case.with_settings(b1=b1)
   if case.is_large and case.optimizer.optimizer == 'muon':
     for factor in (0.25, 4.0):
-      other = case.optimizer.with_others_rate(factor)
-      found[f'rest at {factor:g} ×'] = dataclasses.replace(
-        case, optimizer=other
-      )
+      found[f'rest at {factor:g} ×'] = case.with_others_rate(factor)
   return found
 
 

@@ -1,0 +1,73 @@
+"""What experiments ask for, and what their tables say of invented losses."""
+
+from collections.abc import Callable
+import math
+
+import pytest
+
+from examples.gpt2.optim.optimizers import make_schedule
+from examples.study.analysis.tables import Tables
+from examples.study.experiments import EXPERIMENTS
+from examples.study.scales import SCALES
+from examples.study.trial import Trial, make_result
+from examples.study.tuning.plans import execute
+
+
+def _run(name: str, loss: Callable[[Trial], float]) -> Tables:
+  """Returns the tables of an experiment, if trials have these losses."""
+  experiment = EXPERIMENTS[name]
+  plan = experiment.plan(SCALES['nano'])
+  return experiment.tables(
+    execute(plan, lambda trials: [make_result(x, loss(x)) for x in trials])
+  )
+
+
+def _loss(trial: Trial) -> float:
+  """Returns a loss that falls with the steps, best at a rate of 0.02."""
+  config = trial.config
+  off = math.log2(config.learning_rate / 0.02)
+  return 3 - 0.2 * math.log(config.steps) + 0.1 * off**2 + config.seed / 1e4
+
+
+@pytest.mark.parametrize('name', ['tokens', 'schedule', 'relatives'])
+def test_an_experiment_leads_from_its_trials_to_tables(name):
+  tables = _run(name, _loss)
+  assert all(tables.values())
+  for rows in tables.values():
+    assert all(x.keys() == rows[0].keys() for x in rows)
+
+
+def test_tokens_are_those_that_muon_needs():
+  def loss(trial: Trial) -> float:
+    keeps_norms = trial.chain and 'keep l2' in trial.chain.parts
+    tokens = trial.config.steps / (1.0 if keeps_norms else 1.5)
+    return 3 - 0.2 * math.log(tokens) + trial.config.seed / 1e4
+
+  (row,) = _run('tokens', loss)['tokens']
+  cells = [x for name, x in row.items() if name]
+  assert len(cells) == 4
+  assert all(x.startswith('1.50 [') for x in cells)
+
+
+def test_schedules_fall_from_the_peak_after_the_warm_up_to_zero():
+  found = set()
+
+  def loss(trial: Trial) -> float:
+    config = trial.config
+    warmup = round(config.warmup_share * config.steps)
+    schedule = make_schedule(config)
+    last = config.steps * 3 // 4
+    assert schedule(config.steps) == pytest.approx(0, abs=1e-7)
+    assert schedule(warmup) == pytest.approx(config.learning_rate)
+    # Of WSD alone it falls in the last fifth only.
+    is_falling = bool(schedule(last) < 0.9 * config.learning_rate)
+    found.add((config.schedule, config.decay_steps is None, is_falling))
+    return _loss(trial)
+
+  _run('schedule', loss)
+  assert found == {
+    ('cosine', True, True),
+    ('linear', True, True),
+    ('wsd', True, False),
+    ('wsd', False, True),
+  }
