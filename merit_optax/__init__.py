@@ -18,6 +18,7 @@ from merit_optax._keep_norms import keep_matrix_norms
 from merit_optax._lmo import scale_by_lmo
 from merit_optax._merit import merit
 from merit_optax._muon import scale_by_muon
+from merit_optax._muon_with_adam import muon
 from merit_optax._qk_clip import qk_clip
 from merit_optax._shape import scale_by_shape
 from merit_optax._starting_learning_rate import starting_learning_rate
@@ -47,6 +48,7 @@ __all__ = (
   'keep_matrix_norms',
   'merit',
   'merit_statistics',
+  'muon',
   'muon_hyperball',
   'qk_clip',
   'scale_by_adam',

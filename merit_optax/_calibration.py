@@ -109,8 +109,8 @@ def _first_ratios(
     # NaN where something is not finite.
     rest = widen(update) - widen(param) / ratios[name]
     lengths = trust_ratios(rest, update, axes, (name,), norm=norm)[name]
-    is_process_0 = (before[name] == 0) & (lengths < _MOSTLY_DECAY)
-    return jnp.where(is_process_0, ratios[name], before[name])
+    is_first = (before[name] == 0) & (lengths < _MOSTLY_DECAY)
+    return jnp.where(is_first, ratios[name], before[name])
 
   return {name: first(name) for name in ratios}
 

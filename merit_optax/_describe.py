@@ -17,7 +17,7 @@ from merit_optax._dimension_numbers import (
 from merit_optax._hidden import (
   Hidden,
   check_names_of_hidden,
-  hidden_dimension_numbers,
+  dimension_numbers_or_default,
   masked_but_hidden,
 )
 from merit_optax._leaves import as_arrays
@@ -215,9 +215,7 @@ def describe_hyperball(
   numbers = weight_dimension_numbers
   if numbers is None:
     check_names_of_hidden(params, hidden)
-  axes = matrix_axes(
-    hidden_dimension_numbers if numbers is None else numbers, matrices
-  )
+  axes = matrix_axes(dimension_numbers_or_default(numbers), matrices)
   leaves: list[Any] = jax.tree.leaves(matrices)
   place = place_of(leaves, check_mesh_axes(mesh_axes))
   treedef: Any = jax.tree.structure(matrices)

@@ -7,7 +7,10 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from merit_optax._dimension_numbers import DimensionNumbers
+from merit_optax._dimension_numbers import (
+  DimensionNumbers,
+  WeightDimensionNumbers,
+)
 from merit_optax._flax import VECTORS, flax_dimension_numbers
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask
@@ -88,6 +91,16 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   return chosen
 
 
+def is_vector(name: str, param: Any) -> bool:
+  """Returns whether a parameter is a bias or scale, maybe of stacked layers.
+
+  Args:
+    name: Its path, with slashes.
+    param: The parameter, or its shape.
+  """
+  return len(param.shape) < 2 or name.rsplit('/', maxsplit=1)[-1] in VECTORS
+
+
 def check_hidden(hidden: Hidden) -> Hidden:
   """Returns the argument, whose regular expressions are checked."""
   try:
@@ -98,6 +111,15 @@ def check_hidden(hidden: Hidden) -> Hidden:
       f'hidden must hold regular expressions, got {hidden!r}: {error}.'
     ) from None
   return hidden
+
+
+def dimension_numbers_or_default(
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> WeightDimensionNumbers:
+  """Returns those that are given, or else those of hidden matrices."""
+  if weight_dimension_numbers is None:
+    return hidden_dimension_numbers
+  return weight_dimension_numbers
 
 
 def hidden_dimension_numbers(params: Any) -> Any:
@@ -148,10 +170,10 @@ def _chosen(params: Any, hidden: Hidden) -> Any:
   def is_hidden(path: Any, param: Any) -> bool:
     if patterns is not None:
       return any(re.search(pattern, name_of(path)) for pattern in patterns)
-    *owners, leaf = name_of(path).split('/')
-    if len(param.shape) < 2 or leaf in VECTORS:
+    name = name_of(path)
+    if is_vector(name, param):
       return False
-    return not any(map(_INPUT_OR_OUTPUT.search, (*owners, leaf)))
+    return not any(map(_INPUT_OR_OUTPUT.search, name.split('/')))
 
   return jax.tree_util.tree_map_with_path(is_hidden, params)
 

@@ -20,14 +20,16 @@ def starting_learning_rate(optimizer: str, steps: int) -> float:
 
   - 0.4 for ``'merit'``, :func:`merit_optax.merit`;
   - 0.45 for ``'lamb'``, :func:`optax.lamb`;
-  - 0.5 for ``'muon'``, :func:`optax.contrib.muon` with ``consistent_rms=0.2``;
+  - 0.5 for ``'muon'``, :func:`merit_optax.muon`, or :func:`optax.contrib.muon`
+    with ``consistent_rms=0.2``;
   - 1.25 for ``'muon_hyperball'``, :func:`merit_optax.muon_hyperball`.
 
   The best rates of the documentation's study, in runs of 153 to 2,441 steps of
   a GPT-2 with 0.2 million parameters (batches of 16 to 256 sequences of 64
-  tokens, a linear warm-up over 10 % of the steps, then a cosine to zero) lie
-  within a factor of 1.5 of it. Outside of that range, it is a guess: fewer
-  than 150 steps get the rate of 150.
+  tokens, a linear warm-up over 10 % of the steps, then a cosine to zero; b1 or
+  beta of 0.9, with Muon 0.95) lie within a factor of 1.5 of it. With a beta of
+  0.8, and a warm-up of 30 % with Muon, they were up to twice as high. Outside
+  of that range, it is a guess: fewer than 150 steps get the rate of 150.
 
   Args:
     optimizer: Name of an optimizer, one of those above.

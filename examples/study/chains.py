@@ -15,7 +15,6 @@ from examples.gpt2.optim.optimizers import (
   OTHERS_B1,
   decay_mask,
   dimension_numbers,
-  hidden_or_others,
   make_schedule,
   with_clips,
 )
@@ -76,9 +75,8 @@ class Chain:
       )
       for group in GROUPS
     }
-    labels = functools.partial(_labels, qkv=config.qkv)
     return with_clips(
-      optax.partition({'hidden': hidden, **others}, labels), config
+      optax.partition({'hidden': hidden, **others}, _labels), config
     )
 
   def _chain(
@@ -106,19 +104,20 @@ def _check(
     )
 
 
-def _labels(params: Any, qkv: str) -> Any:
+def _labels(params: Any) -> Any:
   """Returns a tree of labels: hidden matrices, and the groups of others."""
 
-  def label(path: Any, _: Any, kind: str) -> str:
+  def label(path: Any, _: Any, is_hidden: bool) -> str:
     name = path_name(path)
-    if kind == 'hidden':
-      return kind
+    if is_hidden:
+      return 'hidden'
     if 'embedding' in name:
       return 'embeddings'
     return 'head' if name == 'head.kernel' else 'vectors'
 
-  kinds = hidden_or_others(params, qkv)
-  return jax.tree.map_with_path(label, params, kinds)
+  return jax.tree.map_with_path(
+    label, params, merit_optax.hidden_matrices(params)
+  )
 
 
 def _with_specs(

@@ -80,14 +80,16 @@ class Tuned:
 
 
 def is_unstable(
-  losses: Mapping[int, float], larger: Mapping[int, float]
+  losses: Mapping[int, float],
+  larger: Mapping[int, float],
+  margin: float = MARGIN,
 ) -> bool:
-  """Returns whether the next larger rate is worse by more than ``MARGIN``.
+  """Returns whether the next larger rate is worse by more than a margin.
 
   Losses are by seed, and those of one seed are enough.
   """
   return any(
-    larger.get(seed, -math.inf) > x + MARGIN for seed, x in losses.items()
+    larger.get(seed, -math.inf) > x + margin for seed, x in losses.items()
   )
 
 

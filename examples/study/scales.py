@@ -54,12 +54,17 @@ class Scale:
   def few_batch_sizes(self) -> list[int]:
     """The smallest, the middle and the largest batch, each once."""
     sizes = self.batch_sizes
-    return sorted({sizes[0], sizes[len(sizes) // 2], sizes[-1]})
+    return sorted({sizes[0], self.middle_batch, sizes[-1]})
+
+  @property
+  def middle_batch(self) -> int:
+    """The batch at which widths and lengths are varied."""
+    return self.batch_sizes[len(self.batch_sizes) // 2]
 
   @property
   def many_seeds(self) -> int:
-    """Seeds that show a third of Hyperball's lead; 0 where there are none."""
-    return 8 if self.num_seeds else 0
+    """Seeds that show a third of Hyperball's lead, if there are several."""
+    return 8 if self.num_seeds > 1 else self.num_seeds
 
   def num_steps(self, batch_size: int, share: float = 1.0) -> int:
     """Returns the steps of a run on a share of the tokens of the scale."""

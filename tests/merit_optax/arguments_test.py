@@ -42,7 +42,10 @@ _NOT_POSITIVE_OR_NONE = [v for v in _NOT_POSITIVE if v is not None]
 # By the name of the argument, in whatever function.
 _BAD = {
   'learning_rate': _NO_SCHEDULES,
-  'adam_learning_rate': [v for v in _NO_SCHEDULES if v is not None],
+  **dict.fromkeys(
+    ['adam_learning_rate', 'vector_learning_rate'],
+    [v for v in _NO_SCHEDULES if v is not None],
+  ),
   **dict.fromkeys(['weight_decay', 'adam_weight_decay'], _NO_DECAYS),
   **dict.fromkeys(['b1', 'b2', 'adam_b1', 'adam_b2'], _NO_RATES),
   **dict.fromkeys(['beta', 'decay'], _NO_RATES),
@@ -117,7 +120,7 @@ _HEADS = {'q': merit_optax.AttentionHeads(-2)}
 _QUERY = jnp.ones((1, 2, 3, 4))
 _REQUIRED = {
   **dict.fromkeys(
-    ['merit', 'merit_statistics', 'muon_hyperball', 'adam_hyperball'],
+    ['merit', 'merit_statistics', 'muon', 'muon_hyperball', 'adam_hyperball'],
     {'learning_rate': 0.1},
   ),
   'clip_by_global_norm': {'max_norm': 1.0},

@@ -26,6 +26,7 @@ _PARAMS = {'w': jnp.ones((3, 2)), 'b': jnp.ones(2)}
 _TRANSFORMS = {
   'merit': lambda: merit_optax.merit(0.1, weight_decay=0.1),
   'adam_hyperball': lambda: merit_optax.adam_hyperball(0.1),
+  'muon': lambda: merit_optax.muon(0.1),
   'muon_hyperball': lambda: merit_optax.muon_hyperball(0.1),
   'initial radius': lambda: merit_optax.keep_matrix_norms(radius='initial'),
   'calibrated': lambda: merit_optax.scale_by_l2_norm_trust_ratio(

@@ -133,15 +133,6 @@ def muon_dimension_numbers(params: Any, qkv: str) -> Any:
   )
 
 
-def hidden_or_others(params: Any, qkv: str) -> Any:
-  """Returns a tree of labels: hidden matrices, and what Adam updates."""
-  return jax.tree.map(
-    lambda spec: 'others' if spec is None else 'hidden',
-    muon_dimension_numbers(params, qkv),
-    is_leaf=lambda x: x is None or isinstance(x, tuple),
-  )
-
-
 def is_matrix(params: Any) -> Any:
   """Returns a tree of whether each parameter is a weight matrix."""
   return jax.tree.map_with_path(

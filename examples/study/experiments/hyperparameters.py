@@ -14,7 +14,6 @@ from examples.study.tuning import (
   find_length_rates,
   find_rates,
   gather,
-  middle_batch,
 )
 
 TITLE = 'Learning rates'
@@ -38,11 +37,9 @@ def _plan_axes(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   found = yield from gather(
     {
       'length': find_length_rates(
-        scale, optimizer, batches[middle_batch(scale)]
+        scale, optimizer, batches[scale.middle_batch]
       ),
-      'width': _find_width_rates(
-        scale, optimizer, batches[middle_batch(scale)]
-      ),
+      'width': _find_width_rates(scale, optimizer, batches[scale.middle_batch]),
     }
   )
   return [
@@ -66,7 +63,7 @@ def _find_width_rates(
   """Plans to choose rates for other widths, from the one of the scale."""
   if optimizer not in _WIDENED:
     return {}
-  size = middle_batch(scale)
+  size = scale.middle_batch
   case = Case(scale, optimizer, size)
   own = scale.run('adamw', size, 1.0).config.width
   found = yield from gather(

@@ -3,22 +3,9 @@
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import (
-  B1,
-  INITIAL_WEIGHTS,
-  WARMUP,
-  Plan,
-  at_batches,
-  gather,
-)
-from examples.study.tuning.coordinates import Improved, improve_all
-from examples.study.tuning.rest import (
-  KEPT,
-  RATES,
-  RMS,
-  decay_of,
-  everything_tuned,
-)
+from examples.study.tuning import Plan, at_batches, gather
+from examples.study.tuning.coordinates import Improved
+from examples.study.tuning.rest import KEPT, RMS, everything_tuned, tune_again
 
 TITLE = 'With QK-norm'
 TEXT = """\
@@ -27,14 +14,6 @@ Muon and Hyperball, without and with an RMSNorm of queries and keys in each head
 learning rate, warm-up, b1, the deviation of the initial weights, the rate of
 embeddings, and the decay of hidden matrices (Hyperball: none). What was tried
 has losses of one seed, what was chosen those of eight fresh ones."""
-_COORDINATES = {
-  'warm-up': WARMUP,
-  'b1': B1,
-  'initial weights': INITIAL_WEIGHTS,
-  'embeddings': RATES['embeddings'],
-}
-
-
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _MUON_QK, _HYPERBALL_QK = 'Muon, QK-norm', 'Hyperball, QK-norm'
 _STARTS = {
@@ -74,8 +53,7 @@ def _retune(name: str, start: Improved) -> Plan[Improved]:
   case = start.best.with_optimizer(name=name)
   if name in (_MUON_QK, _HYPERBALL_QK):
     case = case.with_settings(qk_norm=True)
-  coordinates = {**_COORDINATES, **decay_of(case)}
-  return (yield from improve_all(case, start.learning_rate, coordinates))
+  return tune_again(case, start.learning_rate)
 
 
 def tables(points: list[Point]) -> t.Tables:

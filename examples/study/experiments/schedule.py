@@ -6,17 +6,17 @@ from examples.study.analysis import tables as t
 from examples.study.optimizers import ADAMW, MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import WARMUP, Case, Plan, at_batches, gather
+from examples.study.tuning import Case, Plan, at_batches, gather
 from examples.study.tuning.coordinates import Improved, improve_all
-from examples.study.tuning.rest import KEPT, RMS, everything_tuned
+from examples.study.tuning.rest import KEPT, RMS, decay_of, everything_tuned
 
 TITLE = 'Schedules'
 TEXT = """\
 What was best with a cosine to zero, with other schedules after the warm-up, and
-a learning rate for each: a line to zero; the peak, and for the last fifth of
-the steps 1 - sqrt (WSD); 1 - sqrt all the way. What is 1 - sqrt falls as one
-minus the root of the share of its steps that are done. Losses are those of
-eight fresh seeds."""
+a learning rate and a weight decay for each (Hyperball: none): a line to zero;
+the peak, and for the last fifth of the steps 1 - sqrt (WSD); 1 - sqrt all the
+way. What is 1 - sqrt falls as one minus the root of the share of its steps that
+are done. Losses are those of eight fresh seeds."""
 _OPTIMIZERS = (ADAMW.name, MERIT.name, RMS, KEPT)
 _COSINE, _LINEAR, _WSD, _SQRT = 'cosine', 'linear', 'WSD', '1 - sqrt'
 _PAIRS = (
@@ -49,21 +49,21 @@ def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
 def _with_schedule(
   name: str, start: Improved, settings: dict[str, Any]
 ) -> Plan[Improved]:
-  """Plans a learning rate for another schedule."""
+  """Plans a learning rate and a decay for a schedule."""
   case = start.best.with_optimizer(name=name).with_settings(**settings)
-  return improve_all(case, start.learning_rate, {})
+  return improve_all(case, start.learning_rate, decay_of(case))
 
 
 def _schedules(case: Case) -> dict[str, dict[str, Any]]:
   """Returns the settings of each schedule."""
-  steps = case.scale.num_steps(case.batch_size)
   falling = dict(schedule='wsd', decay_shape='1-sqrt')
-  after_warmup = steps - round(WARMUP.value(case) * steps)
+  # So many steps or, if there are fewer, all after the warm-up.
+  steps = case.scale.num_steps(case.batch_size)
   return {
     _COSINE: {},
     _LINEAR: dict(schedule='linear'),
     _WSD: falling,
-    _SQRT: falling | dict(decay_steps=after_warmup),
+    _SQRT: falling | dict(decay_steps=steps),
   }
 
 

@@ -22,7 +22,6 @@ from examples.study.tuning import (
   find_length_rates,
   find_rates,
   gather,
-  middle_batch,
   warmup_and_b1,
 )
 
@@ -69,7 +68,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 def _power(scale: Scale, optimizer: Optimizer) -> Plan[float]:
   """Plans to find with which power of the steps the rate moves."""
   rates = yield from find_rates(scale, optimizer)
-  size = middle_batch(scale)
+  size = scale.middle_batch
   tunings = yield from find_length_rates(scale, optimizer, rates[size])
   _, power = fit_power(
     (scale.num_steps(size, share), tuned.learning_rate)

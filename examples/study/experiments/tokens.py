@@ -1,5 +1,6 @@
 """How many times the tokens of Hyperball Muon needs, by length of training."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -8,7 +9,7 @@ from examples.study.analysis import tables as t
 from examples.study.analysis.intervals import difference
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import B1, Plan, gather, middle_batch, scale_rate
+from examples.study.tuning import B1, Plan, gather, scale_rate
 from examples.study.tuning.coordinates import Improved, improve_all
 from examples.study.tuning.rest import KEPT, RMS, decay_of, everything_tuned
 
@@ -27,7 +28,7 @@ _SHARES = (0.5, 1.0, 2.0, 4.0)
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans both with each number of tokens."""
-  tuned = yield from everything_tuned(scale, middle_batch(scale))
+  tuned = yield from everything_tuned(scale, scale.middle_batch)
   found = yield from gather(
     {
       (name, share): _tune(start, share)
@@ -43,11 +44,14 @@ def _tune(start: Improved, share: float) -> Plan[Improved]:
   case = start.best
   steps = case.scale.num_steps(case.batch_size, share)
   case = case.with_settings(steps=steps)
-  return improve_all(
-    case,
-    scale_rate(start.learning_rate, 1 / share),
-    {'b1': B1, **decay_of(case)},
-  )
+  # All values get a learning rate of their own: what suits other lengths need
+  # not promise at the rate of the first value.
+  coordinates = {
+    name: dataclasses.replace(x, promising=math.inf)
+    for name, x in {'b1': B1, **decay_of(case)}.items()
+  }
+  rate = scale_rate(start.learning_rate, 1 / share)
+  return improve_all(case, rate, coordinates)
 
 
 def tables(points: list[Point]) -> t.Tables:

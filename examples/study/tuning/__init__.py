@@ -5,12 +5,11 @@ from examples.study.tuning.cases import (
   find_rates,
   scale_rate,
 )
-from examples.study.tuning.lengths import find_length_rates, middle_batch
+from examples.study.tuning.lengths import find_length_rates
 from examples.study.tuning.plans import Plan, count_trials, execute, gather
 from examples.study.tuning.stages import (
   B1,
   INITIAL_WEIGHTS,
-  WARMUP,
   at_batches,
   compare_all,
   initial_weights,
@@ -19,8 +18,8 @@ from examples.study.tuning.stages import (
 )
 
 __all__ = [
-  'B1', 'INITIAL_WEIGHTS', 'WARMUP', 'Case', 'Plan', 'at_batches',
+  'B1', 'INITIAL_WEIGHTS', 'Case', 'Plan', 'at_batches',
   'compare_all', 'count_trials', 'execute', 'find_length_rates', 'find_rates',
-  'gather', 'initial_weights', 'middle_batch', 'scale_rate', 'tune_stage',
+  'gather', 'initial_weights', 'scale_rate', 'tune_stage',
   'warmup_and_b1',
 ]  # fmt: skip

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from examples.study.optimizers import Optimizer
-from examples.study.points import Point, Tuned
+from examples.study.points import MARGIN, Point, Tuned
 from examples.study.scales import Scale
 from examples.study.trial import Trial
 from examples.study.tuning.plans import Plan, gather
@@ -21,11 +21,13 @@ class Case:
     scale: Size of the study.
     optimizer: The optimizer.
     batch_size: Global batch, sequences.
+    margin: Instability margin of learning rates, nats.
   """
 
   scale: Scale
   optimizer: Optimizer
   batch_size: int
+  margin: float = MARGIN
 
   @property
   def is_large(self) -> bool:
@@ -78,7 +80,8 @@ class Case:
     if start is None:
       rule = self.optimizer.rule_rate(self.scale, self.batch_size)
       start, stride = rule or self.optimizer.start, self.scale.stride
-    return select(self.trial, start, seeds or self.scale.tuning_seeds, stride)
+    seeds = seeds or self.scale.tuning_seeds
+    return select(self.trial, start, seeds, stride, self.margin)
 
   def evaluate(self, tuned: Tuned, num_seeds: int | None = None) -> Plan[Point]:
     """Plans to repeat the learning rate chosen with fresh seeds.

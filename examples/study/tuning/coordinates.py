@@ -60,20 +60,22 @@ class Coordinate:
   Attributes:
     setting: Keyword of :meth:`Scale.run`.
     values: The values, the smallest first.
-    usual: The one of optimizers that do not say.
     form: How a value is written, as for :meth:`str.format`.
     promising: As ``PROMISING``, for these values.
   """
 
   setting: str
   values: tuple[Any, ...]
-  usual: Any = 1.0
   form: str = '{:g}'
   promising: float = PROMISING
 
   def value(self, case: Case) -> Any:
     """Returns the value of a case."""
-    return case.optimizer.settings.get(self.setting, self.usual)
+    settings = case.optimizer.settings
+    if self.setting in settings:
+      return settings[self.setting]
+    # The trainer has no setting of that name for the size of initial weights.
+    return getattr(case.trial(1.0, seed=0).config, self.setting, 1.0)
 
   def changed(self, case: Case, value: Any) -> Case:
     """Returns a case with another value."""

@@ -10,11 +10,6 @@ SHARES = (0.5, 2.0)
 """Lengths of training over that of the scale."""
 
 
-def middle_batch(scale: Scale) -> int:
-  """Returns the batch at which widths and lengths are varied."""
-  return scale.batch_sizes[len(scale.batch_sizes) // 2]
-
-
 def find_length_rates(
   scale: Scale, optimizer: Optimizer, tuned: Tuned
 ) -> Plan[dict[float, Tuned]]:
@@ -23,7 +18,7 @@ def find_length_rates(
   Returns:
     Tunings by length over that of the scale, the given one among them.
   """
-  size = middle_batch(scale)
+  size = scale.middle_batch
   cases = {
     x: Case(scale, optimizer, size).with_settings(
       steps=scale.num_steps(size, x)

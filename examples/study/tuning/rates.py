@@ -5,7 +5,7 @@ import math
 import statistics
 from typing import TypeAlias
 
-from examples.study.points import Tuned, is_unstable
+from examples.study.points import MARGIN, Tuned, is_unstable
 from examples.study.trial import Result, Trial
 from examples.study.tuning.plans import Plan
 
@@ -22,20 +22,22 @@ def select(
   start: float,
   seeds: Sequence[int],
   stride: int,
+  margin: float = MARGIN,
 ) -> Plan[Tuned]:
   """Plans to choose a learning rate by the mean over seeds.
 
   It begins on both sides of the start, and goes on by the same factor while the
   best is at an edge, over a factor of 64 at most. Then it tries neighbours by
   √2 and the other seeds, until the best and both its neighbours have all seeds.
-  If the next larger rate is worse by more than the instability margin with one
-  of the seeds, the next smaller one is taken.
+  If the next larger rate is worse by more than a margin with one of the seeds,
+  the next smaller one is taken.
 
   Args:
     make_trial: Function from a learning rate and a seed to the trial with them.
     start: A first guess.
     seeds: Seeds that choose the rate; they should be used for nothing else.
     stride: Factor between the first rates, as a power of √2.
+    margin: Instability margin, nats.
   """
   results: _Results = {}
   wanted = [(power, seeds[0]) for power in (-stride, 0, stride)]
@@ -45,10 +47,10 @@ def select(
     ]
     for (power, seed), result in zip(wanted, found, strict=True):
       results.setdefault(power, {})[seed] = result
-    wanted = _next_wanted(_losses(results), seeds, stride)
+    wanted = _next_wanted(_losses(results), seeds, stride, margin)
   return Tuned(
     tuple(x for power in sorted(results) for x in results[power].values()),
-    _at(start, _choose(_losses(results))),
+    _at(start, _choose(_losses(results), margin)),
   )
 
 
@@ -60,10 +62,10 @@ def _losses(results: _Results) -> _Losses:
 
 
 def _next_wanted(
-  losses: _Losses, seeds: Sequence[int], stride: int
+  losses: _Losses, seeds: Sequence[int], stride: int, margin: float
 ) -> list[tuple[int, int]]:
   """Returns the powers and seeds to try next; none once all is known."""
-  chosen, least, most = _choose(losses), min(losses), max(losses)
+  chosen, least, most = _choose(losses, margin), min(losses), max(losses)
   is_wide = most - least >= _WIDEST
   if chosen in (least, most) and not is_wide:
     return [(chosen - stride if chosen == least else chosen + stride, seeds[0])]
@@ -78,7 +80,7 @@ def _next_wanted(
   ]
 
 
-def _choose(losses: _Losses) -> int:
+def _choose(losses: _Losses, margin: float) -> int:
   """Returns the power with the smallest mean, or a stable one below."""
 
   def rank(power: int) -> tuple[float, int]:
@@ -88,7 +90,7 @@ def _choose(losses: _Losses) -> int:
 
   chosen = min(losses, key=rank)
   while chosen - 1 in losses and is_unstable(
-    losses[chosen], losses.get(chosen + 1, {})
+    losses[chosen], losses.get(chosen + 1, {}), margin
   ):
     chosen -= 1
   return chosen

@@ -1,6 +1,9 @@
 """Everything tuned: decay, and what is beside the hidden matrices of Muon."""
 
 from collections.abc import Sequence
+import dataclasses
+import math
+from types import MappingProxyType
 
 from examples.study.chains import Chain
 from examples.study.optimizers import HYPERBALL, MUON, PAPER
@@ -15,7 +18,7 @@ from examples.study.tuning.coordinates import (
   improve_all,
 )
 from examples.study.tuning.plans import Plan, gather
-from examples.study.tuning.stages import initial_weights, tune_stage
+from examples.study.tuning.stages import B1, initial_weights, tune_stage
 
 RMS, RATIO, KEPT = 'Muon, RMS', 'Muon, l2 ratio', 'Hyperball, rest tuned'
 """Muon with three sizes, each with the rest tuned."""
@@ -38,10 +41,19 @@ RATES: Coordinates = {
 }
 """Learning rates of groups over that of hidden matrices."""
 WEIGHT_DECAY: Coordinates = {
-  'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3, 1.0, 3.0), DECAY)
+  'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3, 1.0, 3.0))
 }
 _ADAM: Coordinates = {
   'Adam': ChainField('others', ('adam', 'adam corrected'), form='{}')
+}
+
+
+_AGAIN: Coordinates = {
+  'warm-up': Coordinate('warmup_share', (0.1, 0.3, 0.5)),
+  'b1': B1,
+  'initial weights': Coordinate(
+    'init_scale', (0.5, 1.0, 2.0, 4.0), '{:g} ×', promising=0.02
+  ),
 }
 
 
@@ -73,3 +85,24 @@ def _tune(scale: Scale, size: int, name: str) -> Plan[Improved]:
     case, coordinates = case.with_optimizer(chain=chain), _ADAM | RATES
   coordinates = {**coordinates, **decay_of(case)}
   return (yield from improve_all(case, start.learning_rate, coordinates))
+
+
+def tune_again(
+  case: Case, learning_rate: float, own: Coordinates = MappingProxyType({})
+) -> Plan[Improved]:
+  """Plans to tune what begins with the settings of another.
+
+  What it has of its own, then warm-up, b1, initial weights, the rate of
+  embeddings and the decay. Of learning rates the best one is taken, even if the
+  next larger one is much worse: fresh seeds tell what it is worth.
+
+  Args:
+    case: What is tuned.
+    learning_rate: First guess of its learning rate.
+    own: Further settings, or other values of those of all.
+  """
+  chain = case.optimizer.chain
+  embeddings = {'embeddings': RATES['embeddings']} if chain.others else {}
+  coordinates = {**own, **_AGAIN, **embeddings, **decay_of(case), **own}
+  case = dataclasses.replace(case, margin=math.inf)
+  return improve_all(case, learning_rate, coordinates)

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 import dataclasses
 from typing import TypeAlias
 
-from examples.gpt2.config import Config
 from examples.gpt2.presets import OPTIMIZERS
 from examples.study.optimizers import (
   ALL,
   HYPERBALL,
-  MUON,
   WITH_RATIOS,
 )
 from examples.study.points import Point
@@ -25,18 +23,14 @@ from examples.study.tuning.plans import Plan, gather
 
 AS_IT_IS = 'as it is'
 INITIAL_WEIGHTS = coordinates.Coordinate(
-  'init_scale', (1.0, 2.0, 4.0), 1.0, '{:g} ×', promising=0.02
+  'init_scale', (1.0, 2.0, 4.0), '{:g} ×', promising=0.02
 )
 """Deviations of the initial weights, over that in proportion to the width;
 larger ones want higher rates."""
 _LONG_WARMUP = 0.3
 _WARMUP = f'warm-up {_LONG_WARMUP:.0%}'
 _B1 = (0.4, 0.6, 0.8, 0.9, 0.95)
-B1 = coordinates.Coordinate('b1', _B1, OPTIMIZERS[MUON.optimizer]['b1'])
-"""Those of Muon's direction."""
-WARMUP = coordinates.Coordinate(
-  'warmup_share', (0.1, _LONG_WARMUP), Config.warmup_share
-)
+B1 = coordinates.Coordinate('b1', _B1)
 # Those that are tried anyway.
 _FIRST_B1 = (0.8, 0.9, 0.95)
 

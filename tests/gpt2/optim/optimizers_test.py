@@ -16,7 +16,6 @@ from examples.gpt2.optim.optimizers import (
   OTHERS_B1,
   decay_mask,
   dimension_numbers,
-  hidden_or_others,
   is_matrix,
   make_optimizer,
   make_schedule,
@@ -337,7 +336,13 @@ def _former(config: Config) -> optax.GradientTransformation:
     optax.add_decayed_weights(config.weight_decay, decay_mask(config)),
     optax.scale_by_learning_rate(lambda step: adam_rate * rate(step)),
   )
-  labels = functools.partial(hidden_or_others, qkv=config.qkv)
+
+  def labels(params):
+    return jax.tree.map(
+      lambda is_hidden: 'hidden' if is_hidden else 'others',
+      merit_optax.hidden_matrices(params),
+    )
+
   optimizer = optax.partition({'hidden': hidden, 'others': others}, labels)
   return with_clips(optimizer, config)
 

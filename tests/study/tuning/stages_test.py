@@ -156,7 +156,7 @@ def _search(optimizer, coordinate, loss):
 def test_a_further_setting_is_searched_from_the_best_so_far():
   found = _search(
     ADAMW,
-    Coordinate('weight_decay', (0.0, 0.01, 0.1, 1.0), 0.01, '{:g}', 0.02),
+    Coordinate('weight_decay', (0.0, 0.01, 0.1, 1.0), promising=0.02),
     lambda x: abs(x.config.weight_decay - 0.1) + abs(x.config.b1 - 0.8),
   )
   assert found.best.optimizer.settings == {'b1': 0.8, 'weight_decay': 0.1}

@@ -1,0 +1,177 @@
+"""Muon in one call: a chain for hidden matrices, and Adam for all others."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+import jax
+import optax
+
+from merit_optax import _arguments
+from merit_optax._adam import scale_by_adam
+from merit_optax._adam_for_others import with_adam
+from merit_optax._dimension_numbers import WeightDimensionNumbers
+from merit_optax._hidden import Hidden, dimension_numbers_or_default
+from merit_optax._moments import check_decays, moment_dtype
+from merit_optax._muon import scale_by_muon
+from merit_optax._newton_schulz import Coefficients
+from merit_optax._shape import scale_by_shape
+from merit_optax._whole_matrices import FROM_MESH, MeshAxes
+
+
+def muon(
+  learning_rate: optax.ScalarOrSchedule,
+  beta: jax.typing.ArrayLike = 0.9,
+  *,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  vector_learning_rate: optax.ScalarOrSchedule | None = None,
+  adam_b1: jax.typing.ArrayLike = 0.9,
+  adam_b2: jax.typing.ArrayLike = 0.95,
+  adam_eps: jax.typing.ArrayLike = 1e-6,
+  adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+  adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  hidden: Hidden = None,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  nesterov: bool = True,
+  ns_coeffs: Coefficients = 'jordan',
+  ns_steps: int | None = None,
+  ns_dtype: jax.typing.DTypeLike | None = None,
+  mesh_axes: MeshAxes = FROM_MESH,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Muon for hidden matrices, and Adam for all other parameters.
+
+  A hidden matrix :math:`w` of :math:`m` rows and :math:`n` columns takes steps
+  along Muon's direction :math:`q`, which have the size of Adam's:
+
+  .. math::
+
+    w \leftarrow w - \eta \left(0.2 \sqrt{\max(m, n)} \, q + \lambda w\right)
+
+  It is the chain of :func:`merit_optax.scale_by_muon`,
+  :func:`merit_optax.scale_by_shape`, :func:`optax.add_decayed_weights` and
+  :func:`optax.scale_by_learning_rate`. Embeddings, heads, biases and scales
+  take :func:`merit_optax.scale_by_adam`. :func:`optax.contrib.muon` with
+  ``consistent_rms=0.2`` has the same steps of hidden matrices, up to rounding;
+  here the decay is of these alone, biases and scales may have a learning rate
+  of their own, and hidden matrices are those of
+  :func:`merit_optax.muon_hyperball`.
+
+  - For a learning rate to start at, see
+    :func:`merit_optax.starting_learning_rate`. In the documentation's study,
+    embeddings wanted up to 2.6 times the rate of hidden matrices, biases and
+    scales a third of it, and the decay 0.01 to 0.3.
+  - Put a clip of the gradient's norm in front, such as
+    :func:`merit_optax.clip_by_global_norm`, and use a warm-up.
+
+  Given the same gradients, an update has the same bits on every mesh.
+
+  Args:
+    learning_rate: Learning rate of hidden matrices, or a schedule from steps to
+      learning rates.
+    beta: Decay rate of Muon's momentum, in [0, 1).
+    weight_decay: Weight decay of hidden matrices, >= 0, or a schedule.
+    adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for
+      ``learning_rate``.
+    vector_learning_rate: Learning rate of what Adam updates and has fewer than
+      two axes or is named ``bias`` or ``scale``, as in stacked layers; ``None``
+      for that of Adam.
+    adam_b1: As in ``muon_hyperball``.
+    adam_b2: As in ``muon_hyperball``.
+    adam_eps: As in ``muon_hyperball``.
+    adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
+    adam_weight_decay_mask: As in ``muon_hyperball``.
+    hidden: As in ``muon_hyperball``.
+    weight_dimension_numbers: As in ``muon_hyperball``.
+    mu_dtype: As in ``muon_hyperball``.
+    nesterov: As in ``muon_hyperball``.
+    ns_coeffs: As in ``muon_hyperball``.
+    ns_steps: As in ``muon_hyperball``.
+    ns_dtype: As in ``muon_hyperball``.
+    mesh_axes: As in ``muon_hyperball``.
+
+  Returns:
+    The corresponding :class:`optax.GradientTransformationExtraArgs`, an
+    :func:`optax.partition` into ``'hidden'``, ``'vectors'`` and ``'others'``,
+    whose ``update`` needs ``params``.
+
+  Raises:
+    ValueError: As ``muon_hyperball`` does.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {
+    ...     'embedding': jnp.ones((50, 8)),
+    ...     'layer': {'kernel': jnp.eye(8), 'bias': jnp.ones(8)},
+    ... }
+    >>> optimizer = merit_optax.muon(0.02, weight_decay=0.1)
+    >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+    >>> print(f'{jnp.linalg.norm(updates["layer"]["kernel"]):.3f}')
+    0.040
+
+  References:
+    Jordan et al., `Muon: An optimizer for hidden layers in neural networks
+    <https://kellerjordan.github.io/posts/muon>`_, 2024.
+
+    Liu et al., `Muon is Scalable for LLM Training
+    <https://arxiv.org/abs/2502.16982>`_, 2025, for the size of a step.
+  """
+  rate = _arguments.learning_rate('learning_rate', learning_rate)
+  numbers = dimension_numbers_or_default(weight_dimension_numbers)
+  adam_b1 = _arguments.decay_rate('adam_b1', adam_b1)
+  moments = moment_dtype('mu_dtype', mu_dtype)
+  check_decays('adam_b1', adam_b1, set() if moments is None else {moments})
+  matrices = optax.chain(
+    scale_by_muon(
+      ns_coeffs,
+      ns_steps,
+      beta,
+      mu_dtype=mu_dtype,
+      nesterov=nesterov,
+      ns_dtype=ns_dtype,
+      weight_dimension_numbers=numbers,
+      mesh_axes=mesh_axes,
+    ),
+    scale_by_shape(_size_of_adam, weight_dimension_numbers=numbers),
+    optax.add_decayed_weights(
+      _arguments.weight_decay('weight_decay', weight_decay)
+    ),
+    optax.scale_by_learning_rate(rate),
+  )
+  adam = scale_by_adam(
+    adam_b1,
+    _arguments.decay_rate('adam_b2', adam_b2),
+    _arguments.at_least_zero('adam_eps', adam_eps),
+    mu_dtype=mu_dtype,
+  )
+  others = _rate('adam_learning_rate', adam_learning_rate, rate)
+  return with_adam(
+    matrices,
+    adam,
+    {
+      'others': others,
+      'vectors': _rate('vector_learning_rate', vector_learning_rate, others),
+    },
+    adam_weight_decay,
+    adam_weight_decay_mask,
+    hidden,
+    weight_dimension_numbers is None,
+  )
+
+
+def _size_of_adam(rows: int, columns: int) -> float:
+  """Returns what gives an orthogonal matrix the size of Adam's updates."""
+  return 0.2 * math.sqrt(max(rows, columns))
+
+
+def _rate(
+  name: str,
+  learning_rate: optax.ScalarOrSchedule | None,
+  default: optax.ScalarOrSchedule,
+) -> optax.ScalarOrSchedule:
+  """Returns the checked learning rate, or the default."""
+  if learning_rate is None:
+    return default
+  return _arguments.learning_rate(name, learning_rate)
