@@ -42,9 +42,11 @@ _SIZES = (
 _SETTINGS = (
   ('float32', 'current'),
   ('float32', 'initial'),
+  # No norm is kept: Muon.
+  ('float32', None),
   ('bfloat16', 'current'),
 )
-_QUICK = [(x, (2, 2, 2), AxisType.Auto) for x in _SETTINGS[:2]]
+_QUICK = [(x, (2, 2, 2), AxisType.Auto) for x in _SETTINGS[:3]]
 _CASES = [
   pytest.param(*case, marks=() if case in _QUICK else pytest.mark.slow)
   for case in itertools.product(
@@ -54,16 +56,17 @@ _CASES = [
 
 
 def _optimizer(ns_dtype, radius):
-  return optax.chain(
-    merit_optax.clip_by_global_norm(1.0),
-    merit_optax.muon_hyperball(
-      optax.linear_schedule(0.1, 0.01, 20),
-      hidden=lambda p: {k: _PARAMETERS[k][2] is not None for k in p},
-      weight_dimension_numbers={k: x for k, (*_, x) in _PARAMETERS.items()},
-      ns_dtype=ns_dtype,
-      radius=radius,
-    ),
+  settings = dict(
+    hidden=lambda p: {k: _PARAMETERS[k][2] is not None for k in p},
+    weight_dimension_numbers={k: x for k, (*_, x) in _PARAMETERS.items()},
+    ns_dtype=ns_dtype,
   )
+  schedule = optax.linear_schedule(0.1, 0.01, 20)
+  if radius is None:
+    optimizer = merit_optax.muon(schedule, weight_decay=0.1, **settings)
+  else:
+    optimizer = merit_optax.muon_hyperball(schedule, radius=radius, **settings)
+  return optax.chain(merit_optax.clip_by_global_norm(1.0), optimizer)
 
 
 def _arrays(seed):

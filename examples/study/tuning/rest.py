@@ -20,7 +20,11 @@ from examples.study.tuning.coordinates import (
 from examples.study.tuning.plans import Plan, gather
 from examples.study.tuning.stages import B1, initial_weights, tune_stage
 
-RMS, RATIO, KEPT = 'Muon, RMS', 'Muon, l2 ratio', 'Hyperball, rest tuned'
+RMS, RATIO, KEPT = (
+  'Muon, rest tuned',
+  'Muon, l2 ratio, rest tuned',
+  'Hyperball, rest tuned',
+)
 """Muon with three sizes, each with the rest tuned."""
 _PARTS = {
   RMS: ('muon', 'rms', 'decay'),
