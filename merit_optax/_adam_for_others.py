@@ -1,58 +1,92 @@
 """Adam for what is no hidden matrix, beside an optimizer of these."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
 
 from merit_optax import _arguments, _masks
+from merit_optax._adam import scale_by_adam
+from merit_optax._dimension_numbers import WeightDimensionNumbers
 from merit_optax._hidden import (
   Hidden,
   check_hidden,
-  check_names_of_hidden,
+  check_matrices,
   hidden_matrices,
   is_vector,
 )
 from merit_optax._leaves import as_arrays, with_update
+from merit_optax._moments import check_decays, moment_dtype
 from merit_optax._paths import path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
 
+class Others(NamedTuple):
+  """What updates parameters that are no hidden matrices.
+
+  Attributes:
+    adam: Direction of Adam.
+    learning_rates: Those of ``'vectors'``, if they have one of their own, and
+      of all ``'others'``.
+    weight_decay: Weight decay.
+    weight_decay_mask: What decays, None for all.
+  """
+
+  adam: optax.GradientTransformation
+  learning_rates: Mapping[str, optax.ScalarOrSchedule]
+  weight_decay: optax.ScalarOrSchedule
+  weight_decay_mask: Any | Callable[[optax.Params], Any] | None
+
+
+def make_adam(
+  b1: jax.typing.ArrayLike,
+  b2: jax.typing.ArrayLike,
+  eps: jax.typing.ArrayLike,
+  mu_dtype: jax.typing.DTypeLike | None,
+  *,
+  bias_correction: bool = False,
+) -> optax.GradientTransformation:
+  """Returns the direction of Adam, whose arguments are named ``adam_...``."""
+  b1 = _arguments.decay_rate('adam_b1', b1)
+  moments = moment_dtype('mu_dtype', mu_dtype)
+  check_decays('adam_b1', b1, set() if moments is None else {moments})
+  return scale_by_adam(
+    b1,
+    _arguments.decay_rate('adam_b2', b2),
+    _arguments.at_least_zero('adam_eps', eps),
+    mu_dtype=mu_dtype,
+    bias_correction=bias_correction,
+  )
+
+
 def with_adam(
   hidden_optimizer: optax.GradientTransformation,
-  adam: optax.GradientTransformation,
-  learning_rates: Mapping[str, optax.ScalarOrSchedule],
-  weight_decay: optax.ScalarOrSchedule,
-  weight_decay_mask: Any | Callable[[optax.Params], Any] | None,
+  others: Others,
   hidden: Hidden,
-  has_default_numbers: bool,
+  weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the partition of hidden matrices and of what Adam updates.
 
   Args:
     hidden_optimizer: Optimizer of hidden matrices.
-    adam: Direction of Adam.
-    learning_rates: Those of Adam: of ``'vectors'``, if they have one of their
-      own, and of all ``'others'``.
-    weight_decay: Weight decay of what Adam updates.
-    weight_decay_mask: What of that decays.
+    others: What updates all other parameters.
     hidden: Which parameters are hidden matrices.
-    has_default_numbers: Whether dimension numbers follow from names and shapes,
-      which are checked by ``init`` then.
+    weight_dimension_numbers: As they were given.
   """
-  weight_decay = _arguments.weight_decay('adam_weight_decay', weight_decay)
-  if weight_decay_mask is not None:
-    weight_decay_mask = _masks.checked(
-      'adam_weight_decay_mask', weight_decay_mask
-    )
+  weight_decay = _arguments.weight_decay(
+    'adam_weight_decay', others.weight_decay
+  )
+  mask = others.weight_decay_mask
+  if mask is not None:
+    mask = _masks.checked('adam_weight_decay_mask', mask)
   parts = {
     name: optax.chain(
-      adam,
-      optax.add_decayed_weights(weight_decay, weight_decay_mask),
+      others.adam,
+      optax.add_decayed_weights(weight_decay, mask),
       optax.scale_by_learning_rate(rate),
     )
-    for name, rate in learning_rates.items()
+    for name, rate in others.learning_rates.items()
   }
   hidden = check_hidden(hidden)
 
@@ -74,8 +108,8 @@ def with_adam(
   def init_fn(params: optax.Params) -> optax.OptState:
     params = as_arrays(params)
     # Placeholders of optax.tree.map_params have no leaves.
-    if has_default_numbers and jax.tree.leaves(params):
-      check_names_of_hidden(params, hidden)
+    if jax.tree.leaves(params):
+      check_matrices(params, hidden, weight_dimension_numbers)
     return both.init(params)
 
   def update_fn(
@@ -88,7 +122,6 @@ def with_adam(
       raise ValueError(NO_PARAMS_MESSAGE)
     # A partition takes no params with leaves that have no update.
     params = with_update(params, updates)
-    updates, state = both.update(updates, state, params, **extra_args)
-    return updates, state
+    return both.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -12,12 +12,10 @@ from merit_optax import _arguments
 from merit_optax._dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
-  matrix_axes,
 )
 from merit_optax._hidden import (
   Hidden,
-  check_names_of_hidden,
-  dimension_numbers_or_default,
+  check_matrices,
   masked_but_hidden,
 )
 from merit_optax._leaves import as_arrays
@@ -212,10 +210,7 @@ def describe_hyperball(
   """
   params = as_arrays(params)
   matrices = masked_but_hidden(params, hidden)
-  numbers = weight_dimension_numbers
-  if numbers is None:
-    check_names_of_hidden(params, hidden)
-  axes = matrix_axes(dimension_numbers_or_default(numbers), matrices)
+  axes = check_matrices(params, hidden, weight_dimension_numbers)
   leaves: list[Any] = jax.tree.leaves(matrices)
   place = place_of(leaves, check_mesh_axes(mesh_axes))
   treedef: Any = jax.tree.structure(matrices)

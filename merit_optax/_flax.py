@@ -118,9 +118,10 @@ def flax_dimension_numbers(
     raise ValueError(
       f'params holds parameters that are not recognized: {", ".join(unknown)}. '
       'If axes count layers or experts, say so by stacked, such as '
-      "stacked={'blocks/': 1}; otherwise give their dimension numbers by "
-      "overrides, such as overrides={'query/kernel': "
-      'MuonDimensionNumbers((0,), (1, 2))}. (Under '
+      'functools.partial(merit_optax.flax_dimension_numbers, '
+      "stacked={'blocks/': 1}) for weight_dimension_numbers; otherwise give "
+      'their dimension numbers by overrides, such as '
+      "overrides={'query/kernel': MuonDimensionNumbers((0,), (1, 2))}. (Under "
       'optax.inject_hyperparams, which calls functions with '
       "the step count, name 'weight_dimension_numbers' in static_args.)"
     )

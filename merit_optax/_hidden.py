@@ -10,6 +10,7 @@ import optax
 from merit_optax._dimension_numbers import (
   DimensionNumbers,
   WeightDimensionNumbers,
+  matrix_axes,
 )
 from merit_optax._flax import VECTORS, flax_dimension_numbers
 from merit_optax._leaves import as_arrays
@@ -21,22 +22,26 @@ Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
 # Of the names along a path: embeddings of tokens, positions and patches, and
 # heads, but not the heads of an attention.
 _INPUT_OR_OUTPUT = re.compile(
-  r'[Ee]mbed|^(wte|wpe|patchify)$|(^|_)(head|logits|classifier)(_|$)'
+  r'[Ee]mbed|^(wte|wpe|patchify)$|^logit|(^|_)(head|logits|classifier)(_|$)'
   # Linen's automatic names, such as LMHead_0.
   r'|(LM|Output|Classification)Head(_\d+)?$|^(Logits|Classifier)(_\d+)?$'
 )
+
+# The last name before that of the parameter.
+_NORM = re.compile(r'([Nn]orm|(^|[/_])ln)[^/]*$')
 
 
 def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   """Returns which parameters are hidden matrices.
 
   By default these are all arrays with two or more axes but biases and scales
-  (also those of stacked layers), embeddings and heads. The latter are
-  recognized by the names along their paths: names that contain ``embed`` or
-  ``Embed``; ``wte``, ``wpe`` and ``patchify``; ``head``, ``logits`` or
-  ``classifier``, alone or as a part that an underscore sets apart, such as
-  ``lm_head``; and Linen's ``LMHead``, ``OutputHead``, ``ClassificationHead``,
-  ``Logits`` and ``Classifier``, with a number or without, such as ``LMHead_0``.
+  (also those of stacked layers, and the ``weight`` of a norm), embeddings and
+  heads. The latter are recognized by the names along their paths: names that
+  contain ``embed`` or ``Embed``, or begin with ``logit``; ``wte``, ``wpe`` and
+  ``patchify``; ``head``, ``logits`` or ``classifier``, alone or as a part that
+  an underscore sets apart, such as ``lm_head``; and Linen's ``LMHead``,
+  ``OutputHead``, ``ClassificationHead``, ``Logits`` and ``Classifier``, with a
+  number or without, such as ``LMHead_0``.
 
   Args:
     params: Tree of arrays, or of their shapes.
@@ -98,7 +103,9 @@ def is_vector(name: str, param: Any) -> bool:
     name: Its path, with slashes.
     param: The parameter, or its shape.
   """
-  return len(param.shape) < 2 or name.rsplit('/', maxsplit=1)[-1] in VECTORS
+  owner, _, leaf = name.rpartition('/')
+  is_weight_of_norm = leaf == 'weight' and _NORM.search(owner) is not None
+  return len(param.shape) < 2 or leaf in VECTORS or is_weight_of_norm
 
 
 def check_hidden(hidden: Hidden) -> Hidden:
@@ -137,7 +144,40 @@ def hidden_dimension_numbers(params: Any) -> Any:
   return flax_dimension_numbers(params, overrides=matrices)
 
 
-def check_names_of_hidden(params: Any, hidden: Hidden) -> None:
+def check_matrices(
+  params: Any,
+  hidden: Hidden,
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> Any:
+  """Returns the axes of hidden matrices; others are masked out.
+
+  Raises:
+    ValueError: If a spec does not fit its parameter or gives a hidden one no
+      rows; without specs, if the bias of a hidden matrix contradicts it.
+  """
+  if weight_dimension_numbers is None:
+    _check_names(params, hidden)
+  matrices = masked_but_hidden(params, hidden)
+  axes = matrix_axes(
+    dimension_numbers_or_default(weight_dimension_numbers), matrices
+  )
+  treedef: Any = jax.tree.structure(matrices)
+  vectors = [
+    name
+    for name, x in zip(
+      path_names(matrices), treedef.flatten_up_to(axes), strict=True
+    )
+    if not x.rows
+  ]
+  if vectors:
+    raise ValueError(
+      'weight_dimension_numbers must give hidden matrices rows and columns, '
+      f'got none for {", ".join(vectors)}. Leave these to Adam by hidden.'
+    )
+  return axes
+
+
+def _check_names(params: Any, hidden: Hidden) -> None:
   """Raises ``ValueError`` where the bias of a hidden matrix contradicts it."""
   name_of = path_namer(params)
   hidden_dimension_numbers(

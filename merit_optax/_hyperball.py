@@ -8,11 +8,10 @@ import optax
 
 from merit_optax import _arguments
 from merit_optax._adam import scale_by_adam
-from merit_optax._adam_for_others import with_adam
+from merit_optax._adam_for_others import Others, make_adam, with_adam
 from merit_optax._dimension_numbers import WeightDimensionNumbers
 from merit_optax._hidden import Hidden, dimension_numbers_or_default
 from merit_optax._keep_norms import keep_matrix_norms
-from merit_optax._moments import check_decays, moment_dtype
 from merit_optax._muon import scale_by_muon
 from merit_optax._newton_schulz import Coefficients
 from merit_optax._trust_ratio import scale_by_l2_norm_trust_ratio
@@ -215,9 +214,6 @@ def muon_hyperball(
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
   numbers = dimension_numbers_or_default(weight_dimension_numbers)
-  adam_b1 = _arguments.decay_rate('adam_b1', adam_b1)
-  moments = moment_dtype('mu_dtype', mu_dtype)
-  check_decays('adam_b1', adam_b1, set() if moments is None else {moments})
   direction = scale_by_muon(
     ns_coeffs,
     ns_steps,
@@ -228,25 +224,16 @@ def muon_hyperball(
     weight_dimension_numbers=numbers,
     mesh_axes=mesh_axes,
   )
-  return with_adam(
-    hyperball(
-      direction,
-      learning_rate,
-      radius=radius,
-      weight_dimension_numbers=numbers,
-    ),
-    scale_by_adam(
-      adam_b1,
-      _arguments.decay_rate('adam_b2', adam_b2),
-      _arguments.at_least_zero('adam_eps', adam_eps),
-      mu_dtype=mu_dtype,
-    ),
+  hidden_optimizer = hyperball(
+    direction, learning_rate, radius=radius, weight_dimension_numbers=numbers
+  )
+  others = Others(
+    make_adam(adam_b1, adam_b2, adam_eps, mu_dtype),
     {'others': _adam_rate(learning_rate, adam_learning_rate)},
     adam_weight_decay,
     adam_weight_decay_mask,
-    hidden,
-    weight_dimension_numbers is None,
   )
+  return with_adam(hidden_optimizer, others, hidden, weight_dimension_numbers)
 
 
 def adam_hyperball(
@@ -305,22 +292,21 @@ def adam_hyperball(
     Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
   """
   direction = scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
-  return with_adam(
-    hyperball(
-      direction,
-      learning_rate,
-      radius=radius,
-      weight_dimension_numbers=dimension_numbers_or_default(
-        weight_dimension_numbers
-      ),
+  hidden_optimizer = hyperball(
+    direction,
+    learning_rate,
+    radius=radius,
+    weight_dimension_numbers=dimension_numbers_or_default(
+      weight_dimension_numbers
     ),
+  )
+  others = Others(
     direction,
     {'others': _adam_rate(learning_rate, adam_learning_rate)},
     adam_weight_decay,
     adam_weight_decay_mask,
-    hidden,
-    weight_dimension_numbers is None,
   )
+  return with_adam(hidden_optimizer, others, hidden, weight_dimension_numbers)
 
 
 def _adam_rate(
@@ -328,9 +314,12 @@ def _adam_rate(
   adam_learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.ScalarOrSchedule:
   """Returns the learning rate of Adam, a third of the other by default."""
-  if adam_learning_rate is not None:
-    return _arguments.learning_rate('adam_learning_rate', adam_learning_rate)
   rate = _arguments.learning_rate('learning_rate', learning_rate)
-  if callable(rate):
-    return lambda step: _ADAM_RATE * rate(step)
-  return _ADAM_RATE * rate
+  third = (
+    _ADAM_RATE * rate
+    if not callable(rate)
+    else (lambda step: _ADAM_RATE * rate(step))
+  )
+  return _arguments.learning_rate_or(
+    'adam_learning_rate', adam_learning_rate, third
+  )

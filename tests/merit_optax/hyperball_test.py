@@ -45,6 +45,7 @@ def _last(optimizer, params, gradients):
 _HIDDEN_NAMES = (
   *('heads/0/weight', 'attention/query/kernel', 'headline/kernel', 'w1'),
   *('MultiHeadAttention_0/kernel', 'AttentionHead_0/kernel', 'layers/0/weight'),
+  *('norm_blocks/up/weight', 'adaptive_norm/kernel', 'kiln/weight'),
 )
 _OTHER_NAMES = (
   *('wte', 'wpe', 'patchify/kernel', 'patch_embed/kernel', 'embedder/w'),
@@ -52,6 +53,7 @@ _OTHER_NAMES = (
   *('classifier/weight', 'PosEmbed_0/kernel', 'LMHead_0/kernel'),
   *('OutputHead/kernel', 'ClassificationHead_1/kernel', 'Logits_0/kernel'),
   *('Classifier/kernel', 'token/embedding', 'blocks/qkv/bias', 'norm/scale'),
+  *('logitdense/kernel', 'blocks/rms_norm/weight', 'layers/ln_1/weight'),
 )
 
 
@@ -94,10 +96,25 @@ def test_the_choice_can_be_another(hidden):
 def test_what_does_not_fit_is_refused(hidden, shape, message):
   params = {'kernel': jnp.ones(shape), 'bias': jnp.ones(3)}
   for function in (
+    merit_optax.muon(0.1, hidden=hidden).init,
     merit_optax.muon_hyperball(0.1, hidden=hidden).init,
     functools.partial(merit_optax.describe_hyperball, hidden=hidden),
   ):
     with pytest.raises(ValueError, match=message):
+      function(params)
+
+
+def test_hidden_matrices_without_rows_are_refused():
+  specs = {'kernel': _Spec(0, 1), 'router': {'kernel': None}}
+  params = {'kernel': jnp.eye(3), 'router': {'kernel': jnp.eye(3)}}
+  for function in (
+    merit_optax.muon(0.1, weight_dimension_numbers=specs).init,
+    merit_optax.adam_hyperball(0.1, weight_dimension_numbers=specs).init,
+    functools.partial(
+      merit_optax.describe_hyperball, weight_dimension_numbers=specs
+    ),
+  ):
+    with pytest.raises(ValueError, match='must give .* none for router/kernel'):
       function(params)
 
 
@@ -197,10 +214,17 @@ def test_defaults_are_those_of_the_parts(build, direction):
   _assert_same_steps(build(_SCHEDULE), expected, _SMALL)
 
 
-def test_what_decays_of_adam_can_be_chosen():
+_IN_ONE_CALL = pytest.mark.parametrize(
+  'build', [merit_optax.muon, merit_optax.muon_hyperball]
+)
+
+
+@_IN_ONE_CALL
+def test_what_decays_of_adam_can_be_chosen(build):
   params = {'w': jnp.eye(3), 'a': jnp.ones(3), 'b': jnp.ones(3)}
-  optimizer = merit_optax.muon_hyperball(
+  optimizer = build(
     0.3,
+    adam_learning_rate=0.1,
     adam_weight_decay=0.5,
     adam_weight_decay_mask={'w': True, 'a': True, 'b': False},
   )
@@ -209,16 +233,18 @@ def test_what_decays_of_adam_can_be_chosen():
   chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
 
-def test_a_moment_of_adam_that_never_decays_is_refused():
+@_IN_ONE_CALL
+def test_a_moment_of_adam_that_never_decays_is_refused(build):
   with pytest.raises(ValueError, match='^adam_b1 must be at most 0.996'):
-    merit_optax.muon_hyperball(0.1, adam_b1=0.999, mu_dtype='bfloat16')
+    build(0.1, adam_b1=0.999, mu_dtype='bfloat16')
 
 
-def test_learning_rates_can_be_injected():
-  injected = optax.inject_hyperparams(merit_optax.muon_hyperball)(0.1)
+@_IN_ONE_CALL
+def test_learning_rates_can_be_injected(build):
+  injected = optax.inject_hyperparams(build)(0.1)
   actual, expected = (
     _last(optimizer, _SMALL, [_SMALL] * 2)
-    for optimizer in (injected, merit_optax.muon_hyperball(0.1))
+    for optimizer in (injected, build(0.1))
   )
   chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 

@@ -35,7 +35,7 @@ def _last(optimizer, params=_PARAMS):
 
 def _adam(rate, decay=0.0, **settings):
   return optax.chain(
-    merit_optax.scale_by_adam(**settings),
+    merit_optax.scale_by_adam(bias_correction=True, **settings),
     optax.add_decayed_weights(decay),
     optax.scale_by_learning_rate(rate),
   )
@@ -78,14 +78,27 @@ def test_it_is_a_partition_of_public_parts():
   chex.assert_trees_all_close(_last(actual), _last(expected), rtol=1e-6)
 
 
-_SMALL = {'kernel': normal(0, (4, 6)), 'bias': jnp.ones(6)}
+_MATRICES = {'wide': normal(0, (4, 6)), 'tall': normal(1, (9, 4))}
 
 
-def test_matrices_take_the_steps_of_optax():
-  settings = dict(beta=0.9, weight_decay=0.1)
+def test_matrices_take_the_steps_of_optax_with_the_same_settings():
+  settings = dict(weight_decay=optax.linear_schedule(0.5, 0.1, 5))
   ours = merit_optax.muon(_SCHEDULE, **settings)
-  theirs = optax.contrib.muon(_SCHEDULE, consistent_rms=0.2, **settings)
-  actual, expected = (_last(x, _SMALL)['kernel'] for x in (ours, theirs))
+  theirs = optax.contrib.muon(
+    _SCHEDULE, beta=0.9, consistent_rms=0.2, **settings
+  )
+  actual, expected = (_last(x, _MATRICES) for x in (ours, theirs))
+  chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', _MATRICES)
+def test_a_rate_for_the_default_of_optax_is_converted_as_documented(name):
+  params = {name: _MATRICES[name]}
+  rows, columns = params[name].shape
+  factor = max(1, columns / rows) ** 0.5 / (0.2 * max(rows, columns) ** 0.5)
+  ours = merit_optax.muon(0.1 * factor)
+  theirs = optax.contrib.muon(0.1, beta=0.9)
+  actual, expected = (_last(x, params) for x in (ours, theirs))
   chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
