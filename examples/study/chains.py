@@ -170,6 +170,7 @@ PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
   'momentum': lambda x: optax.ema(x.b1, debias=False),
   'lmo max': _with_specs(merit_optax.scale_by_lmo, norm='max'),
   'lmo row': _with_specs(merit_optax.scale_by_lmo, norm='row'),
+  'lmo column': _with_specs(merit_optax.scale_by_lmo, norm='column'),
   'decay': lambda x: optax.add_decayed_weights(x.weight_decay, decay_mask(x)),
   'rms': _with_specs(merit_optax.scale_by_shape, factor=_size_of_adam),
   'spectral': _with_specs(merit_optax.scale_by_shape, factor=_spectral_size),

@@ -29,7 +29,7 @@ def _loss(trial: Trial) -> float:
   return 3 - 0.2 * math.log(config.steps) + 0.1 * off**2 + config.seed / 1e4
 
 
-@pytest.mark.parametrize('name', ['tokens', 'schedule', 'relatives'])
+@pytest.mark.parametrize('name', ['tokens', 'schedule', 'relatives', 'rows'])
 def test_an_experiment_leads_from_its_trials_to_tables(name):
   tables = _run(name, _loss)
   assert all(tables.values())

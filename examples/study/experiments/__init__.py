@@ -17,6 +17,7 @@ from examples.study.experiments import (
   qk_norm,
   rate_tolerance,
   relatives,
+  rows,
   schedule,
   sensitivity,
   steps_to_loss,
@@ -40,5 +41,6 @@ EXPERIMENTS: dict[str, Any] = {
   'relatives': relatives,
   'tokens': tokens,
   'schedule': schedule,
+  'rows': rows,
 }
 """Modules by the name of the command."""

@@ -3,9 +3,9 @@
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Plan, at_batches, gather
-from examples.study.tuning.coordinates import Improved
-from examples.study.tuning.rest import KEPT, RMS, everything_tuned, tune_again
+from examples.study.tuning import Case, Plan, at_batches
+from examples.study.tuning.relatives import Relative, tune_relatives
+from examples.study.tuning.rest import KEPT, RMS, everything_tuned
 
 TITLE = 'With QK-norm'
 TEXT = """\
@@ -16,11 +16,17 @@ embeddings, and the decay of hidden matrices (Hyperball: none). What was tried
 has losses of one seed, what was chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _MUON_QK, _HYPERBALL_QK = 'Muon, QK-norm', 'Hyperball, QK-norm'
-_STARTS = {
-  _MUON: RMS,
-  _HYPERBALL: KEPT,
-  _MUON_QK: RMS,
-  _HYPERBALL_QK: KEPT,
+
+
+def _with_qk_norm(case: Case) -> Case:
+  return case.with_settings(qk_norm=True)
+
+
+_RELATIVES = {
+  _MUON: Relative(RMS),
+  _HYPERBALL: Relative(KEPT),
+  _MUON_QK: Relative(RMS, _with_qk_norm),
+  _HYPERBALL_QK: Relative(KEPT, _with_qk_norm),
 }
 _PAIRS = (
   (_HYPERBALL, _MUON),
@@ -38,22 +44,12 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 
 def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  tuned = yield from everything_tuned(scale, size)
-  again = yield from gather(
-    {name: _retune(name, tuned[x]) for name, x in _STARTS.items()}
-  )
+  before = yield from everything_tuned(scale, size)
+  again = yield from tune_relatives(scale, size, _RELATIVES)
   return [
-    *(tuned[x].points[0].labelled(chosen='') for x in (RMS, KEPT)),
+    *(x.points[0].labelled(chosen='') for x in before.values()),
     *(point for x in again.values() for point in x.points),
   ]
-
-
-def _retune(name: str, start: Improved) -> Plan[Improved]:
-  """Plans to tune again, without QK-norm or with it."""
-  case = start.best.with_optimizer(name=name)
-  if name in (_MUON_QK, _HYPERBALL_QK):
-    case = case.with_settings(qk_norm=True)
-  return tune_again(case, start.learning_rate)
 
 
 def tables(points: list[Point]) -> t.Tables:

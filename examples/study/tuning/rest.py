@@ -106,7 +106,8 @@ def tune_again(
     own: Further settings, or other values of those of all.
   """
   chain = case.optimizer.chain
-  embeddings = {'embeddings': RATES['embeddings']} if chain.others else {}
+  has_others = chain is not None and chain.others
+  embeddings = {'embeddings': RATES['embeddings']} if has_others else {}
   coordinates = {**own, **_AGAIN, **embeddings, **decay_of(case), **own}
   case = dataclasses.replace(case, margin=math.inf)
   return improve_all(case, learning_rate, coordinates)
