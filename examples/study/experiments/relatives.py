@@ -4,21 +4,15 @@ from examples.study.analysis import tables as t
 from examples.study.chains import Chain
 from examples.study.optimizers import ADAMW, LAMB, MERIT, PAPER
 from examples.study.points import Point
-from examples.study.scales import DECAY, Scale
+from examples.study.scales import Scale
 from examples.study.tuning import Plan, at_batches, gather
-from examples.study.tuning.coordinates import ChainField, Coordinate
+from examples.study.tuning.coordinates import ChainField
 from examples.study.tuning.relatives import (
   Relative,
   tune_relatives,
   with_parts,
 )
-from examples.study.tuning.rest import (
-  KEPT,
-  RATES,
-  RATIO,
-  RMS,
-  everything_tuned,
-)
+from examples.study.tuning.rest import KEPT, RATES, RMS, everything_tuned
 
 TITLE = 'Relatives'
 TEXT = """\
@@ -32,11 +26,6 @@ rates the best is taken, even if the next larger one is unstable. What was tried
 has losses of one seed, what was chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW = 'AdamW, rest tuned'
-_INSIDE = 'Muon, decay in the l2 ratio'
-_MONA = tuple(
-  (f'accelerate {x}', 'muon', 'rms', 'decay') for x in (0.9, 0.975, 0.99)
-)
-_SMALL_DECAYS = Coordinate('weight_decay', (0.0, 1e-3, 3e-3, DECAY, 0.03, 0.1))
 _RELATIVES = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
@@ -47,19 +36,8 @@ _RELATIVES = {
     ),
     RATES,
   ),
-  # Its decay is added to gradients, which are clipped to a norm of 1. A
-  # momentum that sums steps makes them larger by 1 / (1 - b1).
-  'LARS': Relative(
-    LAMB.name, with_parts('decay', 'l2', 'trace'), {'decay': _SMALL_DECAYS}, 0.2
-  ),
-  _INSIDE: Relative(RATIO, with_parts('muon', 'decay', 'l2')),
   'OrScale-LM': Relative(
     RMS, with_parts('muon', 'rms', 'decay', 'l2 calibrated')
-  ),
-  'MONA': Relative(
-    RMS,
-    with_parts(*_MONA[1]),
-    {'acceleration': ChainField('parts', _MONA, form='{0[0]}')},
   ),
   # Square matrices of width 64 have an RMS of 1/8, Muon's one of 0.2.
   'Scion': Relative(
@@ -71,12 +49,11 @@ _RELATIVES = {
 }
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
-  *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
-  ('OrScale-LM', _INSIDE),
+  *((x, _MUON) for x in _RELATIVES if x != _MUON),
   (_ADAMW, ADAMW.name),
+  (MERIT.name, _ADAMW),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
-  ('LARS', LAMB.name),
 )
 
 
