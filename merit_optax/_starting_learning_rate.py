@@ -26,10 +26,11 @@ def starting_learning_rate(optimizer: str, steps: int) -> float:
 
   The best rates of the documentation's study, in runs of 153 to 2,441 steps of
   a GPT-2 with 0.2 million parameters (batches of 16 to 256 sequences of 64
-  tokens, a linear warm-up over 10 % of the steps, then a cosine to zero; b1 or
-  beta of 0.9, with Muon 0.95) lie within a factor of 1.5 of it. With a beta of
-  0.8, and a warm-up of 30 % with Muon, they were up to twice as high. Outside
-  of that range, it is a guess: fewer than 150 steps get the rate of 150.
+  tokens, a linear warm-up over 10 % of the steps, then a cosine to zero; a b1
+  of 0.9, with Muon and Hyperball 0.95) lie within a factor of 1.5 of it. With a
+  beta of 0.8 or a longer warm-up, those of Muon were up to twice as high, and
+  up to four times with everything tuned. Outside of that range, it is a guess:
+  fewer than 150 steps get the rate of 150.
 
   Args:
     optimizer: Name of an optimizer, one of those above.

@@ -75,7 +75,9 @@ def test_it_is_a_partition_of_public_parts():
     mu_dtype='float16', nesterov=False, ns_coeffs='polar_express', ns_steps=4,
     ns_dtype='bfloat16',
   )  # fmt: skip
-  chex.assert_trees_all_close(_last(actual), _last(expected), rtol=1e-6)
+  chex.assert_trees_all_close(
+    _last(actual), _last(expected), rtol=1e-6, atol=1e-6
+  )
 
 
 _MATRICES = {'wide': normal(0, (4, 6)), 'tall': normal(1, (9, 4))}
@@ -118,7 +120,7 @@ def test_a_rate_that_is_not_given_is_that_of_the_larger_group(given, rates):
   others = {k: _last(_adam(x)) for k, x in zip('ev', rates, strict=True)}
   del others['v']['blocks']['kernel']
   expected = others['v'] | {'embedding': others['e']['embedding']}
-  chex.assert_trees_all_close(found, expected, rtol=1e-6)
+  chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 def test_only_hidden_matrices_decay_by_default():
