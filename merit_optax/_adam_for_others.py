@@ -122,6 +122,7 @@ def with_adam(
       raise ValueError(NO_PARAMS_MESSAGE)
     # A partition takes no params with leaves that have no update.
     params = with_update(params, updates)
-    return both.update(updates, state, params, **extra_args)
+    updates, state = both.update(updates, state, params, **extra_args)
+    return updates, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
