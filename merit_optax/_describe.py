@@ -13,11 +13,7 @@ from merit_optax._dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
 )
-from merit_optax._hidden import (
-  Hidden,
-  check_matrices,
-  masked_but_hidden,
-)
+from merit_optax._hidden import Hidden, check_matrices
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
@@ -209,8 +205,7 @@ def describe_hyperball(
     up/kernel  hidden  (8, 32)  1 x 8 x 32  on one device
   """
   params = as_arrays(params)
-  matrices = masked_but_hidden(params, hidden)
-  axes = check_matrices(params, hidden, weight_dimension_numbers)
+  matrices, axes = check_matrices(params, hidden, weight_dimension_numbers)
   leaves: list[Any] = jax.tree.leaves(matrices)
   place = place_of(leaves, check_mesh_axes(mesh_axes))
   treedef: Any = jax.tree.structure(matrices)

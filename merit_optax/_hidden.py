@@ -148,8 +148,8 @@ def check_matrices(
   params: Any,
   hidden: Hidden,
   weight_dimension_numbers: WeightDimensionNumbers,
-) -> Any:
-  """Returns the axes of hidden matrices; others are masked out.
+) -> tuple[Any, Any]:
+  """Returns hidden matrices and their axes; others are masked out.
 
   Raises:
     ValueError: If a spec does not fit its parameter or gives a hidden one no
@@ -157,7 +157,11 @@ def check_matrices(
   """
   if weight_dimension_numbers is None:
     _check_names(params, hidden)
-  matrices = masked_but_hidden(params, hidden)
+  matrices = jax.tree.map(
+    lambda x, is_hidden: x if is_hidden else optax.MaskedNode(),
+    params,
+    hidden_matrices(params, hidden),
+  )
   axes = matrix_axes(
     dimension_numbers_or_default(weight_dimension_numbers), matrices
   )
@@ -174,7 +178,7 @@ def check_matrices(
       'weight_dimension_numbers must give hidden matrices rows and columns, '
       f'got none for {", ".join(vectors)}. Leave these to Adam by hidden.'
     )
-  return axes
+  return matrices, axes
 
 
 def _check_names(params: Any, hidden: Hidden) -> None:
@@ -188,15 +192,6 @@ def _check_names(params: Any, hidden: Hidden) -> None:
       params,
       hidden_matrices(params, hidden),
     )
-  )
-
-
-def masked_but_hidden(params: Any, hidden: Hidden) -> Any:
-  """Returns the tree with what is not hidden masked out."""
-  return jax.tree.map(
-    lambda x, is_hidden: x if is_hidden else optax.MaskedNode(),
-    params,
-    hidden_matrices(params, hidden),
   )
 
 

@@ -314,12 +314,9 @@ def _adam_rate(
   adam_learning_rate: optax.ScalarOrSchedule | None,
 ) -> optax.ScalarOrSchedule:
   """Returns the learning rate of Adam, a third of the other by default."""
+  if adam_learning_rate is not None:
+    return _arguments.learning_rate('adam_learning_rate', adam_learning_rate)
   rate = _arguments.learning_rate('learning_rate', learning_rate)
-  third = (
-    _ADAM_RATE * rate
-    if not callable(rate)
-    else (lambda step: _ADAM_RATE * rate(step))
-  )
-  return _arguments.learning_rate_or(
-    'adam_learning_rate', adam_learning_rate, third
-  )
+  if callable(rate):
+    return lambda step: _ADAM_RATE * rate(step)
+  return _ADAM_RATE * rate

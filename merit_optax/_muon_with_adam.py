@@ -80,8 +80,8 @@ def muon(
     adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for
       ``learning_rate``.
     vector_learning_rate: Learning rate of what Adam updates and has fewer than
-      two axes or is named ``bias`` or ``scale``, as in stacked layers; ``None``
-      for that of Adam.
+      two axes, or is a bias or scale of stacked layers by its name, as in
+      :func:`merit_optax.hidden_matrices`; ``None`` for that of Adam.
     adam_b1: As in ``muon_hyperball``.
     adam_b2: As in ``muon_hyperball``.
     adam_eps: As in ``muon_hyperball``.

@@ -16,6 +16,7 @@ from examples.gpt2.optim.optimizers import (
   decay_mask,
   dimension_numbers,
   make_schedule,
+  size_of_adam,
   with_clips,
 )
 import merit_optax
@@ -132,11 +133,6 @@ def _with_specs(
   )
 
 
-def _size_of_adam(rows: int, columns: int) -> float:
-  """Returns what gives an orthogonal matrix the size of Adam's updates."""
-  return 0.2 * math.sqrt(max(rows, columns))
-
-
 def _spectral_size(rows: int, columns: int) -> float:
   """Returns what gives an orthogonal matrix the size that Scion asks for."""
   return math.sqrt(columns / rows)
@@ -172,10 +168,9 @@ PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
   'lmo row': _with_specs(merit_optax.scale_by_lmo, norm='row'),
   'lmo column': _with_specs(merit_optax.scale_by_lmo, norm='column'),
   'decay': lambda x: optax.add_decayed_weights(x.weight_decay, decay_mask(x)),
-  'rms': _with_specs(merit_optax.scale_by_shape, factor=_size_of_adam),
+  'rms': _with_specs(merit_optax.scale_by_shape, factor=size_of_adam),
   'spectral': _with_specs(merit_optax.scale_by_shape, factor=_spectral_size),
   'l2': _with_specs(_l2_ratio),
-  'l2 bounded': _with_specs(_l2_ratio, min_ratio=0.5, max_ratio=1.5),
   'l2 calibrated': _with_specs(
     _l2_ratio, min_ratio=0.1, max_ratio=5.0, calibrate=True
   ),
@@ -188,12 +183,12 @@ PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
   'keep l2': _with_specs(merit_optax.keep_matrix_norms, norm='l2'),
 }
 """Parts by name. Directions: ``adam`` (without bias correction), ``adam
-corrected``, ``muon``, ``muon momentum`` (not Nesterov's), ``lmo max`` and ``lmo
-row`` (of a ``momentum``); ``accelerate`` comes before one. Sizes: ``rms``, that
-of Adam's updates; ``spectral``, Scion's; ``l2``, the ratio of the matrix,
-bounded as in OrScale or calibrated as in OrScale-LM; in max-norms ``row``, the
-larger of matrix and row, and ``merit``, the largest of matrix, row and column;
-``l2 merit``, the same in l2 norms. Others: ``decay``, ``clip``, and those of
+corrected``, ``muon``, ``muon momentum`` (not Nesterov's), ``lmo max``, ``lmo
+row`` and ``lmo column`` (of a ``momentum``); ``accelerate`` comes before one.
+Sizes: ``rms``, that of Adam's updates; ``spectral``, Scion's; ``l2``, the ratio
+of the matrix, calibrated as in OrScale-LM; in max-norms ``row``, the larger of
+matrix and row, and ``merit``, the largest of matrix, row and column; ``l2
+merit``, the same in l2 norms. Others: ``decay``, ``clip``, and those of
 ``AFTER_RATE``."""
 
 AFTER_RATE = ('trace', 'shrink', 'keep l2')

@@ -37,6 +37,30 @@ def test_an_experiment_leads_from_its_trials_to_tables(name):
     assert all(x.keys() == rows[0].keys() for x in rows)
 
 
+@pytest.mark.parametrize('name', ['relatives', 'rows'])
+def test_second_passes_find_what_is_best(name):
+  def loss(trial: Trial) -> float:
+    config, chain = trial.config, trial.chain
+    embeddings = dict(chain.rates).get('embeddings', 0.33) if chain else 0.33
+    return (
+      _loss(trial)
+      + abs(config.b1 - 0.6)
+      + abs(config.warmup_share - 0.5)
+      + abs(config.weight_decay - 0.1)
+      + 0.1 * abs(math.log2(embeddings / 2.64))
+    )
+
+  tables = _run(name, loss)
+  chosen = {x['optimizer']: x['values'] for x in tables['chosen']}
+  again = {k: v for k, v in chosen.items() if 'b1' in v}
+  assert len(again) >= 5
+  for optimizer, values in again.items():
+    assert {'warm-up 0.5', 'b1 0.6'} <= set(values.split(', ')), optimizer
+    keeps_norms = optimizer.startswith('Hyperball')
+    assert ('decay 0.1' in values) != keeps_norms, optimizer
+    assert ('embeddings 2.64' in values) == ('embeddings' in values), optimizer
+
+
 def test_tokens_are_those_that_muon_needs():
   def loss(trial: Trial) -> float:
     keeps_norms = trial.chain and 'keep l2' in trial.chain.parts

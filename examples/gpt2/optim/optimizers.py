@@ -160,6 +160,11 @@ def _specs(config: RunConfig) -> Callable[[Any], Any]:
   return functools.partial(dimension_numbers, qkv=config.qkv)
 
 
+def size_of_adam(rows: int, columns: int) -> float:
+  """Returns what gives an orthogonal matrix the size of Adam's updates."""
+  return 0.2 * math.sqrt(max(rows, columns))
+
+
 def _muon(config: RunConfig) -> optax.GradientTransformation:
   settings = _adam_settings(config)
   rate, specs = settings['learning_rate'], _specs(config)
@@ -172,11 +177,8 @@ def _muon(config: RunConfig) -> optax.GradientTransformation:
       ns_dtype=_ns_dtype(config),
       weight_dimension_numbers=specs,
     ),
-    # The size of Adam's updates, so that both share a learning rate.
-    merit_optax.scale_by_shape(
-      lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-      weight_dimension_numbers=specs,
-    ),
+    # So that both share a learning rate.
+    merit_optax.scale_by_shape(size_of_adam, weight_dimension_numbers=specs),
     optax.identity(),
     optax.scale_by_learning_rate(rate),
   )

@@ -9,7 +9,6 @@ from examples.study.tuning.lengths import find_length_rates
 from examples.study.tuning.plans import Plan, count_trials, execute, gather
 from examples.study.tuning.stages import (
   B1,
-  INITIAL_WEIGHTS,
   at_batches,
   compare_all,
   initial_weights,
@@ -18,7 +17,7 @@ from examples.study.tuning.stages import (
 )
 
 __all__ = [
-  'B1', 'INITIAL_WEIGHTS', 'Case', 'Plan', 'at_batches',
+  'B1', 'Case', 'Plan', 'at_batches',
   'compare_all', 'count_trials', 'execute', 'find_length_rates', 'find_rates',
   'gather', 'initial_weights', 'scale_rate', 'tune_stage',
   'warmup_and_b1',

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import dataclasses
 import math
-from types import MappingProxyType
 
 from examples.study.chains import Chain
 from examples.study.optimizers import HYPERBALL, MUON, PAPER
@@ -44,14 +43,12 @@ RATES: Coordinates = {
   'gains and biases': GroupRate('vectors', _RATES),
 }
 """Learning rates of groups over that of hidden matrices."""
-WEIGHT_DECAY: Coordinates = {
+_WEIGHT_DECAY: Coordinates = {
   'decay': Coordinate('weight_decay', (0.0, DECAY, 0.1, 0.3, 1.0, 3.0))
 }
 _ADAM: Coordinates = {
   'Adam': ChainField('others', ('adam', 'adam corrected'), form='{}')
 }
-
-
 _AGAIN: Coordinates = {
   'warm-up': Coordinate('warmup_share', (0.1, 0.3, 0.5)),
   'b1': B1,
@@ -64,7 +61,7 @@ _AGAIN: Coordinates = {
 def decay_of(case: Case) -> Coordinates:
   """Returns the decay to tune; it does nothing where the norm is kept."""
   chain = case.optimizer.chain
-  return {} if chain and 'keep l2' in chain.parts else WEIGHT_DECAY
+  return {} if chain and 'keep l2' in chain.parts else _WEIGHT_DECAY
 
 
 def everything_tuned(
@@ -77,7 +74,7 @@ def everything_tuned(
     size: Global batch, sequences.
     names: Muon with a size, or one of ``PAPER``.
   """
-  return (yield from gather({x: _tune(scale, size, x) for x in names}))
+  return gather({x: _tune(scale, size, x) for x in names})
 
 
 def _tune(scale: Scale, size: int, name: str) -> Plan[Improved]:
@@ -92,7 +89,7 @@ def _tune(scale: Scale, size: int, name: str) -> Plan[Improved]:
 
 
 def tune_again(
-  case: Case, learning_rate: float, own: Coordinates = MappingProxyType({})
+  case: Case, learning_rate: float, own: Coordinates
 ) -> Plan[Improved]:
   """Plans to tune what begins with the settings of another.
 
@@ -106,8 +103,9 @@ def tune_again(
     own: Further settings, or other values of those of all.
   """
   chain = case.optimizer.chain
-  has_others = chain is not None and chain.others
-  embeddings = {'embeddings': RATES['embeddings']} if has_others else {}
+  embeddings = (
+    {'embeddings': RATES['embeddings']} if chain and chain.others else {}
+  )
   coordinates = {**own, **_AGAIN, **embeddings, **decay_of(case), **own}
   case = dataclasses.replace(case, margin=math.inf)
   return improve_all(case, learning_rate, coordinates)
