@@ -9,7 +9,13 @@ import jax
 import tyro
 
 from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import Config, Remat, UsageError, flag
+from examples.gpt2.config import (
+  Remat,
+  RunConfig,
+  UsageError,
+  check_at_least,
+  flag,
+)
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.devices import hardware, processes
 from examples.study.analysis import report
@@ -20,7 +26,9 @@ from examples.study.training.store import Store
 from examples.study.training.sweep import Sweep
 from examples.study.tuning import Plan, count_trials, execute, gather
 
-Name = Literal['all', *EXPERIMENTS, 'report', *cells.NAMES]
+# What tyro reads as it runs, and mypy cannot.
+Name: Any = Literal['all', *EXPERIMENTS, 'report', *cells.NAMES]
+ScaleName: Any = Literal[*SCALES]
 _FOLDER = Path(__file__).parent
 _RESULTS = _FOLDER / 'results'
 _FOR_TRAINER = (
@@ -43,7 +51,7 @@ class Settings:
   name: Annotated[Name, tyro.conf.Positional] = 'all'
   # Size: nano and mini for CPU cores, micro for one GPU, small and medium are
   # the paper's (OpenWebText in nanoGPT's format, see --data).
-  scale: Literal[*SCALES] = 'nano'
+  scale: ScaleName = 'nano'
   # Folder of the results: SCALE.jsonl has a line for each trial; the folder
   # SCALE has the points of each experiment, figures and RESULTS.md. Default:
   # results/ beside this command, with the report of nano beside it.
@@ -122,8 +130,11 @@ def study(settings: Settings) -> None:
     return
   if settings.name != 'report':
     with store.locked():
-      _print_cost(settings, scale, store)
-      _train(settings, scale, store, jobs)
+      count = _print_cost(settings, scale, store)
+      store.check_text(load_tokens(_largest(scale)).sha256)
+      work, together = settings.work, settings.together
+      with Sweep(store, work, jobs, count, together) as sweep:
+        execute(_plan(settings.name, scale), sweep)
   processes.on_process_0(_report, settings, scale, store)
 
 
@@ -137,10 +148,9 @@ def _print_archived(name: str) -> None:
 
 
 def _check(settings: Settings) -> None:
-  for name in ('jobs', 'together', 'steps'):
-    value = getattr(settings, name)
-    if value is not None and value < 1:
-      raise UsageError(f'{flag(name)} must be at least 1, got {value}.')
+  check_at_least(
+    1, jobs=settings.jobs, together=settings.together, steps=settings.steps
+  )
   for name in ('steps', 'data', 'dtype'):
     is_own = name == 'data' and settings.scale != 'nano'
     if getattr(settings, name) and not (settings.results or is_own):
@@ -160,7 +170,7 @@ def _scale(settings: Settings) -> Scale:
   )
 
 
-def _largest(scale: Scale) -> Config:
+def _largest(scale: Scale) -> RunConfig:
   """Returns the settings of a trial at the largest batch."""
   return scale.run('merit', scale.batch_sizes[-1], 1.0).config
 
@@ -178,8 +188,11 @@ def _num_jobs(settings: Settings, scale: Scale) -> int:
   return len(hardware.usable_cores())
 
 
-def _print_cost(settings: Settings, scale: Scale, store: Store) -> None:
-  """Prints how many trials are left, and how long they take."""
+def _print_cost(settings: Settings, scale: Scale, store: Store) -> int:
+  """Prints how many trials are left, and how long they take.
+
+  Returns their number.
+  """
   count = count_trials(_plan(settings.name, scale), store.result)
   seconds = [x['seconds'] for x in store.records.values()]
   text = f'{settings.name}, {settings.scale}: about {count} trials left'
@@ -190,14 +203,7 @@ def _print_cost(settings: Settings, scale: Scale, store: Store) -> None:
       f'{count * median / 3600:.1f} hours, divided by --jobs'
     )
   processes.print_once(text)
-
-
-def _train(settings: Settings, scale: Scale, store: Store, jobs: int) -> None:
-  """Trains the trials that have no result."""
-  store.check_text(load_tokens(_largest(scale)).sha256)
-  count = count_trials(_plan(settings.name, scale), store.result)
-  with Sweep(store, settings.work, jobs, count, settings.together) as sweep:
-    execute(_plan(settings.name, scale), sweep)
+  return count
 
 
 def _plan(name: str, scale: Scale) -> Plan[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import optax
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import RunConfig
 from examples.gpt2.devices.sharding import path_name
 from examples.gpt2.optim.optimizers import (
   OTHERS_B1,
@@ -60,7 +60,7 @@ class Chain:
       text += f'; {self.others} {self.others_rate}'
     return text + ''.join(f', {name} {rate}' for name, rate in self.rates)
 
-  def make(self, config: Config) -> optax.GradientTransformation:
+  def make(self, config: RunConfig) -> optax.GradientTransformation:
     """Returns the optimizer, with the clips of the trainer's.
 
     Args:
@@ -81,7 +81,7 @@ class Chain:
     )
 
   def _chain(
-    self, names: tuple[str, ...], rate: float, config: Config
+    self, names: tuple[str, ...], rate: float, config: RunConfig
   ) -> optax.GradientTransformation:
     """Returns the chain of some parts, with the learning rate among them."""
     schedule = make_schedule(config)
@@ -123,7 +123,7 @@ def _labels(params: Any) -> Any:
 
 def _with_specs(
   make: Callable[..., Any], **options: Any
-) -> Callable[[Config], optax.GradientTransformation]:
+) -> Callable[[RunConfig], optax.GradientTransformation]:
   """Returns a part that is told which axes of a parameter form a matrix."""
   return lambda config: make(
     **options,
@@ -138,7 +138,7 @@ def _spectral_size(rows: int, columns: int) -> float:
   return math.sqrt(columns / rows)
 
 
-def _shrink(config: Config) -> optax.GradientTransformation:
+def _shrink(config: RunConfig) -> optax.GradientTransformation:
   """Decays everything, at the same rate whatever the rate of its group."""
   schedule = make_schedule(config)
   return optax.add_decayed_weights(
@@ -149,7 +149,7 @@ def _shrink(config: Config) -> optax.GradientTransformation:
 _ALL_RATIOS = ('weight', 'row', 'column')
 _l2_ratio = merit_optax.scale_by_l2_norm_trust_ratio
 _max_ratio = merit_optax.scale_by_max_norm_trust_ratio
-PARTS: dict[str, Callable[[Config], optax.GradientTransformation]] = {
+PARTS: dict[str, Callable[[RunConfig], optax.GradientTransformation]] = {
   'adam': lambda x: merit_optax.scale_by_adam(x.b1, x.b2),
   'adam corrected': lambda x: optax.scale_by_adam(x.b1, x.b2, eps=1e-6),
   'adam others': lambda x: merit_optax.scale_by_adam(OTHERS_B1, x.b2),

@@ -3,11 +3,8 @@
 import dataclasses
 from typing import Any
 
-from examples.gpt2.config import Config
-from examples.gpt2.presets import resolve
+from examples.gpt2 import config
 from examples.study.chains import Chain
-from examples.study.scales import Scale
-from examples.study.trial import Trial
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,32 +25,12 @@ class Optimizer:
   """
 
   name: str
-  optimizer: str
+  optimizer: config.Optimizer
   start: float
   chain: Chain | None = None
   settings: dict[str, Any] = dataclasses.field(default_factory=dict)
   few_steps: dict[str, Any] = dataclasses.field(default_factory=dict)
-  rule: str = ''
-
-  def rule_rate(self, scale: Scale, batch_size: int) -> float | None:
-    """Returns the learning rate by the rule, None if the scale has none yet."""
-    if scale.finds_rules or not self.rule:
-      return None
-    config = Config(
-      **scale.settings,
-      optimizer=self.rule,
-      batch_size=batch_size,
-      steps=scale.num_steps(batch_size),
-    )
-    return resolve(config).learning_rate
-
-  def trial(
-    self, scale: Scale, batch_size: int, learning_rate: float, **changes: Any
-  ) -> Trial:
-    """Returns a trial, with changes as for :meth:`Scale.run`."""
-    settings = self.few_steps if scale.has_few_steps else {}
-    settings = {'chain': self.chain} | settings | self.settings | changes
-    return scale.run(self.optimizer, batch_size, learning_rate, **settings)
+  rule: config.Optimizer | None = None
 
 
 _LONG = dict(warmup_share=0.3, b1=0.8)
@@ -106,12 +83,3 @@ PAIRS = (
   (WITH_RATIOS, HYPERBALL),
 )
 """Those whose losses are compared."""
-
-
-def compared(scale: Scale) -> tuple[Optimizer, ...]:
-  """Returns those that are compared at every batch of a scale.
-
-  The scale that finds the rules compares Hyperball elsewhere, with warm-up and
-  b1 tuned.
-  """
-  return COMPARED if scale.finds_rules else ALL

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, Optimizer
 from examples.gpt2.model.config import proportional_init_std
 from examples.gpt2.presets import resolve
 from examples.study.chains import Chain
@@ -74,7 +74,7 @@ class Scale:
   @functools.cache  # noqa: B019
   def run(
     self,
-    optimizer: str,
+    optimizer: Optimizer,
     batch_size: int,
     learning_rate: float,
     *,
@@ -84,12 +84,13 @@ class Scale:
     steps: int | None = None,
     **changes: Any,
   ) -> Trial:
-    """Returns a trial, by default with initial weights in proportion to width.
+    """Returns a trial.
 
-    ``init_scale`` is their standard deviation over that, where ``init_std`` is
-    not given; ``steps`` are those that make the tokens of the scale by default;
-    and ``changes`` are settings of the trainer.
+    ``init_scale`` is the standard deviation of initial weights over that in
+    proportion to width; ``steps`` are those that make the tokens of the scale
+    by default; and ``changes`` are settings of the trainer.
     """
+    steps = self.steps or steps
     settings = self.settings | {'weight_decay': DECAY} | changes
     config = resolve(
       Config(
@@ -97,16 +98,17 @@ class Scale:
         optimizer=optimizer,
         batch_size=batch_size,
         learning_rate=learning_rate,
+        steps=steps,
       )
     )
-    if 'init_std' not in changes:
-      deviation = proportional_init_std(config.width, init_scale)
-      config = dataclasses.replace(config, init_std=deviation)
-    per_step = batch_size * config.context_length
-    steps = self.steps or steps or round(self.tokens / per_step)
+    steps = steps or round(self.tokens / (batch_size * config.context_length))
     every = max(1, steps // _DIAGNOSTICS_STEPS) if with_diagnostics else 0
     config = dataclasses.replace(
-      config, steps=steps, eval_every=steps, diagnostics_every=every
+      config,
+      init_std=proportional_init_std(config.width, init_scale),
+      steps=steps,
+      eval_every=steps,
+      diagnostics_every=every,
     )
     return Trial(config, chain, with_diagnostics)
 

@@ -6,7 +6,7 @@ import functools
 import math
 from typing import Any
 
-from examples.gpt2.config import Config, digest
+from examples.gpt2.config import Config, RunConfig, digest
 from examples.gpt2.presets import identity
 from examples.study.chains import Chain
 
@@ -26,7 +26,7 @@ class Trial:
       program of its own and some time.
   """
 
-  config: Config
+  config: RunConfig
   chain: Chain | None = None
   with_diagnostics: bool = False
 

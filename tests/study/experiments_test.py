@@ -1,6 +1,7 @@
 """What experiments ask for, and what their tables say of invented losses."""
 
 from collections.abc import Callable
+import dataclasses
 import math
 
 import pytest
@@ -8,15 +9,17 @@ import pytest
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.study.analysis.tables import Tables
 from examples.study.experiments import EXPERIMENTS
-from examples.study.scales import SCALES
+from examples.study.scales import SCALES, Scale
 from examples.study.trial import Trial, make_result
 from examples.study.tuning.plans import execute
 
 
-def _run(name: str, loss: Callable[[Trial], float]) -> Tables:
+def _run(
+  name: str, loss: Callable[[Trial], float], scale: Scale = SCALES['nano']
+) -> Tables:
   """Returns the tables of an experiment, if trials have these losses."""
   experiment = EXPERIMENTS[name]
-  plan = experiment.plan(SCALES['nano'])
+  plan = experiment.plan(scale)
   return experiment.tables(
     execute(plan, lambda trials: [make_result(x, loss(x)) for x in trials])
   )
@@ -27,14 +30,6 @@ def _loss(trial: Trial) -> float:
   config = trial.config
   off = math.log2(config.learning_rate / 0.02)
   return 3 - 0.2 * math.log(config.steps) + 0.1 * off**2 + config.seed / 1e4
-
-
-@pytest.mark.parametrize('name', ['tokens', 'schedule', 'relatives', 'rows'])
-def test_an_experiment_leads_from_its_trials_to_tables(name):
-  tables = _run(name, _loss)
-  assert all(tables.values())
-  for rows in tables.values():
-    assert all(x.keys() == rows[0].keys() for x in rows)
 
 
 @pytest.mark.parametrize('name', ['relatives', 'rows'])
@@ -64,16 +59,16 @@ def test_second_passes_find_what_is_best(name):
 def test_tokens_are_those_that_muon_needs():
   def loss(trial: Trial) -> float:
     keeps_norms = trial.chain and 'keep l2' in trial.chain.parts
-    tokens = trial.config.steps / (1.0 if keeps_norms else 1.5)
-    return 3 - 0.2 * math.log(tokens) + trial.config.seed / 1e4
+    tokens = trial.config.steps / (1.0 if keeps_norms else 1.1)
+    return 1 + 9 * tokens**-0.45 + trial.config.seed / 1e4
 
   (row,) = _run('tokens', loss)['tokens']
-  cells = [x for name, x in row.items() if name]
-  assert len(cells) == 4
-  assert all(x.startswith('1.50 [') for x in cells)
+  factors = [float(x.split()[0]) for name, x in row.items() if name]
+  assert factors == pytest.approx([1.1] * 4, abs=0.011)
 
 
-def test_schedules_fall_from_the_peak_after_the_warm_up_to_zero():
+@pytest.mark.parametrize('steps', [None, 500])
+def test_schedules_fall_from_the_peak_after_the_warm_up_to_zero(steps):
   found = set()
 
   def loss(trial: Trial) -> float:
@@ -88,7 +83,7 @@ def test_schedules_fall_from_the_peak_after_the_warm_up_to_zero():
     found.add((config.schedule, config.decay_steps is None, is_falling))
     return _loss(trial)
 
-  _run('schedule', loss)
+  _run('schedule', loss, dataclasses.replace(SCALES['nano'], steps=steps))
   assert found == {
     ('cosine', True, True),
     ('linear', True, True),

@@ -8,12 +8,7 @@ from examples.study.analysis.intervals import difference
 from examples.study.analysis.logits import costs
 from examples.study.analysis.tables import select, values
 from examples.study.points import Point
-from examples.study.render import COLORS, panels
-
-__all__ = [
-  'draw_costs', 'draw_lead', 'draw_lines', 'draw_logits', 'label_batches',
-  'panels',
-]  # fmt: skip
+from examples.study.render import COLORS
 
 
 def _finite(values: Iterable[float]) -> list[float]:
@@ -85,7 +80,7 @@ def draw_costs(axes: Any, points: Sequence[Point]) -> None:
   axes.set_xscale('log', base=2)
   axes.set_xticks(factors, [f'{x:g} ×' for x in factors])
   axes.set_xlabel('learning rate over the one chosen')
-  axes.set_ylabel('loss over that of the one chosen')
+  axes.set_ylabel('loss over that of the one chosen, up to 0.5')
   size = points[0]['batch']
   axes.set_title(f'batch {size}, usual warm-up and b1', fontsize=9)
   axes.set_ylim(top=0.5)

@@ -1,6 +1,5 @@
 """Writes RESULTS.md and its figures from stored points and trials."""
 
-from collections import Counter
 import json
 from pathlib import Path
 import statistics
@@ -16,7 +15,7 @@ from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point, read_point
-from examples.study.render import markdown
+from examples.study.render import markdown, panels
 from examples.study.training.store import Store
 from examples.study.trial import read_result
 
@@ -91,7 +90,7 @@ def section(title: str, words: str, tables: Tables, figure: str = '') -> str:
 def _provenance(found: Found, records: list[dict[str, Any]]) -> str:
   """Returns how many trials there are, and with what they were trained."""
   names = ('python', 'jax', 'optax')
-  versions = Counter(
+  versions = dict.fromkeys(
     ', '.join(f'{name} {x["versions"][name]}' for name in names)
     for x in records
   )
@@ -135,7 +134,7 @@ def _has_summary(found: Found) -> bool:
 
 def _summary(found: Found) -> Figure:
   """Draws losses by batch, the lead over Muon, and losses by learning rate."""
-  result, ((left, middle, right),) = figures.panels(1, 3)
+  result, ((left, middle, right),) = panels(1, 3)
   result.set_size_inches(12, 3.8)
   tuned = select(found['tuned-initialization'], role='best')
   figures.draw_lines(left, tuned, 'batch')

@@ -69,9 +69,12 @@ def loss(point: Point) -> str:
 def rate(point: Point) -> str:
   """Returns the learning rate chosen, marked if it is at the edge.
 
-  A better one that was not chosen since it is unstable is named.
+  A better one that was not chosen since it is unstable is named. If it is the
+  only one that was tried, nothing was tuned.
   """
   tuned = point.tuned
+  if len(tuned.by_seed) == 1:
+    return f'{tuned.learning_rate:g}, not tuned'
   text = f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
   if tuned.unstable_rate is None:
     return text

@@ -1,7 +1,9 @@
 """MERIT without its parts, and with others in their place."""
 
+from collections.abc import Callable
 import dataclasses
 import math
+from typing import Any
 
 from examples.study.analysis import tables as t
 from examples.study.analysis.intervals import Difference, paired_difference
@@ -16,7 +18,7 @@ TEXT = """\
 Each change tuned around MERIT’s learning rate, then ten fresh seeds. Losses are
 compared seed by seed; beside each difference is the smallest that 80 % of such
 experiments would have detected."""
-CHANGES = {
+CHANGES: dict[str, dict[str, Any]] = {
   'no clip': {'clip_threshold': math.inf},
   'no weight-wise floor': {'ratios': ('row', 'column')},
   'weight-wise ratio only': {'ratios': ('weight',)},
@@ -58,17 +60,15 @@ def plan(scale: Scale) -> Plan[list[Point]]:
 
 def tables(points: list[Point]) -> t.Tables:
   """Returns the losses, and what each part is worth."""
-  found = _differences(points)
-  limits = {name: t.format_detectable(x) for name, x in found.items()}
+  full, *_ = points
+
+  def over_full(point: Point, form: Callable[[Difference], str]) -> str:
+    return '' if point is full else form(paired_difference(point, full))
+
   cells = {
     'loss': t.loss,
-    'minus MERIT': lambda x: str(found.get(x['optimizer'], '')),
-    'detectable': lambda x: limits.get(x['optimizer'], ''),
+    'minus MERIT': lambda x: over_full(x, str),
+    'detectable': lambda x: over_full(x, t.format_detectable),
     'learning rate': t.rate,
   }
   return {'losses': t.pivot(points, ['optimizer'], cells=cells)}
-
-
-def _differences(points: list[Point]) -> dict[str, Difference]:
-  full, *changed = points
-  return {x['optimizer']: paired_difference(x, full) for x in changed}

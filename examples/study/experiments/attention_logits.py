@@ -1,12 +1,15 @@
 """Attention logits at the learning rates chosen and above, with bounds too."""
 
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from examples.study.analysis import figures, logits, tables as t
 from examples.study.optimizers import COMPARED
 from examples.study.points import Point
+from examples.study.render import panels
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, gather
+from examples.study.tuning import Case, Plan, gather, gather_lists
 
 TITLE = 'Attention logits'
 TEXT = """\
@@ -16,7 +19,7 @@ and in brackets the largest raw logit of all heads, layers, seeds and
 diagnostics steps. QK-clip has a bound of 50."""
 FACTORS = (1, 2, 4)
 """Multiples of the learning rate chosen."""
-BOUNDS = {
+BOUNDS: dict[str, dict[str, Any]] = {
   'none': {},
   'QK-norm': {'qk_norm': True},
   'QK-clip': {'qk_clip': 50.0},
@@ -27,10 +30,9 @@ _SEEDS = {'none': (1, 2), 'QK-norm': (1,), 'QK-clip': (1,)}
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics, at rates chosen without a bound."""
-  found = yield from gather(
+  return gather_lists(
     {x.name: _plan_bounds(Case(scale, x, scale.batch_size)) for x in COMPARED}
   )
-  return [point for points in found.values() for point in points]
 
 
 def _plan_bounds(case: Case) -> Plan[list[Point]]:
@@ -55,7 +57,7 @@ def tables(points: list[Point]) -> t.Tables:
 
 def figure(points: list[Point]) -> Figure:
   """Draws the largest logit over training, by factor and bound."""
-  result, all_axes = figures.panels(3, 3, sharex=True, sharey='row')
+  result, all_axes = panels(3, 3, sharex=True, sharey='row')
   for bound, row in zip(BOUNDS, all_axes, strict=True):
     for factor, axes in zip(FACTORS, row, strict=True):
       figures.draw_logits(axes, t.select(points, bound=bound, factor=factor))

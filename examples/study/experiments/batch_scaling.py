@@ -1,10 +1,16 @@
 """Final loss against global batch, at equal tokens."""
 
 from examples.study.analysis import tables as t
-from examples.study.optimizers import STACKED_LAMB, Optimizer, compared
+from examples.study.optimizers import ALL, COMPARED, STACKED_LAMB, Optimizer
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, find_rates, gather
+from examples.study.tuning import (
+  Case,
+  Plan,
+  find_rates,
+  gather,
+  gather_lists,
+)
 
 TITLE = 'Loss against batch size'
 TEXT = """\
@@ -17,26 +23,28 @@ deviation over fresh seeds, if there are any."""
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans to tune all optimizers at all batches."""
-  found = yield from gather(
-    {x.name: _plan_batches(scale, x) for x in compared(scale)}
+  # The scale that finds the rules compares Hyperball with warm-up and b1 tuned.
+  optimizers = COMPARED if scale.finds_rules else ALL
+  points = yield from gather_lists(
+    {x.name: _plan_batches(scale, x) for x in optimizers}
   )
-  points = [x for by_size in found.values() for x in by_size.values()]
   if not scale.num_seeds:  # Runs are too dear for a comparison by the way.
     return points
   stacked = Case(scale, STACKED_LAMB, scale.batch_size)
   return [*points, (yield from stacked.find_point(scale.num_seeds))]
 
 
-def _plan_batches(scale: Scale, optimizer: Optimizer) -> Plan[dict[int, Point]]:
+def _plan_batches(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   rates = yield from find_rates(scale, optimizer)
+  cases = {x: Case(scale, optimizer, x) for x in rates}
   points = yield from gather(
-    {x: Case(scale, optimizer, x).evaluate(tuned) for x, tuned in rates.items()}
+    {x: case.evaluate(rates[x]) for x, case in cases.items()}
   )
-  rules = {x: optimizer.rule_rate(scale, x) for x in points}
-  return {
-    x: point.labelled(rule=rules[x]) if rules[x] else point
+  rules = {x: case.rule_rate for x, case in cases.items()}
+  return [
+    point.labelled(rule=rules[x]) if rules[x] else point
     for x, point in points.items()
-  }
+  ]
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -1,5 +1,7 @@
 """The best learning rate against width, batch size and number of steps."""
 
+from typing import Any
+
 from matplotlib.figure import Figure
 
 from examples.study.analysis import tables as t
@@ -11,14 +13,14 @@ from examples.study.scales import Scale
 from examples.study.tuning import (
   Case,
   Plan,
-  find_length_rates,
   find_rates,
   gather,
+  gather_lists,
 )
 
 TITLE = 'Learning rates'
 TEXT = """\
-The best rates of a grid by √2, by the number of steps, whether the batch sets
+The rates chosen of a grid by √2, by the number of steps, whether the batch sets
 it (varied: batch) or half and twice the tokens at one batch (varied: length),
 and the line through their logarithms. Widths and lengths are varied at one
 batch; weights start in proportion to each width."""
@@ -28,20 +30,18 @@ _WIDENED = (MERIT, WITH_RATIOS)
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans to choose rates along each axis."""
-  found = yield from gather({x.name: _plan_axes(scale, x) for x in COMPARED})
-  return [point for points in found.values() for point in points]
+  return gather_lists({x.name: _plan_axes(scale, x) for x in COMPARED})
 
 
 def _plan_axes(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   batches = yield from find_rates(scale, optimizer)
-  found = yield from gather(
-    {
-      'length': find_length_rates(
-        scale, optimizer, batches[scale.middle_batch]
-      ),
-      'width': _find_width_rates(scale, optimizer, batches[scale.middle_batch]),
-    }
-  )
+  case = Case(scale, optimizer, scale.middle_batch)
+  usual = batches[case.batch_size]
+  plans: dict[str, Plan[dict[Any, Tuned]]] = {
+    'length': case.find_length_rates(usual),
+    'width': _find_width_rates(case, usual),
+  }
+  found = yield from gather(plans)
   return [
     Point(
       {
@@ -57,19 +57,15 @@ def _plan_axes(scale: Scale, optimizer: Optimizer) -> Plan[list[Point]]:
   ]
 
 
-def _find_width_rates(
-  scale: Scale, optimizer: Optimizer, tuned: Tuned
-) -> Plan[dict[int, Tuned]]:
+def _find_width_rates(case: Case, tuned: Tuned) -> Plan[dict[int, Tuned]]:
   """Plans to choose rates for other widths, from the one of the scale."""
-  if optimizer not in _WIDENED:
+  if case.optimizer not in _WIDENED:
     return {}
-  size = scale.middle_batch
-  case = Case(scale, optimizer, size)
-  own = scale.run('adamw', size, 1.0).config.width
+  own = case.trial(1.0, seed=0).config.width
   found = yield from gather(
     {
       x: case.with_settings(width=x).find_rate(tuned.learning_rate)
-      for x in scale.widths
+      for x in case.scale.widths
       if x != own
     }
   )

@@ -3,9 +3,15 @@
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, at_batches
-from examples.study.tuning.relatives import Relative, tune_relatives
-from examples.study.tuning.rest import KEPT, RMS, everything_tuned
+from examples.study.tuning import Case, Plan
+from examples.study.tuning.coordinates import Improved
+from examples.study.tuning.rest import (
+  KEPT,
+  RMS,
+  Relative,
+  at_batches,
+  tune_rest,
+)
 
 TITLE = 'With QK-norm'
 TEXT = """\
@@ -40,16 +46,15 @@ _PAIRS = (
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans both at the middle and the largest batch."""
-  return at_batches(_plan_batch, scale, scale.few_batch_sizes[-2:])
+  tunings = {RMS: _before, KEPT: _before}
+  tunings |= {name: x.tune for name, x in _RELATIVES.items()}
+  return at_batches(scale, scale.few_batch_sizes[-2:], tunings)
 
 
-def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  before = yield from everything_tuned(scale, size)
-  again = yield from tune_relatives(scale, size, _RELATIVES)
-  return [
-    *(x.points[0].labelled(chosen='') for x in before.values()),
-    *(point for x in again.values() for point in x.points),
-  ]
+def _before(scale: Scale, size: int, name: str) -> Plan[Improved]:
+  """Plans what the others begin with, whose tuning is shown elsewhere."""
+  found = yield from tune_rest(scale, size, name)
+  return Improved(found.best, '', [])
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -5,8 +5,9 @@ from matplotlib.figure import Figure
 from examples.study.analysis import figures, logits, tables as t
 from examples.study.optimizers import ALL
 from examples.study.points import Point
+from examples.study.render import panels
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, gather
+from examples.study.tuning import Case, Plan, gather_lists
 
 TITLE = 'What a wrong learning rate costs'
 TEXT = """\
@@ -20,10 +21,9 @@ _SEEDS = (1, 2)
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs of fresh seeds at multiples of the rates chosen."""
-  found = yield from gather(
+  return gather_lists(
     {x.name: _plan_multiples(Case(scale, x, scale.batch_size)) for x in ALL}
   )
-  return [point for points in found.values() for point in points]
 
 
 def _plan_multiples(case: Case) -> Plan[list[Point]]:
@@ -48,7 +48,7 @@ def tables(points: list[Point]) -> t.Tables:
 
 def figure(points: list[Point]) -> Figure:
   """Draws the cost over the factor."""
-  result, ((axes,),) = figures.panels(1, 1)
+  result, ((axes,),) = panels(1, 1)
   result.set_size_inches(6, 3.5)
   figures.draw_costs(axes, points)
   axes.legend(fontsize=7)

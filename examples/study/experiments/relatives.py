@@ -5,14 +5,17 @@ from examples.study.chains import Chain
 from examples.study.optimizers import ADAMW, LAMB, MERIT, PAPER
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Plan, at_batches, gather
+from examples.study.tuning import Plan
 from examples.study.tuning.coordinates import ChainField
-from examples.study.tuning.relatives import (
+from examples.study.tuning.rest import (
+  KEPT,
+  RATES,
+  RMS,
   Relative,
-  tune_relatives,
+  at_batches,
+  tune_rest,
   with_parts,
 )
-from examples.study.tuning.rest import KEPT, RATES, RMS, everything_tuned
 
 TITLE = 'Relatives'
 TEXT = """\
@@ -21,9 +24,10 @@ warm-up, b1, initial weights and weight decay that suited each best, and one
 learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
 rest tuned. All others begin with what was best for one of these, and are tuned
 again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
-the decay, and settings of their own. So are Muon and Hyperball. Of learning
-rates the best is taken, even if the next larger one is unstable. What was tried
-has losses of one seed, what was chosen those of eight fresh ones."""
+the decay, and settings of their own. So are Muon and Hyperball. Of the learning
+rates of what is tuned again the best is taken, even if the next larger one is
+unstable. What was tried has losses of one seed, what was chosen those of eight
+fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW = 'AdamW, rest tuned'
 _RELATIVES = {
@@ -59,22 +63,9 @@ _PAIRS = (
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all at the largest batch."""
-  return at_batches(_plan_batch, scale, scale.few_batch_sizes[-1:])
-
-
-def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  found = yield from gather(
-    {
-      'paper': everything_tuned(scale, size, [x.name for x in PAPER]),
-      'relatives': tune_relatives(scale, size, _RELATIVES),
-    }
-  )
-  return [
-    point
-    for by_name in found.values()
-    for x in by_name.values()
-    for point in x.points
-  ]
+  tunings = {x.name: tune_rest for x in PAPER}
+  tunings |= {name: x.tune for name, x in _RELATIVES.items()}
+  return at_batches(scale, scale.few_batch_sizes[-1:], tunings)
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -5,13 +5,14 @@ from examples.study.chains import Chain
 from examples.study.optimizers import MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Plan, at_batches
-from examples.study.tuning.relatives import (
+from examples.study.tuning import Plan
+from examples.study.tuning.rest import (
+  KEPT,
+  RATES,
   Relative,
-  tune_relatives,
+  at_batches,
   with_parts,
 )
-from examples.study.tuning.rest import KEPT, RATES
 
 TITLE = 'Rows and columns'
 TEXT = """\
@@ -53,12 +54,8 @@ _PAIRS = (
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all at the largest batch."""
-  return at_batches(_plan_batch, scale, scale.few_batch_sizes[-1:])
-
-
-def _plan_batch(scale: Scale, size: int) -> Plan[list[Point]]:
-  found = yield from tune_relatives(scale, size, _RELATIVES)
-  return [point for x in found.values() for point in x.points]
+  tunings = {name: x.tune for name, x in _RELATIVES.items()}
+  return at_batches(scale, scale.few_batch_sizes[-1:], tunings)
 
 
 def tables(points: list[Point]) -> t.Tables:

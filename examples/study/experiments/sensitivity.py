@@ -12,8 +12,9 @@ with the learning rate for these (Hyperball: as with MERIT’s ratios, but for t
 learning rate; these two are compared seed by seed). As it is: a warm-up of
 10 %; b1 of 0.9, with Muon and Hyperball 0.95; the rest, which Adam updates, at
 a third of the rate with Hyperball, and at the rate of the hidden matrices with
-Muon. What was tried has losses of one seed, and the learning rate, chosen for
-each, in brackets."""
+Muon. What was tried has losses of one seed, and in brackets the learning rate,
+which is tuned for each (at the smaller batches only if it is at most 0.005
+worse at the rate of the best one)."""
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:

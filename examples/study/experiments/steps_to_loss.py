@@ -15,24 +15,27 @@ from examples.study.analysis.lengths import (
 from examples.study.optimizers import COMPARED, PAPER, Optimizer
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.trial import Result
 from examples.study.tuning import (
   Case,
   Plan,
-  find_length_rates,
+  best,
   find_rates,
   gather,
+  gather_lists,
   warmup_and_b1,
 )
+from examples.study.tuning.coordinates import Variant
 
 TITLE = 'Steps to a loss'
 TEXT = """\
 Steps of a complete run (warm-up and cosine) that ends at a loss, by
 interpolation between runs of up to five lengths: the mean of two seeds, and
-each of them. The loss is the highest of AdamW, LAMB and MERIT at one batch,
-rounded up. Warm-up and b1 are those that suit an optimizer best at the batch
-and at equal tokens. The learning rate of a length follows the power of the
-steps that fits the rates chosen for other lengths."""
+each of them. Where the loss lies beyond the shortest or longest run, within
+0.04 of its loss, a slope of 0.35 per factor of e is assumed. The loss is the
+highest of AdamW, LAMB and MERIT at one batch, rounded up. Warm-up and b1 are
+those that suit an optimizer best at the batch and at equal tokens. The learning
+rate of a length follows the power of the steps that fits the rates chosen for
+other lengths."""
 _SEEDS = (1, 2)
 _MOST_TRIES = 4
 """Lengths of training beside that of equal tokens."""
@@ -44,32 +47,36 @@ _ROUNDED_TO = 0.05
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs whose length is chosen until they end at the target."""
   sizes = scale.batch_sizes[::2]
-  searches = yield from gather(
+  found = yield from gather(
     {
       (x.name, size): warmup_and_b1(Case(scale, x, size))
       for x in COMPARED
       for size in (*sizes, scale.batch_size)
     }
   )
+  variants = {key: best(tried)[1] for key, tried in found.items()}
   powers = yield from gather({x.name: _power(scale, x) for x in COMPARED})
-  target = choose_target(
-    [searches[x.name, scale.batch_size].point.mean for x in PAPER]
-  )
   points = yield from gather(
-    {
-      (name, size): _find_steps(search.best, search.point, target, powers[name])
-      for (name, size), search in searches.items()
-      if size in sizes
-    }
+    {x.name: variants[x.name, scale.batch_size].evaluate() for x in PAPER}
   )
-  return [point for found in points.values() for point in found]
+  target = choose_target([x.mean for x in points.values()])
+  return (
+    yield from gather_lists(
+      {
+        key: _find_steps(variant, target, powers[key[0]])
+        for key, variant in variants.items()
+        if key[1] in sizes
+      }
+    )
+  )
 
 
 def _power(scale: Scale, optimizer: Optimizer) -> Plan[float]:
   """Plans to find with which power of the steps the rate moves."""
   rates = yield from find_rates(scale, optimizer)
   size = scale.middle_batch
-  tunings = yield from find_length_rates(scale, optimizer, rates[size])
+  case = Case(scale, optimizer, size)
+  tunings = yield from case.find_length_rates(rates[size])
   _, power = fit_power(
     (scale.num_steps(size, share), tuned.learning_rate)
     for share, tuned in tunings.items()
@@ -86,28 +93,20 @@ def choose_target(losses: list[float]) -> float:
 
 
 def _find_steps(
-  case: Case, point: Point, target: float, power: float
+  variant: Variant, target: float, power: float
 ) -> Plan[list[Point]]:
   """Plans to find the length of training that ends at the target."""
-  seeds = _SEEDS[: len(point.losses)]
+  case, tuned = variant
+  seeds = _SEEDS[: case.scale.num_seeds] or case.scale.tuning_seeds
   full = case.scale.num_steps(case.batch_size)
-  # Scales without fresh seeds take what chose the rate.
-  found = {full: (point.fresh or point.tuned.chosen)[: len(seeds)]}
-  while (steps := _next_steps(_means(found), target, full)) is not None:
-    rate = point.tuned.learning_rate * (steps / full) ** power
-    tried = yield from case.run_seeds(rate, seeds, steps=steps)
-    found[steps] = tried.fresh
-  return [
-    Point({**point.labels, 'target': target, 'steps': x}, None, found[x])
-    for x in sorted(found)
-  ]
-
-
-def _means(found: dict[int, tuple[Result, ...]]) -> dict[int, float]:
-  return {
-    steps: statistics.mean(x.loss for x in results)
-    for steps, results in found.items()
-  }
+  found: dict[int, Point] = {}
+  steps: int | None = full
+  while steps is not None:
+    rate = tuned.learning_rate * (steps / full) ** power
+    found[steps] = yield from case.run_seeds(rate, seeds, steps=steps)
+    means = {x: point.mean for x, point in found.items()}
+    steps = _next_steps(means, target, full)
+  return [found[x].labelled(target=target, steps=x) for x in sorted(found)]
 
 
 def _next_steps(

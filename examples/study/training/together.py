@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from examples.gpt2.config import Config, digest
+from examples.gpt2.config import FittedConfig, digest
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.run import memory
@@ -92,11 +92,14 @@ def train(trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 
 def _train(
-  trial: Trial, configs: Sequence[Config], tokens: Tokens, trainer: Trainer
+  trial: Trial,
+  configs: Sequence[FittedConfig],
+  tokens: Tokens,
+  trainer: Trainer,
 ) -> tuple[Any, list[int]]:
   """Returns the final parameters, and the steps that each trial took."""
 
-  def with_rate(rate: jax.Array, seed: jax.Array) -> Trainer:
+  def with_rate(rate: Any, seed: Any) -> Trainer:
     changed = dataclasses.replace(configs[0], learning_rate=rate, seed=seed)
     return make_trainer(trial, changed, tokens, trainer.mesh)
 
@@ -130,7 +133,7 @@ def _train(
 
 
 def _make_batch(
-  configs: Sequence[Config], tokens: Tokens, step: int, trainer: Trainer
+  configs: Sequence[FittedConfig], tokens: Tokens, step: int, trainer: Trainer
 ) -> np.ndarray:
   """Returns the batch of each trial, (R, A, B, T + 1)."""
   by_seed = {
@@ -143,7 +146,7 @@ def _make_batch(
 
 
 def _evaluate(
-  config: Config, tokens: Tokens, trainer: Trainer, params: Any
+  config: FittedConfig, tokens: Tokens, trainer: Trainer, params: Any
 ) -> np.ndarray:
   """Returns the mean validation loss of each trial, nats a token, (R,)."""
   held_out, count = batches.validation_batch(

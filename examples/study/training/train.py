@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import FittedConfig, RunConfig
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, processes, sharding
 from examples.gpt2.run import loop, memory
@@ -83,7 +83,7 @@ def _train(trial: Trial, work: Path) -> dict[str, Any]:
   }
 
 
-def set_up(trial: Trial) -> tuple[Config, Tokens, Trainer]:
+def set_up(trial: Trial) -> tuple[FittedConfig, Tokens, Trainer]:
   """Returns settings that fit the devices, the data, and the trainer."""
   config = trial.config
   mesh = sharding.make_mesh(config.mesh)
@@ -98,7 +98,7 @@ def set_up(trial: Trial) -> tuple[Config, Tokens, Trainer]:
 
 
 def make_trainer(
-  trial: Trial, config: Config, tokens: Tokens, mesh: Mesh
+  trial: Trial, config: RunConfig, tokens: Tokens, mesh: Mesh
 ) -> Trainer:
   """Returns the trainer of a trial, with settings for it."""
   optimizer = trial.chain.make(config) if trial.chain else None

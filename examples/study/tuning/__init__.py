@@ -5,11 +5,16 @@ from examples.study.tuning.cases import (
   find_rates,
   scale_rate,
 )
-from examples.study.tuning.lengths import find_length_rates
-from examples.study.tuning.plans import Plan, count_trials, execute, gather
+from examples.study.tuning.coordinates import best
+from examples.study.tuning.plans import (
+  Plan,
+  count_trials,
+  execute,
+  gather,
+  gather_lists,
+)
 from examples.study.tuning.stages import (
   B1,
-  at_batches,
   compare_all,
   initial_weights,
   tune_stage,
@@ -17,8 +22,7 @@ from examples.study.tuning.stages import (
 )
 
 __all__ = [
-  'B1', 'Case', 'Plan', 'at_batches',
-  'compare_all', 'count_trials', 'execute', 'find_length_rates', 'find_rates',
-  'gather', 'initial_weights', 'scale_rate', 'tune_stage',
-  'warmup_and_b1',
+  'B1', 'Case', 'Plan', 'best', 'compare_all', 'count_trials', 'execute',
+  'find_rates', 'gather', 'gather_lists', 'initial_weights', 'scale_rate',
+  'tune_stage', 'warmup_and_b1',
 ]  # fmt: skip

@@ -5,6 +5,8 @@ import dataclasses
 import math
 from typing import Any
 
+from examples.gpt2.config import Config
+from examples.gpt2.presets import resolve
 from examples.study.optimizers import Optimizer
 from examples.study.points import MARGIN, Point, Tuned
 from examples.study.scales import Scale
@@ -45,8 +47,8 @@ class Case:
 
   def with_chain(self, **changes: Any) -> 'Case':
     """Returns the same with changes of the optimizer's chain."""
-    chain = dataclasses.replace(self.optimizer.chain, **changes)
-    return self.with_optimizer(chain=chain)
+    chain: Any = self.optimizer.chain
+    return self.with_optimizer(chain=dataclasses.replace(chain, **changes))
 
   def with_others_rate(self, factor: float) -> 'Case':
     """Returns the same with another rate for what Adam updates beside Muon."""
@@ -55,14 +57,34 @@ class Case:
       return self.with_settings(adam_rate=factor)
     return self.with_chain(others_rate=factor * chain.others_rate)
 
+  @property
+  def labels(self) -> dict[str, Any]:
+    """What points of it are about."""
+    return {'optimizer': self.optimizer.name, 'batch': self.batch_size}
+
+  @property
+  def rule_rate(self) -> float | None:
+    """The learning rate by the rule, None if the scale has none yet."""
+    if self.scale.finds_rules or not self.optimizer.rule:
+      return None
+    config = Config(
+      **self.scale.settings,
+      optimizer=self.optimizer.rule,
+      batch_size=self.batch_size,
+      steps=self.scale.num_steps(self.batch_size),
+    )
+    return resolve(config).learning_rate
+
   def trial(self, learning_rate: float, seed: int, **changes: Any) -> Trial:
-    """Returns a trial."""
-    return self.optimizer.trial(
-      self.scale,
+    """Returns a trial, with changes as for :meth:`Scale.run`."""
+    optimizer = self.optimizer
+    settings = optimizer.few_steps if self.scale.has_few_steps else {}
+    return self.scale.run(
+      optimizer.optimizer,
       self.batch_size,
       round_rate(learning_rate),
       seed=seed,
-      **changes,
+      **{'chain': optimizer.chain} | settings | optimizer.settings | changes,
     )
 
   def find_rate(
@@ -78,8 +100,8 @@ class Case:
     """
     stride = 1
     if start is None:
-      rule = self.optimizer.rule_rate(self.scale, self.batch_size)
-      start, stride = rule or self.optimizer.start, self.scale.stride
+      start = self.rule_rate or self.optimizer.start
+      stride = self.scale.stride
     seeds = seeds or self.scale.tuning_seeds
     return select(self.trial, start, seeds, stride, self.margin)
 
@@ -110,8 +132,7 @@ class Case:
   ) -> Plan[Point]:
     """Plans trials of some seeds at a learning rate."""
     results = yield [self.trial(learning_rate, x, **changes) for x in seeds]
-    labels = {'optimizer': self.optimizer.name, 'batch': self.batch_size}
-    return Point(labels, None, tuple(results))
+    return Point(self.labels, None, tuple(results))
 
   def run_multiples(
     self, learning_rate: float, factors: Sequence[float], seeds: Sequence[int]
@@ -124,6 +145,26 @@ class Case:
       }
     )
     return [point.labelled(factor=x) for x, point in points.items()]
+
+  def find_length_rates(self, tuned: Tuned) -> Plan[dict[float, Tuned]]:
+    """Plans to choose learning rates for half and twice the steps.
+
+    Args:
+      tuned: What chose that for the steps of the scale.
+
+    Returns:
+      Tunings by length over that of the scale, the given one among them.
+    """
+    steps = self.scale.num_steps
+    found = yield from gather(
+      {
+        x: self.with_settings(steps=steps(self.batch_size, x)).find_rate(
+          scale_rate(tuned.learning_rate, 1 / x)
+        )
+        for x in (0.5, 2.0)
+      }
+    )
+    return dict(sorted((found | {1.0: tuned}).items()))
 
 
 def find_rates(scale: Scale, optimizer: Optimizer) -> Plan[dict[int, Tuned]]:
@@ -155,10 +196,11 @@ def _find_next_rates(
   for size in others:
     rate = found[previous].learning_rate
     start = scale_rate(rate, size / previous)
-    rules = [optimizer.rule_rate(scale, x) for x in (size, previous)]
-    if all(rules):
-      start = rate * rules[0] / rules[1]
-    found[size] = yield from Case(scale, optimizer, size).find_rate(start)
+    case = Case(scale, optimizer, size)
+    before = dataclasses.replace(case, batch_size=previous)
+    if case.rule_rate and before.rule_rate:
+      start = rate * case.rule_rate / before.rule_rate
+    found[size] = yield from case.find_rate(start)
     previous = size
   return found
 

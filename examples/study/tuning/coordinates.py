@@ -6,51 +6,34 @@ from typing import Any, NamedTuple, TypeAlias
 
 from examples.study.points import Point, Tuned
 from examples.study.tuning.cases import Case
-from examples.study.tuning.plans import Plan, gather
+from examples.study.tuning.plans import K, Plan, gather
 
 PROMISING = 0.005
 """Nats by which a variant may be worse at the learning rate of the best one,
 and gets its own nevertheless. (At the two largest batches all do.)"""
 
-Tunings: TypeAlias = dict[str, Tuned]
-"""Tunings of one seed, by the name of the variant."""
 Cases: TypeAlias = Mapping[str, Case]
 """Variants of an optimizer at a batch size, by name."""
 
 
-class Search(NamedTuple):
-  """What was tried of an optimizer at a batch size.
+class Variant(NamedTuple):
+  """A case with a learning rate.
 
   Attributes:
-    tried: Tunings of the values of the last coordinate.
-    best: The case with the best of them.
-    point: That one, evaluated with fresh seeds.
+    case: The case.
+    tuned: What chose its learning rate, with one seed.
   """
 
-  tried: Tunings
-  best: Case
-  point: Point
+  case: Case
+  tuned: Tuned
 
-  @property
-  def points(self) -> list[Point]:
-    """What was tried, and what was the best of it, as points."""
-    labels = self.point.labels
-    tried = [
-      Point({**labels, 'role': 'tried', 'variant': name}, tuned)
-      for name, tuned in self.tried.items()
-    ]
-    chosen = self.point.labelled(role='best', variant=best(self.tried))
-    return [*tried, chosen]
+  def evaluate(self, num_seeds: int | None = None) -> Plan[Point]:
+    """Plans fresh seeds, as :meth:`Case.evaluate` does."""
+    return self.case.evaluate(self.tuned, num_seeds)
 
-  @property
-  def learning_rate(self) -> float:
-    """The learning rate chosen for the best case."""
-    return self.point.tuned.learning_rate
 
-  def with_seeds(self, num_seeds: int) -> Plan[list[Point]]:
-    """Plans the best with more fresh seeds, beside others that are searched."""
-    point = yield from self.best.evaluate(self.point.tuned, num_seeds)
-    return [point.labelled(role='best', chosen='')]
+Variants: TypeAlias = dict[str, Variant]
+"""What was tried, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,65 +108,52 @@ class GroupRate(Coordinate):
     return case.with_chain(rates=tuple(sorted(rates.items())))
 
 
-def best(tunings: Tunings) -> str:
-  """Returns the name of the variant with the lowest loss."""
-  return min(tunings, key=lambda name: tunings[name].loss)
+def best(tried: Mapping[K, Variant]) -> tuple[K, Variant]:
+  """Returns the variant with the lowest loss, after its name."""
+  return min(tried.items(), key=lambda item: item[1].tuned.loss)
 
 
-def search(found: Search, coordinate: Coordinate) -> Plan[Search]:
-  """Plans to tune a further setting of what was the best so far.
+def improve(start: Variant, coordinate: Coordinate) -> Plan[Variants]:
+  """Plans to tune a further setting, and returns what was tried of its values.
 
-  Returns what was tried of its values. The best is evaluated with fresh seeds,
-  unless it is that from before.
+  These are the next ones, and those beyond where one of them is the best.
   """
-  tuned = found.tried[best(found.tried)]
-  tried, chosen = yield from improve(found.best, tuned, coordinate)
-  if chosen is found.best:
-    return Search(tried, chosen, found.point)
-  point = yield from chosen.evaluate(tried[best(tried)])
-  return Search(tried, chosen, point)
-
-
-def improve(
-  case: Case, tuned: Tuned, coordinate: Coordinate
-) -> Plan[tuple[Tunings, Case]]:
-  """Plans to tune a further setting of a case, with one seed.
-
-  Returns what was tried of its values, and the case with the best of them.
-  """
-  name = coordinate.name(case)
-  cases, tried = {name: case}, {name: tuned}
-  # The next values, and those beyond where one of them is the best.
+  tried = {coordinate.name(start.case): start}
   for _ in coordinate.values[1:]:
-    around = coordinate.neighbors(cases[best(tried)])
+    _, found = best(tried)
+    around = coordinate.neighbors(found.case)
     proposed = {x: y for x, y in around.items() if x not in tried}
     tried |= yield from tune(proposed, tried, coordinate.promising)
-    cases |= proposed
-  return tried, cases[best(tried)]
+  return tried
 
 
 class Improved(NamedTuple):
   """What came of tuning several settings, one after the other.
 
   Attributes:
-    best: The case with the best of all values.
-    points: That one, evaluated with fresh seeds (role ``'best'``, with the
-      values ``chosen``), then all values that were tried (role ``'tried'``).
+    best: The best of all values.
+    chosen: Its values as text.
+    tried: Points of all values that were tried, with the role ``'tried'``.
   """
 
-  best: Case
-  points: list[Point]
+  best: Variant
+  chosen: str
+  tried: list[Point]
 
-  @property
-  def learning_rate(self) -> float:
-    """The learning rate chosen for the best case."""
-    return self.points[0].tuned.learning_rate
+  def evaluate(self) -> Plan[list[Point]]:
+    """Plans fresh seeds for the best.
+
+    Returns its point, with the role ``'best'`` and the values ``chosen``, and
+    those of what was tried.
+    """
+    point = yield from self.best.evaluate(self.best.case.scale.many_seeds)
+    return [point.labelled(role='best', chosen=self.chosen), *self.tried]
 
 
 def improve_all(
   case: Case, learning_rate: float, coordinates: Coordinates
 ) -> Plan[Improved]:
-  """Plans to tune settings, one after the other, and to evaluate what is best.
+  """Plans to tune settings, one after the other.
 
   Args:
     case: What is tuned.
@@ -191,36 +161,31 @@ def improve_all(
     coordinates: The settings.
   """
   tuned = yield from case.find_rate(learning_rate, case.scale.tuning_seeds[:1])
-  labels = {
-    'optimizer': case.optimizer.name,
-    'batch': case.batch_size,
-    'role': 'tried',
-  }
+  found = Variant(case, tuned)
   points, chosen = [], []
   for setting, coordinate in coordinates.items():
-    tried, case = yield from improve(case, tuned, coordinate)
-    tuned = tried[best(tried)]
-    chosen.append(f'{setting} {best(tried)}')
+    tried = yield from improve(found, coordinate)
+    name, found = best(tried)
+    chosen.append(f'{setting} {name}')
+    labels = case.labels | {'role': 'tried', 'setting': setting}
     points += [
-      Point({**labels, 'setting': setting, 'value': value}, x)
-      for value, x in tried.items()
+      Point(labels | {'value': value}, x.tuned) for value, x in tried.items()
     ]
-  point = yield from case.evaluate(tuned, case.scale.many_seeds)
-  best_point = point.labelled(role='best', chosen=', '.join(chosen))
-  return Improved(case, [best_point, *points])
+  return Improved(found, ', '.join(chosen), points)
 
 
 def tune(
-  proposed: Cases, tried: Tunings, promising: float = PROMISING
-) -> Plan[Tunings]:
+  proposed: Cases, tried: Variants, promising: float = PROMISING
+) -> Plan[Variants]:
   """Plans to tune proposals; at smaller batches only those that promise.
 
   They are tuned around the learning rate of the best that was tried so far.
   """
-  lowest = tried[best(tried)]
-  start, limit = lowest.learning_rate, lowest.loss + promising
+  _, lowest = best(tried)
+  start = lowest.tuned.learning_rate
+  limit = lowest.tuned.loss + promising
   small = {x: y for x, y in proposed.items() if not y.is_large}
-  screened: Tunings = yield from gather(
+  screened = yield from gather(
     {name: _screen(case, start) for name, case in small.items()}
   )
   tuned = yield from gather(
@@ -230,7 +195,8 @@ def tune(
       if name not in screened or screened[name].loss <= limit
     }
   )
-  return screened | tuned
+  found = screened | tuned
+  return {name: Variant(proposed[name], x) for name, x in found.items()}
 
 
 def _screen(case: Case, learning_rate: float) -> Plan[Tuned]:

@@ -49,6 +49,12 @@ def gather(plans: Mapping[K, Plan[T]]) -> Plan[dict[K, T]]:
   return {key: answers[key] for key in plans}
 
 
+def gather_lists(plans: Mapping[K, Plan[list[T]]]) -> Plan[list[T]]:
+  """Makes one plan of several, which returns all that they return."""
+  found = yield from gather(plans)
+  return [x for each in found.values() for x in each]
+
+
 def execute(plan: Plan[T], run_all: Callable[[list[Trial]], list[Any]]) -> T:
   """Executes a plan with a function from trials to their results.
 
@@ -70,7 +76,7 @@ def count_trials(
 
   ``known`` returns the result of a trial, None if it has none yet.
   """
-  missing = set()
+  missing: set[str] = set()
 
   def guess(trials: list[Trial]) -> list[Result]:
     missing.update(x.key for x in trials if known(x) is None)

@@ -12,9 +12,8 @@ from examples.study.tuning.plans import Plan
 # Powers of √2 between the smallest and the largest rate of a tuning.
 _WIDEST = 12
 
-_Results: TypeAlias = dict[int, dict[int, Result]]
-"""Results by power of √2 and seed."""
 _Losses: TypeAlias = dict[int, dict[int, float]]
+"""Losses by power of √2 and seed."""
 
 
 def select(
@@ -39,26 +38,19 @@ def select(
     stride: Factor between the first rates, as a power of √2.
     margin: Instability margin, nats.
   """
-  results: _Results = {}
+  results: list[Result] = []
+  losses: _Losses = {}
   wanted = [(power, seeds[0]) for power in (-stride, 0, stride)]
   while wanted:
     found = yield [
       make_trial(_at(start, power), seed) for power, seed in wanted
     ]
+    results += found
     for (power, seed), result in zip(wanted, found, strict=True):
-      results.setdefault(power, {})[seed] = result
-    wanted = _next_wanted(_losses(results), seeds, stride, margin)
-  return Tuned(
-    tuple(x for power in sorted(results) for x in results[power].values()),
-    _at(start, _choose(_losses(results), margin)),
-  )
-
-
-def _losses(results: _Results) -> _Losses:
-  return {
-    power: {seed: x.loss for seed, x in by_seed.items()}
-    for power, by_seed in results.items()
-  }
+      losses.setdefault(power, {})[seed] = result.loss
+    wanted = _next_wanted(losses, seeds, stride, margin)
+  results.sort(key=lambda x: x.learning_rate)
+  return Tuned(tuple(results), _at(start, _choose(losses, margin)))
 
 
 def _next_wanted(

@@ -1,11 +1,17 @@
-"""Everything tuned: decay, and what is beside the hidden matrices of Muon."""
+"""Everything tuned, and what begins there and is tuned again.
 
-from collections.abc import Sequence
+First the decay and, with Muon's direction, what is beside hidden matrices;
+then, of these and of other optimizers that begin with their settings, all.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
+from typing import Any, TypeAlias
 
 from examples.study.chains import Chain
 from examples.study.optimizers import HYPERBALL, MUON, PAPER
+from examples.study.points import Point
 from examples.study.scales import DECAY, Scale
 from examples.study.tuning.cases import Case
 from examples.study.tuning.coordinates import (
@@ -14,6 +20,7 @@ from examples.study.tuning.coordinates import (
   Coordinates,
   GroupRate,
   Improved,
+  best,
   improve_all,
 )
 from examples.study.tuning.plans import Plan, gather
@@ -58,34 +65,87 @@ _AGAIN: Coordinates = {
 }
 
 
+Tuning: TypeAlias = Callable[[Scale, int, str], Plan[Improved]]
+"""Plans to tune what has a name at a batch."""
+
+
 def decay_of(case: Case) -> Coordinates:
   """Returns the decay to tune; it does nothing where the norm is kept."""
   chain = case.optimizer.chain
   return {} if chain and 'keep l2' in chain.parts else _WEIGHT_DECAY
 
 
-def everything_tuned(
-  scale: Scale, size: int, names: Sequence[str] = (RMS, KEPT)
-) -> Plan[dict[str, Improved]]:
-  """Plans optimizers at a batch with everything tuned, by name.
+def at_batches(
+  scale: Scale, sizes: Sequence[int], tunings: Mapping[str, Tuning]
+) -> Plan[list[Point]]:
+  """Plans tunings at some batches, of which the last is asked for first.
+
+  Returns the points of each, as :meth:`Improved.evaluate` does.
+  """
+  found = yield from gather(
+    {
+      (size, name): _plan_points(tune(scale, size, name))
+      for size in reversed(sizes)
+      for name, tune in tunings.items()
+    }
+  )
+  return [
+    point for size in sizes for name in tunings for point in found[size, name]
+  ]
+
+
+def _plan_points(plan: Plan[Improved]) -> Plan[list[Point]]:
+  found = yield from plan
+  return (yield from found.evaluate())
+
+
+def tune_rest(scale: Scale, size: int, name: str) -> Plan[Improved]:
+  """Plans an optimizer at a batch with everything tuned.
 
   Args:
     scale: Size of the study.
     size: Global batch, sequences.
-    names: Muon with a size, or one of ``PAPER``.
+    name: Muon with a size, or the name of one of ``PAPER``.
   """
-  return gather({x: _tune(scale, size, x) for x in names})
-
-
-def _tune(scale: Scale, size: int, name: str) -> Plan[Improved]:
   case = Case(scale, _STARTS[name], size)
-  start = yield from tune_stage(initial_weights, case)
-  case, coordinates = start.best.with_optimizer(name=name), {}
+  _, start = best((yield from tune_stage(initial_weights, case)))
+  case = start.case.with_optimizer(name=name)
+  coordinates: Coordinates = {}
   if name in _PARTS:
     chain = Chain(_PARTS[name], 'adam', HYPERBALL.chain.others_rate)
-    case, coordinates = case.with_optimizer(chain=chain), _ADAM | RATES
+    case = case.with_optimizer(chain=chain)
+    coordinates = {**_ADAM, **RATES}
   coordinates = {**coordinates, **decay_of(case)}
-  return (yield from improve_all(case, start.learning_rate, coordinates))
+  return (yield from improve_all(case, start.tuned.learning_rate, coordinates))
+
+
+@dataclasses.dataclass(frozen=True)
+class Relative:
+  """An optimizer that begins with what was best for another, and tunes again.
+
+  Attributes:
+    start: Name of that one, as :func:`tune_rest` takes it.
+    change: What makes it of that one; by default it is the same.
+    own: Settings to tune that only it has, or other values of those of all.
+    rate: First guess of the learning rate over that of the start.
+  """
+
+  start: str
+  change: Callable[[Case], Case] = lambda case: case
+  own: Coordinates = dataclasses.field(default_factory=dict)
+  rate: float = 1.0
+
+  def tune(self, scale: Scale, size: int, name: str) -> Plan[Improved]:
+    """Plans to tune it at a batch, called by a name."""
+    start = (yield from tune_rest(scale, size, self.start)).best
+    case = self.change(start.case.with_optimizer(name=name))
+    rate = self.rate * start.tuned.learning_rate
+    return (yield from tune_again(case, rate, self.own))
+
+
+def with_parts(*parts: str, **changes: Any) -> Callable[[Case], Case]:
+  """Returns the change to a chain of other parts."""
+  return lambda case: case.with_chain(parts=parts, **changes)
 
 
 def tune_again(

@@ -4,7 +4,7 @@ First warm-up and b1, from the usual ones; then the standard deviation of the
 initial weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 from typing import TypeAlias
 
@@ -18,8 +18,8 @@ from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import coordinates
 from examples.study.tuning.cases import Case, find_rates
-from examples.study.tuning.coordinates import Cases, Search, Tunings, best
-from examples.study.tuning.plans import Plan, gather
+from examples.study.tuning.coordinates import Cases, Variant, Variants, best
+from examples.study.tuning.plans import Plan, gather_lists
 
 AS_IT_IS = 'as it is'
 INITIAL_WEIGHTS = coordinates.Coordinate(
@@ -34,70 +34,67 @@ B1 = coordinates.Coordinate('b1', _B1)
 # Those that are tried anyway.
 _FIRST_B1 = (0.8, 0.9, 0.95)
 
-Stage: TypeAlias = Callable[[Case], Plan[Search]]
-"""Plans to tune an optimizer at a batch size."""
+Stage: TypeAlias = Callable[[Case], Plan[Variants]]
+"""Plans to tune an optimizer at a batch size; returns what was tried last."""
 
 
 def compare_all(stage: Stage, scale: Scale) -> Plan[list[Point]]:
   """Plans a stage for all optimizers at every batch."""
-  found = yield from gather(
+  return gather_lists(
     {
-      (x.name, y): tune_stage(stage, Case(scale, x, y))
+      (x.name, y): _plan_points(stage, Case(scale, x, y))
       for x in ALL
       for y in scale.batch_sizes
     }
   )
-  return [point for x in found.values() for point in x.points]
 
 
-def tune_stage(stage: Stage, case: Case) -> Plan[Search]:
+def _plan_points(stage: Stage, case: Case) -> Plan[list[Point]]:
+  tried = yield from tune_stage(stage, case)
+  name, found = best(tried)
+  point = yield from found.evaluate()
+  labels = case.labels | {'role': 'tried'}
+  return [
+    *(Point(labels | {'variant': x}, y.tuned) for x, y in tried.items()),
+    point.labelled(role='best', variant=name),
+  ]
+
+
+def tune_stage(stage: Stage, case: Case) -> Plan[Variants]:
   """Plans a stage for an optimizer.
 
   Hyperball takes all but the learning rate from that with MERIT's ratios.
   """
   if case.optimizer != HYPERBALL:
     return (yield from stage(case))
-  found = yield from stage(dataclasses.replace(case, optimizer=WITH_RATIOS))
+  tried = yield from stage(dataclasses.replace(case, optimizer=WITH_RATIOS))
+  _, found = best(tried)
   parts = HYPERBALL.chain.parts
-  case = found.best.with_optimizer(name=HYPERBALL.name).with_chain(parts=parts)
+  case = found.case.with_optimizer(name=HYPERBALL.name).with_chain(parts=parts)
   tuned = yield from case.find_rate(
-    found.learning_rate, seeds=case.scale.tuning_seeds[:1]
+    found.tuned.learning_rate, seeds=case.scale.tuning_seeds[:1]
   )
-  point = yield from case.evaluate(tuned)
-  return Search({'as with ratios': tuned}, case, point)
+  return {'as with ratios': Variant(case, tuned)}
 
 
-def at_batches(
-  plan: Callable[[Scale, int], Plan[list[Point]]],
-  scale: Scale,
-  sizes: Sequence[int],
-) -> Plan[list[Point]]:
-  """Plans the same at some batches, of which the last is asked for first."""
-  found = yield from gather({x: plan(scale, x) for x in reversed(sizes)})
-  return [point for x in sizes for point in found[x]]
-
-
-def initial_weights(case: Case) -> Plan[Search]:
+def initial_weights(case: Case) -> Plan[Variants]:
   """Plans to tune the initial weights, with the best warm-up and b1."""
-  found = yield from warmup_and_b1(case)
-  return (yield from coordinates.search(found, INITIAL_WEIGHTS))
+  tried = yield from warmup_and_b1(case)
+  _, found = best(tried)
+  return (yield from coordinates.improve(found, INITIAL_WEIGHTS))
 
 
-def warmup_and_b1(case: Case) -> Plan[Search]:
+def warmup_and_b1(case: Case) -> Plan[Variants]:
   """Plans to tune warm-up and b1 of an optimizer at a batch size."""
   rates = yield from find_rates(case.scale, case.optimizer)
   usual = rates[case.batch_size].of_seed(case.scale.tuning_seeds[0])
-  cases, tried = {AS_IT_IS: case}, {AS_IT_IS: usual}
+  tried = {AS_IT_IS: Variant(case, usual)}
   for propose in (_one_change, _smaller_b1, _smaller_b1, _both):
-    proposed = propose(case, tried)
-    tried |= yield from coordinates.tune(proposed, tried)
-    cases |= proposed
-  name = best(tried)
-  point = yield from cases[name].evaluate(tried[name])
-  return Search(tried, cases[name], point)
+    tried |= yield from coordinates.tune(propose(case, tried), tried)
+  return tried
 
 
-def _one_change(case: Case, tried: Tunings) -> Cases:
+def _one_change(case: Case, tried: Variants) -> Cases:
   """Returns what is tried of an optimizer at every batch.
 
   At the two largest, also other rates of what Adam updates beside Muon.
@@ -113,7 +110,7 @@ def _one_change(case: Case, tried: Tunings) -> Cases:
   return found
 
 
-def _smaller_b1(case: Case, tried: Tunings) -> Cases:
+def _smaller_b1(case: Case, tried: Variants) -> Cases:
   """Returns the next smaller b1, if the smallest tried is the best."""
   names = _names_of_b1(case)
   lowest = _best_b1(names, tried)
@@ -123,11 +120,12 @@ def _smaller_b1(case: Case, tried: Tunings) -> Cases:
   return {smaller[-1]: case.with_settings(b1=names[smaller[-1]])}
 
 
-def _both(case: Case, tried: Tunings) -> Cases:
+def _both(case: Case, tried: Variants) -> Cases:
   """Returns a long warm-up with the best b1, if each lowers the loss alone."""
   names = _names_of_b1(case)
   lowest = _best_b1(names, tried)
-  if lowest == AS_IT_IS or tried[_WARMUP].loss >= tried[AS_IT_IS].loss:
+  losses = {x: tried[x].tuned.loss for x in (_WARMUP, AS_IT_IS)}
+  if lowest == AS_IT_IS or losses[_WARMUP] >= losses[AS_IT_IS]:
     return {}
   both = case.with_settings(warmup_share=_LONG_WARMUP, b1=names[lowest])
   return {f'{_WARMUP} and {lowest}': both}
@@ -139,5 +137,6 @@ def _names_of_b1(case: Case) -> dict[str, float]:
   return {AS_IT_IS if x == usual else f'b1 {x:g}': x for x in _B1}
 
 
-def _best_b1(names: dict[str, float], tried: Tunings) -> str:
-  return best({x: tried[x] for x in names if x in tried})
+def _best_b1(names: dict[str, float], tried: Variants) -> str:
+  name, _ = best({x: tried[x] for x in names if x in tried})
+  return name

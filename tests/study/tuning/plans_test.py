@@ -88,7 +88,7 @@ def test_a_key_follows_what_decides_the_numbers():
     _run(1.0, weight_decay=0.5),
     _run(1.0, with_diagnostics=True),
     _run(1.0, steps=610),
-    _run(1.0, init_std=0.02),
+    _run(1.0, init_scale=2.0),
     _SCALE.run('merit', 128, 1.0),
     _SCALE.run('merit', 128, 1.0, clip_threshold=math.inf),
   ]

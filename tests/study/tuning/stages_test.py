@@ -10,8 +10,6 @@ import pytest
 from examples.study.optimizers import ADAMW, COMPARED, HYPERBALL, WITH_RATIOS
 from examples.study.scales import SCALES
 from examples.study.trial import make_result
-from examples.study.tuning.cases import Case
-from examples.study.tuning.coordinates import Coordinate, GroupRate, search
 from examples.study.tuning.plans import execute
 from examples.study.tuning.stages import (
   compare_all,
@@ -141,33 +139,3 @@ def test_hyperball_takes_all_but_its_rate_from_that_with_ratios():
   assert ours.chain == HYPERBALL.chain
   assert ours.config.init_std == theirs.config.init_std
   assert ours.config.b1 == theirs.config.b1 == 0.8
-
-
-def _search(optimizer, coordinate, loss):
-  """Returns what is found for a coordinate after warm-up and b1."""
-
-  def plan():
-    first = yield from warmup_and_b1(Case(_SCALE, optimizer, _LARGE))
-    return (yield from search(first, coordinate))
-
-  return execute(plan(), lambda runs: [make_result(x, loss(x)) for x in runs])
-
-
-def test_a_further_setting_is_searched_from_the_best_so_far():
-  found = _search(
-    ADAMW,
-    Coordinate('weight_decay', (0.0, 0.01, 0.1, 1.0), promising=0.02),
-    lambda x: abs(x.config.weight_decay - 0.1) + abs(x.config.b1 - 0.8),
-  )
-  assert found.best.optimizer.settings == {'b1': 0.8, 'weight_decay': 0.1}
-  assert list(found.tried) == ['0.01', '0', '0.1', '1']
-
-
-def test_the_rate_of_a_group_is_a_coordinate():
-  found = _search(
-    HYPERBALL,
-    GroupRate('embeddings', (0.1, 0.33, 1.0, 3.0)),
-    lambda x: abs(dict(x.chain.rates).get('embeddings', 0.33) - 1.0),
-  )
-  assert found.best.optimizer.chain.rates == (('embeddings', 1.0),)
-  assert list(found.tried) == ['0.33', '0.1', '1', '3']
