@@ -13,7 +13,7 @@ from merit_optax._dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
 )
-from merit_optax._hidden import Hidden, check_matrices
+from merit_optax._hidden import Hidden, check_matrices, is_vector
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
@@ -173,20 +173,22 @@ def describe_hyperball(
   weight_dimension_numbers: WeightDimensionNumbers = None,
   mesh_axes: MeshAxes = FROM_MESH,
 ) -> str:
-  """Returns a table of what a Hyperball optimizer does with each parameter.
+  """Returns a table of what Muon or Hyperball does with each parameter.
 
   Args:
     params: Tree of arrays, or of their shapes.
-    hidden: As given to :func:`merit_optax.muon_hyperball`.
-    weight_dimension_numbers: As given to ``muon_hyperball``.
-    mesh_axes: As given to ``muon_hyperball``.
+    hidden: As given to :func:`merit_optax.muon` or ``muon_hyperball``.
+    weight_dimension_numbers: As given to that.
+    mesh_axes: As given to that.
 
   Returns:
     Text with one line per parameter, which holds its path; its part, hidden or
-    others (Adam); its shape; the number of its matrices that keep a norm each,
-    and their rows and columns; and where Muon multiplies them: on one device,
-    whole on each of several devices, or split over a mesh, because a matrix is
-    too large for one device or the mesh has no axis to spread matrices over.
+    what Adam updates: others, or the vectors for which ``muon`` takes a
+    learning rate of their own; its shape; the number of its matrices, of which
+    Hyperball keeps a norm each, and their rows and columns; and where Muon
+    multiplies them: on one device, whole on each of several devices, or split
+    over a mesh, because a matrix is too large for one device or the mesh has no
+    axis to spread matrices over.
 
   Raises:
     ValueError: As ``muon_hyperball`` does.
@@ -199,10 +201,10 @@ def describe_hyperball(
     ...     'up': {'kernel': jnp.zeros((8, 32)), 'bias': jnp.zeros(32)},
     ... }
     >>> print(merit_optax.describe_hyperball(params))
-    parameter  part    shape    matrices    products
-    embedding  others  (50, 8)  -           -
-    up/bias    others  (32,)    -           -
-    up/kernel  hidden  (8, 32)  1 x 8 x 32  on one device
+    parameter  part     shape    matrices    products
+    embedding  others   (50, 8)  -           -
+    up/bias    vectors  (32,)    -           -
+    up/kernel  hidden   (8, 32)  1 x 8 x 32  on one device
   """
   params = as_arrays(params)
   matrices, axes = check_matrices(params, hidden, weight_dimension_numbers)
@@ -221,7 +223,12 @@ def describe_hyperball(
     )
   }
   others = {
-    name: ('others', str(tuple(param.shape)), '-', '-')
+    name: (
+      'vectors' if is_vector(name, param) else 'others',
+      str(tuple(param.shape)),
+      '-',
+      '-',
+    )
     for name, param in zip(
       path_names(params), jax.tree.leaves(params), strict=True
     )
