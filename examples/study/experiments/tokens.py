@@ -19,10 +19,11 @@ TEXT = """\
 Muon and Hyperball at one batch, with half, once, twice and four times the
 tokens. Each begins with what was best at once the tokens, and has its own
 learning rate, b1 and decay of hidden matrices (Hyperball: none) for every
-length. Losses are those of eight fresh seeds. Tokens are Muon’s over those with
-which Hyperball reaches the same loss, by a monotone cubic through its losses
-over the logarithm of its tokens (beyond the first and the last, as that goes
-on), with the interval of the difference of losses."""
+length; values have a learning rate of their own if they are at most 0.01 worse
+at that of the best one. Losses are those of eight fresh seeds. Tokens are
+Muon’s over those with which Hyperball reaches the same loss, by a monotone
+cubic through its losses over the logarithm of its tokens (beyond the first and
+the last, as that goes on), with the interval of the difference of losses."""
 SHARES = (0.5, 1.0, 2.0, 4.0)
 """Tokens over those of the scale."""
 
@@ -43,10 +44,9 @@ def _plan(scale: Scale, name: str, share: float) -> Plan[list[Point]]:
   size = scale.middle_batch
   start = (yield from tune_rest(scale, size, name)).best
   case = start.case.with_settings(steps=scale.num_steps(size, share))
-  # All values get a learning rate of their own: what suits other lengths need
-  # not promise at the rate of the first value.
+  # What suits other lengths promises less at the rate of the first value.
   coordinates = {
-    name: dataclasses.replace(x, promising=math.inf)
+    name: dataclasses.replace(x, promising=0.01)
     for name, x in {'b1': B1, **decay_of(case)}.items()
   }
   rate = scale_rate(start.tuned.learning_rate, 1 / share)
