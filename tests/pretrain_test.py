@@ -1,12 +1,10 @@
 """The file to copy: the trainer's losses, any mesh, resuming, its commands."""
 
 import functools
-import os
 from pathlib import Path
 import random
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from unittest import mock
@@ -22,6 +20,7 @@ from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import Trainer
+from tests.processes import run_all
 
 _ROOT = Path(__file__).parents[1]
 _FILE = _ROOT / 'examples' / 'pretrain.py'
@@ -288,26 +287,19 @@ def test_a_command_runs(command, tmp_path):
 
 def _run(command: str, num_processes: int) -> list[str]:
   """Returns what a command prints in each task of a Slurm job."""
-  environment = os.environ | {'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(_ROOT)}
+  environment = {}
   if num_processes > 1:
-    environment |= {
+    environment = {
       'JAX_NUM_CPU_DEVICES': str(8 // num_processes),
       'SLURM_JOB_ID': str(random.randrange(1 << 20)),
       'SLURM_NTASKS': str(num_processes),
       'SLURM_STEP_NODELIST': 'localhost',
     }
   command = command.replace('python', shlex.quote(sys.executable), 1)
-  processes = [
-    subprocess.Popen(
-      command,
-      shell=True,
-      cwd=_ROOT,
-      env=environment | {'SLURM_PROCID': str(i), 'SLURM_LOCALID': str(i)},
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-    for i in range(num_processes)
-  ]
-  outputs = [process.communicate()[0] for process in processes]
-  assert not any(process.returncode for process in processes), outputs
-  return outputs
+  return run_all(
+    [['sh', '-c', command]] * num_processes,
+    [
+      environment | {'SLURM_PROCID': str(i), 'SLURM_LOCALID': str(i)}
+      for i in range(num_processes)
+    ],
+  )

@@ -1,13 +1,11 @@
 """Two processes with four devices each take the steps of one with eight."""
 
-import os
-import pathlib
-import socket
-import subprocess
 import sys
 
 import numpy as np
 import pytest
+
+from tests.processes import free_port, run_all
 
 # What each process runs: its number, how many there are, the port, the file.
 _PROGRAM = """
@@ -78,36 +76,12 @@ if process == 0:
 """
 
 
-def _free_port():
-  with socket.socket() as listener:
-    listener.bind(('localhost', 0))
-    return listener.getsockname()[1]
-
-
 def _run(num_processes, folder):
   """Returns parameters and moments after some steps."""
-  path, port = folder / f'{num_processes}.npz', _free_port()
-  root = str(pathlib.Path(__file__).parents[2])
-  processes = [
-    subprocess.Popen(
-      [
-        *(sys.executable, '-c', _PROGRAM),
-        *(str(process), str(num_processes), str(port), str(path)),
-      ],
-      env=os.environ | {'PYTHONPATH': root, 'JAX_PLATFORMS': 'cpu'},
-      stdout=subprocess.PIPE,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-    for process in range(num_processes)
-  ]
-  try:
-    outputs = [process.communicate(timeout=300)[0] for process in processes]
-  finally:
-    # If one fails, the other would wait for it.
-    for process in processes:
-      process.kill()
-  assert not any(process.returncode for process in processes), outputs
+  path = folder / f'{num_processes}.npz'
+  rest = [str(num_processes), str(free_port()), str(path)]
+  start = [sys.executable, '-c', _PROGRAM]
+  run_all([[*start, str(i), *rest] for i in range(num_processes)])
   with np.load(path) as archive:
     return dict(archive)
 

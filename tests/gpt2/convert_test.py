@@ -1,12 +1,7 @@
 from collections.abc import Callable
 import dataclasses
 import json
-import os
 from pathlib import Path
-import re
-import shlex
-import subprocess
-import sys
 import types
 from typing import Any
 
@@ -479,35 +474,6 @@ def test_commands_reach_their_functions(tmp_path: Path):
     assert file.metadata() == {'format': 'pt'}  # Some versions insist on it.
   settings = json.loads((out / 'config.json').read_text())
   assert settings['eos_token_id'] == settings['bos_token_id'] == 0
-
-
-def test_lm_eval_measures_an_export(tmp_path: Path):
-  pytest.importorskip('lm_eval', reason='needs lm-eval[hf]')
-  config = dataclasses.replace(_CONFIGS['llama-3'], context_length=64)
-  _save(tmp_path / 'model', config)
-  export_model(tmp_path / 'model', tmp_path / 'exported', 'bfloat16')
-  lines = [{'text': f'{_TEXT} {i}', 'ends': ['here', 'there']} for i in 'ab']
-  (tmp_path / 'lines.jsonl').write_text('\n'.join(map(json.dumps, lines)))
-  (tmp_path / 'local.yaml').write_text(
-    'task: local\ndataset_path: json\ntest_split: test\n'
-    f'dataset_kwargs: {{data_files: {{test: {tmp_path}/lines.jsonl}}}}\n'
-    'output_type: multiple_choice\ndoc_to_text: "{{text}}"\n'
-    'doc_to_choice: "{{ends}}"\ndoc_to_target: 0\n'
-  )
-  page = Path(__file__).parents[2] / 'examples' / 'gpt2' / 'README.md'
-  (command,) = re.findall(r'^lm_eval .*$', page.read_text(), re.M)
-  command = command.replace('lambada_openai', 'local --include_path .')
-  script = Path(sys.executable).with_name('lm_eval')
-  done = subprocess.run(
-    [script, *shlex.split(command)[1:], '--device', 'cpu'],
-    cwd=tmp_path,
-    env=os.environ | {'HF_HUB_OFFLINE': '1', 'HF_DATASETS_CACHE': 'cache'},
-    capture_output=True,
-    text=True,
-    check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert re.search(r'\|acc +\|↑ +\| +[\d.]+\|', done.stdout)
 
 
 @pytest.fixture

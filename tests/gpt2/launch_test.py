@@ -13,7 +13,6 @@ from pathlib import Path
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ import pytest
 
 from examples.gpt2.run.metrics import read_metrics
 from examples.gpt2.storage import as_path, make_folder, write_whole
+from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = (
@@ -54,15 +54,6 @@ def _launch_lines() -> list[str]:
   lines = {' '.join(x.split()) for x in '\n'.join(blocks).splitlines()}
   command = re.compile('examples.gpt2.train.*(--mesh|--coordinator)')
   return sorted(line for line in lines if command.search(line))
-
-
-def _free_port(first: int = 0) -> int:
-  """Returns a port that nobody listens on, from ``first`` on."""
-  for port in range(first, 65536):
-    with socket.socket() as listener, contextlib.suppress(OSError):
-      listener.bind(('localhost', port))
-      return listener.getsockname()[1]
-  raise AssertionError('no port is free')
 
 
 class _Metadata(http.server.BaseHTTPRequestHandler):
@@ -114,7 +105,7 @@ def _slurm(options: str, command: list[str]) -> list[dict[str, str]]:
     for name in ('nodes', 'ntasks-per-node')
   )
   tasks = nodes * per_node
-  job = _free_port(_SLURM_PORTS) - _SLURM_PORTS
+  job = free_port(_SLURM_PORTS) - _SLURM_PORTS
   return [
     {
       'SLURM_JOB_ID': str(job),
@@ -132,7 +123,7 @@ def _slurm(options: str, command: list[str]) -> list[dict[str, str]]:
 
 def _tpu_pod(command: list[str], metadata) -> list[dict[str, str]]:
   """Returns the environment of each worker of a pod with four chips a host."""
-  workers, port = _devices(command) // 4, _free_port()
+  workers, port = _devices(command) // 4, free_port()
   return [
     {
       'GCE_METADATA_IP': metadata(worker, workers),
@@ -182,7 +173,7 @@ def _environments(
   environment = dict(x.split('=') for x in words if re.match('[A-Z_]+=', x))
   command, count = words[len(environment) :], 1
   if '--coordinator' in command:
-    port = f'localhost:{_free_port()}'
+    port = f'localhost:{free_port()}'
     command[command.index('--coordinator') + 1] = port
     count = int(command[command.index('--num-processes') + 1])
   environment.setdefault('JAX_NUM_CPU_DEVICES', str(_devices(command) // count))

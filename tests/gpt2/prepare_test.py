@@ -25,7 +25,7 @@ from examples.gpt2.data.tokenizer import Encoder, train_tokenizer
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.prepare import PrepareConfig, main, prepare
 from examples.gpt2.presets import resolve
-from examples.gpt2.run.claim import LOCK
+from tests.gpt2.runs import contents
 
 END = '<|endoftext|>'
 # With this share of 0.5, some of these fall into each part.
@@ -38,11 +38,6 @@ def config(tmp_path: Path) -> PrepareConfig:
   return PrepareConfig(
     data=(path,), out_dir=tmp_path / 'out', vocab_size=300, validation_share=0.5
   )
-
-
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
 
 
 def _write_json(path: Path, texts: Iterable[str]) -> Path:
@@ -142,14 +137,6 @@ def _assert_described(folder: Path, entries: list[dict], expected: list[int]):
   assert found == expected
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-  return {
-    path.relative_to(folder).as_posix(): path.read_bytes()
-    for path in folder.rglob('*')
-    if path.is_file() and path.name != LOCK
-  }
-
-
 def test_the_number_of_cores_changes_nothing(config: PrepareConfig, tmp_path):
   sizes = np.random.default_rng(0).integers(1, 40, size=500)
   words = np.random.default_rng(1).integers(10**4, size=10**4)
@@ -162,8 +149,8 @@ def test_the_number_of_cores_changes_nothing(config: PrepareConfig, tmp_path):
     [sys.executable, '-m', 'examples.gpt2.prepare', *args],
     check=True, env=os.environ | alone, capture_output=True,
   )  # fmt: skip
-  assert _contents(tmp_path / 'alone') == _contents(config.out_dir)
-  assert set(_contents(config.out_dir)) == {
+  assert contents(tmp_path / 'alone') == contents(config.out_dir)
+  assert set(contents(config.out_dir)) == {
     'train.bin', 'val.bin', 'documents/train.npy', 'documents/val.npy',
     'index.json', 'tokenizer.json', 'tokenizer_config.json',
   }  # fmt: skip
@@ -387,10 +374,10 @@ def test_a_folder_that_holds_something_is_refused_and_kept(config):
   precious.write_text('data')
   with pytest.raises(OSError, match='out is there and not empty'):
     prepare(config)
-  assert _contents(config.out_dir) == {'precious': b'data'}
+  assert contents(config.out_dir) == {'precious': b'data'}
   precious.unlink()
   prepare(config)
-  assert 'index.json' in _contents(config.out_dir)
+  assert 'index.json' in contents(config.out_dir)
 
 
 def test_a_second_run_is_refused_and_changes_nothing(
@@ -406,7 +393,7 @@ def test_a_second_run_is_refused_and_changes_nothing(
 
   monkeypatch.setattr(prepare_module, 'train_tokenizer', train_beside_another)
   prepare(config)
-  assert _contents(config.out_dir) == _contents(expected.out_dir)
+  assert contents(config.out_dir) == contents(expected.out_dir)
 
 
 @pytest.mark.parametrize('names', [[], ['precious']])
@@ -422,7 +409,7 @@ def test_a_stopped_run_without_a_shard_leaves_only_what_others_wrote(
   with pytest.raises(KeyboardInterrupt):
     prepare(config)
   assert config.out_dir.exists() == bool(names)
-  assert [*_contents(config.out_dir)] == names
+  assert [*contents(config.out_dir)] == names
 
 
 _DIE = """
@@ -468,8 +455,8 @@ def test_a_killed_run_goes_on_to_the_same_files(
     with pytest.raises(UsageError, match='shard_tokens: 99 -> 98'):
       prepare(dataclasses.replace(made, shard_tokens=98))
   again = prepare(made)
-  assert _contents(config.out_dir) == _contents(expected.out_dir)
-  assert len(_contents(config.out_dir)) > 10
+  assert contents(config.out_dir) == contents(expected.out_dir)
+  assert len(contents(config.out_dir)) > 10
   assert report.pop('results') != again.pop('results')
   assert report == again
 

@@ -50,13 +50,6 @@ def test_a_missing_package_is_named(monkeypatch):
     as_path('gs://bucket/x')
 
 
-@pytest.fixture(params=['disk', 'gs', 's3'])
-def place(request, make_bucket, tmp_path: Path) -> Path:
-  if request.param == 'disk':
-    return tmp_path
-  return as_path(make_bucket(request.param)) / 'folder'
-
-
 @hypothesis.given(
   st.lists(
     st.tuples(st.integers(0, 1), st.integers(0, 1000), st.integers(1, 200)),
@@ -126,7 +119,12 @@ def test_a_file_is_written_whole_or_not_at_all(place: Path):
     assert Path(copy).read_bytes() == b'new'
 
 
-def test_a_new_folder_takes_the_place_of_none(place: Path):
+def test_a_new_folder_takes_the_place_of_none(place: Path, tmp_path: Path):
+  with pytest.raises(KeyError), storage.new_folder(place / 'new') as scratch:
+    (scratch / 'a').write_bytes(b'half')
+    raise KeyError
+  assert not (place / 'new').exists()
+  assert not list(tmp_path.iterdir())
   with storage.new_folder(place / 'new') as scratch:
     (scratch / 'sub').mkdir()
     (scratch / 'sub' / 'a').write_bytes(b'content')

@@ -23,25 +23,11 @@ from examples.gpt2.generate import generate
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.run import claim, metrics
 from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.log import MEASURED
 from examples.gpt2.storage import as_path, file_system, write_whole
 from examples.gpt2.train import main, train
+from tests.gpt2.runs import as_flags, assert_same_run, contents
 
 _SETTINGS = {'config': {'steps': 3}}
-
-
-def _numbers(run: Path) -> list[dict[str, Any]]:
-  """Returns the metrics that do not differ between runs."""
-  return [
-    {k: v for k, v in line.items() if k not in MEASURED}
-    for line in RunFolder(run).read_metrics()
-  ]
-
-
-def _assert_same(found: Path, expected: Path) -> None:
-  for name in ('weights.safetensors', 'model.json', 'tokenizer.json'):
-    assert (found / name).read_bytes() == (expected / name).read_bytes(), name
-  assert _numbers(found) == _numbers(expected)
 
 
 @pytest.fixture
@@ -49,22 +35,16 @@ def run(bucket: str) -> Path:
   return as_path(bucket) / 'run'
 
 
-def _sizes(run: Path) -> dict[str, int]:
-  """Returns the sizes of files but those that tell of a claim."""
-  found = file_system(run).find(str(run), detail=True)
-  return {k: v['size'] for k, v in found.items() if '.claim' not in k}
-
-
 def test_a_run_in_a_store_is_that_on_a_disk(finished, run, tmp_path):
   config = dataclasses.replace(finished, out_dir=run)
   with train(config) as folder:
     assert folder.path == run
-  _assert_same(run, finished.out_dir)
+  assert_same_run(run, finished.out_dir)
   assert sorted(x.name for x in (run / 'checkpoints').iterdir()) == ['4', '6']
   assert (run / 'curves.png').read_bytes().startswith(b'\x89PNG')
-  before = _sizes(run)
+  before = contents(run)
   train(config)  # It has been done.
-  assert _sizes(run) == before
+  assert contents(run) == before
 
   local = finished.out_dir
   assert evaluate(run, config.data) == evaluate(local, config.data)
@@ -94,23 +74,10 @@ def test_tensorboard_and_traces_are_in_the_store(tiny: Config, run: Path):
     assert file_system(run).find(str(run / name)), name
 
 
-_SIZES = (
-  'num_layers', 'num_heads', 'width', 'context_length', 'batch_size',
-  'micro_batch_size', 'steps', 'unroll', 'eval_every', 'diagnostics_every',
-  'checkpoint_every', 'eval_sequences',
-)  # fmt: skip
-
-
-def _flags(config: Config, *names: str) -> list[str]:
-  return [
-    f'--{x.replace("_", "-")}={getattr(config, x)}' for x in (*_SIZES, *names)
-  ]
-
-
 def _start(config: Config, run: Path, **options: Any) -> subprocess.Popen:
-  flags = _flags(config, 'data', 'cache_dir', 'vocab_size')
+  flags = as_flags(dataclasses.replace(config, out_dir=run))
   return subprocess.Popen(
-    [sys.executable, '-m', 'examples.gpt2.train', *flags, f'--out-dir={run}'],
+    [sys.executable, '-m', 'examples.gpt2.train', *flags],
     cwd=Path(__file__).parents[2],
     env=os.environ | {'XLA_FLAGS': '', 'JAX_NUM_CPU_DEVICES': '8'},
     text=True,
@@ -139,7 +106,7 @@ def test_killed_and_resumed_it_ends_with_the_same_bits(tiny, run, monkeypatch):
     killed.wait()
     _claim_again(run)  # The claim is still there, and nobody gives a sign.
   train(dataclasses.replace(config, out_dir=run))
-  _assert_same(run, config.out_dir)
+  assert_same_run(run, config.out_dir)
 
 
 @pytest.mark.slow
@@ -158,20 +125,7 @@ def test_a_signal_saves_and_lets_the_next_run_in(tiny, run, number):
   _claim_again(run)
   assert time.monotonic() - start < claim.SILENT_SECONDS
   train(dataclasses.replace(config, out_dir=run))
-  _assert_same(run, config.out_dir)
-
-
-def test_a_folder_in_use_or_of_another_run_is_refused(run: Path, monkeypatch):
-  monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.2)
-  with RunFolder(run) as first:
-    first.start(_SETTINGS)
-    with pytest.raises(UsageError, match='in use by a run .* on .* process'):
-      RunFolder(run).start(_SETTINGS)
-    first.flush()
-  with RunFolder(run) as second:
-    second.start(_SETTINGS)
-  with pytest.raises(UsageError, match='steps: 3 -> 4'):
-    RunFolder(run).start({'config': {'steps': 4}})
+  assert_same_run(run, config.out_dir)
 
 
 @pytest.mark.parametrize('ended', [0, 1])
@@ -277,10 +231,10 @@ def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
     ['--data', 'text.jsonl', '--out-dir', f'{gs}/tokens', '--vocab-size=288']
     + ['--validation-share=0.2']
   )
-  sizes = _flags(tiny)
-  main([*sizes, '--data', f'{gs}/tokens', '--out-dir', f'{s3}/runs/two'])
+  flags = as_flags(tiny)
+  main([*flags, '--data', f'{gs}/tokens', '--out-dir', f'{s3}/runs/two'])
   train_line, evaluate_line, plot_line = (shlex.split(x)[3:] for x in lines)
-  main([*train_line, *sizes])
+  main([*flags, *train_line])
   evaluate_module.main(evaluate_line)
   plot.main(plot_line)
   assert Path('both.png').exists()

@@ -70,39 +70,6 @@ def test_without_correction_equals_the_formula(rates, nesterov):
     np.testing.assert_allclose(state.nu, v, rtol=1e-5)
 
 
-def _dtypes(tree):
-  return {x.dtype for x in jax.tree.leaves(tree)}
-
-
-@pytest.mark.parametrize(
-  'params, gradient, given, mu, nu, update',
-  [
-    ('bfloat16', 'float32', {}, 'bfloat16', 'bfloat16', 'float32'),
-    ('float32', 'float16', {}, 'float32', 'float32', 'float32'),
-    ('bfloat16', 'float16', {}, 'bfloat16', 'bfloat16', 'float32'),
-    ('float16', 'float16', {}, 'float16', 'float16', 'float16'),
-    (
-      *('float32', 'float32', {'mu_dtype': 'bfloat16'}),
-      *('bfloat16', 'float32', 'float32'),
-    ),
-    (
-      *('complex64', 'complex64', {'nu_dtype': 'float32'}),
-      *('complex64', 'float32', 'complex64'),
-    ),
-  ],
-)
-@pytest.mark.parametrize('correction', [True, False])
-def test_moments_keep_their_dtypes(
-  params, gradient, given, mu, nu, update, correction
-):
-  transform = merit_optax.scale_by_adam(bias_correction=correction, **given)
-  state = transform.init(_tree(0, params))
-  updates, new = jax.eval_shape(transform.update, _tree(1, gradient), state)
-  chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
-  for tree, dtype in ((state.mu, mu), (state.nu, nu), (updates, update)):
-    assert {x.dtype for x in jax.tree.leaves(tree)} == {jnp.dtype(dtype)}
-
-
 def test_complex_parameters_have_complex_first_moments():
   transform = merit_optax.scale_by_adam(mu_dtype='float32')
   with pytest.raises(ValueError, match='mu_dtype must be None for complex'):
@@ -112,25 +79,31 @@ def test_complex_parameters_have_complex_first_moments():
 def test_rounding_of_a_moment_reaches_only_later_steps():
   gradients = [_tree(1), _tree(2)]
   wide, narrow = (
-    [step.updates for step in run(transform, _tree(0), gradients)]
+    list(run(transform, _tree(0), gradients))
     for transform in (
       merit_optax.scale_by_adam(),
       merit_optax.scale_by_adam(mu_dtype='bfloat16', nu_dtype='bfloat16'),
     )
   )
-  chex.assert_trees_all_equal(narrow[0], wide[0])
-  chex.assert_trees_all_close(narrow[1], wide[1], rtol=2e-2, atol=2e-2)
-  assert jnp.any(narrow[1]['w'] != wide[1]['w'])
+  assert narrow[1].state.nu['w'].dtype == jnp.bfloat16
+  first, second = zip(narrow, wide, strict=True)
+  chex.assert_trees_all_equal(*(step.updates for step in first))
+  narrow, wide = (step.updates for step in second)
+  chex.assert_trees_all_close(narrow, wide, rtol=2e-2, atol=2e-2)
+  assert jnp.any(narrow['w'] != wide['w'])
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize('correction', [True, False])
-def test_zero_gradients_give_zero_updates(dtype, correction):
-  # float16 rounds eps = 1e-8 to zero, which made this 0 / 0 in half precision.
+@pytest.mark.parametrize('size', [0.0, 6e-8])
+def test_zero_gradients_alone_give_zero_updates(dtype, correction, size):
+  # float16 rounds eps = 1e-8 to zero, and the square of 6e-8, which made this
+  # 0 / 0 in half precision.
   transform = merit_optax.scale_by_adam(eps=1e-8, bias_correction=correction)
-  params = jnp.ones(4, dtype)
-  for step in run(transform, params, [jnp.zeros(4, dtype)] * 3):
-    np.testing.assert_array_equal(step.updates, jnp.zeros(4, dtype))
+  gradient = jnp.full(4, size, dtype)
+  for step in run(transform, jnp.ones(4, dtype), [gradient] * 3):
+    chex.assert_tree_all_finite(step)
+    assert jnp.all((step.updates != 0) == (size > 0))
 
 
 @pytest.mark.parametrize(
@@ -143,6 +116,9 @@ def test_zero_gradients_give_zero_updates(dtype, correction):
     ({'b2': 0.9999}, 'float16', True),
     ({'b2': 0.9999, 'nu_dtype': 'float16'}, 'float32', True),
     ({'b2': 0.999, 'nu_dtype': 'float32'}, 'bfloat16', False),
+    # At the limit, and beyond it.
+    ({'b2': 0.99609375}, 'bfloat16', False),
+    ({'b2': 0.9965}, 'bfloat16', True),
     ({'b1': 0.995, 'b2': 0.995}, 'bfloat16', False),
     ({'b2': 0.9995}, 'float16', False),
     ({'b2': 0.9999}, 'float32', False),
@@ -160,18 +136,3 @@ def test_a_moment_that_would_never_decay_is_refused(
   refused = pytest.raises(ValueError, match='^b[12] must be at most')
   with refused if is_refused else contextlib.nullcontext():
     build(**options).init(params)
-
-
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
-def test_the_limit_of_a_rate_is_that_of_rounding(dtype):
-  eps = float(jnp.finfo(dtype).eps)
-  moments = jnp.arange(1, 2, eps, jnp.float32).astype(dtype)
-  for loss, is_stuck in ((0.5, False), (0.45, True)):
-    rate = 1 - loss * eps
-    decayed = (rate * moments.astype(jnp.float32)).astype(dtype)
-    assert bool(jnp.any(decayed == moments)) == is_stuck
-  with pytest.raises(ValueError, match='never decay') as refused:
-    merit_optax.scale_by_adam(b2=rate, nu_dtype=dtype)
-  largest = float(str(refused.value).split('at most ')[1].split()[0])
-  assert largest == pytest.approx(1 - 0.5 * eps, rel=1e-7)
-  merit_optax.scale_by_adam(b2=largest, nu_dtype=dtype)

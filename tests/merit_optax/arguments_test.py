@@ -240,17 +240,24 @@ def test_numbers_of_other_kinds_are_read():
     np.testing.assert_array_equal(clipped, [max(-3, -int(limit)), 0.5])
 
 
+def _are_matrices(params):
+  return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
 @pytest.mark.parametrize(
   'name, value',
   [
     ('mu_dtype', jnp.bfloat16),
     ('weight_dimension_numbers', merit_optax.flax_dimension_numbers),
+    ('mask', _are_matrices),
+    ('trust_ratio_mask', _are_matrices),
   ],
 )
 def test_what_is_taken_for_a_schedule_is_refused(name, value):
   build = optax.inject_hyperparams(merit_optax.merit)
   with pytest.raises(ValueError, match=f"'{name}' in static_args"):
-    build(0.1, **{name: value}).init({'w': jnp.ones((2, 3))})
+    # Alone, a parameter would fit any boolean.
+    build(0.1, **{name: value}).init(jnp.ones((2, 3)))
 
 
 @pytest.mark.parametrize(

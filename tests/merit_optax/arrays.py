@@ -1,4 +1,4 @@
-"""Arrays and runs of optimizers that tests share."""
+"""Arrays, runs of optimizers and an oracle that tests share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -79,6 +79,42 @@ def state_shardings(
     is_leaf=is_masked,
     transform_non_params=lambda _: NamedSharding(mesh, P()),
   )
+
+
+def oracle_ratios(
+  update: Any,
+  param: Any,
+  rows: tuple[int, ...] = (0,),
+  columns: tuple[int, ...] = (1,),
+  min_norm: float = 0.0,
+  trust_coefficient: float = 1.0,
+  eps: float = 0.0,
+) -> dict[str, np.ndarray]:
+  """Returns the trust ratios of Algorithm 1, in float64.
+
+  Each has the shape of the update, and is infinite where a norm is zero. There
+  is a matrix for each index of other axes.
+  """
+  z, w = np.asarray(update, np.float64), np.asarray(param, np.float64)
+  axes = {'weight': rows + columns}
+  if rows:
+    axes |= {'row': columns, 'column': rows}
+  ratios = {}
+  for name, axis in axes.items():
+    of_z, of_w = (
+      np.maximum(np.max(np.abs(x), axis=axis, keepdims=True), min_norm)
+      for x in (z, w)
+    )
+    is_zero = (of_z == 0) | (of_w == 0)
+    ratio = trust_coefficient * of_w / np.where(is_zero, 1, of_z + eps)
+    ratios[name] = np.broadcast_to(np.where(is_zero, np.inf, ratio), z.shape)
+  return ratios
+
+
+def oracle_scale(update: Any, ratios: Iterable[np.ndarray]) -> np.ndarray:
+  """Returns an update times the largest of its ratios, or 1 if it has none."""
+  ratio = np.max(list(ratios), axis=0)
+  return np.where(np.isinf(ratio), 1, ratio) * np.asarray(update, np.float64)
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

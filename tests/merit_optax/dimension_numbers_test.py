@@ -1,6 +1,5 @@
 """Which axes are rows and columns: all forms of `weight_dimension_numbers`."""
 
-import functools
 import itertools
 import re
 import warnings
@@ -14,7 +13,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal, run
+from tests.merit_optax.arrays import normal, oracle_ratios, oracle_scale, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 
@@ -30,16 +29,8 @@ def _scale(update, param, specs):
 
 def _oracle(update, param, rows, columns):
   """Returns Algorithm 1's s z, with a matrix for each index of other axes."""
-  z, w = np.asarray(update, np.float64), np.asarray(param, np.float64)
-
-  def ratio(axes):
-    norms = [np.max(np.abs(x), axis=axes, keepdims=True) for x in (w, z)]
-    return norms[0] / norms[1]
-
-  ratios = [ratio(rows + columns)]
-  if rows:
-    ratios += [ratio(columns), ratio(rows)]
-  return functools.reduce(np.maximum, ratios) * z
+  ratios = oracle_ratios(update, param, rows, columns)
+  return oracle_scale(update, ratios.values())
 
 
 def _assert_axes(update, param, specs, rows, columns):
@@ -203,25 +194,6 @@ def test_a_tree_of_specs_has_one_for_each_parameter(specs, attention):
   chex.assert_trees_all_close(actual, expected, rtol=1e-6)
 
 
-def test_a_list_of_parameters_has_a_list_of_specs():
-  params = [normal(0, (3, 4, 5)), normal(1, (3, 4))]
-  updates = [normal(2, (3, 4, 5)), normal(3, (3, 4))]
-  specs = [_Spec(0, 1), _Spec(1, 0)]
-  expected = [
-    _scale(*each) for each in zip(updates, params, specs, strict=True)
-  ]
-  chex.assert_trees_all_close(_scale(updates, params, specs), expected)
-  with pytest.raises(ValueError, match=r"parameter '1' of shape .* missing"):
-    _scale(params, params, [_Spec(0, 1)])
-
-
-def test_empty_trees_empty_arrays_and_none_leaves():
-  for tree in ({}, {'a': None}):
-    assert _scale(tree, tree, tree) == tree
-  empty = jnp.zeros((0, 3))
-  assert _scale(empty, empty, _Spec()).shape == (0, 3)
-
-
 class _Layer(equinox.Module):
   """A module whose trees are callable, as all of Equinox's layers are."""
 
@@ -258,24 +230,6 @@ def test_a_masked_parameter_needs_no_spec_and_gives_no_warning():
   ).init(params)
 
 
-def test_map_params_finds_the_moments():
-  params = _tree(0)
-  optimizer = merit_optax.merit(
-    0.1, weight_dimension_numbers=lambda p: {k: _TREE_SPECS[k] for k in p}
-  )
-  # A placeholder stands for the parameters in the init that this calls.
-  doubled = optax.tree.map_params(
-    optimizer,
-    lambda moment, param: moment + 2 * param,
-    optimizer.init(params),
-    params,
-  )
-  expected = jax.tree.map(lambda x: 2 * x, params)
-  for moment in ('mu', 'nu'):
-    chex.assert_trees_all_equal(optax.tree.get(doubled, moment), expected)
-  assert optax.tree.get(doubled, 'count') == 0
-
-
 # The default.
 
 
@@ -297,21 +251,6 @@ def test_init_alone_warns_of_each_guess_with_path_and_shape():
     jax.eval_shape(optimizer.update, params, state, params)
 
 
-@pytest.mark.parametrize(
-  'shape, specs',
-  [
-    ((3,), None),
-    ((3, 4), None),
-    ((3, 4, 5), _Spec((), (2,))),
-    ((3, 4, 5), lambda _: _Spec(0, 2)),
-  ],
-)
-def test_init_does_not_warn_where_nothing_is_guessed(shape, specs):
-  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
-  with warnings.catch_warnings(action='error'):
-    optimizer.init(jnp.ones(shape))
-
-
 # Specs that do not fit.
 
 
@@ -329,6 +268,7 @@ def test_init_does_not_warn_where_nothing_is_guessed(shape, specs):
     (_Spec(None, 1), 'got None'),
     ('rows', "got 'rows'"),
     (7, 'got 7'),
+    ({}, 'missing'),
   ],
 )
 def test_a_spec_that_does_not_fit_is_refused(spec, message):

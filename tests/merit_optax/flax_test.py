@@ -276,17 +276,7 @@ def test_overrides_come_first():
   }
 
 
-# Given to the optimizer.
-
-
-def test_an_nnx_state_gives_the_specs_of_its_pure_tree():
-  model = nnx.eval_shape(lambda: _NnxModel(nnx.Rngs(0)))
-  state = nnx.state(model, nnx.Param)
-  of_state, of_pure = _specs(state), _specs(nnx.to_pure_dict(state))
-  assert of_state == {f'{path}/value': spec for path, spec in of_pure.items()}
-  assert 'kernel/value' not in merit_optax.describe(
-    state, weight_dimension_numbers=merit_optax.flax_dimension_numbers
-  )
+# Patterns.
 
 
 @pytest.mark.parametrize('argument', ['stacked', 'overrides'])

@@ -19,7 +19,8 @@ _Spec = optax.contrib.MuonDimensionNumbers
 _AS_OPTAX = pytest.mark.skipif(
   optax.__version__ == '0.2.6', reason='it multiplies by a factor of the shape'
 )
-# Tall, wide, square, stacked, with heads, one row, and zero.
+# Tall, wide, square, stacked, with heads, one row, and zero. Some hold matrices
+# of one shape, or its transpose, which are computed together.
 _SHAPES = {
   'wide': ((12, 30), _Spec()),
   'tall': ((30, 12), _Spec()),
@@ -28,6 +29,8 @@ _SHAPES = {
   'heads': ((16, 4, 6), _Spec(0, (1, 2))),
   'row': ((1, 20), _Spec()),
   'zero': ((4, 8), _Spec()),
+  'wide_layers': ((2, 12, 30), _Spec(1, 2)),
+  'layers_between': ((12, 3, 30), _Spec(0, 2)),
 }
 _SPECS = {name: spec for name, (_, spec) in _SHAPES.items()}
 _DION = (
@@ -159,24 +162,6 @@ def test_products_in_bfloat16_are_near():
   assert 1e-4 < difference < 0.03
 
 
-def test_matrices_of_several_parameters_do_not_mix():
-  # All of one shape, but for order: stacks, heads, a transposed one.
-  shapes = {
-    'a': ((2, 6, 10), _Spec(1, 2)),
-    'b': ((10, 6), _Spec()),
-    'c': ((6, 5, 2), _Spec(0, (1, 2))),
-    'd': ((10, 3, 6), _Spec(0, 2)),
-  }
-  specs = {name: spec for name, (_, spec) in shapes.items()}
-  gradients = {name: normal(0, shape) for name, (shape, _) in shapes.items()}
-  transform = merit_optax.scale_by_muon(weight_dimension_numbers=specs)
-  together, _ = transform.update(gradients, transform.init(gradients))
-  for name, gradient in gradients.items():
-    alone = merit_optax.scale_by_muon(weight_dimension_numbers=specs[name])
-    expected, _ = alone.update(gradient, alone.init(gradient))
-    np.testing.assert_allclose(together[name], expected, atol=5e-6)
-
-
 @_AS_OPTAX
 def test_gradients_through_an_update_are_those_of_optax():
   gradients, weights = _gradients(0)['wide'], _gradients(1)['wide']
@@ -238,20 +223,3 @@ def test_what_init_refuses_and_warns_of():
     transform.init(jnp.ones((2, 3), jnp.bfloat16))
   with pytest.warns(UserWarning, match='more than two axes'):
     transform.init(jnp.ones((2, 3, 4)))
-
-
-@pytest.mark.parametrize(
-  'params, gradients, mu_dtype, expected',
-  [
-    ('bfloat16', 'bfloat16', None, ('bfloat16', 'bfloat16')),
-    ('float32', 'bfloat16', None, ('float32', 'float32')),
-    ('bfloat16', 'float32', None, ('float32', 'bfloat16')),
-    ('float32', 'float32', 'bfloat16', ('float32', 'bfloat16')),
-  ],
-)
-def test_dtypes(params, gradients, mu_dtype, expected):
-  transform = merit_optax.scale_by_muon(mu_dtype=mu_dtype)
-  state = transform.init(jnp.ones((2, 3), params))
-  updates, new_state = transform.update(jnp.ones((2, 3), gradients), state)
-  assert (updates.dtype, new_state.mu.dtype) == expected
-  chex.assert_trees_all_equal_shapes_and_dtypes(state, new_state)

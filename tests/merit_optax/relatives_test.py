@@ -240,6 +240,13 @@ def test_mona_is_its_formula(decay, coefficient):
   _assert_follows(mona, rule)
 
 
+def test_moments_that_cannot_hold_an_acceleration_are_refused():
+  with pytest.raises(ValueError, match='^mu_dtype must be None for complex'):
+    merit_optax.add_acceleration(mu_dtype=jnp.float32).init(1j * jnp.ones(2))
+  with pytest.raises(ValueError, match='^decay must be at most'):
+    merit_optax.add_acceleration(0.999).init(jnp.ones(2, jnp.bfloat16))
+
+
 # Calibration.
 
 
@@ -387,68 +394,6 @@ def test_factors_see_rows_and_columns():
   actual, _ = transform.update(ones, transform.init(ones))
   expected = jax.tree.map(jnp.full_like, ones, [32, 23, 14, 13, 11])
   chex.assert_trees_all_equal(actual, expected)
-
-
-# All new parts.
-
-_PARTS = {
-  'acceleration': merit_optax.add_acceleration(0.9),
-  'lmo': merit_optax.scale_by_lmo('row'),
-  'shape': merit_optax.scale_by_shape(_moonlight),
-  'bounded': merit_optax.scale_by_max_norm_trust_ratio(
-    min_ratio=0.1, max_ratio=2.0
-  ),
-  'calibrated': _calibrated(min_ratio=0.1, max_ratio=2.0),
-}
-
-
-@pytest.mark.parametrize(
-  'gradient, param, mu_dtype',
-  [
-    ('bfloat16', 'float32', None),
-    ('float32', 'bfloat16', None),
-    ('bfloat16', 'float32', 'bfloat16'),
-  ],
-)
-def test_acceleration_promotes_as_scale_by_adam(gradient, param, mu_dtype):
-  types = []
-  for build in (merit_optax.add_acceleration, merit_optax.scale_by_adam):
-    transform = build(mu_dtype=mu_dtype)
-    update, state = transform.update(
-      jnp.ones(3, gradient), transform.init(jnp.ones(3, param))
-    )
-    types.append((update.dtype, state.mu.dtype))
-  assert types[0] == types[1]
-
-
-def test_moments_that_cannot_hold_an_acceleration_are_refused():
-  with pytest.raises(ValueError, match='^mu_dtype must be None for complex'):
-    merit_optax.add_acceleration(mu_dtype=jnp.float32).init(1j * jnp.ones(2))
-  with pytest.raises(ValueError, match='^decay must be at most'):
-    merit_optax.add_acceleration(0.999).init(jnp.ones(2, jnp.bfloat16))
-
-
-@pytest.mark.parametrize('part', _PARTS)
-@pytest.mark.parametrize('dtype', [jnp.float16, jnp.complex64])
-def test_trees_and_states_keep_their_forms_and_dtypes(part, dtype):
-  transform = _PARTS[part]
-  tree = {
-    'none': None,
-    'masked': optax.MaskedNode(),
-    'empty': jnp.zeros((0, 2), dtype),
-    'columns': jnp.zeros((3, 0), dtype),
-    'scalar': jnp.ones((), dtype),
-    'nothing': (),
-    'w': normal(0, (3, 4), dtype),
-  }
-  state = transform.init(tree)
-  for _ in range(2):
-    actual, new_state = jax.jit(transform.update)(tree, state, tree)
-    chex.assert_trees_all_equal_shapes_and_dtypes(
-      (actual, new_state), (tree, state)
-    )
-    state = new_state
-  chex.assert_tree_all_finite(actual)
 
 
 # On a mesh.

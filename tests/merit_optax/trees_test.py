@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import run
+from tests.merit_optax.arrays import normal, run
 
 # Nothing is guessed of these trees.
 pytestmark = pytest.mark.filterwarnings('error::UserWarning')
@@ -160,20 +160,6 @@ def test_masks_that_do_not_fit_are_refused(argument, mask, message):
       take(_PARAMS)
 
 
-@_MASK_ARGUMENTS
-def test_masks_that_are_taken_for_schedules_are_refused(argument):
-  settings = {'weight_decay': 0.1, argument: _are_matrices}
-  build = optax.inject_hyperparams(merit_optax.merit)
-  # Alone, a parameter would fit any boolean.
-  for params in (_PARAMS, jnp.ones((2, 3))):
-    with pytest.raises(ValueError, match=f"name '{argument}' in static_args"):
-      build(0.1, **settings).init(params)
-  build = optax.inject_hyperparams(merit_optax.merit, static_args=argument)
-  actual = _step(build(0.1, **settings), _PARAMS)
-  expected = _step(merit_optax.merit(0.1, **settings), _PARAMS)
-  chex.assert_trees_all_close(actual, expected, rtol=1e-5)
-
-
 # Leaves.
 
 
@@ -204,6 +190,53 @@ def test_updates_without_parameters_are_refused(make):
 def test_paths_that_are_written_the_same_are_refused(take):
   with pytest.raises(ValueError, match=r"paths .* \['a/b'\] more than once"):
     take({'a/b': jnp.ones((4, 4)), 'a': {'b': jnp.ones((2, 4))}})
+
+
+@pytest.mark.parametrize(
+  'transform',
+  [
+    merit_optax.merit(0.1, weight_decay=0.1),
+    merit_optax.scale_by_adam(),
+    merit_optax.add_acceleration(0.9),
+    merit_optax.scale_by_lmo('row'),
+    merit_optax.scale_by_shape(lambda m, n: 0.2 * max(m, n) ** 0.5),
+    merit_optax.scale_by_max_norm_trust_ratio(min_ratio=0.1, max_ratio=2.0),
+    merit_optax.scale_by_l2_norm_trust_ratio(
+      min_ratio=0.1, max_ratio=2.0, calibrate=True
+    ),
+    merit_optax.keep_matrix_norms(radius='initial'),
+    merit_optax.elementwise_clip(jnp.float32(0.3)),
+  ],
+  ids=[
+    *('merit', 'adam', 'acceleration', 'lmo', 'shape', 'max_norm', 'l2_norm'),
+    *('keep_norms', 'clip'),
+  ],
+)
+@pytest.mark.parametrize('dtype', [jnp.float16, jnp.complex64])
+def test_odd_leaves_keep_their_forms_and_leave_others_alone(transform, dtype):
+  matrix = normal(0, (3, 4), dtype)
+  tree = {
+    'none': None,
+    'masked': optax.MaskedNode(),
+    'empty': jnp.zeros((0, 2), dtype),
+    'columns': jnp.zeros((3, 0), dtype),
+    'scalar': jnp.ones((), dtype),
+    'zero': jnp.zeros((), dtype),
+    'one': jnp.ones((1, 1), dtype),
+    'nothing': (),
+    'w': matrix,
+  }
+  update = jax.jit(transform.update)
+  state, state_alone = transform.init(tree), transform.init(matrix)
+  for _ in range(2):
+    actual, new_state = update(tree, state, tree)
+    alone, state_alone = update(matrix, state_alone, matrix)
+    chex.assert_trees_all_equal_shapes_and_dtypes(
+      (actual, new_state), (tree, state)
+    )
+    state = new_state
+  chex.assert_tree_all_finite(actual)
+  np.testing.assert_allclose(actual['w'], alone, rtol=2e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize('make', _TRANSFORMS.values(), ids=_TRANSFORMS)

@@ -79,7 +79,6 @@ def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
   assert (results['batch_size'], results['micro_batch_size']) == (16, 8)
   assert results['model_flops'] == 2 * results['flops']
   assert results['tokens_per_second'] == round(16 * 8 / results['seconds'])
-  assert sum(results['memory'].values()) == results['needed_bytes']
   # A micro-batch takes the parameters of each of two layers.
   assert results['collectives']['all-gather']['executions'] >= 2
   update = results['update']

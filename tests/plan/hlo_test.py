@@ -1,12 +1,7 @@
-import functools
 import textwrap
 
-import jax
-import jax.numpy as jnp
-from jax.sharding import PartitionSpec as P
 import pytest
 
-from examples.gpt2.devices.sharding import make_mesh
 from examples.plan import hlo
 from examples.plan.collectives import Collective, by_kind, collectives
 
@@ -177,24 +172,3 @@ replica_groups={groups}, use_global_device_ids=true
     """)
   )
   assert found.group == first
-
-
-def test_a_scan_of_sums_over_devices():
-  mesh = make_mesh('fsdp=4,tensor=2')
-
-  @jax.jit
-  @functools.partial(jax.shard_map, in_specs=P('fsdp'), out_specs=P('fsdp'))
-  def outer(x):
-    def step(x, _):
-      y = jax.lax.psum(x, 'fsdp')
-      return jax.lax.pcast(jnp.sin(y), 'fsdp', to='varying'), None
-
-    def steps(x, _):
-      return jax.lax.scan(step, x, None, length=7)
-
-    return jax.lax.scan(steps, x, None, length=3)[0]
-
-  x = jax.ShapeDtypeStruct((8, 5), 'float32')
-  with jax.set_mesh(mesh):
-    (found,) = collectives(hlo.parse(outer.lower(x).compile().as_text()))
-  assert found == Collective('all-reduce', ((2, 5),), 40, 21, (0, 2, 4, 6))

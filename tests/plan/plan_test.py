@@ -15,32 +15,20 @@ _TINY = (
 )  # fmt: skip
 
 
-_EXPLAIN = """
-import sys
-from examples.gpt2.config import UsageError
-from examples.plan import topology
-
-for name in sys.argv[1:]:
-  try:
-    topology.devices(name)
-  except UsageError as error:
-    print(error)
-"""
-
-
-def test_wrong_topologies_are_explained(run):
-  names = 'v5e', 'v5e:3x5', 'gpu:2x2'
-  explained = run('-c', _EXPLAIN, *names).stdout.splitlines()
-  for name, text in zip(names, explained, strict=True):
-    assert text.startswith(f'--topology {name}')
-    assert 'v5e:16x16' in text
-
-
-def test_a_chip_of_unknown_speed_is_refused(run):
-  done = run('-m', 'examples.plan', '--topology', 'TPU7x:2x2x1')
+@pytest.mark.parametrize(
+  ('name', 'words'),
+  [
+    ('v5e', 'v5e:16x16'),
+    ('v5e:3x5', 'v5e:16x16'),
+    ('gpu:2x2', 'v5e:16x16'),
+    ('TPU7x:2x2x1', 'not known'),
+  ],
+)
+def test_a_topology_without_a_plan_is_explained(run, name: str, words: str):
+  done = run('-m', 'examples.plan', '--topology', name)
   assert done.returncode == 2
-  assert '--topology TPU7x:2x2x1' in done.stderr
-  assert 'not known' in done.stderr
+  assert f'error: --topology {name}: ' in done.stderr
+  assert words in done.stderr
   assert 'Traceback' not in done.stderr
 
 
@@ -54,19 +42,9 @@ def test_a_plan_of_a_small_slice(results_of):
   memory, update = results['memory'], results['update']
   moments = pytest.approx(2 * memory['parameters'], rel=1e-3)
   assert memory['optimizer_state'] == moments
-  assert sum(memory.values()) == results['needed_bytes']
-  # The update sends norms alone.
+  # Norms, and nothing of the size of a matrix.
   assert set(update['collectives']) == {'all-reduce'}
-  width, layers = 256, 2
-  shapes = [(width, 3 * width), (width, width), (width, 1024), (1024, width)]
-  matrices = [(512, width), (128, width), *layers * shapes]
-  # Biases and norms have two numbers, and each parameter one in the norm of
-  # the gradient.
-  vectors = 2 + layers * 8
-  numbers = sum(2 * sum(shape) + 2 for shape in matrices)
-  numbers += 2 * vectors + len(matrices) + vectors
-  # Four bytes, and the ring of four devices sends each 3 / 2 times.
-  assert 0 < update['sent_bytes'] <= 4 * numbers * 3 / 2
+  assert 0 < update['sent_bytes'] < 0.1 * memory['parameters']
   assert 0 < results['update_share'] < 1
 
 

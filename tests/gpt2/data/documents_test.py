@@ -170,8 +170,9 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path: Path):
     'c.parquet': (0, 4),
     'd.zstd': (0, len(packed)),
   }
-  described = reader.describe_left_out()
-  assert f'd.zstd: {len(packed)} bytes (a Zstandard file)' in described
+  source = load_corpus(str(tmp_path)).source
+  assert source.startswith(f'{tmp_path} (1 of 4 files)')
+  assert f'd.zstd: {len(packed)} bytes (a Zstandard file)' in source
 
 
 def test_a_damaged_file_is_named_and_not_skipped(tmp_path: Path):
@@ -197,16 +198,6 @@ def test_data_without_text_is_refused(tmp_path: Path):
       load_corpus(data)
 
 
-def test_a_corpus_has_subfolders_and_tells_what_it_left_out(tmp_path: Path):
-  (tmp_path / 'sub').mkdir()
-  (tmp_path / 'sub' / 'a.txt').write_text('some text')
-  (tmp_path / 'picture.png').write_bytes(b'\x89PNG\0\xff')
-  corpus = load_corpus(str(tmp_path))
-  assert corpus.num_bytes == len('some text')
-  assert '1 of 2 files' in corpus.source
-  assert 'picture.png: 6 bytes (a PNG file)' in corpus.source
-
-
 def test_the_standard_library_is_split_by_file():
   corpus = load_corpus('stdlib')
   assert 5_000_000 < corpus.num_bytes < 50_000_000
@@ -214,13 +205,6 @@ def test_the_standard_library_is_split_by_file():
   held_out = sum(len(text.encode()) for text in corpus.validation)
   assert 0.04 < held_out / corpus.num_bytes < 0.12
   assert any('class OrderedDict' in text for text in corpus.train)
-
-
-def test_a_single_file_is_split_within(text_file: Path):
-  corpus = load_corpus(str(text_file))
-  text = text_file.read_text()
-  assert corpus.train[0] + corpus.validation[0] == text
-  assert len(corpus.validation[0]) == pytest.approx(0.05 * len(text), abs=1)
 
 
 def _write_parquet(path: Path, texts: list[str | None], kind='string'):

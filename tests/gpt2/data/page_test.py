@@ -48,7 +48,6 @@ def _write_files() -> None:
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
   _write_files()
   (block,) = re.findall(r'```sh\n(.*?)```', _PAGE.read_text(), re.S)
   lines = [x for x in block.splitlines() if not x.startswith('#')]

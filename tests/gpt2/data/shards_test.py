@@ -151,22 +151,6 @@ def test_files_that_cannot_be_read_are_named(tmp_path, write, cut, message):
     open_files([path], 50257)
 
 
-@pytest.mark.parametrize(
-  ('token', 'message'),
-  [(-1, 'holds the token -1'), (300, 'holds the token 300.* --vocab-size')],
-)
-def test_tokens_outside_the_vocabulary_are_named(
-  tiny, tmp_path, token: int, message: str
-):
-  tokens = np.arange(100)
-  tokens[70] = token
-  for name in ('train.npy', 'val.npy'):
-    np.save(tmp_path / name, tokens)
-  config = dataclasses.replace(tiny, data=str(tmp_path))
-  with pytest.raises(UsageError, match=message):
-    load_tokens(config)
-
-
 def test_files_are_found_by_a_word_of_their_name(tmp_path: Path):
   names = {
     'train': ['a_train_000001.bin', 'a_train_000002.bin', 'train.npy'],

@@ -10,10 +10,8 @@ import pytest
 
 from examples.gpt2.config import Config
 from examples.gpt2.data import shards, tokenizer as tokenizer_module
-from examples.gpt2.data.batches import training_batch
 from examples.gpt2.data.tokenizer import Encoder
 from examples.gpt2.data.tokens import load_tokens
-from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.storage import as_path, file_system, make_folder, write_whole
 
@@ -44,7 +42,6 @@ def _contents(folder: Path) -> dict[str, bytes]:
 def test_tokens_are_made_and_read_in_a_store(
   bucket: str, tiny: Config, tmp_path: Path, monkeypatch
 ):
-  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
   monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 500)
   settings = dict(vocab_size=300, validation_share=0.2, shard_tokens=400)
   local, remote = (
@@ -81,13 +78,7 @@ def test_tokens_are_made_and_read_in_a_store(
     dataclasses.replace(tiny, data=os.fspath(local.out_dir))
   )
   assert found.sha256 == expected.sha256
-  for step in (1, 7):
-    np.testing.assert_array_equal(
-      *(
-        training_batch(x.train, config, step, make_mesh(''))
-        for x in (found, expected)
-      )
-    )
+  np.testing.assert_array_equal(found.train, expected.train)
   np.testing.assert_array_equal(found.validation, expected.validation)
 
 

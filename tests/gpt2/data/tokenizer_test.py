@@ -22,11 +22,6 @@ END = '<|endoftext|>'
 TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def _environment(monkeypatch):
-  monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'true')
-
-
 @pytest.mark.parametrize(
   'names', [('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe')]
 )

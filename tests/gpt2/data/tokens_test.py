@@ -29,6 +29,7 @@ def test_tokens_decode_to_the_text(tiny: Config):
   assert tokens.tokenizer.decode(ids) == text
   assert tokens.vocab_size == tiny.vocab_size
   assert tokens.num_bytes == len(text.encode())
+  assert len(tokens.validation) < len(tokens.train) / 10
 
 
 def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):

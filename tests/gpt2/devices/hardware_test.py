@@ -23,9 +23,6 @@ from examples.gpt2.run.step import Trainer
     # Names as jax gives them, of which others are a part.
     ('TPU v5 lite', 197),
     ('TPU v5', 459),
-    ('TPU v6 lite', 918),
-    ('TPU7x', 1153.5),
-    ('NVIDIA A100-SXM4-80GB', 312),
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
     ('NVIDIA GB200', 2500),
@@ -34,10 +31,7 @@ from examples.gpt2.run.step import Trainer
     ('NVIDIA A10G', 70),
     ('NVIDIA L4', 121),
     ('NVIDIA L40S', 362),
-    ('Tesla V100-SXM2-16GB', 125),
     ('NVIDIA GeForce RTX 4090', 165.2),
-    ('NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition', 438.9),
-    ('AMD Instinct MI300X', 1307.4),
     # Not known, or a smaller chip whose name begins alike.
     ('cpu', math.nan),
     ('NVIDIA GeForce RTX 4090 Laptop GPU', math.nan),

@@ -42,21 +42,11 @@ def test_a_mesh_has_all_devices_or_says_why_not(axes, sizes):
 
 
 @pytest.mark.parametrize(
-  ('text', 'words'),
-  [
-    ('fsdp=3', ['fsdp=3', '3', '8', 'divide']),
-    ('data=2,fsdp=2', ['product', '4', '8']),
-    ('model=2', ['model=2', 'data', 'fsdp', 'tensor']),
-    ('fsdp=0', ['fsdp=0', 'at least 1']),
-    ('fsdp=two', ['fsdp=two']),
-    ('fsdp=2,fsdp=2', ['once']),
-  ],
+  'text', ['model=2', 'fsdp=0', 'fsdp=two', 'fsdp=2,fsdp=2']
 )
-def test_a_wrong_mesh_is_explained(text: str, words: list[str]):
-  with pytest.raises(UsageError, match='--mesh') as error:
+def test_a_wrong_mesh_is_explained(text: str):
+  with pytest.raises(UsageError, match=f'--mesh {text}: expected axes'):
     make_mesh(text)
-  for word in words:
-    assert word in str(error.value)
 
 
 def test_a_dimension_that_does_not_fit_is_named():
@@ -95,8 +85,10 @@ def test_every_matrix_is_split_over_all_devices(architecture: str):
 @pytest.mark.parametrize('optimizer', OPTIMIZERS)
 def test_moments_lie_as_their_parameters(optimizer: str):
   mesh = make_mesh('fsdp=4,tensor=2')
-  config = resolve(Config(optimizer=optimizer, num_layers=1, width=64))
-  shapes = Trainer(config, 512, mesh).shapes
+  settings = Config(
+    optimizer=optimizer, num_layers=1, width=64, untied_head=True
+  )
+  shapes = Trainer(resolve(settings), 512, mesh).shapes
   params = {
     path_name(path): x for path, x in jax.tree.leaves_with_path(shapes.params)
   }

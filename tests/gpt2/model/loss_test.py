@@ -64,7 +64,8 @@ def test_loss_and_gradients_equal_those_of_full_logits(
   inputs = _inputs(batch, length, 4, vocab_size)
 
   def everything(mean, each):
-    gradients = jax.value_and_grad(mean, argnums=(0, 1))
+    # Of half the loss: its gradients scale with it.
+    gradients = jax.value_and_grad(lambda *x: 0.5 * mean(*x), argnums=(0, 1))
     return _jit(lambda *inputs: (gradients(*inputs), each(*inputs)))(*inputs)
 
   expected = everything(_plain_mean, _plain)
@@ -106,40 +107,6 @@ def test_huge_logits_stay_finite():
   for one, other in zip(gradients, others, strict=True):
     assert np.isfinite(one).all()
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_the_gradient_scales_with_the_loss(dtype: str):
-  inputs = _inputs(2, 6, 8, 16, dtype)
-  _, once = _value_and_grad(mean_cross_entropy)(*inputs)
-  _, thrice = _value_and_grad(lambda *x: 3 * mean_cross_entropy(*x))(*inputs)
-  for one, three in zip(once, thrice, strict=True):
-    assert one.dtype == three.dtype
-    tolerance = 1e-6 if one.dtype == 'float32' else 0.01
-    np.testing.assert_allclose(
-      three.astype('float32'), 3 * one.astype('float32'), rtol=tolerance
-    )
-
-
-@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=2', 'data=2,tensor=4'])
-def test_a_mesh_gives_the_loss_of_one_device(mesh: str):
-  features, head, targets = inputs = _inputs(8, 6, 8, 16)
-  mesh = make_mesh(mesh)
-  specs = (
-    (features, P(('data', 'fsdp'))),
-    (head, P('tensor', 'fsdp')),
-    (targets, P(('data', 'fsdp'))),
-  )
-  sharded = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in specs]
-  expected = _value_and_grad(_plain_mean)(*inputs)
-  with mock.patch.object(loss, '_LOGITS_AT_ONCE', 300), jax.set_mesh(mesh):
-    value = _value_and_grad(mean_cross_entropy)(*sharded)
-    losses = _jit(token_losses)(*sharded)
-  for one, other in zip(
-    jax.tree.leaves(value), jax.tree.leaves(expected), strict=True
-  ):
-    np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-  np.testing.assert_allclose(losses, _plain(*inputs), rtol=1e-5, atol=1e-6)
 
 
 def test_chunks_share_what_is_sent_of_the_head():

@@ -16,7 +16,6 @@ import safetensors.numpy
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.model import hugging_face
-from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import open_arrays
 from examples.gpt2.model.loss import mean_cross_entropy
@@ -149,38 +148,6 @@ def test_unrolled_layers_compute_the_same(kind: str):
   )
   assert 'while' in rolled.lower(tokens).as_text()
   assert 'while' not in unrolled.lower(tokens).as_text()
-
-
-def test_attention_sees_queries_and_keys_of_each_layer(golden_model, golden):
-  model, tokens = golden_model, golden['tokens']
-
-  def attend(q: jax.Array, k: jax.Array, v: jax.Array, number: jax.Array):
-    return causal_attention(q, k, v)[0], (number, q, k)
-
-  features, (numbers, queries, keys) = model.features(
-    tokens, attend, by_layer=(jnp.arange(2),)
-  )
-  np.testing.assert_array_equal(numbers, [0, 1])
-  np.testing.assert_array_equal(model.logits(features), model(tokens))
-  x = model.token_embedding(tokens) + model.position_embedding(jnp.arange(16))
-  weights = golden['transformer.h.0.attn.c_attn.weight']
-  scale, shift = (
-    golden[f'transformer.h.0.ln_1.{name}'] for name in ('weight', 'bias')
-  )
-  x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-  qkv = (x * scale + shift) @ weights
-  qkv += golden['transformer.h.0.attn.c_attn.bias']
-  expected_q, expected_k, _ = np.split(qkv.reshape(3, 16, 12, 8), 3, axis=2)
-  np.testing.assert_allclose(queries[0], expected_q, atol=1e-4)
-  np.testing.assert_allclose(keys[0], expected_k, atol=1e-4)
-
-
-def test_positions_start_where_they_are_told():
-  model, moved, tokens = _model('gpt2'), _model('gpt2'), _TOKENS[:, :8]
-  table = model.position_embedding.embedding.get_value()
-  moved.position_embedding.embedding.set_value(jnp.roll(table, -5, axis=0))
-  later, _ = model.features(tokens, first_position=5)
-  np.testing.assert_allclose(later, moved.features(tokens)[0], atol=1e-6)
 
 
 @pytest.mark.parametrize('kind', ['gpt2', 'llama'])

@@ -190,14 +190,6 @@ def test_weight_decay_leaves_alone_what_it_shall(optimizer: str, decay: str):
       np.testing.assert_allclose(change[name], -1e-2 * 0.5 * x, atol=1e-7)
 
 
-def test_matrices_are_kernels_and_embeddings():
-  params, _ = _trees(_model_shapes(architecture='llama', qk_norm=True))
-  found = {name for name, x in by_path(is_matrix(params)).items() if x}
-  layer = {'attention.qkv', 'attention.out', 'mlp.gate', 'mlp.up', 'mlp.down'}
-  kernels = {f'blocks.{name}.kernel' for name in layer}
-  assert found == kernels | {'token_embedding.embedding'}
-
-
 def test_merit_gets_its_settings():
   settings = dict(ratios=('row',), min_norm=0.5, clip_threshold=2.0)
   found = merit_settings(_config(trust_ratio='all', **settings))
@@ -292,17 +284,6 @@ def test_dimension_numbers_fit_layers_that_are_not_stacked():
     assert (kernel.reduction_axis, kernel.output_axis) == ((-4,), (-1,))
     down = one['mlp']['down']['kernel']
     assert (down.reduction_axis, down.output_axis) == ((0,), (1,))
-
-
-def test_muon_has_moments_of_hidden_matrices_only():
-  params, _ = _trees(_model_shapes(untied_head=True))
-  assert 'head' in params
-  state = make_optimizer(_config(optimizer='muon')).init(params)
-  layer = ('attention.qkv', 'attention.out', 'mlp.up', 'mlp.down')
-  hidden = {f'blocks.{name}.kernel' for name in layer}
-  assert by_path(optax.tree.get(state, 'MuonState').mu).keys() == hidden
-  adam = by_path(optax.tree.get(state, 'ScaleByAdamState').mu)
-  assert adam.keys() == by_path(params).keys() - hidden
 
 
 def _former(config: Config) -> optax.GradientTransformation:

@@ -46,13 +46,10 @@ globals().update(vars(checkpoints_test))
 """
 
 
-@pytest.fixture(params=['disk', 'gs', 's3'])
-def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+@pytest.fixture
+def folder(place: Path) -> Path:
   """Where no checkpoint is yet, on a disk and in each kind of store."""
-  if request.param == 'disk':
-    return tmp_path / 'run' / 'checkpoints'
-  make_bucket = request.getfixturevalue('make_bucket')
-  return as_path(make_bucket(request.param)) / 'run' / 'checkpoints'
+  return place / 'run' / 'checkpoints'
 
 
 @pytest.fixture
@@ -191,33 +188,19 @@ def test_the_state_may_be_donated(tmp_path: Path):
   _assert_same(restored, before)
 
 
-def test_keeps_the_last_and_the_best(folder: Path):
-  losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5}
+def test_keeps_the_last_the_best_and_multiples(folder: Path):
+  losses = {1: float('nan'), 2: 1.0, 3: 3.0, 4: 2.0, 5: None, 6: 1.5, 7: 1.0}
   kept = []
-  for steps in ((1, 2, 3, 4), (5, 6)):  # What is best outlives a restart.
-    with Checkpoints(folder, max_to_keep=2) as saved:
+  for steps in ((1, 2, 3, 4), (5, 6, 7)):  # What is best outlives a restart.
+    with Checkpoints(folder, max_to_keep=2, keep_period=3) as saved:
       for step in steps:
         assert saved.save(step, _state(step), losses[step])
         saved.wait()
         kept.append(_steps(folder))
-  assert kept == [[1], [1, 2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 5, 6]]
-
-
-@pytest.mark.parametrize(
-  ('settings', 'losses', 'kept'),
-  [
-    ({'max_to_keep': 1, 'keep_period': 2}, [None] * 5, [2, 4, 5]),
-    # Of equal losses the last is the best.
-    ({'max_to_keep': 1}, [3.0, 2.0, 2.5, 1.0, 1.0, 4.0], [5, 6]),
-  ],
-)
-def test_few_checkpoints_stay(
-  tmp_path: Path, settings: dict, losses: list, kept: list[int]
-):
-  with Checkpoints(tmp_path, **settings) as saved:
-    for step, loss in enumerate(losses, start=1):
-      assert saved.save(step, _state(step), loss)
-  assert _steps(tmp_path) == kept
+  # Of equal losses the last is the best.
+  assert kept == [
+    [1], [1, 2], [2, 3], [2, 3, 4], [2, 3, 4, 5], [2, 3, 5, 6], [3, 6, 7],
+  ]  # fmt: skip
 
 
 def test_a_step_before_the_last_can_be_saved_but_none_twice(tmp_path: Path):
@@ -380,26 +363,16 @@ def test_a_failed_save_does_not_end_the_run(tmp_path, name: tuple[Any, str]):
   assert _steps(tmp_path) == [1, 3]
 
 
-def test_the_last_save_of_a_run_is_told_if_it_failed(tmp_path: Path):
+def test_the_third_failure_in_a_row_is_told_at_the_end_too(tmp_path: Path):
   with (
     patch.object(os, 'rename', _fail),
-    pytest.warns(RuntimeWarning, match='step 1 is not saved'),
-    Checkpoints(tmp_path, max_to_keep=2) as saved,
-  ):
-    assert saved.save(1, _state(1))
-  assert not _steps(tmp_path)
-
-
-def test_the_third_failure_in_a_row_ends_a_run_that_only_waits(tmp_path: Path):
-  with (
+    pytest.warns(RuntimeWarning, match='step 3 is not saved'),
+    pytest.raises(checkpoints.UnsavedError, match='last 3 checkpoints'),
     Checkpoints(tmp_path, max_to_keep=1) as saved,
-    patch.object(os, 'rename', _fail),
-    pytest.warns(RuntimeWarning, match='is not saved'),
   ):
     for step in (1, 2, 3):
       assert saved.save(step, _state(step))
-    with pytest.raises(checkpoints.UnsavedError, match='last 3 checkpoints'):
-      saved.wait()
+  assert not _steps(tmp_path)
 
 
 def test_old_checkpoints_that_cannot_be_deleted_do_not_end_the_run(tmp_path):

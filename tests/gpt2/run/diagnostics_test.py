@@ -2,6 +2,7 @@ from collections.abc import Callable
 import itertools
 import math
 from typing import Any
+from unittest import mock
 
 import chex
 import jax
@@ -13,11 +14,7 @@ import pytest
 from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import batch_sharding, make_mesh
 from examples.gpt2.model.attention import causal_attention
-from examples.gpt2.optim.optimizers import (
-  dimension_numbers,
-  is_matrix,
-  make_schedule,
-)
+from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.step import Trainer, TrainState
@@ -134,16 +131,7 @@ def test_ratios_of_a_layer_are_those_of_the_layer_alone(seen, gradients):
   norm = optax.tree.norm(gradients)
   gradients = optax.tree.scale(jnp.minimum(1, 0.05 / norm), gradients)
   adam = optax.tree.get(state.opt_state, 'ScaleByAdamState')
-  statistics = jax.jit(
-    merit_optax.merit_statistics(
-      make_schedule(config),
-      b1=config.b1,
-      b2=config.b2,
-      weight_decay=config.weight_decay,
-      mask=is_matrix,
-      weight_dimension_numbers=lambda x: dimension_numbers(x, 'fused'),
-    )
-  )
+  statistics = jax.jit(merit_optax.merit_statistics(**merit_settings(config)))
 
   def expect(part) -> dict[str, float]:
     g, mu, nu, w = map(part, (gradients, adam.mu, adam.nu, state.params))
@@ -251,9 +239,7 @@ def test_what_was_compiled_ahead_is_what_runs(monkeypatch):
   )
   diagnostics.compile(trainer.shapes, batch)
 
-  def fail(*_: object) -> None:
-    raise AssertionError('traced again')
-
+  fail = mock.Mock(side_effect=AssertionError('traced again'))
   monkeypatch.setattr(trainer, 'loss', fail)
   monkeypatch.setattr(trainer, 'model', fail)
   assert diagnostics(state, tokens) == expected

@@ -5,13 +5,16 @@ import math
 import os
 from pathlib import Path
 import resource
-import unittest.mock
+from unittest import mock
 import warnings
 
 import pytest
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.run import claim
 from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.storage import is_remote
+from tests.gpt2.runs import contents
 
 _SETTINGS = {'config': {'steps': 3, 'seed': 0}}
 _RESULTS = ('metrics.jsonl', 'model.json', 'weights.safetensors', 'curves.png')
@@ -26,14 +29,6 @@ def _finish(path: Path) -> None:
     assert not folder.finished
     folder.write_sample('text')
     assert folder.finished
-
-
-def _files(path: Path) -> dict[str, bytes]:
-  return {
-    str(x.relative_to(path)): x.read_bytes()
-    for x in path.rglob('*')
-    if x.is_file()
-  }
 
 
 def test_metrics_are_read_as_they_were_logged(tmp_path: Path):
@@ -59,16 +54,16 @@ def test_a_run_is_finished_once_all_files_are_there(tmp_path, missing: str):
 
 def test_a_finished_run_is_kept(tmp_path: Path):
   _finish(tmp_path)
-  before = _files(tmp_path)
+  before = contents(tmp_path)
   with RunFolder(tmp_path) as again:
     again.start(_SETTINGS | {'versions': 'others'})
     assert again.finished
     assert again.read_metrics() == [{'step': 1}]
-  assert _files(tmp_path) == before
+  assert contents(tmp_path) == before
 
 
 def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(tmp_path, capsys):
-  mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too', '.lock': b''}
+  mine = {'notes.txt': b'mine', 'data/text.txt': b'mine too'}
   (tmp_path / 'data').mkdir()
   for name, content in mine.items():
     (tmp_path / name).write_bytes(content)
@@ -80,12 +75,13 @@ def test_fresh_moves_what_a_run_wrote_aside_and_nothing_else(tmp_path, capsys):
     ):  # fmt: skip
       (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
       (tmp_path / name).write_text(f'{name} {number}')
-    before = _files(tmp_path)
+    before = contents(tmp_path)
     with RunFolder(tmp_path) as folder:
       folder.start(_SETTINGS, from_scratch=True)
       assert not folder.finished
+    assert (tmp_path / claim.LOCK).exists()
     assert f'before-{number}' in capsys.readouterr().out
-    after = _files(tmp_path)
+    after = contents(tmp_path)
     assert after.pop('config.json') == before['config.json']
     for name in before.keys() - mine.keys():
       if not name.startswith('before'):
@@ -103,7 +99,7 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
   monkeypatch.setenv('SLURM_JOB_ID', '7')
   with RunFolder(tmp_path) as folder:
     folder.start(_SETTINGS, from_scratch=True)
-    assert set(_files(tmp_path)) == {'config.json', '.lock'}, 'nothing moved'
+    assert [*contents(tmp_path)] == ['config.json'], 'nothing moved'
     folder.log({'step': 1})
   for name, value in (('JOB_ID', job), ('RESTART_COUNT', restarts)):
     monkeypatch.delenv(f'SLURM_{name}', raising=False)
@@ -175,7 +171,7 @@ def _away(path: Path):
     lambda path: _full_disk(path, 20),
     _away,
     # A line may not have reached the disk.
-    lambda _: unittest.mock.patch('os.fsync', side_effect=OSError('failed')),
+    lambda _: mock.patch('os.fsync', side_effect=OSError('failed')),
   ],
 )
 def test_lines_that_cannot_be_written_wait(tmp_path: Path, failure):
@@ -222,7 +218,7 @@ def test_what_is_of_something_else_is_not_touched(tmp_path: Path, name: str):
   for from_scratch in (False, True):
     with pytest.raises(UsageError, match=words):
       RunFolder(tmp_path).start(_SETTINGS, from_scratch=from_scratch)
-  assert _files(tmp_path) == {name: b'mine', '.lock': b''}
+  assert contents(tmp_path) == {name: b'mine'}
 
 
 @pytest.mark.parametrize('text', ['no json', '[1, 2]', '{"model": "llama"}'])
@@ -232,28 +228,25 @@ def test_a_config_of_something_else_is_refused(tmp_path: Path, text: str):
     RunFolder(tmp_path).start(_SETTINGS)
 
 
-def test_a_second_run_is_kept_out_while_the_first_goes_on(tmp_path: Path):
-  with RunFolder(tmp_path) as first:
+def test_a_folder_in_use_or_of_another_run_is_refused(place, monkeypatch):
+  monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.2)
+  owner = ' on .* process' if is_remote(place) else ''
+  with RunFolder(place) as first:
     first.start(_SETTINGS)
-    with pytest.raises(UsageError, match='in use'):
-      RunFolder(tmp_path).start(_SETTINGS)
-  with RunFolder(tmp_path) as second:
+    with pytest.raises(UsageError, match=f'in use by a run .*{owner}'):
+      RunFolder(place).start(_SETTINGS)
+    first.flush()
+  with RunFolder(place) as second:
     second.start(_SETTINGS)
+  with pytest.raises(UsageError, match='steps: 3 -> 4'):
+    RunFolder(place).start({'config': {'steps': 4}})
 
 
 def test_a_disk_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
-  def fail(*_: object) -> None:
-    raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-
-  monkeypatch.setattr('fcntl.flock', fail)
+  error = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+  monkeypatch.setattr('fcntl.flock', mock.Mock(side_effect=error))
   with (
     RunFolder(tmp_path) as folder,
     pytest.warns(UserWarning, match='cannot be locked.*second run'),
   ):
     folder.start(_SETTINGS)
-
-
-def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path):
-  (tmp_path / 'file').write_text('mine')
-  with pytest.raises(UsageError, match='--out-dir .*file/run'):
-    RunFolder(tmp_path / 'file' / 'run').start(_SETTINGS)

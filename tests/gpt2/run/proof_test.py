@@ -13,6 +13,7 @@ from examples.gpt2.config import Config, UsageError
 from examples.gpt2.run.proof import prove
 from examples.gpt2.storage import as_path
 from examples.gpt2.train import main
+from tests.gpt2.runs import as_flags
 
 _STATE = {'kernel': jax.ShapeDtypeStruct((1000, 250), 'float32')}
 
@@ -55,7 +56,7 @@ def test_a_disk_that_cannot_be_written_is_refused(tmp_path: Path):
 
 
 def test_a_run_that_cannot_be_saved_does_not_begin(
-  tiny: Config, bucket: str, as_flags, capsys
+  tiny: Config, bucket: str, capsys
 ):
   out_dir = f'{bucket}-not-there/run'
   with pytest.raises(SystemExit) as ended:
@@ -66,7 +67,7 @@ def test_a_run_that_cannot_be_saved_does_not_begin(
 
 
 def test_a_run_that_cannot_be_saved_later_ends(
-  tiny: Config, as_flags, monkeypatch, capsys
+  tiny: Config, monkeypatch, capsys
 ):
   save = ocp.AsyncCheckpointer.save
 

@@ -9,11 +9,9 @@ import random
 import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import unittest.mock
 
 import jax
 import jax.numpy as jnp
@@ -24,15 +22,13 @@ from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data import batches
 from examples.gpt2.run import loop
 from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.log import MEASURED, NotFiniteError
+from examples.gpt2.run.log import NotFiniteError
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import main, train
+from tests.gpt2 import runs
+from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[3]
-
-
-class _Killed(BaseException):
-  pass
 
 
 @pytest.fixture
@@ -90,80 +86,49 @@ def _start(
     )
 
 
-def _metrics(folder: Path) -> list[dict]:
-  """Returns the metrics of a run, without what a clock decides."""
-  return [
-    {k: v for k, v in line.items() if k not in MEASURED}
-    for line in RunFolder(folder).read_metrics()
-  ]
-
-
-def _assert_same_run(one: Path, other: Path):
-  assert _metrics(one) == _metrics(other)
-  for name in ('weights.safetensors', 'sample.txt', 'model.json'):
-    assert (one / name).read_bytes() == (other / name).read_bytes()
-
-
-def _kill():
-  """Makes a run end without any clearing up."""
-  raise _Killed
-
-
-def _during(step: int, action: Callable[[], None] = _kill):
-  """Does something while a step is under way, before it is saved."""
-  make = batches.training_batch
-
-  def training_batch(tokens, config, number, mesh):
-    if number == step + 1:
-      action()
-    return make(tokens, config, number, mesh)
-
-  return unittest.mock.patch.object(batches, 'training_batch', training_batch)
-
-
 @pytest.mark.parametrize('step', [2, 6])
 def test_a_run_goes_on_from_its_checkpoint(
   config: Config, uninterrupted: Path, step: int, capsys
 ):
-  with pytest.raises(_Killed), _during(step):
+  with pytest.raises(runs.Killed), runs.during(step):
     train(config)
   with (config.out_dir / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 7, "torn')
   train(config)
   assert ('going on after step 4' in capsys.readouterr().out) == (step == 6)
-  _assert_same_run(config.out_dir, uninterrupted)
+  runs.assert_same_run(config.out_dir, uninterrupted)
 
 
-def test_a_signal_saves_a_checkpoint(config, uninterrupted, as_flags, capsys):
-  flags = as_flags(config)
+def test_a_signal_saves_a_checkpoint(config: Config, uninterrupted, capsys):
+  flags = runs.as_flags(config)
   stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
-  with pytest.raises(SystemExit) as ended, _during(3, stop):
+  with pytest.raises(SystemExit) as ended, runs.during(3, stop):
     main(flags)
   assert ended.value.code == 128 + signal.SIGTERM
   assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
   main(flags)
   assert 'going on after step 3' in capsys.readouterr().out
-  _assert_same_run(config.out_dir, uninterrupted)
+  runs.assert_same_run(config.out_dir, uninterrupted)
 
 
 def test_fresh_starts_over(finished_config: Config, uninterrupted, capsys):
   out_dir = finished_config.out_dir
   train(replace(finished_config, from_scratch=True))
   assert 'going on' not in capsys.readouterr().out
-  _assert_same_run(out_dir, uninterrupted)
-  _assert_same_run(out_dir / 'before-1', uninterrupted)
+  runs.assert_same_run(out_dir, uninterrupted)
+  runs.assert_same_run(out_dir / 'before-1', uninterrupted)
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_on_another_mesh(config: Config, tmp_path):
-  with pytest.raises(_Killed), _during(6):
+  with pytest.raises(runs.Killed), runs.during(6):
     train(replace(config, mesh='fsdp=8'))
   train(replace(config, mesh='data=2,fsdp=2,tensor=2'))
   other = tmp_path / 'other'
   train(replace(config, mesh='fsdp=8', out_dir=other))
   np.testing.assert_allclose(
-    [m['train_loss'] for m in _metrics(config.out_dir)],
-    [m['train_loss'] for m in _metrics(other)],
+    [m['train_loss'] for m in runs.metrics(config.out_dir)],
+    [m['train_loss'] for m in runs.metrics(other)],
     rtol=1e-5,
   )
 
@@ -218,7 +183,7 @@ def test_an_infinite_gradient_stops_the_run_or_is_left_out(
   out = capsys.readouterr().out
   assert 'going on after step 4' in out
   assert '1 steps whose loss or gradient was not finite' in out
-  metrics = _metrics(config.out_dir)
+  metrics = runs.metrics(config.out_dir)
   assert [m['step'] for m in metrics if m.get('skipped')] == [5]
   assert [m['step'] for m in metrics if m['gradient_norm'] is None] == [5]
   assert all(np.isfinite(m['train_loss']) for m in metrics)
@@ -243,7 +208,7 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(whole: Path):
   assert _start(whole, 'killed').wait() == 0
   log = (whole / 'killed.log').read_text()
   assert log.count('going on after step') >= 2
-  _assert_same_run(whole / 'whole', whole / 'killed')
+  runs.assert_same_run(whole / 'whole', whole / 'killed')
 
 
 def _start_pair(
@@ -258,12 +223,9 @@ def _start_pair(
   Process 1 has some flags alone; ``output`` is where they write, if not to a
   file.
   """
-  with socket.socket() as free:
-    free.bind(('localhost', 0))
-    address = f'localhost:{free.getsockname()[1]}'
   common = (
-    '--coordinator', address, '--num-processes', '2', '--mesh',
-    'fsdp=4,tensor=2', *flags, '--process-id',
+    '--coordinator', f'localhost:{free_port()}', '--num-processes', '2',
+    '--mesh', 'fsdp=4,tensor=2', *flags, '--process-id',
   )  # fmt: skip
   return [
     _start(folder, name, *common, *alone, output=output)
@@ -354,7 +316,7 @@ def test_two_processes_go_on_after_one_was_killed(pair: Path):
     process.wait()
   assert _end(_start_pair(pair, 'killed')) == [0, 0]
   assert 'going on after step' in (pair / 'killed.log').read_text()
-  _assert_same_run(pair / 'whole', pair / 'killed')
+  runs.assert_same_run(pair / 'whole', pair / 'killed')
 
 
 def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
@@ -370,6 +332,6 @@ def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
 
 def test_a_trace_is_written_though_the_run_is_stopped(config, monkeypatch):
   monkeypatch.setattr('examples.gpt2.run.profile._TRACED', (2, 6))
-  with pytest.raises(_Killed), _during(5):
+  with pytest.raises(runs.Killed), runs.during(5):
     train(replace(config, profile=True))
   assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))

@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 import re
 from typing import Any
@@ -159,10 +158,9 @@ def test_another_optimizer_takes_the_place_of_the_settings():
   trainer = Trainer(_config(), 60, mesh, optimizer=optimizer)
   assert trainer.optimizer is optimizer
   params = _params()
-  state = TrainState(
-    jnp.int32(0), jax.tree.map(jnp.array, params), optimizer.init(params)
-  )
-  state, metrics = trainer.step(state, _put(trainer, _tokens(0)))
+  # The step takes the place of what it is given.
+  copied = jax.tree.map(jnp.array, params)
+  state, metrics = _step_from(trainer, copied, _tokens(0))
   loss, gradients, _ = _loss_and_gradients()
   chex.assert_trees_all_close(
     state.params,
@@ -307,16 +305,12 @@ def test_weights_are_those_of_the_seed():
 
 @pytest.mark.parametrize(('given', 'size'), [(257, 320), (64, 64)])
 def test_the_vocabulary_is_rounded_up(given: int, size: int):
-  config = _config(qk_norm=True, architecture='llama', dtype='bfloat16')
-  found = make_model_config(config, given)
-  assert found.vocab_size == size
-  assert (found.norm_epsilon, found.init_std) == (1e-6, config.init_std)
-  for field in dataclasses.fields(found):
-    if field.name not in ('vocab_size', 'norm_epsilon', 'init_std'):
-      assert getattr(found, field.name) == getattr(config, field.name)
-  told = dataclasses.replace(config, norm_epsilon=1e-5, init_std=0.1)
-  found = make_model_config(told, given)
-  assert (found.norm_epsilon, found.init_std) == (1e-5, 0.1)
+  config = _config(
+    architecture='llama', qk_norm=True, dtype='bfloat16', norm_epsilon=1e-5,
+    init_std=0.1,
+  )  # fmt: skip
+  found = vars(make_model_config(config, given))
+  assert found.items() <= (vars(config) | {'vocab_size': size}).items()
 
 
 @pytest.mark.slow

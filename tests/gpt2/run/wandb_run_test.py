@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -211,11 +212,9 @@ def test_a_server_that_goes_away_stops_no_run(server, tmp_path, monkeypatch):
 def test_an_error_of_wandb_is_told_once(
   wandb, tmp_path: Path, monkeypatch, when: str
 ):
-  def fail(*_, **__):
-    raise wandb.errors.CommError('no route to host')
-
   owner = {'init': wandb, 'log': wandb.Run}[when]
-  monkeypatch.setattr(owner, when, fail)
+  error = wandb.errors.CommError('no route to host')
+  monkeypatch.setattr(owner, when, mock.Mock(side_effect=error))
   with (
     _started(tmp_path) as folder,
     pytest.warns(UserWarning, match='wandb gets no more.*no route') as warned,

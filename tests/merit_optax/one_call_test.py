@@ -1,9 +1,9 @@
-"""Hyperball in one call: which parameters, which step, which norm."""
+"""Muon and Hyperball in one call: which parameters, which step, which norm."""
 
 import functools
+import inspect
 
 import chex
-from flax import linen as nn
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
@@ -15,29 +15,37 @@ import merit_optax
 from tests.merit_optax.arrays import normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
+_SCHEDULE = optax.linear_schedule(0.1, 0.0, 5)
 _STACKED = functools.partial(
   merit_optax.flax_dimension_numbers, stacked={'blocks/': 1}
 )
+# Named as in Flax, with scanned layers.
+_MODEL = {
+  'token_embedding': {'embedding': normal(0, (20, 8))},
+  'blocks': {
+    'qkv': {'kernel': normal(1, (2, 8, 24)), 'bias': jnp.ones((2, 24))},
+    'mlp': {'kernel': normal(2, (2, 8, 16))},
+    'norm': {'scale': jnp.ones((2, 8))},
+  },
+  'out': {'query': {'kernel': normal(3, (8, 2, 4))}},
+  'gain': jnp.ones(8),
+  'lm_head': {'kernel': normal(4, (8, 20))},
+}
+_SMALL = {'kernel': normal(0, (4, 6)), 'bias': jnp.ones(6)}
 
 
-def _model():
-  """Returns parameters named as in Flax, with scanned layers."""
-  return {
-    'token_embedding': {'embedding': normal(0, (20, 8))},
-    'blocks': {
-      'qkv': {'kernel': normal(1, (2, 8, 24)), 'bias': jnp.ones((2, 24))},
-      'mlp': {'kernel': normal(2, (2, 8, 16))},
-      'norm': {'scale': jnp.ones((2, 8))},
-    },
-    'out': {'query': {'kernel': normal(3, (8, 2, 4))}},
-    'lm_head': {'kernel': normal(4, (8, 20))},
-  }
-
-
-def _last(optimizer, params, gradients):
-  """Returns the parameters after the last step."""
+def _last(optimizer, params, gradients=None):
+  """Returns the parameters after some steps, three by default."""
+  if gradients is None:
+    gradients = [jax.tree.map(f, params) for f in (jnp.sin, jnp.cos, jnp.cos)]
   *_, last = run(optimizer, params, gradients)
   return last.params
+
+
+def _assert_same_steps(actual, expected, params):
+  chex.assert_trees_all_close(
+    *(_last(x, params) for x in (actual, expected)), rtol=1e-6, atol=1e-6
+  )
 
 
 # Which parameters are hidden.
@@ -64,8 +72,39 @@ def test_embeddings_heads_biases_scales_and_vectors_are_not_hidden():
   assert {*found} == {*_HIDDEN_NAMES}
 
 
-_CHOSEN = {'token_embedding': False, 'out': False, 'lm_head': True}
-_CHOSEN['blocks'] = {'qkv': False, 'mlp': True, 'norm': False}
+# Of `muon`; Hyperball has vectors among the others.
+_PARTS = {
+  'token_embedding': {'embedding': 'others'},
+  'blocks': {
+    'qkv': {'kernel': 'hidden', 'bias': 'vectors'},
+    'mlp': {'kernel': 'hidden'},
+    'norm': {'scale': 'vectors'},
+  },
+  'out': {'query': {'kernel': 'hidden'}},
+  'gain': 'vectors',
+  'lm_head': {'kernel': 'others'},
+}
+
+
+def test_a_table_says_which_part_a_parameter_is_in():
+  table = merit_optax.describe_hyperball(
+    _MODEL, weight_dimension_numbers=_STACKED
+  )
+  parts = dict(x.split()[:2] for x in table.splitlines()[1:])
+  paths, _ = jax.tree.flatten_with_path(_PARTS)
+  assert parts == {
+    jax.tree_util.keystr(path, simple=True, separator='/'): x
+    for path, x in paths
+  }
+
+
+_CHOSEN = {
+  'token_embedding': False,
+  'blocks': {'qkv': False, 'mlp': True, 'norm': False},
+  'out': False,
+  'gain': False,
+  'lm_head': True,
+}
 
 
 @pytest.mark.parametrize(
@@ -74,11 +113,11 @@ _CHOSEN['blocks'] = {'qkv': False, 'mlp': True, 'norm': False}
   ids=['pattern', 'patterns', 'tree', 'function'],
 )
 def test_the_choice_can_be_another(hidden):
-  found = merit_optax.hidden_matrices(_model(), hidden)
+  found = merit_optax.hidden_matrices(_MODEL, hidden)
   assert found['lm_head']['kernel'] and found['blocks']['mlp']['kernel']
   assert sum(jax.tree.leaves(found)) == 2
   table = merit_optax.describe_hyperball(
-    _model(), hidden=hidden, weight_dimension_numbers=_STACKED
+    _MODEL, hidden=hidden, weight_dimension_numbers=_STACKED
   )
   assert table.count(' hidden ') == 2
 
@@ -118,46 +157,109 @@ def test_hidden_matrices_without_rows_are_refused():
       function(params)
 
 
-class _LinenModel(nn.Module):
-  @nn.compact
-  def __call__(self, tokens):
-    x = nn.Embed(11, 8)(tokens)
-    x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x))
-    return nn.Dense(11, name='head')(nn.Dense(8)(x))
+# Muon.
 
 
-def test_a_model_of_flax_needs_one_line():
-  tokens = jnp.zeros((1, 3), int)
-  params = _LinenModel().init(jax.random.key(0), tokens)['params']
-  gradients = jax.tree.map(jnp.cos, params)
-  new_params = _last(merit_optax.muon_hyperball(0.05), params, [gradients])
-  are_hidden = jax.tree.leaves(merit_optax.hidden_matrices(params))
-  norms, new_norms = (
-    np.array([jnp.linalg.norm(x) for x in jax.tree.leaves(tree)])[are_hidden]
-    for tree in (params, new_params)
+def _adam(rate, decay=0.0, **settings):
+  return optax.chain(
+    merit_optax.scale_by_adam(bias_correction=True, **settings),
+    optax.add_decayed_weights(decay),
+    optax.scale_by_learning_rate(rate),
   )
-  assert len(norms) == 5
-  np.testing.assert_allclose(new_norms, norms, rtol=1e-5)
 
 
-# What a step is.
+def _muon(direction, others, vectors):
+  """Returns what a call of `muon` for the model stands for."""
+  hidden = optax.chain(
+    direction,
+    merit_optax.scale_by_shape(
+      lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
+      weight_dimension_numbers=_STACKED,
+    ),
+    optax.add_decayed_weights(0.3),
+    optax.scale_by_learning_rate(_SCHEDULE),
+  )
+  return optax.partition(
+    {'hidden': hidden, 'others': others, 'vectors': vectors}, _PARTS
+  )
+
+
+def test_muon_is_a_partition_of_public_parts():
+  direction = merit_optax.scale_by_muon(
+    'polar_express', 4, 0.8, mu_dtype='float16', nesterov=False,
+    ns_dtype='bfloat16', weight_dimension_numbers=_STACKED,
+  )  # fmt: skip
+  settings = dict(b1=0.7, b2=0.8, eps=0.1, mu_dtype='float16')
+  expected = _muon(
+    direction, _adam(0.05, 0.2, **settings), _adam(0.02, 0.2, **settings)
+  )
+  actual = merit_optax.muon(
+    _SCHEDULE, 0.8, weight_decay=0.3, adam_learning_rate=0.05,
+    vector_learning_rate=0.02, adam_b1=0.7, adam_b2=0.8, adam_eps=0.1,
+    adam_weight_decay=0.2, weight_dimension_numbers=_STACKED,
+    mu_dtype='float16', nesterov=False, ns_coeffs='polar_express', ns_steps=4,
+    ns_dtype='bfloat16',
+  )  # fmt: skip
+  _assert_same_steps(actual, expected, _MODEL)
+
+
+@pytest.mark.parametrize(
+  'given, rates',
+  [
+    ({}, (_SCHEDULE, _SCHEDULE)),
+    ({'adam_learning_rate': 0.05}, (0.05, 0.05)),
+    ({'vector_learning_rate': 0.02}, (_SCHEDULE, 0.02)),
+  ],
+)
+def test_a_rate_that_is_not_given_is_that_of_the_larger_group(given, rates):
+  direction = merit_optax.scale_by_muon(
+    beta=0.9, weight_dimension_numbers=_STACKED
+  )
+  # The others do not decay.
+  actual = merit_optax.muon(
+    _SCHEDULE, weight_decay=0.3, weight_dimension_numbers=_STACKED, **given
+  )
+  _assert_same_steps(actual, _muon(direction, *map(_adam, rates)), _MODEL)
+
+
+_MATRICES = {'wide': normal(0, (4, 6)), 'tall': normal(1, (9, 4))}
+
+
+@pytest.mark.skipif(
+  'consistent_rms' not in inspect.signature(optax.contrib.muon).parameters,
+  reason='this Optax has not that size of steps',
+)
+def test_matrices_take_the_steps_of_optax_with_the_same_settings():
+  settings = dict(weight_decay=0.3)
+  ours = merit_optax.muon(_SCHEDULE, **settings)
+  theirs = optax.contrib.muon(
+    _SCHEDULE, beta=0.9, consistent_rms=0.2, **settings
+  )
+  actual, expected = (_last(x, _MATRICES) for x in (ours, theirs))
+  chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', _MATRICES)
+def test_a_rate_for_the_default_of_optax_is_converted_as_documented(name):
+  params = {name: _MATRICES[name]}
+  rows, columns = params[name].shape
+  factor = max(1, columns / rows) ** 0.5 / (0.2 * max(rows, columns) ** 0.5)
+  ours = merit_optax.muon(0.1 * factor)
+  theirs = optax.contrib.muon(0.1, beta=0.9)
+  actual, expected = (_last(x, params) for x in (ours, theirs))
+  chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+# Hyperball.
 
 
 def _partition(hidden, *others):
-  """Returns what the calls stand for."""
+  """Returns what a call of a Hyperball stands for."""
   return optax.partition(
     {True: hidden, False: optax.chain(*others)}, merit_optax.hidden_matrices
   )
 
 
-def _assert_same_steps(actual, expected, params):
-  gradients = [jax.tree.map(f, params) for f in (jnp.sin, jnp.cos, jnp.cos)]
-  chex.assert_trees_all_close(
-    *(_last(x, params, gradients) for x in (actual, expected)), rtol=1e-6
-  )
-
-
-_SCHEDULE = optax.linear_schedule(0.1, 0.0, 5)
 _A_THIRD = optax.scale_by_learning_rate(optax.linear_schedule(0.1 / 3, 0.0, 5))
 
 
@@ -182,10 +284,7 @@ def test_muon_hyperball_is_a_partition_of_public_parts():
     mu_dtype='float16', nesterov=False, ns_coeffs='polar_express', ns_steps=4,
     ns_dtype='bfloat16', radius='initial',
   )  # fmt: skip
-  _assert_same_steps(actual, expected, _model())
-
-
-_SMALL = {'kernel': normal(0, (4, 6)), 'bias': jnp.ones(6)}
+  _assert_same_steps(actual, expected, _MODEL)
 
 
 def test_adam_hyperball_is_a_partition_of_public_parts():
@@ -201,18 +300,27 @@ def test_adam_hyperball_is_a_partition_of_public_parts():
   _assert_same_steps(actual, expected, _SMALL)
 
 
+_OF_FLAX = {'weight_dimension_numbers': merit_optax.flax_dimension_numbers}
+
+
 @pytest.mark.parametrize(
   'build, direction',
   [
-    (merit_optax.muon_hyperball, merit_optax.scale_by_muon(beta=0.9)),
+    (
+      merit_optax.muon_hyperball,
+      merit_optax.scale_by_muon(beta=0.9, **_OF_FLAX),
+    ),
     (merit_optax.adam_hyperball, merit_optax.scale_by_adam()),
   ],
 )
 def test_defaults_are_those_of_the_parts(build, direction):
-  hyperball = merit_optax.hyperball(direction, _SCHEDULE)
+  query = {'kernel': normal(1, (8, 2, 4)), 'bias': jnp.ones((2, 4))}
+  hyperball = merit_optax.hyperball(direction, _SCHEDULE, **_OF_FLAX)
   expected = _partition(hyperball, merit_optax.scale_by_adam(), _A_THIRD)
-  _assert_same_steps(build(_SCHEDULE), expected, _SMALL)
+  _assert_same_steps(build(_SCHEDULE), expected, _SMALL | {'query': query})
 
+
+# Both calls of Muon.
 
 _IN_ONE_CALL = pytest.mark.parametrize(
   'build', [merit_optax.muon, merit_optax.muon_hyperball]

@@ -1,0 +1,76 @@
+"""Runs of the trainer in tests: their settings, ends and results."""
+
+from collections.abc import Callable
+import contextlib
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from examples.gpt2.config import Config, flag
+from examples.gpt2.data import batches
+from examples.gpt2.run.claim import is_claim
+from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.log import MEASURED
+from examples.gpt2.storage import file_system
+
+# Settings of a run that takes a few seconds.
+TINY = dict(
+  vocab_size=288, num_layers=2, num_heads=2, width=16, context_length=16,
+  batch_size=16, micro_batch_size=1, steps=6, unroll=1, eval_every=4,
+  diagnostics_every=4, checkpoint_every=4, eval_sequences=24,
+)  # fmt: skip
+
+
+def as_flags(config: Config) -> list[str]:
+  """Returns the flags of settings such as ``tiny``."""
+  names = ('data', 'out_dir', 'cache_dir', *TINY)
+  return [f'{flag(name)}={getattr(config, name)}' for name in names]
+
+
+class Killed(BaseException):
+  """What ``kill`` raises."""
+
+
+def kill() -> None:
+  """Makes a run end without any clearing up."""
+  raise Killed
+
+
+def during(
+  step: int, action: Callable[[], None] = kill
+) -> contextlib.AbstractContextManager:
+  """Does something while a step is under way, before it is saved."""
+  make = batches.training_batch
+
+  def training_batch(tokens, config, number, mesh):
+    if number == step + 1:
+      action()
+    return make(tokens, config, number, mesh)
+
+  return mock.patch.object(batches, 'training_batch', training_batch)
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+  """Returns the metrics of a run, without what a clock decides."""
+  return [
+    {k: v for k, v in line.items() if k not in MEASURED}
+    for line in RunFolder(run).read_metrics()
+  ]
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+  assert metrics(found) == metrics(expected)
+  for name in (
+    'weights.safetensors', 'sample.txt', 'model.json', 'tokenizer.json',
+  ):  # fmt: skip
+    assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+  """Returns the files of a folder, but those that tell of a claim."""
+  store, root = file_system(folder), str(folder).rpartition('://')[2]
+  return {
+    name.removeprefix(f'{root}/'): store.cat_file(name)
+    for name in store.find(root)
+    if not is_claim(Path(name))
+  }
