@@ -1,6 +1,6 @@
 """Adam for what is no hidden matrix, beside an optimizer of these."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from merit_optax._hidden import (
   is_vector,
 )
 from merit_optax._leaves import as_arrays, with_update
-from merit_optax._moments import check_decays, moment_dtype
+from merit_optax._moments import check_decays, check_moment, moment_dtype
 from merit_optax._paths import path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
@@ -27,14 +27,15 @@ class Others(NamedTuple):
 
   Attributes:
     adam: Direction of Adam.
-    learning_rates: Those of ``'vectors'``, if they have one of their own, and
-      of all ``'others'``.
+    learning_rate: Its learning rate.
+    vector_learning_rate: That of vectors, None for the same.
     weight_decay: Weight decay.
     weight_decay_mask: What decays, None for all.
   """
 
   adam: optax.GradientTransformation
-  learning_rates: Mapping[str, optax.ScalarOrSchedule]
+  learning_rate: optax.ScalarOrSchedule
+  vector_learning_rate: optax.ScalarOrSchedule | None
   weight_decay: optax.ScalarOrSchedule
   weight_decay_mask: Any | Callable[[optax.Params], Any] | None
 
@@ -43,21 +44,39 @@ def make_adam(
   b1: jax.typing.ArrayLike,
   b2: jax.typing.ArrayLike,
   eps: jax.typing.ArrayLike,
-  mu_dtype: jax.typing.DTypeLike | None,
   *,
-  bias_correction: bool = False,
+  mu_dtype: jax.typing.DTypeLike | None,
+  nu_dtype: jax.typing.DTypeLike | None,
+  bias_correction: bool,
 ) -> optax.GradientTransformation:
   """Returns the direction of Adam, whose arguments are named ``adam_...``."""
-  b1 = _arguments.decay_rate('adam_b1', b1)
-  moments = moment_dtype('mu_dtype', mu_dtype)
-  check_decays('adam_b1', b1, set() if moments is None else {moments})
-  return scale_by_adam(
+  rates = {
+    'adam_b1': (
+      _arguments.decay_rate('adam_b1', b1),
+      moment_dtype('mu_dtype', mu_dtype),
+    ),
+    'adam_b2': (
+      _arguments.decay_rate('adam_b2', b2),
+      moment_dtype('nu_dtype', nu_dtype),
+    ),
+  }
+  for name, (rate, dtype) in rates.items():
+    check_decays(name, rate, set() if dtype is None else {dtype})
+  adam = scale_by_adam(
     b1,
-    _arguments.decay_rate('adam_b2', b2),
+    b2,
     _arguments.at_least_zero('adam_eps', eps),
     mu_dtype=mu_dtype,
+    nu_dtype=nu_dtype,
     bias_correction=bias_correction,
   )
+
+  def init_fn(params: optax.Params) -> optax.OptState:
+    for name, (rate, dtype) in rates.items():
+      check_moment(name, rate, dtype, params)
+    return adam.init(params)
+
+  return optax.GradientTransformation(init_fn, adam.update)
 
 
 def with_adam(
@@ -80,13 +99,18 @@ def with_adam(
   mask = others.weight_decay_mask
   if mask is not None:
     mask = _masks.checked('adam_weight_decay_mask', mask)
+  rates = {'others': others.learning_rate}
+  if others.vector_learning_rate is not None:
+    rates['vectors'] = _arguments.learning_rate(
+      'vector_learning_rate', others.vector_learning_rate
+    )
   parts = {
     name: optax.chain(
       others.adam,
       optax.add_decayed_weights(weight_decay, mask),
       optax.scale_by_learning_rate(rate),
     )
-    for name, rate in others.learning_rates.items()
+    for name, rate in rates.items()
   }
   hidden = check_hidden(hidden)
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 Number: TypeAlias = float | jax.Array
 
@@ -100,9 +101,14 @@ def learning_rate_or(name: str, value: Any, default: Any) -> Any:
 def weight_decay(name: str, value: Any) -> Any:
   """Returns a function or a number in [0, inf), or raises ``ValueError``."""
   accepted = 'a finite number >= 0 or a schedule (steps -> number)'
-  if callable(value):
-    return value
-  return number(name, value, accepted, lambda x: x >= 0)
+  if not callable(value):
+    return number(name, value, accepted, lambda x: x >= 0)
+  if optax.__version__ == '0.2.6':
+    raise ValueError(
+      f'{name} must be a number with optax 0.2.6, which would evaluate a '
+      'schedule at step 0 forever. Any newer optax has schedules.'
+    )
+  return value
 
 
 def is_integer(value: Any) -> bool:

@@ -106,8 +106,9 @@ def _first_ratios(
 
   def first(name: str) -> jax.Array:
     # What would be zero if the update were a multiple of the parameter. It is
-    # NaN where something is not finite.
-    rest = widen(update) - widen(param) / ratios[name]
+    # NaN where something is not finite. (The ratios may have other norms.)
+    plain = trust_ratios(update, param, axes, (name,), norm=norm)[name]
+    rest = widen(update) - widen(param) / plain
     lengths = trust_ratios(rest, update, axes, (name,), norm=norm)[name]
     is_first = (before[name] == 0) & (lengths < _MOSTLY_DECAY)
     return jnp.where(is_first, ratios[name], before[name])

@@ -183,12 +183,11 @@ def describe_hyperball(
 
   Returns:
     Text with one line per parameter, which holds its path; its part, hidden or
-    what Adam updates: others, or the vectors for which ``muon`` takes a
-    learning rate of their own; its shape; the number of its matrices, of which
-    Hyperball keeps a norm each, and their rows and columns; and where Muon
-    multiplies them: on one device, whole on each of several devices, or split
-    over a mesh, because a matrix is too large for one device or the mesh has no
-    axis to spread matrices over.
+    what Adam updates: others, or the vectors of ``vector_learning_rate``; its
+    shape; the number of its matrices, of which Hyperball keeps a norm each, and
+    their rows and columns; and where Muon multiplies them: on one device, whole
+    on each of several devices, or split over a mesh, because a matrix is too
+    large for one device or the mesh has no axis to spread matrices over.
 
   Raises:
     ValueError: As ``muon_hyperball`` does.

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 import re
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -79,9 +80,20 @@ def flax_dimension_numbers(
     >>> print(specs['attention']['query']['kernel'])
     MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
   """
-  params = as_arrays(params)
   stacked, overrides = stacked or {}, overrides or {}
   _check_rules(stacked, overrides)
+  return specs_of_flax(params, stacked, overrides)
+
+
+def specs_of_flax(
+  params: Any,
+  stacked: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
+  overrides: Mapping[str, DimensionNumbers | None] = MappingProxyType({}),
+  *,
+  are_matrices: bool = False,
+) -> Any:
+  """Returns the same, maybe with two axes as a matrix whatever the name."""
+  params = as_arrays(params)
   name_of = path_namer(params)
   shapes = {
     name_of(path): tuple(param.shape)
@@ -101,9 +113,11 @@ def flax_dimension_numbers(
 
   def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
     name, shape = name_of(path), tuple(param.shape)
-    matching = [x for p, x in overrides.items() if re.search(p, name)]
-    if matching:
-      return matching[0]
+    for pattern, numbers in overrides.items():
+      if re.search(pattern, name):
+        return numbers
+    if are_matrices and len(shape) == 2:
+      return DimensionNumbers((0,), (1,))
     axes = _stacked_axes(stacked, name, len(shape))
     numbers = _recognise(name.split('/'), len(shape), axes)
     bias = shapes.get(name.removesuffix('kernel') + 'bias')

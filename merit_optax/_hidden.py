@@ -7,12 +7,8 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from merit_optax._dimension_numbers import (
-  DimensionNumbers,
-  WeightDimensionNumbers,
-  matrix_axes,
-)
-from merit_optax._flax import VECTORS, flax_dimension_numbers
+from merit_optax._dimension_numbers import WeightDimensionNumbers, matrix_axes
+from merit_optax._flax import VECTORS, specs_of_flax
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask
 from merit_optax._paths import path_namer, path_names
@@ -20,9 +16,10 @@ from merit_optax._paths import path_namer, path_names
 Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
 
 # Of the names along a path: embeddings of tokens, positions and patches, and
-# heads, but not the heads of an attention.
+# heads, but not the heads of an attention, such as multi_head_attention.
 _INPUT_OR_OUTPUT = re.compile(
-  r'[Ee]mbed|^(wte|wpe|patchify)$|^logit|(^|_)(head|logits|classifier)(_|$)'
+  r'[Ee]mb(ed|s?(_|$))|^(wte|wpe|patchify)$|^logit'
+  r'|(^|_)(?<!multi_)(?<!attention_)(?<!attn_)(head|logits|classifier)(_|$)'
   # Linen's automatic names, such as LMHead_0.
   r'|(LM|Output|Classification)Head(_\d+)?$|^(Logits|Classifier)(_\d+)?$'
 )
@@ -37,11 +34,13 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   By default these are all arrays with two or more axes but biases and scales
   (also those of stacked layers, and the ``weight`` of a norm), embeddings and
   heads. The latter are recognized by the names along their paths: names that
-  contain ``embed`` or ``Embed``, or begin with ``logit``; ``wte``, ``wpe`` and
-  ``patchify``; ``head``, ``logits`` or ``classifier``, alone or as a part that
-  an underscore sets apart, such as ``lm_head``; and Linen's ``LMHead``,
-  ``OutputHead``, ``ClassificationHead``, ``Logits`` and ``Classifier``, with a
-  number or without, such as ``LMHead_0``.
+  contain ``embed`` or ``Embed``, or ``emb`` at their end or before an
+  underscore, or begin with ``logit``; ``wte``, ``wpe`` and ``patchify``;
+  ``head``, ``logits`` or ``classifier``, alone or as a part that an underscore
+  sets apart, such as ``lm_head``, but not ``multi_head`` and
+  ``attention_head``; and Linen's ``LMHead``, ``OutputHead``,
+  ``ClassificationHead``, ``Logits`` and ``Classifier``, with a number or
+  without, such as ``LMHead_0``.
 
   Args:
     params: Tree of arrays, or of their shapes.
@@ -135,13 +134,7 @@ def hidden_dimension_numbers(params: Any) -> Any:
   With two axes, these are rows and columns, whatever the name. With more they
   are those of :func:`flax_dimension_numbers`, or it raises ``ValueError``.
   """
-  name_of = path_namer(params)
-  matrices = {
-    f'^{re.escape(name_of(path))}$': DimensionNumbers((0,), (1,))
-    for path, x in jax.tree_util.tree_leaves_with_path(params)
-    if len(x.shape) == 2
-  }
-  return flax_dimension_numbers(params, overrides=matrices)
+  return specs_of_flax(params, are_matrices=True)
 
 
 def check_matrices(

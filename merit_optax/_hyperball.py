@@ -109,15 +109,18 @@ def muon_hyperball(
   beta: jax.typing.ArrayLike = 0.9,
   *,
   adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  vector_learning_rate: optax.ScalarOrSchedule | None = None,
   adam_b1: jax.typing.ArrayLike = 0.9,
   adam_b2: jax.typing.ArrayLike = 0.95,
   adam_eps: jax.typing.ArrayLike = 1e-6,
+  adam_bias_correction: bool = False,
   adam_weight_decay: optax.ScalarOrSchedule = 0.0,
   adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
   radius: Literal['current', 'initial'] = 'current',
   mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
   nesterov: bool = True,
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
@@ -143,17 +146,24 @@ def muon_hyperball(
     :func:`merit_optax.clip_by_global_norm`, and use a warm-up.
   - :func:`merit_optax.describe_hyperball` shows how each parameter is treated.
 
-  Given the same gradients, an update has the same bits on every mesh.
+  Given the same gradients, an update has the same bits on every mesh where
+  matrices are whole (see ``mesh_axes``).
 
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
       learning rates: the norm of a step as a fraction of that of the matrix.
-    beta: Decay rate of Muon's momentum, in [0, 1).
+    beta: Decay rate of Muon's momentum, in [0, 1). (The default of
+      ``scale_by_muon`` is 0.95, as in Optax.)
     adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for a
       third of ``learning_rate``.
+    vector_learning_rate: Learning rate of what Adam updates and has fewer than
+      two axes, or is a bias or scale of stacked layers by its name, as in
+      :func:`merit_optax.hidden_matrices`; ``None`` for that of Adam.
     adam_b1: Decay rate of Adam's first moment, in [0, 1).
     adam_b2: Decay rate of Adam's second moment, in [0, 1).
     adam_eps: Added to the root of Adam's second moment, >= 0.
+    adam_bias_correction: Whether Adam's moments are corrected for their start
+      at zero.
     adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
       Hidden matrices have none, since their norm is kept.
     adam_weight_decay_mask: Tree of booleans, or a function from parameters to
@@ -172,17 +182,20 @@ def muon_hyperball(
     radius: Which norm is kept, see :func:`merit_optax.keep_matrix_norms`.
     mu_dtype: dtype of the momentum and of Adam's first moment; ``None`` for
       that of the parameter.
+    nu_dtype: dtype of Adam's second moment; ``None`` for that of the parameter.
     nesterov: Whether Muon uses Nesterov momentum.
     ns_coeffs: Coefficients of the Newton-Schulz iterations, see
       :func:`merit_optax.scale_by_muon`.
     ns_steps: Number of iterations; ``None`` for five.
     ns_dtype: dtype of the operands of their products.
-    mesh_axes: Axes of the mesh over which whole matrices are spread.
+    mesh_axes: Axes of the mesh over which whole matrices are spread, see
+      :func:`merit_optax.scale_by_muon`.
 
   Returns:
     The corresponding :class:`optax.GradientTransformationExtraArgs`, an
-    :func:`optax.partition` into ``'hidden'`` and ``'others'``, whose ``update``
-    needs ``params``.
+    :func:`optax.partition` into ``'hidden'``, ``'others'`` and, if they have a
+    learning rate of their own, ``'vectors'``, whose ``update`` needs
+    ``params``.
 
   Raises:
     ValueError: If an argument is out of range; by ``init`` and ``update`` if
@@ -228,8 +241,16 @@ def muon_hyperball(
     direction, learning_rate, radius=radius, weight_dimension_numbers=numbers
   )
   others = Others(
-    make_adam(adam_b1, adam_b2, adam_eps, mu_dtype),
-    {'others': _adam_rate(learning_rate, adam_learning_rate)},
+    make_adam(
+      adam_b1,
+      adam_b2,
+      adam_eps,
+      mu_dtype=mu_dtype,
+      nu_dtype=nu_dtype,
+      bias_correction=adam_bias_correction,
+    ),
+    _adam_rate(learning_rate, adam_learning_rate),
+    vector_learning_rate,
     adam_weight_decay,
     adam_weight_decay_mask,
   )
@@ -242,13 +263,16 @@ def adam_hyperball(
   b2: jax.typing.ArrayLike = 0.95,
   eps: jax.typing.ArrayLike = 1e-6,
   *,
+  bias_correction: bool = False,
   adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  vector_learning_rate: optax.ScalarOrSchedule | None = None,
   adam_weight_decay: optax.ScalarOrSchedule = 0.0,
   adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
   radius: Literal['current', 'initial'] = 'current',
   mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Hyperball with Adam's direction, and Adam for what is no hidden matrix.
 
@@ -263,13 +287,16 @@ def adam_hyperball(
     b1: Decay rate of the first moment of all parameters, in [0, 1).
     b2: Decay rate of the second moment of all parameters, in [0, 1).
     eps: Added to the root of the second moment, >= 0.
+    bias_correction: Whether moments are corrected for their start at zero.
     adam_learning_rate: As in ``muon_hyperball``.
+    vector_learning_rate: As in ``muon_hyperball``.
     adam_weight_decay: As in ``muon_hyperball``.
     adam_weight_decay_mask: As in ``muon_hyperball``.
     hidden: As in ``muon_hyperball``.
     weight_dimension_numbers: As in ``muon_hyperball``.
     radius: As in ``muon_hyperball``.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
+    nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
 
   Returns:
     The corresponding :class:`optax.GradientTransformationExtraArgs`, as that of
@@ -291,7 +318,14 @@ def adam_hyperball(
     Wen et al., `Fantastic Pretraining Optimizers and Where to Find Them II:
     Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
   """
-  direction = scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
+  direction = scale_by_adam(
+    b1,
+    b2,
+    eps,
+    mu_dtype=mu_dtype,
+    nu_dtype=nu_dtype,
+    bias_correction=bias_correction,
+  )
   hidden_optimizer = hyperball(
     direction,
     learning_rate,
@@ -302,7 +336,8 @@ def adam_hyperball(
   )
   others = Others(
     direction,
-    {'others': _adam_rate(learning_rate, adam_learning_rate)},
+    _adam_rate(learning_rate, adam_learning_rate),
+    vector_learning_rate,
     adam_weight_decay,
     adam_weight_decay_mask,
   )

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 
 def join(tree: Any) -> jax.Array:
@@ -13,7 +14,7 @@ def join(tree: Any) -> jax.Array:
   A state that holds it has one array besides the moments, as a counter, whose
   rank no parameter has to share and that needs no sharding of its own.
   """
-  parts = [_whole(x).ravel().astype(jnp.float32) for x in jax.tree.leaves(tree)]
+  parts = [whole(x).ravel().astype(jnp.float32) for x in jax.tree.leaves(tree)]
   return jnp.concatenate(parts) if parts else jnp.zeros(0, jnp.float32)
 
 
@@ -31,19 +32,20 @@ def split(joined: jax.Array, like: Any) -> Any:
   )
 
 
-def _whole(x: jax.Array) -> jax.Array:
-  return _reshard(x, jax.sharding.PartitionSpec()) if _is_split(x) else x
+def whole(x: jax.Array) -> jax.Array:
+  """Returns an array whose type does not tell that a mesh splits it."""
+  sharding = jax.typeof(x).sharding
+  if not any(sharding.spec):
+    return x
+  # A spec alone would need the mesh of jax.set_mesh.
+  everywhere = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec())
+  found: jax.Array = jax.sharding.reshard(x, everywhere)
+  return found
 
 
 def _sharded_as(like: jax.Array, x: jax.Array) -> jax.Array:
-  return _reshard(x, jax.typeof(like).sharding.spec) if _is_split(like) else x
-
-
-def _is_split(x: jax.Array) -> bool:
-  """Returns whether the type of an array tells that a mesh splits it."""
-  return any(jax.typeof(x).sharding.spec)
-
-
-def _reshard(x: jax.Array, spec: jax.sharding.PartitionSpec) -> jax.Array:
-  resharded: jax.Array = jax.sharding.reshard(x, spec)
-  return resharded
+  sharding = jax.typeof(like).sharding
+  if not any(sharding.spec):
+    return x
+  found: jax.Array = jax.sharding.reshard(x, sharding)
+  return found

@@ -138,11 +138,6 @@ def merit(
   """
   learning_rate = _arguments.learning_rate('learning_rate', learning_rate)
   weight_decay = _arguments.weight_decay('weight_decay', weight_decay)
-  if callable(weight_decay) and optax.__version__ == '0.2.6':
-    raise ValueError(
-      'weight_decay must be a number with optax 0.2.6, which would evaluate a '
-      'schedule at step 0 forever. Any newer optax has schedules.'
-    )
   if clip_threshold is None:
     clip = optax.identity()
   else:

@@ -132,7 +132,8 @@ def scale_by_muon(
 
   Warns:
     UserWarning: By ``init``, if nothing specifies the rows and columns of a
-      parameter with more than two axes.
+      parameter with more than two axes; by ``update``, if nothing tells which
+      axes of the mesh split parameters.
 
   Examples:
     >>> import jax.numpy as jnp

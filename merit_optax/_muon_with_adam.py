@@ -27,11 +27,13 @@ def muon(
   adam_b1: jax.typing.ArrayLike = 0.9,
   adam_b2: jax.typing.ArrayLike = 0.95,
   adam_eps: jax.typing.ArrayLike = 1e-6,
+  adam_bias_correction: bool = True,
   adam_weight_decay: optax.ScalarOrSchedule = 0.0,
   adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
   mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
   nesterov: bool = True,
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
@@ -50,7 +52,7 @@ def muon(
   It is the chain of :func:`merit_optax.scale_by_muon`,
   :func:`merit_optax.scale_by_shape`, :func:`optax.add_decayed_weights` and
   :func:`optax.scale_by_learning_rate`. Embeddings, heads, biases and scales
-  take Adam, with bias correction.
+  take Adam.
 
   - For a learning rate to start at, see
     :func:`merit_optax.starting_learning_rate`. In the documentation's study,
@@ -64,32 +66,36 @@ def muon(
 
   Coming from :func:`optax.contrib.muon`: its steps have this size with
   ``consistent_rms=0.2``. By default their factor is :math:`\sqrt{\max(1, n/m)}`
-  instead of :math:`0.2 \sqrt{\max(m, n)}`: multiply its learning rate by the
-  quotient. Its ``beta`` is 0.95 by default, and its Adam has Nesterov momentum,
-  a ``b2`` of 0.999 and an ``eps`` of 1e-8. There all parameters with two axes
-  are hidden matrices, embeddings and heads too, and those with ``None`` among
-  the dimension numbers are Adam's; here ``hidden`` decides. The states differ.
+  instead of :math:`0.2 \sqrt{\max(m, n)}`: to keep the steps of a matrix,
+  multiply its learning rate by :math:`5 / \sqrt m`, which is another number for
+  matrices with another number of rows. Its ``beta`` is 0.95 by default, and its
+  Adam has Nesterov momentum, a ``b2`` of 0.999 and an ``eps`` of 1e-8. There
+  all parameters with two axes are hidden matrices, embeddings and heads too,
+  and those with ``None`` among the dimension numbers are Adam's; here
+  ``hidden`` decides. The states differ.
 
-  Given the same gradients, an update has the same bits on every mesh.
+  Given the same gradients, an update has the same bits on every mesh where
+  matrices are whole (see ``mesh_axes``).
 
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
       learning rates.
-    beta: Decay rate of Muon's momentum, in [0, 1).
+    beta: Decay rate of Muon's momentum, in [0, 1). (The default of
+      ``scale_by_muon`` is 0.95, as in Optax.)
     weight_decay: Weight decay of hidden matrices, >= 0, or a schedule.
     adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for
       ``learning_rate``.
-    vector_learning_rate: Learning rate of what Adam updates and has fewer than
-      two axes, or is a bias or scale of stacked layers by its name, as in
-      :func:`merit_optax.hidden_matrices`; ``None`` for that of Adam.
+    vector_learning_rate: As in ``muon_hyperball``.
     adam_b1: As in ``muon_hyperball``.
     adam_b2: As in ``muon_hyperball``.
     adam_eps: As in ``muon_hyperball``.
+    adam_bias_correction: As in ``muon_hyperball``.
     adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
     adam_weight_decay_mask: As in ``muon_hyperball``.
     hidden: As in ``muon_hyperball``.
     weight_dimension_numbers: As in ``muon_hyperball``.
     mu_dtype: As in ``muon_hyperball``.
+    nu_dtype: As in ``muon_hyperball``.
     nesterov: As in ``muon_hyperball``.
     ns_coeffs: As in ``muon_hyperball``.
     ns_steps: As in ``muon_hyperball``.
@@ -97,9 +103,8 @@ def muon(
     mesh_axes: As in ``muon_hyperball``.
 
   Returns:
-    The corresponding :class:`optax.GradientTransformationExtraArgs`, an
-    :func:`optax.partition` into ``'hidden'``, ``'vectors'`` and ``'others'``,
-    whose ``update`` needs ``params``.
+    The corresponding :class:`optax.GradientTransformationExtraArgs`, as that of
+    ``muon_hyperball``.
 
   Raises:
     ValueError: As ``muon_hyperball`` does.
@@ -127,9 +132,6 @@ def muon(
   adam_rate = _arguments.learning_rate_or(
     'adam_learning_rate', adam_learning_rate, rate
   )
-  vector_rate = _arguments.learning_rate_or(
-    'vector_learning_rate', vector_learning_rate, adam_rate
-  )
   numbers = dimension_numbers_or_default(weight_dimension_numbers)
   matrices = optax.chain(
     scale_by_muon(
@@ -149,8 +151,16 @@ def muon(
     optax.scale_by_learning_rate(rate),
   )
   others = Others(
-    make_adam(adam_b1, adam_b2, adam_eps, mu_dtype, bias_correction=True),
-    {'others': adam_rate, 'vectors': vector_rate},
+    make_adam(
+      adam_b1,
+      adam_b2,
+      adam_eps,
+      mu_dtype=mu_dtype,
+      nu_dtype=nu_dtype,
+      bias_correction=adam_bias_correction,
+    ),
+    adam_rate,
+    vector_learning_rate,
     adam_weight_decay,
     adam_weight_decay_mask,
   )

@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import optax
 
 from merit_optax import _arguments
@@ -17,6 +16,8 @@ from merit_optax._attention_heads import (
   matching,
   spread,
 )
+from merit_optax._joined import whole
+from merit_optax._leaves import as_arrays
 from merit_optax._norms import common_dtype, widen
 from merit_optax._paths import nearest_entries, path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
@@ -129,7 +130,7 @@ def qk_clip(
     )
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
-    check_params(params, query, key)
+    check_params(as_arrays(params), query, key)
     return optax.EmptyState()
 
   def update_fn(
@@ -193,9 +194,7 @@ def _logits(found: Any) -> jax.Array:
     ) from None
   if logits.ndim < 1 or not logits.size:
     raise MisfitError(f'their shape {logits.shape} has no heads')
-  if any(jax.typeof(logits).sharding.spec):  # Of Explicit axes.
-    logits = jax.sharding.reshard(logits, PartitionSpec())
-  return logits
+  return whole(logits)
 
 
 def _scales(

@@ -8,6 +8,7 @@ import jax
 import optax
 
 from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
+from merit_optax._norms import widen
 from merit_optax._per_parameter import per_update
 
 
@@ -79,10 +80,12 @@ def scale_by_shape(
     )
 
   def scale(update: jax.Array, axes: MatrixAxes) -> jax.Array:
+    if not update.size:
+      return update
     rows, columns = (
       math.prod(update.shape[axis] for axis in part) for part in axes
     )
-    scaled: jax.Array = factor(rows, columns) * update
+    scaled: jax.Array = factor(rows, columns) * widen(update)
     return scaled.astype(update.dtype)
 
   return per_update(scale, weight_dimension_numbers)

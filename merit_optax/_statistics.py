@@ -7,12 +7,12 @@ from typing import Any, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 import optax
 
 from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
 from merit_optax._dimension_numbers import MatrixAxes
+from merit_optax._joined import whole
 from merit_optax._masks import checked, scaled_axes
 from merit_optax._merit import merit
 from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
@@ -208,6 +208,4 @@ def _decayed_direction(
 
 def _median(x: jax.Array) -> jax.Array:
   """Returns the median, on a mesh of Explicit axes too, where nothing sorts."""
-  if any(jax.typeof(x).sharding.spec):
-    x = jax.sharding.reshard(x, PartitionSpec())
-  return jnp.median(x)
+  return jnp.median(whole(x))

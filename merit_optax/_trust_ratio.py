@@ -56,8 +56,7 @@ def scale_by_max_norm_trust_ratio(
 
   ``min_ratio`` and ``max_ratio`` bound the largest ratio, by which elements are
   multiplied. With a lower bound there is no fallback to 1: where a norm is
-  zero, the ratio is ``min_ratio``, which is what it is where the norm of the
-  weights is nearly zero.
+  zero, the ratio is ``min_ratio``.
 
   ``weight_dimension_numbers`` specifies which axes are rows and columns, with
   the specs of :func:`optax.contrib.muon`. Axes that a spec does not name are

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 import itertools
 import math
 from typing import Any, NamedTuple, TypeAlias
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -122,6 +123,9 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
 
   Raises:
     ValueError: If the mesh lacks an axis.
+
+  Warns:
+    UserWarning: If none of these is an axis of the mesh.
   """
   mesh = _mesh(arrays)
   if mesh is None:
@@ -141,6 +145,14 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
     found = tuple(name for name in free if name in names)
     if found:
       return Place(mesh, found)
+  if free:
+    warnings.warn(
+      f'Nothing says which axes of the mesh {dict(mesh.shape)} split matrices, '
+      'so that the compiler splits their products, sends about 100 times as '
+      'much, and the bits depend on the mesh. Name the axes by mesh_axes, or '
+      'pass mesh_axes=None if that is what you want.',
+      stacklevel=2,
+    )
   return Place(mesh, ())
 
 

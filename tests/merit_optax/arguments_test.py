@@ -205,7 +205,10 @@ def test_arrays_and_tracers_pass_unread(function, name, values):
 def test_every_argument_of_every_function_is_checked():
   # Switches are any truth value. Masks and dimension numbers are held against
   # the parameters, which are not there yet. Arrays have tests of their own.
-  switches = {'bias_correction', 'nesterov', 'is_causal', 'calibrate'}
+  switches = {
+    *('bias_correction', 'adam_bias_correction', 'nesterov', 'is_causal'),
+    'calibrate',
+  }
   fitted = {
     *('mask', 'trust_ratio_mask', 'weight_dimension_numbers'),
     *('adam_weight_decay_mask', 'params'),

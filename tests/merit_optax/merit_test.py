@@ -80,13 +80,25 @@ def test_defaults_are_those_of_the_transforms(settings, clip):
   chex.assert_trees_all_equal(actual, expected)
 
 
+@pytest.mark.parametrize(
+  'make, name',
+  [
+    (merit_optax.merit, 'weight_decay'),
+    (merit_optax.muon, 'weight_decay'),
+    (merit_optax.muon, 'adam_weight_decay'),
+    (merit_optax.muon_hyperball, 'adam_weight_decay'),
+    (merit_optax.adam_hyperball, 'adam_weight_decay'),
+  ],
+)
 def test_weight_decay_schedules_are_refused_where_optax_ignores_them(
-  monkeypatch,
+  monkeypatch, make, name
 ):
   monkeypatch.setattr(optax, '__version__', '0.2.6')
-  with pytest.raises(ValueError, match=r'must be a number with optax 0\.2\.6'):
-    merit_optax.merit(_RATE, weight_decay=lambda step: 0.1)
-  merit_optax.merit(_RATE, weight_decay=0.1)
+  with pytest.raises(
+    ValueError, match=rf'^{name} must be a number with optax 0\.2\.6'
+  ):
+    make(_RATE, **{name: lambda step: 0.1})
+  make(_RATE, **{name: 0.1})
 
 
 @pytest.mark.parametrize('empty', [{}, (), [], {'a': {}, 'b': None}], ids=str)

@@ -199,11 +199,11 @@ def test_norms_are_kept_on_a_mesh(norm, axis_type):
   step = jax.jit(step_function(optimizer))
   *_, expected = _run(step, params, optimizer.init(params), gradients)
   shardings = {name: _shardings(mesh)[name] for name in params}
-  with jax.set_mesh(mesh):
-    placed = jax.device_put(params, shardings)
-    state = optimizer.init(placed)
-    gradients = jax.device_put(gradients, [shardings] * 2)
-    *_, actual = _run(step, placed, state, gradients)
+  # The mesh is that of the arrays: none has to be set.
+  placed = jax.device_put(params, shardings)
+  state = optimizer.init(placed)
+  gradients = jax.device_put(gradients, [shardings] * 2)
+  *_, actual = _run(step, placed, state, gradients)
   assert_same_bits(actual, expected)
 
 

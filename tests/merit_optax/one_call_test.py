@@ -54,6 +54,8 @@ _HIDDEN_NAMES = (
   *('heads/0/weight', 'attention/query/kernel', 'headline/kernel', 'w1'),
   *('MultiHeadAttention_0/kernel', 'AttentionHead_0/kernel', 'layers/0/weight'),
   *('norm_blocks/up/weight', 'adaptive_norm/kernel', 'kiln/weight'),
+  *('multi_head_attention/query/kernel', 'attention_head/w', 'attn_head_1/w'),
+  *('ensemble/kernel', 'member/kernel'),
 )
 _OTHER_NAMES = (
   *('wte', 'wpe', 'patchify/kernel', 'patch_embed/kernel', 'embedder/w'),
@@ -62,6 +64,7 @@ _OTHER_NAMES = (
   *('OutputHead/kernel', 'ClassificationHead_1/kernel', 'Logits_0/kernel'),
   *('Classifier/kernel', 'token/embedding', 'blocks/qkv/bias', 'norm/scale'),
   *('logitdense/kernel', 'blocks/rms_norm/weight', 'layers/ln_1/weight'),
+  *('tok_emb/weight', 'pos_emb', 'emb_patches/kernel', 'multi_task_head/w'),
 )
 
 
@@ -160,9 +163,9 @@ def test_hidden_matrices_without_rows_are_refused():
 # Muon.
 
 
-def _adam(rate, decay=0.0, **settings):
+def _adam(rate, decay=0.0, bias_correction=True, **settings):
   return optax.chain(
-    merit_optax.scale_by_adam(bias_correction=True, **settings),
+    merit_optax.scale_by_adam(bias_correction=bias_correction, **settings),
     optax.add_decayed_weights(decay),
     optax.scale_by_learning_rate(rate),
   )
@@ -189,15 +192,19 @@ def test_muon_is_a_partition_of_public_parts():
     'polar_express', 4, 0.8, mu_dtype='float16', nesterov=False,
     ns_dtype='bfloat16', weight_dimension_numbers=_STACKED,
   )  # fmt: skip
-  settings = dict(b1=0.7, b2=0.8, eps=0.1, mu_dtype='float16')
+  settings = dict(
+    b1=0.7, b2=0.8, eps=0.1, mu_dtype='float16', nu_dtype='bfloat16',
+    bias_correction=False,
+  )  # fmt: skip
   expected = _muon(
     direction, _adam(0.05, 0.2, **settings), _adam(0.02, 0.2, **settings)
   )
   actual = merit_optax.muon(
     _SCHEDULE, 0.8, weight_decay=0.3, adam_learning_rate=0.05,
     vector_learning_rate=0.02, adam_b1=0.7, adam_b2=0.8, adam_eps=0.1,
-    adam_weight_decay=0.2, weight_dimension_numbers=_STACKED,
-    mu_dtype='float16', nesterov=False, ns_coeffs='polar_express', ns_steps=4,
+    adam_bias_correction=False, adam_weight_decay=0.2,
+    weight_dimension_numbers=_STACKED, mu_dtype='float16', nu_dtype='bfloat16',
+    nesterov=False, ns_coeffs='polar_express', ns_steps=4,
     ns_dtype='bfloat16',
   )  # fmt: skip
   _assert_same_steps(actual, expected, _MODEL)
@@ -276,26 +283,42 @@ def test_muon_hyperball_is_a_partition_of_public_parts():
       radius='initial', weight_dimension_numbers=_STACKED
     ),
   )
-  adam = merit_optax.scale_by_adam(0.7, 0.8, 0.1, mu_dtype='float16')
-  expected = _partition(hidden, adam, optax.add_decayed_weights(0.2), _A_THIRD)
+  adam = merit_optax.scale_by_adam(
+    0.7, 0.8, 0.1, mu_dtype='float16', nu_dtype='bfloat16', bias_correction=True
+  )
+  others = [
+    optax.chain(adam, optax.add_decayed_weights(0.2), rate)
+    for rate in (_A_THIRD, optax.scale_by_learning_rate(0.02))
+  ]
+  expected = optax.partition(
+    dict(zip(('hidden', 'others', 'vectors'), (hidden, *others), strict=True)),
+    _PARTS,
+  )
   actual = merit_optax.muon_hyperball(
-    _SCHEDULE, 0.8, adam_b1=0.7, adam_b2=0.8, adam_eps=0.1,
-    adam_weight_decay=0.2, weight_dimension_numbers=_STACKED,
-    mu_dtype='float16', nesterov=False, ns_coeffs='polar_express', ns_steps=4,
+    _SCHEDULE, 0.8, vector_learning_rate=0.02, adam_b1=0.7, adam_b2=0.8,
+    adam_eps=0.1, adam_bias_correction=True, adam_weight_decay=0.2,
+    weight_dimension_numbers=_STACKED, mu_dtype='float16', nu_dtype='bfloat16',
+    nesterov=False, ns_coeffs='polar_express', ns_steps=4,
     ns_dtype='bfloat16', radius='initial',
   )  # fmt: skip
   _assert_same_steps(actual, expected, _MODEL)
 
 
 def test_adam_hyperball_is_a_partition_of_public_parts():
-  adam = merit_optax.scale_by_adam(0.8, 0.9, 0.1, mu_dtype='float16')
+  adam = merit_optax.scale_by_adam(
+    0.8, 0.9, 0.1, mu_dtype='float16', nu_dtype='bfloat16', bias_correction=True
+  )
+  # All others of the small model are vectors.
   others = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.02)
   expected = _partition(merit_optax.hyperball(adam, _SCHEDULE), adam, *others)
   actual = merit_optax.adam_hyperball(
     *(_SCHEDULE, 0.8, 0.9, 0.1),
+    bias_correction=True,
     mu_dtype='float16',
+    nu_dtype='bfloat16',
     adam_weight_decay=0.1,
-    adam_learning_rate=0.02,
+    adam_learning_rate=0.5,
+    vector_learning_rate=0.02,
   )
   _assert_same_steps(actual, expected, _SMALL)
 
@@ -345,6 +368,10 @@ def test_what_decays_of_adam_can_be_chosen(build):
 def test_a_moment_of_adam_that_never_decays_is_refused(build):
   with pytest.raises(ValueError, match='^adam_b1 must be at most 0.996'):
     build(0.1, adam_b1=0.999, mu_dtype='bfloat16')
+  params = optax.tree.cast(_SMALL, jnp.bfloat16)
+  with pytest.raises(ValueError, match='^adam_b2 must be at most 0.996'):
+    build(0.1, adam_b2=0.999).init(params)
+  build(0.1, adam_b2=0.999, nu_dtype='float32').init(params)
 
 
 @_IN_ONE_CALL

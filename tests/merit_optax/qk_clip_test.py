@@ -221,8 +221,7 @@ def test_on_a_mesh_bit_for_bit(axis_type, spec):
   places = jax.tree.map(
     functools.partial(NamedSharding, mesh), (specs, specs, spec)
   )
-  with jax.set_mesh(mesh):
-    actual = clip(*jax.device_put((updates, params, logits), places))
+  actual = clip(*jax.device_put((updates, params, logits), places))
   chex.assert_trees_all_equal(*jax.device_get((actual, expected)))
 
 

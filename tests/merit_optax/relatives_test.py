@@ -303,6 +303,15 @@ _USELESS = {
       )
       for name, (update, ratio) in _USELESS.items()
     ),
+    # Whatever else is in the ratios.
+    *(
+      (settings, [(0.1 * _W, _W), (_Z, _W), (_Z, 2 * _W)], [1, 1, 2])
+      for settings in (
+        {'trust_coefficient': 7.0},
+        {'min_norm': _HALF_NORM},
+        {'eps': _HALF_NORM},
+      )
+    ),
   ],
 )
 def test_calibrated_ratios(settings, steps, expected):
@@ -421,10 +430,9 @@ def test_a_mesh_does_not_change_steps(axis_type):
     (4, 2), ('fsdp', 'tensor'), axis_types=(axis_type, axis_type)
   )
   places = {k: NamedSharding(mesh, spec) for k, spec in _PLACES.items()}
-  with jax.set_mesh(mesh):
-    params = jax.device_put(params, places)
-    gradients = jax.device_put(gradients, [places] * _STEPS)
-    actual = [step.params for step in run(chain, params, gradients)]
+  params = jax.device_put(params, places)
+  gradients = jax.device_put(gradients, [places] * _STEPS)
+  actual = [step.params for step in run(chain, params, gradients)]
   for name, place in places.items():
     last = actual[-1][name]
     assert last.sharding.is_equivalent_to(place, last.ndim)

@@ -287,10 +287,9 @@ def test_on_a_mesh(axis_type):
   trees = {'w': normal(0, (4, 6))}, {'w': normal(1, (4, 6))}
   functions = jax.jit(_watch), jax.jit(merit_optax.update_statistics)
   expected = [function(*trees) for function in functions]
-  with jax.set_mesh(mesh):
-    placed = jax.device_put(trees, jax.NamedSharding(mesh, jax.P('x', 'y')))
-    for function, on_one_device in zip(functions, expected, strict=True):
-      _assert_same(function(*placed), on_one_device)
+  placed = jax.device_put(trees, jax.NamedSharding(mesh, jax.P('x', 'y')))
+  for function, on_one_device in zip(functions, expected, strict=True):
+    _assert_same(function(*placed), on_one_device)
 
 
 @pytest.mark.parametrize('num_adams', [0, 2])

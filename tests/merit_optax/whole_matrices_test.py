@@ -4,6 +4,7 @@ import functools
 import itertools
 import math
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -157,6 +158,20 @@ def test_axes_of_copies_are_not_used_by_default():
   assert re.search(r'f32\[4,64,128\]', text)
   _, text = _sent(mesh, mesh_axes=('fsdp', 'data'))
   assert re.search(r'f32\[1,64,128\]', text)
+
+
+def test_a_mesh_that_does_not_tell_its_axes_is_warned_of():
+  mesh = jax.make_mesh(
+    (4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
+  )
+  with pytest.warns(
+    UserWarning, match="'model': 2.*Name the axes by mesh_axes"
+  ):
+    kinds, _ = _sent(mesh, 'model')
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    assert _sent(mesh, 'model', mesh_axes=None)[0] == kinds
+    assert _sent(mesh, 'model', mesh_axes='model')[0] != kinds
 
 
 def test_an_axis_that_the_mesh_lacks_is_named():
