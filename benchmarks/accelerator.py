@@ -20,7 +20,7 @@ import tyro
 
 from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import write_whole
+from examples.gpt2.storage import write_whole
 
 Part = Literal[
   'trajectories', 'optax-suite', 'library', 'resume',

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import tqdm
 
-from examples.gpt2.data.atomic import write_whole
 from examples.gpt2.devices import hardware
+from examples.gpt2.storage import write_whole
 
 
 @dataclasses.dataclass(frozen=True)

@@ -192,7 +192,7 @@ def _check_is_free(folder: Path) -> None:
 def _settings(config: PrepareConfig, reader: DocumentReader) -> dict[str, Any]:
   """Returns what must be the same where a run goes on."""
   chosen = {
-    name: value if isinstance(value, int | float) else value and str(value)
+    name: str(value) if isinstance(value, os.PathLike) else value
     for name, value in vars(config).items()
     if name not in ('data', 'out_dir', 'skip_bad')
   }

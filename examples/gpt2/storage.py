@@ -11,6 +11,7 @@ import itertools
 import os
 from pathlib import Path
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -19,7 +20,6 @@ from etils import epath
 import fsspec
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data import atomic
 
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
@@ -199,25 +199,30 @@ def create(path: Path, content: bytes) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
   """Writes a file, whole or not at all, in place of one that is there."""
-  if not is_remote(path):
-    atomic.write_whole(path, content)
+  if is_remote(path):
+    with os_errors():
+      file_system(path).pipe_file(os.fspath(path), content)
     return
-  with os_errors():
-    file_system(path).pipe_file(os.fspath(path), content)
+  with whole_file(path) as scratch:
+    scratch.write_bytes(content)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
   """Gives a scratch file on a disk, which becomes the file if all goes well."""
-  if not is_remote(path):
-    with atomic.whole_file(path) as scratch:
+  if is_remote(path):
+    with tempfile.TemporaryDirectory() as folder:
+      scratch = Path(folder, path.name)
       yield scratch
+      with os_errors():
+        file_system(path).put_file(str(scratch), os.fspath(path))
     return
-  with tempfile.TemporaryDirectory() as folder:
-    scratch = Path(folder, path.name)
-    yield scratch
-    with os_errors():
-      file_system(path).put_file(str(scratch), os.fspath(path))
+  scratch = path.with_name(f'.{path.name}.partial')
+  yield scratch
+  # Whole even if the machine stops.
+  with scratch.open('rb') as file:
+    os.fsync(file.fileno())
+  os.replace(scratch, path)
 
 
 @contextlib.contextmanager
@@ -225,21 +230,36 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
   """Gives a scratch folder on a disk, which becomes the one if all goes well.
 
   In a store, its files come one by one, the largest first: those that say what
-  the others are come last. Raises ``FileExistsError`` where the folder holds
-  something that is not to be replaced.
+  the others are come last. What it replaces are files of the same names.
+
+  Raises ``OSError`` where the folder holds something that is not to be
+  replaced: before the work or, on a disk where another process was quicker,
+  after it.
   """
-  if not is_remote(path):
-    with atomic.new_folder(path.resolve(), replace) as scratch:
-      yield scratch
+  if is_remote(path):
+    with os_errors():
+      if not replace and path.exists():
+        raise FileExistsError(
+          f'{path} is there: choose another folder, or delete it.'
+        )
+    with tempfile.TemporaryDirectory() as name:
+      yield Path(name)
+      upload(Path(name), path)
     return
-  with os_errors():
-    if not replace and path.exists():
-      raise FileExistsError(
-        f'{path} is there: choose another folder, or delete it.'
-      )
-  with tempfile.TemporaryDirectory() as folder:
-    yield Path(folder)
-    upload(Path(folder), path)
+  path = path.resolve()
+  if not replace and path.exists() and any(path.iterdir()):
+    raise FileExistsError(
+      f'{path} is there and not empty: choose another folder, or delete it.'
+    )
+  path.parent.mkdir(parents=True, exist_ok=True)
+  prefix = f'partial-{path.name}-'
+  with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as name:
+    scratch = Path(name)
+    yield scratch
+    scratch.chmod(0o755)  # tempfile lets nobody else read it.
+    if replace and path.exists():
+      shutil.rmtree(path)
+    scratch.rename(path)
 
 
 def upload(folder: Path, path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import tyro
 
-from examples.gpt2.command import exit_on_error
+from examples.gpt2.command import exit_on_error, format_bytes
 from examples.gpt2.config import Config, FittedConfig, UsageError
 from examples.gpt2.devices import chips, sharding
 from examples.gpt2.devices.chips import Chip
@@ -78,7 +78,7 @@ def _plan(settings: Settings) -> None:
   jax.config.update('jax_enable_compilation_cache', False)
   measure = _sweep if settings.sweep else _one
   show = report.sweep if settings.sweep else report.one
-  results = {
+  results: dict[str, Any] = {
     'topology': settings.topology,
     'devices': len(devices),
     'device_kind': devices[0].device_kind,
@@ -90,6 +90,14 @@ def _plan(settings: Settings) -> None:
   if settings.out:
     settings.out.parent.mkdir(parents=True, exist_ok=True)
     settings.out.write_text(json.dumps(results, indent=2) + '\n')
+  # The compiler for GPUs compiles what does not fit too.
+  if not settings.sweep and not results['fits']:
+    needed, available = (
+      format_bytes(results[f'{x}_bytes']) for x in ('needed', 'available')
+    )
+    raise memory.OutOfMemoryError(
+      f'out of memory: the step needs {needed} of a device that has {available}'
+    )
 
 
 def _chip(settings: Settings, kind: str) -> Chip:

@@ -75,7 +75,8 @@ def _text(name: str, value: Any) -> str:
   if isinstance(value, str | bool):
     return str(value).replace('_', ' ')
   if name == 'shapes':
-    return ' '.join(map(str, value[:2])) + ' ...' * (len(value) > 2)
+    shown = ' '.join(map(str, value[:2]))
+    return f'{shown} ...' if len(value) > 2 else shown
   if 'bytes' in name:
     return format_bytes(value)
   if 'seconds' in name:

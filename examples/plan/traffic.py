@@ -47,7 +47,8 @@ def _traffic(x: Instruction) -> int:
     # The results hold the operands too.
     results = list((Counter(results) - Counter(read)).elements())
   if x.opcode in _SLICES:
-    return _hbm(results) + _size(results) * read[0].in_hbm
+    sliced = _size(results) if read[0].in_hbm else 0
+    return sliced + _hbm(results)
   return _hbm(results) + _hbm(read)
 
 
@@ -93,7 +94,9 @@ def _written(maker: Instruction, array: Array) -> int:
     maker = maker.operands[0]
   if maker.opcode == 'dynamic-update-slice':
     return _size(maker.operands[1].arrays)
-  return array.bytes * (maker.opcode not in ('parameter', *_ASYNCHRONOUS))
+  if maker.opcode in ('parameter', *_ASYNCHRONOUS):
+    return 0
+  return array.bytes
 
 
 def _size(arrays: Sequence[Array]) -> int:

@@ -21,7 +21,14 @@ from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import fit
-from examples.plan import __main__ as plan, programs, roofline, sweep, topology
+from examples.plan import (
+  __main__ as plan,
+  programs,
+  report,
+  roofline,
+  sweep,
+  topology,
+)
 
 _TINY = (
   '--num-layers', '2', '--width', '16', '--num-heads', '2',
@@ -205,6 +212,24 @@ def test_what_does_not_fit_gets_advice_and_is_left_out_of_a_sweep(
   assert text.count('RESOURCE_EXHAUSTED: 3G of 1G') == 1
   assert 'None fits' in text
   assert all(mesh in text for mesh in sweep.meshes(2))
+
+
+@pytest.mark.usefixtures('emulated_slice')
+def test_a_plan_that_does_not_fit_is_printed_and_has_a_status(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+):
+  sizes = {'needed_bytes': 5 * 2**29, 'available_bytes': 3 * 2**29}
+  measured = {'fits': False, **sizes}
+  monkeypatch.setattr(plan, '_one', lambda *_: measured)
+  monkeypatch.setattr(report, 'one', lambda results: f'table of {results}')
+  out = tmp_path / 'plan.json'
+  with pytest.raises(SystemExit) as error:
+    plan.main([*_TINY, '--out', str(out)])
+  assert error.value.code == 4
+  assert measured.items() <= json.loads(out.read_text()).items()
+  told = capsys.readouterr()
+  assert 'table of' in told.out
+  assert 'needs 2.5 GiB of a device that has 1.5 GiB' in told.err
 
 
 @pytest.mark.parametrize('platform', ['tpu', 'gpu', None])

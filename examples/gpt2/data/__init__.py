@@ -5,5 +5,5 @@ takes the documents out of it, ``tokenizer`` turns them into tokens, ``writer``
 writes these as shards, ``shards`` reads token files of every format, and
 ``counts`` counts what has no index. ``tokens`` opens all that a run needs,
 ``mixture`` chooses the sequences of a step, and ``batches`` puts them on
-devices. ``atomic`` writes files and folders all or nothing.
+devices.
 """

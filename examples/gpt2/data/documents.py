@@ -282,6 +282,8 @@ def _split_text(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     cut = document.rfind(b' ') + 1 if in_line else len(document)
     if ends or cut > _LONG_TEXT:
       yield first, bytes(document[:cut])
-      first += document.count(b'\n', 0, cut) + ends
+      first += document.count(b'\n', 0, cut)
+      if ends:
+        first += 1  # The line that ends it is no part of it.
       del document[:cut]
   yield first, bytes(document)

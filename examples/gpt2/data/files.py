@@ -137,11 +137,15 @@ def open_unpacked(path: Path) -> Iterator[IO[bytes]]:
 
 
 def is_damage(error: Exception) -> bool:
-  """Returns whether what failed is to unpack, and not to read from a disk.
+  """Returns whether what failed is to unpack, and not to read.
 
-  Both are an ``OSError`` in gzip, bz2 and pyarrow; that of a disk has a number.
+  Both are an ``OSError`` in gzip, bz2 and pyarrow. That of a disk has a number,
+  and that of a store is narrower, but where gcsfs is refused access.
   """
-  return not isinstance(error, OSError) or error.errno is None
+  if not isinstance(error, OSError):
+    return True
+  is_plain = type(error) in (OSError, gzip.BadGzipFile) and error.errno is None
+  return is_plain and not str(error).startswith('Forbidden: ')
 
 
 def as_utf8(stream: IO[bytes]) -> IO[bytes]:

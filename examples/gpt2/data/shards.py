@@ -109,11 +109,6 @@ class TokenFiles:
     start, stop, step = index.indices(len(self))
     return self.windows([start], max(0, stop - start))[0, ::step]
 
-  def __array__(
-    self, dtype: Any = None, copy: bool | None = None
-  ) -> np.ndarray:
-    return np.asarray(self[:], dtype)
-
   def windows(self, starts: Sequence[int], length: int) -> np.ndarray:
     """Returns windows of tokens: int32, shape (windows, length)."""
     parts = [

@@ -6,10 +6,10 @@ import json
 import math
 import operator
 from pathlib import Path, PurePath
+import shutil
 from typing import Any, NamedTuple
 import warnings
 
-from etils import epath
 import jax
 import numpy as np
 import tokenizers
@@ -44,7 +44,7 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.devices.processes import any_failed, on_process_0, print_once
-from examples.gpt2.storage import as_path, new_folder
+from examples.gpt2.storage import as_path, is_remote, new_folder
 
 _TOKENIZER = 'tokenizer.json'
 _STATISTICS = 'statistics.json'
@@ -240,6 +240,10 @@ def _tokenize(
       'for text that names the token after each document: expected a token '
       'file, or a folder with val.bin.'
     )
+  # A document that spells a special token out does not get that token. The
+  # tokenizer of the run stays as it is.
+  tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+  tokenizer.encode_special_tokens = True
   reader = DocumentReader([path], config.text_field, skip_bad=True)
   tokens = Encoder(tokenizer, end_token)(reader.read(f'reading {path}'))
   print_once(f'{path}: {len(tokens):,} tokens{reader.describe_left_out()}')
@@ -303,13 +307,15 @@ def _fill_cache(folder: Path, corpus: Corpus, config: RunConfig) -> None:
   """Tokenizes a corpus, all or nothing, unless the folder has its tokens."""
   if _is_whole(folder, config):
     return
-  if folder.exists():
-    # Releases before 0.2.0 wrote no such file.
-    if (folder / _STATISTICS).exists():
-      warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
-    epath.Path(folder).rmtree()
+  # Releases before 0.2.0 wrote no such file.
+  if (folder / _STATISTICS).exists():
+    warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
+  is_in_store = is_remote(folder)
+  if folder.exists() and not is_in_store:
+    shutil.rmtree(folder)
   try:
-    with new_folder(folder) as scratch:
+    # In a store, another run may be writing its files, which are the same ones.
+    with new_folder(folder, replace=is_in_store) as scratch:
       tokenizer = train_tokenizer(corpus.train, config.vocab_size)
       tokenizer.save(str(scratch / _TOKENIZER))
       encode = Encoder(tokenizer, END_OF_TEXT, END_OF_LINE)
@@ -320,7 +326,8 @@ def _fill_cache(folder: Path, corpus: Corpus, config: RunConfig) -> None:
       written = json.dumps(count_tokens(*_open_cached(scratch)))
       (scratch / _STATISTICS).write_text(written)
   except OSError:
-    if not folder.is_dir():  # Another run may have been quicker.
+    # On a disk, another run may have been quicker.
+    if is_in_store or not folder.is_dir():
       raise
 
 

@@ -6,6 +6,7 @@ word, and training goes on from it. So every array is saved with a checksum,
 which is taken on its devices before the save and again after the restore.
 """
 
+from collections.abc import Callable
 import contextlib
 import math
 from pathlib import Path
@@ -80,7 +81,6 @@ class Checkpoints:
       UnsavedError: If this is the third save in a row that has failed.
     """
     self.wait()
-    self._stop_if_hopeless()
     arrays = by_path(state)
     for name, is_finite in jax.device_get(_are_finite(arrays)).items():
       if not is_finite:
@@ -95,34 +95,27 @@ class Checkpoints:
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
     )
-    self._saving = step, make_writer(self._folder.root)
-    is_started = self._try('save', self._folder.path(step), args=items)
-    self._stop_if_hopeless()
-    return is_started
+    writer = make_writer(self._folder.root)
+    self._saving = step, writer
+    return self._try(writer.save, self._folder.path(step), args=items)
 
   def fail(self, step: int, reason: str) -> bool:
     """Warns that a step is not saved, and returns False.
 
     All processes must call it. Raises ``UnsavedError`` the third time in a row.
     """
-    self._failed(step, reason)
-    self._stop_if_hopeless()
-    return False
-
-  def _failed(self, step: int, reason: str) -> None:
     self._num_failures += 1
     _warn(
       f'The checkpoint of step {step} is not saved: {reason}. The run goes on, '
       'and the checkpoints before it are kept.'
     )
-
-  def _stop_if_hopeless(self) -> None:
     if self._num_failures >= MOST_FAILURES:
       raise UnsavedError(
         f'the last {self._num_failures} checkpoints could not be saved in '
         f'{self._folder.root}; once they can, the same command goes on from '
         'the one before them.'
       )
+    return False
 
   def wait(self) -> bool:
     """Waits until the save under way is durable; warns if it is not.
@@ -132,8 +125,7 @@ class Checkpoints:
     """
     if not self._saving:
       return True
-    if not self._try('close'):
-      self._stop_if_hopeless()
+    if not self._try(self._saving[1].close):
       return False
     self._saving = None
     self._num_failures = 0
@@ -143,13 +135,13 @@ class Checkpoints:
       _warn(f'Old checkpoints are not deleted: {error}')
     return True
 
-  def _try(self, action: str, *args: Any, **named: Any) -> bool:
-    """Does a part of the save; if it fails in a process, warns in all."""
+  def _try(self, action: Callable[..., Any], *args: Any, **named: Any) -> bool:
+    """Does a part of the save; if it fails in a process, fails in all."""
     assert self._saving is not None
     step, writer = self._saving
     reason = ''
     try:
-      getattr(writer, action)(*args, **named)
+      action(*args, **named)
     except Exception as error:
       reason = describe(error)
     if not any_failed(bool(reason)):
@@ -160,8 +152,7 @@ class Checkpoints:
       writer.close()
     with contextlib.suppress(OSError):
       on_process_0(self._folder.clean_up)
-    self._failed(step, reason or 'another process failed')
-    return False
+    return self.fail(step, reason or 'another process failed')
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
     """Restores the newest checkpoint that is sound, on any mesh.

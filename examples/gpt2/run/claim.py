@@ -8,7 +8,6 @@ from pathlib import Path
 import socket
 import threading
 import time
-from typing import Protocol
 import warnings
 
 from examples.gpt2.config import UsageError
@@ -30,17 +29,7 @@ LOCK = '.lock'
 _CLAIM = '.claim-'  # Begins the names of objects in a store.
 
 
-class Claim(Protocol):
-  """The right to write to a folder, for process 0."""
-
-  def check(self) -> None:
-    """Raises ``UsageError`` if another run has the folder by now."""
-
-  def close(self) -> None:
-    """Lets other runs into the folder."""
-
-
-def claim(folder: Path) -> Claim:
+def claim(folder: Path) -> 'FileLock | Lease':
   """Claims a folder; raises ``UsageError`` if a run that goes on has it."""
   return Lease(folder) if is_remote(folder) else FileLock(folder)
 

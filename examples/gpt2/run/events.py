@@ -1,17 +1,15 @@
 """Numbers for TensorBoard, which a run can do without."""
 
-import contextlib
 from pathlib import Path
 import time
 from typing import Any
-import warnings
 
 from examples.gpt2.run.metrics import scalars
-from examples.gpt2.storage import Mirror
+from examples.gpt2.run.optional import OptionalPart
 
 
-class Events:
-  """Writes the metrics of steps; warns of the first error, and then stops.
+class Events(OptionalPart):
+  """Writes the metrics of steps.
 
   In a store, they are there after ``upload`` and at the end.
   """
@@ -23,34 +21,25 @@ class Events:
     )
     from tensorboardX.proto import event_pb2  # noqa: PLC0415
 
+    super().__init__(folder, 'TensorBoard gets no more numbers: {}')
     self._event = event_pb2.Event
     self._writer: Any = None
-    self._mirror = Mirror(folder)
-    try:
-      self._mirror.folder.mkdir(parents=True, exist_ok=True)
-      # Not SummaryWriter: an error ends its thread, and then the run waits for
-      # it for ever.
-      self._writer = EventsWriter(str(self._mirror.folder / 'events'))
-    except OSError as error:
-      self._give_up(error)
+    self.attempt(self._open, EventsWriter)
     start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
     self._write(step=done + 1, session_log=start)
 
-  def __enter__(self) -> 'Events':
-    return self
+  def _open(self, kind: Any) -> None:
+    self.mirror.folder.mkdir(parents=True, exist_ok=True)
+    # Not SummaryWriter: an error ends its thread, and then the run waits for it
+    # for ever.
+    self._writer = kind(str(self.mirror.folder / 'events'))
+
+  def _close(self) -> None:
+    self._writer.close()
 
   def __exit__(self, *_: object) -> None:
-    if self._writer is not None:
-      with contextlib.suppress(OSError):
-        self._writer.close()
-      self.upload()
-
-  def upload(self) -> None:
-    """Copies the numbers so far to a store, if they are to be there."""
-    try:
-      self._mirror.upload()
-    except OSError as error:
-      self._give_up(error)
+    self.attempt(self._close)
+    self.upload()
 
   def add(self, metrics: dict[str, Any]) -> None:
     """Writes each number of a step's metrics, by its path."""
@@ -61,15 +50,8 @@ class Events:
     self._write(step=metrics['step'], summary={'value': values})
 
   def _write(self, **content: Any) -> None:
-    if self._writer is None:
-      return
-    event = self._event(wall_time=time.time(), **content)
-    try:
-      self._writer.write_event(event)
-      self._writer.flush()
-    except OSError as error:
-      self._give_up(error)
+    self.attempt(self._append, self._event(wall_time=time.time(), **content))
 
-  def _give_up(self, error: OSError) -> None:
-    self._writer = None
-    warnings.warn(f'TensorBoard gets no more numbers: {error}', stacklevel=2)
+  def _append(self, event: Any) -> None:
+    self._writer.write_event(event)
+    self._writer.flush()

@@ -17,7 +17,7 @@ from examples.gpt2.devices.processes import (
 )
 from examples.gpt2.run.changes import refusal
 from examples.gpt2.run.checkpoint_folder import CheckpointFolder
-from examples.gpt2.run.claim import Claim, claim
+from examples.gpt2.run.claim import FileLock, Lease, claim
 from examples.gpt2.run.metrics import metrics_file, read_metrics
 from examples.gpt2.storage import (
   as_path,
@@ -59,7 +59,7 @@ class RunFolder:
     self.path = as_path(path)
     self.checkpoints = self.path / 'checkpoints'
     self.picture = self.path / _PICTURE
-    self._claim: Claim | None = None
+    self._claim: FileLock | Lease | None = None
     self._former: dict[str, Any] = {}  # Settings of the run that is here.
     self._metrics = metrics_file(self.path / _METRICS)
 

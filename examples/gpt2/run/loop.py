@@ -274,8 +274,9 @@ class _Steps:
         measure = self.programs.sequence_losses[held_out.shape]
         measured = np.asarray(measure(self.state.params, held_out))
         losses[name] = float(np.mean(measured.ravel()[:count], dtype=float))
-        terms.append(weight * losses[name])
-        weights.append(weight)
+        if weight:  # Infinity times 0 is no number.
+          terms.append(weight * losses[name])
+          weights.append(weight)
     loss = math.fsum(terms) / math.fsum(weights)
     evaluation: dict[str, Any] = {'val_loss': loss}
     if len(losses) > 1:

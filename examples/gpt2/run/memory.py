@@ -27,7 +27,7 @@ _BYTES_A_PARAMETER = 20
 # Layers whose loop is slower on CPU than they are one by one.
 _MOST_UNROLLED = 4
 # Logits of a chunk and their gradient, in float32.
-_LOGITS_BYTES = 2 * 4 << 27
+_LOGITS_BYTES = 2 * 4 * 2**27
 
 
 class OutOfMemoryError(CommandError):
@@ -113,7 +113,7 @@ def _state_bytes(config: RunConfig, mesh: Mesh) -> float:
   """Returns about what weights, moments and gradients take on a device."""
   ups = _up_projections(config)
   layer = sum(_attention_features(config)) + (ups + 1) * config.mlp_width
-  embeddings = config.vocab_size * (1 + config.untied_head)
+  embeddings = config.vocab_size * (2 if config.untied_head else 1)
   rows = config.num_layers * layer + embeddings + config.context_length
   shards = mesh.shape['fsdp'] * mesh.shape['tensor']
   return _BYTES_A_PARAMETER * config.width * rows / shards

@@ -6,7 +6,7 @@ import json
 import os
 from pathlib import Path
 import time
-from typing import Any, Protocol
+from typing import Any
 import warnings
 
 import jax
@@ -17,20 +17,7 @@ UPLOAD_SECONDS = 60.0
 """How often the metrics of a run in a store go there, at the most."""
 
 
-class Metrics(Protocol):
-  """Writes the lines of a file, for process 0."""
-
-  def replace(self, lines: list[str]) -> None:
-    """Makes these the lines of the file."""
-
-  def add(self, line: str) -> None:
-    """Adds a line, or later if that fails; raises nothing."""
-
-  def flush(self) -> None:
-    """Makes sure that all lines are written, or raises ``OSError``."""
-
-
-def metrics_file(path: Path) -> Metrics:
+def metrics_file(path: Path) -> 'MetricsFile | MetricsObject':
   """Returns what writes a file of metrics, on a disk or in a store."""
   return MetricsObject(path) if is_remote(path) else MetricsFile(path)
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.storage import Mirror
+from examples.gpt2.run.optional import OptionalPart
 
 _TRACED = (10, 15)
 """First and last step of a trace, after those that were done before."""
 
 
-class Profile:
+class Profile(OptionalPart):
   """Writes a trace of some steps.
 
   As a context, it ends a trace that an error or a signal has cut short. In a
@@ -19,24 +19,21 @@ class Profile:
   """
 
   def __init__(self, folder: Path, done: int):
-    self._mirror = Mirror(folder)
+    super().__init__(folder, 'There is no trace of the steps: {}')
     self._first, self._last = (done + step for step in _TRACED)
     self._is_tracing = False
 
-  def __enter__(self) -> 'Profile':
-    return self
-
   def __exit__(self, *_: object) -> None:
     if self._is_tracing:
-      jax.profiler.stop_trace()
       self._is_tracing = False
-      self._mirror.upload()
+      self.attempt(jax.profiler.stop_trace)
+      self.upload()
 
   def before(self, step: int, state: Any) -> None:
     """Starts or ends the trace before a step, which ``state`` is to take."""
     if step == self._first:
-      jax.profiler.start_trace(str(self._mirror.folder))
       self._is_tracing = True
+      self.attempt(jax.profiler.start_trace, str(self.mirror.folder))
     elif self._is_tracing and step > self._last:
       jax.block_until_ready(state)
       self.__exit__()

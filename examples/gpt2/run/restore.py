@@ -69,7 +69,7 @@ def _read(
 
 
 def _stored(
-  record: dict[str, Any], targets: dict[str, Any], only: str = ''
+  record: dict[str, Any], targets: dict[str, Any], only: str
 ) -> dict[str, Any]:
   """Returns what a checkpoint has of the targets, which may lack the step.
 

@@ -166,9 +166,9 @@ def _state_sha256(run: Path, step: int | None) -> str:
 def _unless_gone(
   read: Callable[[], str], known: str | None, config: Config
 ) -> str:
-  """Returns what is read or, if that is not there, what is known of it."""
+  """Returns what process 0 reads or, if that is not there, what is known."""
   try:
-    return read()
+    return on_process_0(read)
   except UsageError as error:
     if known is None:
       raise UsageError(f'{error}{_hint(config)}') from error

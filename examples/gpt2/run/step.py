@@ -23,12 +23,11 @@ from examples.gpt2.model.attention import (
 )
 from examples.gpt2.model.config import (
   INIT_STD,
-  NORM_EPSILON,
   ModelConfig,
   padded_vocab_size,
 )
 from examples.gpt2.model.loss import mean_cross_entropy, sequence_losses
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.model.transformer import Transformer, as_module, shapes
 from examples.gpt2.optim.optimizers import make_optimizer
 
 
@@ -82,9 +81,7 @@ class Trainer:
     )
     self.model_config = make_model_config(config, vocab_size)
     self._config = config
-    model = nnx.eval_shape(self._make_model)
-    self._graphdef, variables = nnx.split(model)
-    self.shapes = self._shapes(nnx.as_pure(variables))
+    self.shapes = self._shapes(shapes(self.model_config))
     self.num_params = sum(x.size for x in jax.tree.leaves(self.shapes.params))
     state_sharding = jax.tree.map(lambda x: x.sharding, self.shapes)
     everywhere = sharding.replicated(mesh)
@@ -116,7 +113,7 @@ class Trainer:
 
   def model(self, params: Any) -> Transformer:
     """Returns the model with some parameters; to be traced."""
-    return nnx.merge(self._graphdef, params)
+    return as_module(self.model_config, params)
 
   def loss(
     self, params: Any, tokens_BT: jax.Array, attend: Attend = causal_attention
@@ -148,10 +145,6 @@ class Trainer:
     total, measured = jax.lax.scan(add, zero, tokens_ABT)
     return *jax.tree.map(lambda x: x / len(tokens_ABT), total), measured
 
-  def _make_model(self) -> Transformer:
-    key = jax.random.key(self._config.seed)
-    return Transformer(self.model_config, rngs=nnx.Rngs(key))
-
   def _shapes(self, params: Any) -> TrainState:
     shardings = sharding.parameter_shardings(self.mesh, params)
     opt_state = jax.eval_shape(self.optimizer.init, params)
@@ -166,7 +159,9 @@ class Trainer:
     )
 
   def _init(self) -> TrainState:
-    params = nnx.as_pure(nnx.state(self._make_model()))
+    key = jax.random.key(self._config.seed)
+    model = Transformer(self.model_config, rngs=nnx.Rngs(key))
+    params = nnx.as_pure(nnx.state(model))
     return TrainState(
       jnp.zeros([], jnp.int32), params, self.optimizer.init(params)
     )
@@ -228,7 +223,6 @@ def make_model_config(config: RunConfig, vocab_size: int) -> ModelConfig:
     | {
       'vocab_size': padded_vocab_size(vocab_size),
       'unroll': config.unroll or 1,
-      'norm_epsilon': config.norm_epsilon or NORM_EPSILON[config.architecture],
       'init_std': config.init_std or INIT_STD,
     }
   )

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 from typing import Any
-import warnings
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.metrics import scalars
-from examples.gpt2.storage import Mirror, read_bytes, write_whole
+from examples.gpt2.run.optional import OptionalPart
+from examples.gpt2.storage import read_bytes, write_whole
 
 FINISH_SECONDS = 30.0
 """How long the end of a run waits for what has not been sent."""
@@ -30,8 +30,8 @@ def check_login(project: str) -> None:
     ) from error
 
 
-class WandbRun:
-  """Logs the metrics of steps; warns of the first error, and then stops.
+class WandbRun(OptionalPart):
+  """Logs the metrics of steps.
 
   A run that resumes goes on with its run at W&B, whose id is kept in the
   folder. W&B takes each step once and no step before its last: steps that are
@@ -42,49 +42,30 @@ class WandbRun:
 
   def __init__(self, project: str, folder: RunFolder):
     """Opens the run, and sends the steps in the folder that it lacks."""
+    super().__init__(
+      folder.path,
+      'wandb gets no more numbers: {} (The command that resumes this run sends '
+      'what is missing.)',
+    )
     self._run: Any = None
-    self._mirror = Mirror(folder.path)
-    try:
-      self._run = _open(project, folder, self._mirror.folder)
-      for metrics in folder.read_metrics():
-        self.add(metrics)
-    except Exception as error:  # Whatever it is: training goes on.
-      self._give_up(error)
+    self.attempt(self._start, project, folder)
 
-  def __enter__(self) -> 'WandbRun':
-    return self
+  def _start(self, project: str, folder: RunFolder) -> None:
+    self._run = _open(project, folder, self.mirror.folder)
+    for metrics in folder.read_metrics():
+      self._log(metrics)
 
   def __exit__(self, kind: object, *_: object) -> None:
-    if self._run is not None:
-      try:
-        self._run.finish(exit_code=int(kind is not None))
-      except Exception as error:
-        self._give_up(error)
+    self.attempt(lambda: self._run.finish(exit_code=int(kind is not None)))
     self.upload()
-
-  def upload(self) -> None:
-    """Copies wandb's files to a store, if the run is in one."""
-    try:
-      self._mirror.upload()
-    except OSError as error:
-      self._give_up(error)
 
   def add(self, metrics: dict[str, Any]) -> None:
     """Logs each number of a step's metrics by its path, unless it is there."""
-    if self._run is None or metrics['step'] < self._run.starting_step:
-      return
-    try:
-      self._run.log(scalars(metrics), step=metrics['step'], commit=True)
-    except Exception as error:
-      self._give_up(error)
+    self.attempt(self._log, metrics)
 
-  def _give_up(self, error: Exception) -> None:
-    self._run = None
-    warnings.warn(
-      f'wandb gets no more numbers: {error} (The command that resumes this run '
-      'sends what is missing.)',
-      stacklevel=2,
-    )
+  def _log(self, metrics: dict[str, Any]) -> None:
+    if metrics['step'] >= self._run.starting_step:
+      self._run.log(scalars(metrics), step=metrics['step'], commit=True)
 
 
 def _open(project: str, folder: RunFolder, files: Path) -> Any:

@@ -73,7 +73,7 @@ def load_model(
 
 
 def weights_sha256(folder: Path, step: int | None) -> str:
-  """Returns a hash of the weights that a run starts from.
+  """Returns a hash of the weights that a run starts from; for process 0.
 
   Raises ``UsageError`` if they are not there, or may be others later.
   """

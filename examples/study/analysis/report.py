@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from examples.gpt2.data.atomic import write_whole
+from examples.gpt2.storage import write_whole
 from examples.study.analysis import figures
 from examples.study.analysis.tables import Tables, select
 from examples.study.archive import cells

@@ -10,8 +10,8 @@ from typing import Any
 import warnings
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.atomic import write_whole
 from examples.gpt2.devices import processes
+from examples.gpt2.storage import write_whole
 from examples.study.trial import Result, Trial, read_result
 
 _SORTED_BY = ('optimizer', 'arm', 'batch_size', 'learning_rate', 'seed')

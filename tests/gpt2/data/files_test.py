@@ -5,6 +5,7 @@ import io
 import lzma
 from pathlib import Path
 import tarfile
+from types import SimpleNamespace
 
 import hypothesis
 from hypothesis import strategies as st
@@ -145,6 +146,35 @@ def test_damaged_files_are_named(tmp_path: Path, suffix: str, damage: str):
     open_unpacked(path) as stream,
   ):
     stream.read()
+
+
+class _Refused(io.BytesIO):
+  """A file in a store, once it is open."""
+
+  def __init__(self, error: OSError):
+    super().__init__()
+    self._error = error
+
+  def read(self, *_):
+    raise self._error
+
+
+@pytest.mark.parametrize('suffix', PACK)
+@pytest.mark.parametrize(
+  'error',
+  # Without numbers: the first two of s3fs, the last of gcsfs.
+  [
+    PermissionError('Access Denied'),
+    TimeoutError('too slow'),
+    OSError('Forbidden: bucket/a'),
+  ],
+  ids=str,
+)
+def test_an_error_of_a_store_is_not_taken_for_damage(suffix: str, error):
+  path = SimpleNamespace(suffix=f'.{suffix}', open=lambda _: _Refused(error))
+  with pytest.raises(OSError) as caught, open_unpacked(path) as stream:
+    stream.read()
+  assert caught.value is error
 
 
 def test_kinds_are_known_by_name():

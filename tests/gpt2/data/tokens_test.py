@@ -12,8 +12,8 @@ import pytest
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data import tokens as tokens_module
-from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
+from examples.gpt2.data.tokens import load_evaluation, load_tokens
 
 
 def _with_bins(config: Config, folder: Path, train, val):
@@ -30,6 +30,16 @@ def test_tokens_decode_to_the_text(tiny: Config):
   assert tokens.vocab_size == tiny.vocab_size
   assert tokens.num_bytes == len(text.encode())
   assert len(tokens.validation) < len(tokens.train) / 10
+
+
+def test_text_to_evaluate_on_may_spell_special_tokens_out(tiny, tmp_path):
+  tokenizer = load_tokens(tiny).tokenizer
+  path, text = tmp_path / 'a.jsonl', f'one {END_OF_TEXT} two'
+  path.write_text(json.dumps({'text': text}))
+  found, _ = load_evaluation(str(path), 288, tokenizer, END_OF_TEXT, tiny)
+  assert tokenizer.decode(found[:-1].tolist()) == text
+  assert found[-1] == tokenizer.token_to_id(END_OF_TEXT)
+  assert not tokenizer.encode_special_tokens  # That of the run is as it was.
 
 
 def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
@@ -135,7 +145,7 @@ def test_a_cache_that_cannot_be_written_stops_runs_on_text_alone(
 )
 def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
   before = load_tokens(tiny)
-  expected = np.array(before.train), before.tokenizer.to_str()
+  expected = before.train[:], before.tokenizer.to_str()
   (path,) = tiny.cache_dir.glob(f'*/{name}')
   content = bytearray(path.read_bytes())
   content[20] ^= 1
@@ -145,7 +155,7 @@ def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
     path.write_bytes(content[:size])
   with pytest.warns(UserWarning, match='damaged'):
     after = load_tokens(tiny)
-  np.testing.assert_array_equal(after.train, expected[0])
+  np.testing.assert_array_equal(after.train[:], expected[0])
   assert after.tokenizer.to_str() == expected[1]
 
 

@@ -17,7 +17,7 @@ from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
 from examples.gpt2.run import loop, start
 from examples.gpt2.run.diagnostics import Diagnostics
-from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.folder import RunFolder, recorded
 from examples.gpt2.run.memory import OutOfMemoryError
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.train import train
@@ -221,6 +221,19 @@ def test_a_source_that_cannot_be_read_leaves_the_folder_free(copied, tmp_path):
   with pytest.raises(UsageError, match='if --out-dir names its folder'):
     train(replace(config, out_dir=None))
   assert not (tmp_path / 'new' / 'config.json').exists()
+
+
+def test_process_0_hashes_what_a_run_starts_from_for_all(tiny, monkeypatch):
+  def on_process_0(function, *_):
+    return {} if function is recorded else 'its hash'
+
+  monkeypatch.setattr(start, 'on_process_0', on_process_0)
+  # Another process reads neither.
+  nowhere = Path('nowhere')
+  started = start.origin(replace(tiny, init_from=nowhere))
+  assert started == {'init_sha256': 'its hash'}
+  forked = start.origin(replace(tiny, fork_from=nowhere, fork_step=4))
+  assert forked['fork'] == {'step': 4, 'sha256': 'its hash'}
 
 
 @pytest.mark.parametrize('content', ['', '{}'])
