@@ -1,5 +1,6 @@
 """How many times the tokens of Hyperball Muon needs, by length of training."""
 
+from collections.abc import Callable
 import dataclasses
 import math
 
@@ -23,7 +24,7 @@ length; values have a learning rate of their own if they are at most 0.01 worse
 at that of the best one. Losses are those of eight fresh seeds. Tokens are
 Muon’s over those with which Hyperball reaches the same loss, by a monotone
 cubic through its losses over the logarithm of its tokens (beyond the first and
-the last, as that goes on), with the interval of the difference of losses."""
+the last, along its tangent), with the interval of the difference of losses."""
 SHARES = (0.5, 1.0, 2.0, 4.0)
 """Tokens over those of the scale."""
 
@@ -73,17 +74,27 @@ def tables(points: list[Point]) -> t.Tables:
 def _tokens(points: list[Point]) -> t.Rows:
   """Returns Muon's tokens over those of Hyperball for the same loss."""
   muon, hyperball = (t.select(points, optimizer=x) for x in (RMS, KEPT))
-  steps = [x.results[0].steps for x in hyperball]
-  losses = [x.mean for x in hyperball]
-  # Losses fall with the steps, and an interpolator wants them to rise.
-  inverse = PchipInterpolator(losses[::-1], np.log(steps)[::-1])
+  steps = _steps_by_loss(hyperball)
   row = {'': f'{RMS} over {KEPT}'}
   for first, second in zip(muon, hyperball, strict=True):
     found = difference(first, second)
     own = first.results[0].steps
     mean, low, high = (
-      own / math.exp(inverse(second.mean + x))
-      for x in (found.mean, found.low, found.high)
+      own / steps(second.mean + x) for x in (found.mean, found.low, found.high)
     )
     row[first['tokens']] = f'{mean:.2f} [{low:.2f}, {high:.2f}]'
   return [row]
+
+
+def _steps_by_loss(points: list[Point]) -> Callable[[float], float]:
+  """Returns the steps that end at a loss, given some that do."""
+  steps = np.log([x.results[0].steps for x in points])
+  losses = [x.mean for x in points]
+  # Losses fall with the steps, and an interpolator wants them to rise.
+  curve = PchipInterpolator(losses[::-1], steps[::-1])
+
+  def steps_of(loss: float) -> float:
+    end = min(max(loss, losses[-1]), losses[0])
+    return math.exp(curve(end) + curve(end, 1) * (loss - end))
+
+  return steps_of
