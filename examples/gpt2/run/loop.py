@@ -171,7 +171,7 @@ class _Steps:
         batch: Any = self.make_batch(done + 1)
         for step in range(done + 1, self.config.steps + 1):
           if profile is not None:
-            profile.before(step, self.state)
+            profile.before(step)
           batch = self._step(step, batch)
         self.checkpoints.wait()
         self._stop_if_asked(self.config.steps, self.stop.received())
@@ -181,7 +181,8 @@ class _Steps:
 
   def _profile(self, done: int) -> contextlib.AbstractContextManager[Any]:
     if self.config.profile:
-      return Profile(self.folder.path / 'profile', done)
+      folder = self.folder.path / 'profile'
+      return Profile(folder, done, lambda: jax.block_until_ready(self.state))
     return contextlib.nullcontext()
 
   def _step(self, step: int, batch: jax.Array) -> jax.Array | None:

@@ -1,7 +1,8 @@
 """A trace of some steps, for TensorBoard or xprof."""
 
+from collections.abc import Callable
+import contextlib
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -18,22 +19,31 @@ class Profile(OptionalPart):
   store, the trace is there once it has ended.
   """
 
-  def __init__(self, folder: Path, done: int):
+  def __init__(self, folder: Path, done: int, wait: Callable[[], object]):
+    """Names the folder, the steps done, and what waits for the last one."""
     super().__init__(folder, 'There is no trace of the steps: {}')
     self._first, self._last = (done + step for step in _TRACED)
+    self._wait = wait
     self._is_tracing = False
 
   def __exit__(self, *_: object) -> None:
     if self._is_tracing:
-      self._is_tracing = False
-      self.attempt(jax.profiler.stop_trace)
-      self.upload()
+      # A trace that ends while a step is under way can crash the process. After
+      # an error there may be nothing to wait for.
+      with contextlib.suppress(Exception):
+        self._wait()
+      self._end()
 
-  def before(self, step: int, state: Any) -> None:
-    """Starts or ends the trace before a step, which ``state`` is to take."""
+  def before(self, step: int) -> None:
+    """Starts or ends the trace before a step."""
     if step == self._first:
       self._is_tracing = True
       self.attempt(jax.profiler.start_trace, str(self.mirror.folder))
     elif self._is_tracing and step > self._last:
-      jax.block_until_ready(state)
-      self.__exit__()
+      self._wait()
+      self._end()
+
+  def _end(self) -> None:
+    self._is_tracing = False
+    self.attempt(jax.profiler.stop_trace)
+    self.upload()

@@ -19,9 +19,9 @@ def test_a_trace_that_fails_is_told_once_and_hides_no_error(
   with (
     pytest.warns(UserWarning, match='no trace .*no space left') as warned,
     pytest.raises(NotFiniteError, match='mine'),
-    Profile(tmp_path, done=0) as profile,
+    Profile(tmp_path, done=0, wait=mock.Mock()) as profile,
   ):
     for step in range(1, last + 1):
-      profile.before(step, ())
+      profile.before(step)
     raise NotFiniteError('mine')
   assert sum('trace' in str(x.message) for x in warned) == 1
