@@ -101,19 +101,45 @@ def scale_by_adam(
     Kingma et al., `Adam: A Method for Stochastic Optimization
     <https://arxiv.org/abs/1412.6980>`_, 2014.
   """
-  b1 = _arguments.decay_rate('b1', b1)
-  b2 = _arguments.decay_rate('b2', b2)
-  eps = _arguments.at_least_zero('eps', eps)
+  return adam_direction(
+    b1,
+    b2,
+    eps,
+    eps_root,
+    mu_dtype=mu_dtype,
+    nu_dtype=nu_dtype,
+    bias_correction=bias_correction,
+    nesterov=nesterov,
+  )
+
+
+def adam_direction(
+  b1: jax.typing.ArrayLike,
+  b2: jax.typing.ArrayLike,
+  eps: jax.typing.ArrayLike,
+  eps_root: jax.typing.ArrayLike = 0.0,
+  *,
+  mu_dtype: jax.typing.DTypeLike | None,
+  nu_dtype: jax.typing.DTypeLike | None,
+  bias_correction: bool,
+  nesterov: bool = False,
+  prefix: str = '',
+) -> optax.GradientTransformation:
+  """Returns ``scale_by_adam``, whose errors name arguments with a prefix."""
+  b1_name, b2_name = f'{prefix}b1', f'{prefix}b2'
+  b1 = _arguments.decay_rate(b1_name, b1)
+  b2 = _arguments.decay_rate(b2_name, b2)
+  eps = _arguments.at_least_zero(f'{prefix}eps', eps)
   eps_root = _arguments.at_least_zero('eps_root', eps_root)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   nu_dtype = moment_dtype('nu_dtype', nu_dtype)
-  check_decays('b1', b1, set() if mu_dtype is None else {mu_dtype})
-  check_decays('b2', b2, set() if nu_dtype is None else {nu_dtype})
+  check_decays(b1_name, b1, set() if mu_dtype is None else {mu_dtype})
+  check_decays(b2_name, b2, set() if nu_dtype is None else {nu_dtype})
 
   def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
     params = as_arrays(params)
-    check_moment('b1', b1, mu_dtype, params)
-    check_moment('b2', b2, nu_dtype, params)
+    check_moment(b1_name, b1, mu_dtype, params)
+    check_moment(b2_name, b2, nu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     return optax.ScaleByAdamState(
       count=jnp.zeros([], jnp.int32),

@@ -7,7 +7,6 @@ import jax
 import optax
 
 from merit_optax import _arguments, _masks
-from merit_optax._adam import scale_by_adam
 from merit_optax._dimension_numbers import WeightDimensionNumbers
 from merit_optax._hidden import (
   Hidden,
@@ -17,7 +16,6 @@ from merit_optax._hidden import (
   is_vector,
 )
 from merit_optax._leaves import as_arrays, with_update
-from merit_optax._moments import check_decays, check_moment, moment_dtype
 from merit_optax._paths import path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
 
@@ -40,45 +38,6 @@ class Others(NamedTuple):
   weight_decay_mask: Any | Callable[[optax.Params], Any] | None
 
 
-def make_adam(
-  b1: jax.typing.ArrayLike,
-  b2: jax.typing.ArrayLike,
-  eps: jax.typing.ArrayLike,
-  *,
-  mu_dtype: jax.typing.DTypeLike | None,
-  nu_dtype: jax.typing.DTypeLike | None,
-  bias_correction: bool,
-) -> optax.GradientTransformation:
-  """Returns the direction of Adam, whose arguments are named ``adam_...``."""
-  rates = {
-    'adam_b1': (
-      _arguments.decay_rate('adam_b1', b1),
-      moment_dtype('mu_dtype', mu_dtype),
-    ),
-    'adam_b2': (
-      _arguments.decay_rate('adam_b2', b2),
-      moment_dtype('nu_dtype', nu_dtype),
-    ),
-  }
-  for name, (rate, dtype) in rates.items():
-    check_decays(name, rate, set() if dtype is None else {dtype})
-  adam = scale_by_adam(
-    b1,
-    b2,
-    _arguments.at_least_zero('adam_eps', eps),
-    mu_dtype=mu_dtype,
-    nu_dtype=nu_dtype,
-    bias_correction=bias_correction,
-  )
-
-  def init_fn(params: optax.Params) -> optax.OptState:
-    for name, (rate, dtype) in rates.items():
-      check_moment(name, rate, dtype, params)
-    return adam.init(params)
-
-  return optax.GradientTransformation(init_fn, adam.update)
-
-
 def with_adam(
   hidden_optimizer: optax.GradientTransformation,
   others: Others,
@@ -99,7 +58,11 @@ def with_adam(
   mask = others.weight_decay_mask
   if mask is not None:
     mask = _masks.checked('adam_weight_decay_mask', mask)
-  rates = {'others': others.learning_rate}
+  rates = {
+    'others': _arguments.learning_rate(
+      'adam_learning_rate', others.learning_rate
+    )
+  }
   if others.vector_learning_rate is not None:
     rates['vectors'] = _arguments.learning_rate(
       'vector_learning_rate', others.vector_learning_rate

@@ -93,11 +93,6 @@ def learning_rate(name: str, value: Any) -> Any:
   return value if callable(value) else number(name, value, accepted)
 
 
-def learning_rate_or(name: str, value: Any, default: Any) -> Any:
-  """Returns the same, or the default for None."""
-  return default if value is None else learning_rate(name, value)
-
-
 def weight_decay(name: str, value: Any) -> Any:
   """Returns a function or a number in [0, inf), or raises ``ValueError``."""
   accepted = 'a finite number >= 0 or a schedule (steps -> number)'

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 import re
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -82,17 +81,20 @@ def flax_dimension_numbers(
   """
   stacked, overrides = stacked or {}, overrides or {}
   _check_rules(stacked, overrides)
-  return specs_of_flax(params, stacked, overrides)
+  return specs_of_flax(params, stacked, overrides, are_matrices=False)
 
 
 def specs_of_flax(
   params: Any,
-  stacked: Mapping[str, int | Sequence[int]] = MappingProxyType({}),
-  overrides: Mapping[str, DimensionNumbers | None] = MappingProxyType({}),
+  stacked: Mapping[str, int | Sequence[int]],
+  overrides: Mapping[str, DimensionNumbers | None],
   *,
-  are_matrices: bool = False,
+  are_matrices: bool,
 ) -> Any:
-  """Returns the same, maybe with two axes as a matrix whatever the name."""
+  """Returns the dimension numbers of :func:`flax_dimension_numbers`.
+
+  If ``are_matrices``, two axes are those of a matrix, whatever the name.
+  """
   params = as_arrays(params)
   name_of = path_namer(params)
   shapes = {

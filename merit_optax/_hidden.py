@@ -19,7 +19,7 @@ Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
 # heads, but not the heads of an attention, such as multi_head_attention.
 _INPUT_OR_OUTPUT = re.compile(
   r'[Ee]mb(ed|s?(_|$))|^(wte|wpe|patchify)$|^logit'
-  r'|(^|_)(?<!multi_)(?<!attention_)(?<!attn_)(head|logits|classifier)(_|$)'
+  r'|(^|_)(logits|classifier|(?<!multi_)(?<!attention_)(?<!attn_)head)(_|$)'
   # Linen's automatic names, such as LMHead_0.
   r'|(LM|Output|Classification)Head(_\d+)?$|^(Logits|Classifier)(_\d+)?$'
 )
@@ -134,7 +134,7 @@ def hidden_dimension_numbers(params: Any) -> Any:
   With two axes, these are rows and columns, whatever the name. With more they
   are those of :func:`flax_dimension_numbers`, or it raises ``ValueError``.
   """
-  return specs_of_flax(params, are_matrices=True)
+  return specs_of_flax(params, {}, {}, are_matrices=True)
 
 
 def check_matrices(

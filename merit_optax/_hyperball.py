@@ -7,8 +7,8 @@ import jax
 import optax
 
 from merit_optax import _arguments
-from merit_optax._adam import scale_by_adam
-from merit_optax._adam_for_others import Others, make_adam, with_adam
+from merit_optax._adam import adam_direction, scale_by_adam
+from merit_optax._adam_for_others import Others, with_adam
 from merit_optax._dimension_numbers import WeightDimensionNumbers
 from merit_optax._hidden import Hidden, dimension_numbers_or_default
 from merit_optax._keep_norms import keep_matrix_norms
@@ -242,13 +242,14 @@ def muon_hyperball(
     direction, learning_rate, radius=radius, weight_dimension_numbers=numbers
   )
   others = Others(
-    make_adam(
+    adam_direction(
       adam_b1,
       adam_b2,
       adam_eps,
       mu_dtype=mu_dtype,
       nu_dtype=nu_dtype,
       bias_correction=adam_bias_correction,
+      prefix='adam_',
     ),
     _adam_rate(learning_rate, adam_learning_rate),
     vector_learning_rate,
@@ -351,7 +352,7 @@ def _adam_rate(
 ) -> optax.ScalarOrSchedule:
   """Returns the learning rate of Adam, a third of the other by default."""
   if adam_learning_rate is not None:
-    return _arguments.learning_rate('adam_learning_rate', adam_learning_rate)
+    return adam_learning_rate
   rate = _arguments.learning_rate('learning_rate', learning_rate)
   if callable(rate):
     return lambda step: _ADAM_RATE * rate(step)

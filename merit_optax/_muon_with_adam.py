@@ -8,7 +8,8 @@ import jax
 import optax
 
 from merit_optax import _arguments
-from merit_optax._adam_for_others import Others, make_adam, with_adam
+from merit_optax._adam import adam_direction
+from merit_optax._adam_for_others import Others, with_adam
 from merit_optax._dimension_numbers import WeightDimensionNumbers
 from merit_optax._hidden import Hidden, dimension_numbers_or_default
 from merit_optax._muon import scale_by_muon
@@ -129,9 +130,6 @@ def muon(
     <https://arxiv.org/abs/2502.16982>`_, 2025, for the size of a step.
   """
   rate = _arguments.learning_rate('learning_rate', learning_rate)
-  adam_rate = _arguments.learning_rate_or(
-    'adam_learning_rate', adam_learning_rate, rate
-  )
   numbers = dimension_numbers_or_default(weight_dimension_numbers)
   matrices = optax.chain(
     scale_by_muon(
@@ -151,15 +149,16 @@ def muon(
     optax.scale_by_learning_rate(rate),
   )
   others = Others(
-    make_adam(
+    adam_direction(
       adam_b1,
       adam_b2,
       adam_eps,
       mu_dtype=mu_dtype,
       nu_dtype=nu_dtype,
       bias_correction=adam_bias_correction,
+      prefix='adam_',
     ),
-    adam_rate,
+    rate if adam_learning_rate is None else adam_learning_rate,
     vector_learning_rate,
     adam_weight_decay,
     adam_weight_decay_mask,

@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import re
+from unittest import mock
 
 import chex
 import jax
@@ -65,6 +67,7 @@ _OTHER_NAMES = (
   *('Classifier/kernel', 'token/embedding', 'blocks/qkv/bias', 'norm/scale'),
   *('logitdense/kernel', 'blocks/rms_norm/weight', 'layers/ln_1/weight'),
   *('tok_emb/weight', 'pos_emb', 'emb_patches/kernel', 'multi_task_head/w'),
+  *('attention_classifier/kernel', 'multi_logits/kernel'),
 )
 
 
@@ -348,6 +351,14 @@ def test_defaults_are_those_of_the_parts(build, direction):
 _IN_ONE_CALL = pytest.mark.parametrize(
   'build', [merit_optax.muon, merit_optax.muon_hyperball]
 )
+
+
+@_IN_ONE_CALL
+def test_matrices_are_not_searched_for_each_other(build):
+  params = {f'layer_{i}': {'kernel': jnp.eye(2)} for i in range(40)}
+  with mock.patch.object(re, 'search', wraps=re.search) as search:
+    jax.eval_shape(build(0.1).init, params)
+  assert search.call_count < len(params)
 
 
 @_IN_ONE_CALL

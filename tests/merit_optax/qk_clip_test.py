@@ -263,6 +263,12 @@ def test_patterns_match_paths():
     _qk_clip(key={'keys/': _Heads(1)}).init(_params())
 
 
+def test_other_leaves_may_be_numbers_but_no_functions():
+  _qk_clip().init(_params() | {'temperature': 1.0})
+  with pytest.raises(ValueError, match="params must hold arrays.*'activation'"):
+    _qk_clip().init(_params() | {'activation': jnp.tanh})
+
+
 def test_map_params_finds_the_moments_of_the_chain():
   optimizer, params = optax.chain(optax.trace(0.9), _qk_clip()), _params()
   # A placeholder stands for the parameters in the init that this calls.
