@@ -132,8 +132,7 @@ def study(settings: Settings) -> None:
     with store.locked():
       count = _print_cost(settings, scale, store)
       store.check_text(load_tokens(_largest(scale)).sha256)
-      work, together = settings.work, settings.together
-      with Sweep(store, work, jobs, count, together) as sweep:
+      with Sweep(store, settings.work, jobs, count, settings.together) as sweep:
         execute(_plan(settings.name, scale), sweep)
   processes.on_process_0(_report, settings, scale, store)
 

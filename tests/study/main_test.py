@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 import re
 import runpy
-import socket
 import subprocess
 import sys
 
@@ -13,6 +12,7 @@ import pytest
 
 from examples.study import __main__ as command
 from examples.study.analysis import report
+from tests.processes import free_port
 
 _TINY_STUDY = Path(__file__).parent / 'tiny_study.py'
 
@@ -77,9 +77,7 @@ def start_pair(tmp_path: Path):
       )
 
   def start_pair() -> list[subprocess.Popen]:
-    with socket.socket() as free:
-      free.bind(('localhost', 0))
-      port = free.getsockname()[1]
+    port = free_port()
     return [start(process, port) for process in range(2)]
 
   return start_pair

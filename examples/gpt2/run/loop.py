@@ -49,6 +49,12 @@ class StoppedError(CommandError):
     return str(self.args[0])
 
 
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+  """Returns a mean of values, of which those of weight 0 may be infinite."""
+  terms = [x * y for x, y in zip(values, weights, strict=True) if y]
+  return math.fsum(terms) / math.fsum(weights)
+
+
 class _Programs(NamedTuple):
   """Compiled programs of a run."""
 
@@ -269,16 +275,14 @@ class _Steps:
 
   def _evaluate(self, step: int) -> float:
     """Logs and returns the mean validation loss, nats a token."""
-    losses, terms, weights = {}, [], []
+    losses, weights = {}, []
     with self.log.paused():
       for name, weight, held_out, count in self.evaluations:
         measure = self.programs.sequence_losses[held_out.shape]
         measured = np.asarray(measure(self.state.params, held_out))
         losses[name] = float(np.mean(measured.ravel()[:count], dtype=float))
-        if weight:  # Infinity times 0 is no number.
-          terms.append(weight * losses[name])
-          weights.append(weight)
-    loss = math.fsum(terms) / math.fsum(weights)
+        weights.append(weight)
+    loss = weighted_mean(list(losses.values()), weights)
     evaluation: dict[str, Any] = {'val_loss': loss}
     if len(losses) > 1:
       evaluation['val_losses'] = losses

@@ -25,7 +25,7 @@ at that of the best one. Losses are those of eight fresh seeds. Tokens are
 Muon’s over those with which Hyperball reaches the same loss, by a monotone
 cubic through its losses over the logarithm of its tokens (beyond the first and
 the last, along its tangent), with the interval of the difference of losses."""
-SHARES = (0.5, 1.0, 2.0, 4.0)
+_SHARES = (0.5, 1.0, 2.0, 4.0)
 """Tokens over those of the scale."""
 
 
@@ -35,7 +35,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
     {
       (x, share): _plan(scale, x, share)
       for x in (RMS, KEPT)
-      for share in SHARES
+      for share in _SHARES
     }
   )
 

@@ -198,8 +198,9 @@ def _find_next_rates(
     start = scale_rate(rate, size / previous)
     case = Case(scale, optimizer, size)
     before = dataclasses.replace(case, batch_size=previous)
-    if case.rule_rate and before.rule_rate:
-      start = rate * case.rule_rate / before.rule_rate
+    rule, rule_before = case.rule_rate, before.rule_rate
+    if rule and rule_before:
+      start = rate * rule / rule_before
     found[size] = yield from case.find_rate(start)
     previous = size
   return found

@@ -1,36 +1,8 @@
 import math
-from unittest import mock
 
-import numpy as np
-
-from examples.gpt2.run import loop
+from examples.gpt2.run.loop import weighted_mean
 
 
-def test_an_infinite_loss_of_weight_0_is_logged_and_ends_no_run():
-  tokens = np.zeros((2, 1, 17), np.int32)
-  measured = iter([np.full((2, 1), 2.0), np.full((2, 1), np.inf)])
-  programs = mock.Mock(
-    sequence_losses={tokens.shape: lambda *_: next(measured)}
-  )
-  log = mock.MagicMock()
-  steps = loop._Steps(
-    config=None,
-    programs=programs,
-    evaluations=[
-      loop._Evaluation('held out', 1.0, tokens, 2),
-      loop._Evaluation('other', 0.0, tokens, 2),
-    ],
-    model=None,
-    make_batch=None,
-    folder=None,
-    checkpoints=None,
-    log=log,
-    stop=None,
-    state=mock.Mock(),
-    taken=4,
-  )
-  assert steps._evaluate(4) == 2.0
-  losses = {'held out': 2.0, 'other': math.inf}
-  log.finish_step.assert_called_once_with(
-    {'val_loss': 2.0, 'val_losses': losses}
-  )
+def test_an_infinite_loss_of_weight_0_does_not_count():
+  assert weighted_mean([2.0, math.inf, 4.0], [1.0, 0.0, 3.0]) == 3.5
+  assert weighted_mean([2.0, math.inf], [1.0, 0.5]) == math.inf
