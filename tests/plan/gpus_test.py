@@ -73,10 +73,21 @@ print(programs.compile_step(config, trainer).as_text())
 """
 
 
+@pytest.fixture(scope='module')
+def step(run) -> str:
+  """The text of a compiled step."""
+  return run('-c', _COMPILE).stdout
+
+
 @_needs_compiler
-def test_attention_is_fused(run):
-  text = run('-c', _COMPILE).stdout
-  assert '__cudnn$fmhaSoftmax"' in text
-  assert '__cudnn$fmhaSoftmaxBackward"' in text
+def test_attention_is_fused(step: str):
+  assert '__cudnn$fmhaSoftmax"' in step
+  assert '__cudnn$fmhaSoftmaxBackward"' in step
   # No logits of queries and keys in memory.
-  assert not re.search(r'\[(\d+,)*384,384\]', text)
+  assert not re.search(r'\[(\d+,)*384,384\]', step)
+
+
+@_needs_compiler
+def test_only_integers_are_added_in_any_order(step: str):
+  # The gradients of the embeddings, in two digits.
+  assert re.findall(r' = (\w+)\S* scatter\(', step) == ['s32'] * 4

@@ -143,6 +143,12 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def num_shards() -> int:
+  """Returns the same of the current mesh, and 1 without one."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return 1 if mesh.empty else num_batch_shards(mesh)
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
   """Returns the sharding of what every device holds."""
   return NamedSharding(mesh, P())

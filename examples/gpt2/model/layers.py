@@ -7,7 +7,6 @@ features.
 from collections.abc import Callable
 import functools
 import math
-from typing import Any
 
 from flax import nnx
 import jax
@@ -61,7 +60,12 @@ def linear(
   # GPT-2 divides by the root of the number of residual branches.
   branches = 2 * config.num_layers if residual else 1
   stddev = config.init_std / math.sqrt(branches)
-  return _kind(config, nnx.LinearGeneral, sums.Linear)(
+  make: Callable[..., nnx.LinearGeneral] = nnx.LinearGeneral
+  if config.dtype != 'float32':
+    make = functools.partial(
+      sums.Linear, reduce_dtype=jnp.dtype(config.reduce_dtype)
+    )
+  return make(
     inputs,
     outputs,
     use_bias=use_bias and config.architecture == 'gpt2',
@@ -73,20 +77,14 @@ def linear(
 
 def embedding(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
   """Makes a table of features, shape (rows, width)."""
-  return _kind(config, nnx.Embed, sums.Embed)(
+  return sums.Embed(
     rows,
     config.width,
     dtype=jnp.dtype(config.dtype),
+    reduce_dtype=jnp.promote_types(config.dtype, config.reduce_dtype),
     embedding_init=nnx.initializers.normal(config.init_std),
     rngs=rngs,
   )
-
-
-def _kind(config: ModelConfig, flax: Any, own: Any) -> Callable[..., Any]:
-  """Returns Flax's layer, of bfloat16 our own."""
-  if config.dtype == 'float32':
-    return flax
-  return functools.partial(own, reduce_dtype=jnp.dtype(config.reduce_dtype))
 
 
 def norm(config: ModelConfig, rngs: nnx.Rngs) -> nnx.LayerNorm | nnx.RMSNorm:

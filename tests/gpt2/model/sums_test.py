@@ -1,8 +1,9 @@
-"""Gradients of bfloat16 activations, summed in float32."""
+"""Gradients, and the dtype and the order in which they are summed."""
 
 from typing import Any
 
 from flax import nnx
+from hypothesis import given, strategies as st
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -71,6 +72,49 @@ def test_a_common_token_has_the_whole_sum():
   layer = _embed(reduce_dtype=jnp.float32)
   found = _gradients(layer, tokens, ones)['embedding']
   np.testing.assert_array_equal(found, [[0, 0], [4096] * 2, [0, 0]])
+
+
+@given(
+  count=st.integers(1, 300),
+  seed=st.integers(0, 2**32 - 1),
+  spread=st.sampled_from([0.0, 1.0, 10.0]),
+  scale=st.sampled_from([1e-30, 1.0, 1e30]),
+)
+def test_sums_have_the_same_bits_in_any_order(count, seed, spread, scale):
+  rng = np.random.default_rng(seed)
+  rows = rng.integers(4, size=count)
+  sizes = scale * np.exp(spread * rng.uniform(-1, 1, (count, 3)))
+  x = (sizes * rng.uniform(-1, 1, (count, 3))).astype(np.float32)
+  found = sums.add_in_any_order(rows, x, 4)
+  order = rng.permutation(count)
+  shuffled = sums.add_in_any_order(rows[order], x[order], 4)
+  np.testing.assert_array_equal(shuffled, found)
+  exact = np.zeros((4, 3))
+  np.add.at(exact, rows, x.astype(float))
+  largest = np.abs(x).max(0)
+  error = np.abs(np.asarray(found, float) - exact)
+  assert (error <= 2.0**-23 * np.abs(exact) + 2.0**-30 * largest).all()
+
+
+@pytest.mark.parametrize('shape', [(8, 6), (12, 6), (6,)])
+def test_devices_add_up_their_own(shape: tuple[int, ...]):
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(4, size=shape)
+  x = rng.normal(size=(*shape, 3)).astype(np.float32)
+  expected = np.zeros((4, 3))
+  np.add.at(expected, tokens, x)
+  with jax.set_mesh(make_mesh('data=4,fsdp=2')):
+    found = jax.jit(sums.add_by_shard, static_argnums=2)(tokens, x, 4)
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-6)
+
+
+def test_sums_of_nothing_are_zero_and_of_infinity_not_a_number():
+  rows, x = np.array([0, 1, 1]), np.zeros((3, 3), np.float32)
+  x[1] = 0, np.inf, np.nan
+  expected = np.zeros((4, 3))
+  expected[:, 1:] = np.nan
+  found = sums.add_in_any_order(rows, x, 4)
+  np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize(

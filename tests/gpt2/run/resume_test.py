@@ -29,6 +29,8 @@ from tests.gpt2 import runs
 from tests.processes import free_port
 
 _ROOT = Path(__file__).parents[3]
+# Before what may hold the packages.
+_PATH = os.pathsep.join([str(_ROOT), os.environ.get('PYTHONPATH', '')])
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def _start(
     return subprocess.Popen(
       [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
       cwd=folder,
-      env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': str(_ROOT)},
+      env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': _PATH},
       stdout=output or log,
       stderr=subprocess.STDOUT,
       text=True,
