@@ -1,5 +1,6 @@
 """Plans for GPUs, each in a process of its own: it keeps jax to the CPU."""
 
+from pathlib import Path
 import re
 
 import pytest
@@ -56,16 +57,19 @@ def test_a_plan_of_two_hosts(kind: str, results_of):
 
 
 _COMPILE = """
+import sys
+
 from examples.gpt2.config import Config
 from examples.gpt2.devices import sharding
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import Trainer
 from examples.plan import gpus, programs
 
-devices = gpus.devices('h100:1x2')
+dtype, mesh = sys.argv[1:]
+devices = gpus.devices('h100:1x2' if mesh else 'h100:1x1')
 config = resolve(Config(
   num_layers=2, num_heads=4, width=256, context_length=384, vocab_size=512,
-  batch_size=16, micro_batch_size=4, dtype='bfloat16', mesh='fsdp=2',
+  batch_size=16, micro_batch_size=4, dtype=dtype, mesh=mesh,
 ))
 mesh = sharding.make_mesh(config.mesh, devices)
 trainer = Trainer(config, config.vocab_size, mesh)
@@ -73,21 +77,28 @@ print(programs.compile_step(config, trainer).as_text())
 """
 
 
-@pytest.fixture(scope='module')
-def step(run) -> str:
-  """The text of a compiled step."""
-  return run('-c', _COMPILE).stdout
-
-
 @_needs_compiler
-def test_attention_is_fused(step: str):
-  assert '__cudnn$fmhaSoftmax"' in step
-  assert '__cudnn$fmhaSoftmaxBackward"' in step
+def test_kernels_in_bfloat16(run):
+  text = run('-c', _COMPILE, 'bfloat16', 'fsdp=2').stdout
+  assert '__cudnn$fmhaSoftmax"' in text
+  assert '__cudnn$fmhaSoftmaxBackward"' in text
   # No logits of queries and keys in memory.
-  assert not re.search(r'\[(\d+,)*384,384\]', step)
+  assert not re.search(r'\[(\d+,)*384,384\]', text)
+  assert _scattered(text) == ['s32'] * 4
 
 
 @_needs_compiler
-def test_only_integers_are_added_in_any_order(step: str):
-  # The gradients of the embeddings, in two digits.
-  assert re.findall(r' = (\w+)\S* scatter\(', step) == ['s32'] * 4
+def test_in_float32_only_integers_are_added_in_any_order(run, tmp_path: Path):
+  flags = f'--xla_dump_to={tmp_path}'
+  text = run('-c', _COMPILE, 'float32', '', XLA_FLAGS=flags).stdout
+  # The gradients of two embeddings, in two digits.
+  assert _scattered(text) == ['s32'] * 4
+  kernels = '\n'.join(x.read_text() for x in tmp_path.glob('*.ptx'))
+  atomic = set(re.findall(r'\b(?:atom|red)\.\S*', kernels))
+  assert atomic
+  assert all(x.endswith('add.u32') for x in atomic)
+
+
+def _scattered(text: str) -> list[str]:
+  """Returns the dtypes of what is scattered, with atomic operations."""
+  return re.findall(r' = (\w+)\S* scatter\(', text)

@@ -143,8 +143,8 @@ def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:
   return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
-def num_shards() -> int:
-  """Returns the same of the current mesh, and 1 without one."""
+def num_current_batch_shards() -> int:
+  """Returns :func:`num_batch_shards` of the current mesh, and 1 without one."""
   mesh = jax.sharding.get_abstract_mesh()
   return 1 if mesh.empty else num_batch_shards(mesh)
 

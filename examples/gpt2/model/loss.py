@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.devices.sharding import constrain, num_shards
+from examples.gpt2.devices.sharding import constrain, num_current_batch_shards
 from examples.gpt2.model.transformer import Transformer
 
 # Float32 logits of a chunk, of all sequences of a device.
@@ -86,7 +86,7 @@ def _forward(
   head_VD = _gather(head_VD, dtype)
   chunks = _chunks(features_BTD, head_VD, targets_BT)
   # Each shard of the batch has a sum of its own until all chunks are done.
-  shards = math.gcd(len(targets_BT), num_shards())
+  shards = math.gcd(len(targets_BT), num_current_batch_shards())
   zeros_SDV = jnp.zeros((shards, *head_VD.T.shape))
   zero = jnp.zeros([]), constrain(zeros_SDV, 'vocabulary_by_shard')
   (loss, head_gradient_SDV), gradients = jax.lax.scan(measure, zero, chunks)
@@ -142,7 +142,7 @@ def _chunks(
   """Cuts tokens to chunks of one length, on a leading axis."""
   batch, length = targets_BT.shape
   # Those of a device: on many devices, chunks are as few as on one.
-  rows = -(-batch // num_shards())
+  rows = -(-batch // num_current_batch_shards())
   # At least two chunks, so that all logits never exist at once.
   most = min(_LOGITS_AT_ONCE // (rows * len(head_VD)), -(-length // 2))
   count = -(-length // max(1, most))
