@@ -20,10 +20,11 @@ from examples.study.tuning.rest import (
 TITLE = 'Schedules'
 TEXT = """\
 What was best with a cosine to zero, with other schedules after the warm-up, and
-a learning rate and a weight decay for each (Hyperball: none): a line to zero;
+a learning rate and a weight decay for each (Hyperball: none): linear to zero;
 the peak, and for the last fifth of the steps 1 - sqrt (WSD); 1 - sqrt all the
-way. What is 1 - sqrt falls as one minus the root of the share of its steps that
-are done. Losses are those of eight fresh seeds."""
+way. Here 1 - sqrt is one minus the square root of the share of the steps of the
+decay that are done. Warm-up, b1 and initial weights were tuned with the cosine.
+Losses are those of eight fresh seeds."""
 _OPTIMIZERS = (ADAMW.name, MERIT.name, RMS, KEPT)
 _COSINE, _SQRT = 'cosine', '1 - sqrt'
 _FALLING = dict(schedule='wsd', decay_shape='1-sqrt')
@@ -41,6 +42,7 @@ _PAIRS = (
     if y != _COSINE
   ),
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
+  *((f'{MERIT.name}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
 )
 
 
