@@ -42,7 +42,6 @@ _PAIRS = (
     if y != _COSINE
   ),
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
-  *((f'{MERIT.name}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
 )
 
 
