@@ -125,7 +125,7 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
     ValueError: If the mesh lacks an axis.
 
   Warns:
-    UserWarning: If none of these is an axis of the mesh.
+    UserWarning: If none of these is an axis of the mesh, of whatever size.
   """
   mesh = _mesh(arrays)
   if mesh is None:
@@ -145,7 +145,8 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
     found = tuple(name for name in free if name in names)
     if found:
       return Place(mesh, found)
-  if free:
+  # Usual axes of one device say that nothing splits matrices.
+  if free and not {*_USUAL_AXES} & {*mesh.axis_names}:
     warnings.warn(
       f'Nothing says which axes of the mesh {dict(mesh.shape)} split matrices, '
       'so that the compiler splits their products, sends about 100 times as '

@@ -160,6 +160,15 @@ def test_axes_of_copies_are_not_used_by_default():
   assert re.search(r'f32\[1,64,128\]', text)
 
 
+@pytest.mark.filterwarnings('error')
+def test_a_mesh_of_copies_needs_no_axes():
+  mesh = jax.make_mesh(
+    (8, 1), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2
+  )
+  kinds, _ = _sent(mesh)
+  assert not kinds
+
+
 def test_a_mesh_that_does_not_tell_its_axes_is_warned_of():
   mesh = jax.make_mesh(
     (4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
