@@ -180,14 +180,13 @@ def add_in_any_order(
   # Powers are such that products of them, which XLA may compute first, do not
   # vanish.
   rest_ND /= power_D
-  zeros_VD = jnp.zeros([num_rows, len(largest_D)], jnp.int32)
-  total_VD = jnp.zeros(zeros_VD.shape)
+  total_VD = jnp.zeros([num_rows, len(largest_D)])
   for i in range(1, 1 + math.ceil(26 / bits)):
     unit = 2.0 ** (1 - bits * i)
     digit_ND = jnp.round(rest_ND / unit)
     rest_ND -= digit_ND * unit
-    sum_VD = zeros_VD.at[tokens_N].add(digit_ND.astype(jnp.int32))
-    total_VD += sum_VD * unit
+    integers_ND = digit_ND.astype(jnp.int32)
+    total_VD += unit * jax.ops.segment_sum(integers_ND, tokens_N, num_rows)
   # Integers are always finite.
   is_in_range_D = largest_D < 2.0**126
   return total_VD * jnp.where(is_in_range_D, power_D, jnp.nan)
