@@ -214,14 +214,16 @@ def test_what_is_not_there_is_named(run: Path, tiny: Config):
 
 @pytest.mark.slow
 def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
-  page = Path(__file__).parents[2] / 'docs' / 'storage.md'
+  root = Path(__file__).parents[2]
+  page, readme = (root / x for x in ('docs/storage.md', 'README.md'))
   (block,) = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
+  block += re.search(r'^python .* gs://.*$', readme.read_text(), re.M)[0]
   buckets = {'gs://BUCKET': make_bucket('gs'), 's3://OTHER': make_bucket('s3')}
   for name, bucket in buckets.items():
     block = block.replace(name, bucket)
   first, *lines = block.splitlines()
   assert first.startswith("pip install -e '.[cloud]'")
-  assert len(lines) == 3
+  assert len(lines) == 4
   monkeypatch.chdir(tmp_path)
   gs, s3 = buckets.values()
   texts = Path(tiny.data).read_text().splitlines()
@@ -233,8 +235,11 @@ def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
   )
   flags = as_flags(tiny)
   main([*flags, '--data', f'{gs}/tokens', '--out-dir', f'{s3}/runs/two'])
-  train_line, evaluate_line, plot_line = (shlex.split(x)[3:] for x in lines)
+  train_line, evaluate_line, plot_line, readme_line = (
+    shlex.split(x)[3:] for x in lines
+  )
   main([*flags, *train_line])
+  main([*flags, *readme_line])
   evaluate_module.main(evaluate_line)
   plot.main(plot_line)
   assert Path('both.png').exists()
