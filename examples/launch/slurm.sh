@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains under Slurm. Before the time limit the run saves and is queued again:
-#   sbatch examples/launch/slurm.sh --preset medium --data /shared/tokens \
-#     --dtype bfloat16 --mesh fsdp=16 --out-dir /shared/run
+#   sbatch examples/launch/slurm.sh --optimizer muon --preset medium \
+#     --data /shared/tokens --dtype bfloat16 --mesh fsdp=16 --out-dir /shared/run
 # Set nodes, GPUs and time here or as flags of sbatch, which come first.
 
 #SBATCH --job-name=train

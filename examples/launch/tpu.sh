@@ -5,7 +5,8 @@
 #   NAME=run ZONE=us-west4-a TYPE=v5litepod-16 VERSION=v2-alpha-tpuv5-lite \
 #   SETUP='bash <(gcloud storage cat gs://BUCKET/setup.sh)' \
 #     examples/launch/tpu.sh --optimizer muon --preset large \
-#     --dtype bfloat16 --mesh fsdp=16 --out-dir gs://BUCKET/run
+#     --data gs://BUCKET/tokens --dtype bfloat16 --mesh fsdp=16 \
+#     --out-dir gs://BUCKET/run
 # SETUP makes the folder merit_optax with its .venv on a new VM, and does
 # nothing where it is.
 

@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
+@pytest.fixture(scope='session')
 def run() -> Run:
   """Runs Python in a process of its own, since plans keep jax to the CPU."""
 
