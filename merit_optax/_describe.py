@@ -186,8 +186,9 @@ def describe_hyperball(
     what Adam updates: others, or the vectors of ``vector_learning_rate``; its
     shape; the number of its matrices, of which Hyperball keeps a norm each, and
     their rows and columns; and where Muon multiplies them: on one device, whole
-    on each of several devices, or split over a mesh, because a matrix is too
-    large for one device or the mesh has no axis to spread matrices over.
+    on each of several devices, or as the compiler chooses, because a matrix is
+    too large for one device or the mesh has no axis to spread matrices over. (A
+    mesh for data alone, where each device has all of them, is such a mesh.)
 
   Raises:
     ValueError: As ``muon_hyperball`` does.

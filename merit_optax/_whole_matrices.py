@@ -183,7 +183,7 @@ def how_multiplied(
     return 'on one device'
   size = math.prod(shape[axis] for axis in axes.rows + axes.columns)
   if not place.names or size > _LARGEST_WHOLE:
-    return 'split by the compiler'
+    return 'left to the compiler'
   return f'whole, over {", ".join(place.names)}'
 
 

@@ -169,6 +169,14 @@ def test_defaults_follow_what_is_given(settings: dict, expected: dict):
   assert expected.items() <= vars(resolve(Config(**settings))).items()
 
 
+@pytest.mark.parametrize('preset', PRESETS)
+def test_a_setting_that_is_the_presets_changes_nothing(preset):
+  expected = resolve(Config(preset=preset))
+  for name, value in PRESETS[preset].items():
+    if name != 'micro_batch_size':  # By default that of the devices.
+      assert resolve(Config(preset=preset, **{name: value})) == expected, name
+
+
 @hypothesis.given(
   preset=st.sampled_from(sorted(PRESETS)),
   architecture=st.sampled_from([None, 'gpt2', 'llama']),

@@ -476,7 +476,7 @@ def test_the_table_says_where_products_are():
   with jax.set_mesh(mesh):
     lines = describe().splitlines()
     assert lines[1].endswith('  whole, over fsdp')
-    assert lines[3].endswith('split by the compiler')
+    assert lines[3].endswith('left to the compiler')
     named = describe(mesh_axes=('data', 'fsdp'))
     assert 'whole, over data, fsdp' in named
     assert 'whole' not in describe(mesh_axes=None)
