@@ -5,7 +5,6 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -131,59 +130,3 @@ def test_moments_keep_their_dtypes(
   chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
   for tree, dtype in ((state.mu, mu), (updates, update)):
     assert set(_dtypes(tree).values()) == {dtype}
-
-
-def _classifier():
-  return {
-    'hidden': normal(0, (8, 32)) / 8**0.5,
-    'bias': jnp.zeros(32),
-    'output': normal(1, (32, 4)) / 32**0.5,
-  }
-
-
-def _loss(params, inputs, labels):
-  hidden = jnp.tanh(inputs @ params['hidden'] + params['bias'])
-  return jnp.mean(
-    optax.softmax_cross_entropy_with_integer_labels(
-      hidden @ params['output'], labels
-    )
-  )
-
-
-def _batches(steps):
-  """Returns inputs and labels, of which one in four is random."""
-  generator = np.random.default_rng(7)
-  inputs = generator.normal(size=(steps, 64, 8)).astype(np.float32)
-  labels = np.argmax(inputs @ generator.normal(size=(8, 4)), axis=-1)
-  noise = generator.integers(0, 4, labels.shape)
-  return inputs, np.where(generator.random(labels.shape) < 0.25, noise, labels)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _train(optimizer, params, batches):
-  """Returns parameters, state and losses after a pass over the batches."""
-
-  def step(carry, batch):
-    params, state = carry
-    loss, gradient = jax.value_and_grad(_loss)(params, *batch)
-    updates, state = optimizer.update(gradient, state, params)
-    return (optax.apply_updates(params, updates), state), loss
-
-  carry = params, optimizer.init(params)
-  (params, state), losses = jax.lax.scan(step, carry, batches)
-  return params, state, losses
-
-
-def test_training_with_bfloat16_moments_is_as_good():
-  batches, losses, params = _batches(600), {}, _classifier()
-  for dtype in (jnp.float32, jnp.bfloat16):
-    optimizer = merit_optax.merit(
-      optax.linear_schedule(0.03, 0.0, 600), mu_dtype=dtype, nu_dtype=dtype
-    )
-    trained, state, curve = _train(optimizer, params, batches)
-    assert _adam(state).nu['bias'].dtype == dtype
-    inputs, labels = (x.reshape(-1, *x.shape[2:]) for x in batches)
-    losses[dtype] = float(jax.jit(_loss)(trained, inputs, labels))
-    assert losses[dtype] < 0.8 * curve[0]
-  assert losses[jnp.bfloat16] != losses[jnp.float32]
-  assert losses[jnp.bfloat16] == pytest.approx(losses[jnp.float32], rel=0.01)

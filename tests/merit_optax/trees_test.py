@@ -309,17 +309,6 @@ def test_promotion_may_be_forbidden(make, dtype):
   chex.assert_trees_all_equal(actual, expected)
 
 
-# One element.
-
-
-@pytest.mark.parametrize('min_norm, is_crossed', [(0.0, False), (0.1, True)])
-def test_one_element_changes_its_sign_only_with_a_bound(min_norm, is_crossed):
-  bias = jnp.ones(1)
-  optimizer = merit_optax.merit(0.1, min_norm=min_norm)
-  *_, last = run(optimizer, bias, [bias] * 100)
-  assert (last.params < 0).all() == is_crossed
-
-
 # Kernels beside a bias.
 
 

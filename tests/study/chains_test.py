@@ -99,16 +99,6 @@ def test_every_part_updates_everything(part: str, others: str):
     np.testing.assert_allclose(*kept, rtol=1e-5)
 
 
-def test_the_text_of_a_chain_is_that_of_stored_trials():
-  chain = Chain(('muon', 'merit', 'l2', 'keep l2'), 'adam', 0.33)
-  assert str(chain) == 'muon > merit > l2 > keep l2; adam 0.33'
-  assert str(Chain(('adam', 'merit'))) == 'adam > merit'
-  quarter = dataclasses.replace(chain, others_rate=0.25 * 0.33)
-  assert str(quarter).endswith('; adam 0.0825')
-  own = dataclasses.replace(chain, rates=(('head', 0.1),))
-  assert str(own).endswith('; adam 0.33, head 0.1')
-
-
 def test_groups_of_parameters_have_rates_of_their_own():
   config, (params, gradients) = _config('muon', 0.05), _model()
 

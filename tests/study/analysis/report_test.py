@@ -8,13 +8,13 @@ import pytest
 
 from examples.study import scales
 from examples.study.analysis import report
-from examples.study.analysis.lengths import fit_power, steps_by_seed, steps_to
+from examples.study.analysis.lengths import steps_to
 from examples.study.analysis.logits import costs, peak
 from examples.study.archive import cells
-from examples.study.experiments import EXPERIMENTS, steps_to_loss
+from examples.study.experiments import EXPERIMENTS
 from examples.study.points import Point
 from examples.study.training.store import Store
-from examples.study.trial import Result, make_result
+from examples.study.trial import Result
 from examples.study.tuning.plans import execute
 
 _STUDY = Path(report.__file__).parents[1]
@@ -133,41 +133,10 @@ def test_points_of_what_is_not_complete_are_removed(nano, tmp_path):
   assert [x.name for x in tmp_path.iterdir()] == ['llama.jsonl']
 
 
-def test_the_rate_is_fitted_to_the_number_of_steps():
-  rates = [(x, 0.02 * (x / 1000) ** -0.7) for x in (305, 610, 2441)]
-  assert fit_power(rates) == pytest.approx((0.02, -0.7))
-
-
-@pytest.mark.parametrize(
-  ('loss', 'inverse'),
-  [
-    (lambda x: 1 + 9 * x**-0.45, lambda y: ((y - 1) / 9) ** (1 / -0.45)),
-    # Short runs blow up.
-    (
-      lambda x: math.inf if x < 100 else 4 - 0.4 * math.log(x),
-      lambda y: math.exp((4 - y) / 0.4),
-    ),
-  ],
-)
-def test_the_steps_to_a_loss_are_found(loss, inverse):
-  def run_all(trials):
-    return [
-      make_result(x, loss(x.config.steps) + 0.01 * (x.config.seed == 2))
-      for x in trials
-    ]
-
-  points = execute(steps_to_loss.plan(scales.SCALES['nano']), run_all)
-  target = points[0]['target']
-  assert target == pytest.approx(loss(305) + 0.01, abs=0.06)
-  for first, second in steps_by_seed(points).values():
-    # To within a twentieth, where the nearest loss may be that far off.
-    assert first == pytest.approx(inverse(target), rel=0.06)
-    assert second > first
-
-
 def test_a_loss_that_is_not_reached_has_no_steps():
   assert steps_to({100: 3.0, 200: 2.5}, 1.0) == math.inf
   assert steps_to({100: 3.0, 200: 2.5}, 4.0) == 0
+  assert steps_to({100: math.inf, 400: 2.0}, 2.5) == 200
 
 
 def _point(factor, *losses, logits=(1.0,)):

@@ -56,13 +56,11 @@ def _run(plans, folder):
 
 def test_what_follows_a_run_does_not_wait_for_other_runs(trained, tmp_path):
   # The slow run ends only after three others.
-  plans = {
-    'slow': _descend(_SLOW, 2),
-    'inner': gather({'a': _descend(0.02, 4), 'b': _descend(0.01, 1)}),
-  }
+  inner = {'slow': _descend(_SLOW, 2), 'b': _descend(0.01, 1)}
+  plans = {'a': _descend(0.02, 4), 'inner': gather(inner)}
   assert _run(plans, tmp_path) == {
-    'slow': [1.0, 0.5],
-    'inner': {'a': [0.02, 0.01, 0.005, 0.0025], 'b': [0.01]},
+    'a': [0.02, 0.01, 0.005, 0.0025],
+    'inner': {'slow': [1.0, 0.5], 'b': [0.01]},
   }
   assert len(trained) == len(set(trained)) == 6
   assert trained.index(_SLOW) >= 3

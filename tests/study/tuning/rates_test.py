@@ -4,30 +4,13 @@ import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from examples.study.points import Tuned
 from examples.study.scales import SCALES
-from examples.study.trial import Result, make_result
+from examples.study.trial import make_result
 from examples.study.tuning.plans import execute
 from examples.study.tuning.rates import select
 
 _SCALE = SCALES['nano']
 _SEEDS = _SCALE.tuning_seeds
-
-
-def _tuned(losses, rate):
-  """Returns a tuning of one seed, with losses by learning rate."""
-  results = [Result('', x, 0, 100, y) for x, y in losses.items()]
-  return Tuned(tuple(results), rate)
-
-
-def test_an_edge_and_a_better_rate_that_is_unstable_are_told():
-  losses = {1.0: 2.0, 2.0: 1.5, 4.0: 1.55, 8.0: 3.0}
-  assert [x for x in losses if _tuned(losses, x).is_at_edge] == [1.0, 8.0]
-  assert _tuned(losses, 1.0).unstable_rate is None
-  losses[4.0] = 1.7
-  assert _tuned(losses, 1.0).unstable_rate == 2.0
-  # Larger ones were chosen by a seed that is not here.
-  assert _tuned(losses, 4.0).unstable_rate is None
 
 
 def _select(loss, start, stride=2):
@@ -66,16 +49,6 @@ def test_a_rate_is_chosen_by_the_mean_of_two_seeds(best, start, noise, stride):
   seeds = {seed for rate, seed in asked if rate == selected.learning_rate}
   assert seeds == set(_SEEDS)
   assert not selected.is_at_edge
-
-
-def test_an_unstable_rate_is_not_chosen():
-  def loss(rate, seed):
-    # The best rate is 0.1, but beyond it the second seed falls off.
-    return 1.0 if rate > 0.11 and seed else abs(math.log2(rate / 0.1)) / 10
-
-  selected, _ = _select(loss, 0.1)
-  assert selected.learning_rate == pytest.approx(0.1 / math.sqrt(2), rel=0.01)
-  assert selected.unstable_rate == pytest.approx(0.1, rel=0.01)
 
 
 @pytest.mark.parametrize('stride', [1, 2])
