@@ -93,8 +93,8 @@ class Config:
   rope_scaling: tuple[float, float, float, float] | None = None
   # Features of the residual stream.
   width: int | None = None
-  # Hidden features of the MLP. Default: the preset's; of another --width four
-  # times that width (llama: 8/3 of it, rounded up to a multiple of 16).
+  # Hidden features of the MLP. Default: the preset's, or with --width four
+  # times that (llama: 8/3 of it, rounded up to a multiple of 16).
   mlp_width: int | None = None
   # Tokens in a sequence.
   context_length: int | None = None

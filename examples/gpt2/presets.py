@@ -143,7 +143,7 @@ _RANGES: tuple[tuple[tuple[str, ...], str, Callable[[Any], bool]], ...] = (
   (('ratios',), "out of 'weight', 'row' and 'column'", bool),
 )  # fmt: skip
 
-# Defaults of a preset, and the settings that replace them where one differs.
+# Defaults of a preset, and the settings that replace them where one is given.
 _REPLACED = {
   'mlp_width': ('width', 'architecture'),
   'num_kv_heads': ('num_heads', 'architecture'),
@@ -176,7 +176,7 @@ def resolve(config: Config) -> RunConfig:
   defaults = PRESETS[config.preset] | OPTIMIZERS[config.optimizer]
   del defaults['micro_batch_size']
   for name, others in _REPLACED.items():
-    if any(getattr(config, x) not in (None, defaults[x]) for x in others):
+    if any(getattr(config, other) is not None for other in others):
       defaults.pop(name, None)
   config = _filled(config, defaults)
   _check_ranges(config)

@@ -1,4 +1,3 @@
-from collections.abc import Iterable
 import dataclasses
 import math
 from pathlib import Path
@@ -48,16 +47,12 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
   return path
 
 
-def _encode(folder: Path, documents: Iterable[str]) -> np.ndarray:
-  tokenizer = load_model(folder).tokenizer
-  end = tokenizer.token_to_id(END_OF_TEXT)
-  ids = [[*tokenizer.encode(document).ids, end] for document in documents]
-  return np.concatenate(ids).astype(np.uint16)
-
-
 def _held_out(folder: Path, text: Path) -> np.ndarray:
   """Returns the tokens of the held-out part."""
-  return _encode(folder, load_corpus(str(text)).validation)
+  tokenizer = load_model(folder).tokenizer
+  (document,) = load_corpus(str(text)).validation
+  end = tokenizer.token_to_id(END_OF_TEXT)
+  return np.uint16([*tokenizer.encode(document).ids, end])
 
 
 def _write_token_files(folder: Path, tokens: np.ndarray) -> str:
@@ -140,16 +135,6 @@ def test_every_token_counts_once(folder, tmp_path, stride, count):
   assert found.loss == pytest.approx(np.mean([*losses.values()]), abs=1e-5)
 
 
-def test_a_text_has_the_loss_of_its_tokens(folder, text, tmp_path):
-  words = text.read_text().split()
-  documents = [f'{" ".join(words[i:][:300])}\n' for i in range(0, 3000, 300)]
-  path = tmp_path / 'other.txt'
-  path.write_text(f'{END_OF_TEXT}\n'.join(documents))
-  found = evaluate(folder, str(path))
-  data = _write_token_files(tmp_path, _encode(folder, documents))
-  assert found._replace(bits_per_byte=None) == evaluate(folder, data)
-
-
 def test_the_text_of_the_run_is_named(finished, capsys):
   evaluate(finished.out_dir, finished.data)
   assert '--held-out measures' in capsys.readouterr().err
@@ -201,35 +186,25 @@ def test_the_result_is_printed(folder, text, capsys):
 
 
 @pytest.mark.parametrize(
-  ('settings', 'message'),
+  ('tokens', 'settings', 'message'),
   [
-    ({'sequences': 0}, '--sequences must be at least 1, got 0'),
-    ({'context_length': 0}, '--context-length must be at least 1, got 0'),
-    ({'micro_batch_size': 0}, '--micro-batch-size must be at least 1, got 0'),
-    ({'stride': 0}, '--stride must be at least 1, got 0'),
-    ({'stride': 9}, 'at most the context length 8, got 9'),
-    ({'stride': 2, 'sequences': 2}, 'leave out one'),
+    ([], {'sequences': 0}, '--sequences must be at least 1, got 0'),
+    ([], {'context_length': 0}, '--context-length must be at least 1, got 0'),
+    ([], {'micro_batch_size': 0}, '--micro-batch-size must be at least 1, got'),
+    ([], {'stride': 0}, '--stride must be at least 1, got 0'),
+    ([], {'stride': 9}, 'at most the context length 8, got 9'),
+    ([], {'stride': 2, 'sequences': 2}, 'leave out one'),
+    ([270] * 20, {}, 'holds the token 270, .* has 270'),
+    ([1] * 8, {'context_length': 8}, 'validation .* 8 tokens, too few .* 8'),
+    ([1], {}, 'validation .* 1 tokens, too few'),
   ],
 )
-def test_settings_out_of_range_are_refused(folder, settings, message):
-  with pytest.raises(UsageError, match=message):
-    evaluate(folder, 'nowhere', **settings)
-
-
-@pytest.mark.parametrize(
-  ('tokens', 'length', 'message'),
-  [
-    ([270] * 20, None, 'holds the token 270, .* has 270'),
-    ([1] * 8, 8, 'validation .* 8 tokens, too few .* 8 and'),
-    ([1], None, 'validation .* 1 tokens, too few'),
-  ],
-)
-def test_tokens_that_do_not_fit_are_refused(
-  folder: Path, tmp_path: Path, tokens: list[int], length, message: str
+def test_settings_and_tokens_that_do_not_fit_are_refused(
+  folder: Path, tmp_path: Path, tokens: list[int], settings: dict, message: str
 ):
   data = _write_token_files(tmp_path, np.array(tokens))
   with pytest.raises(UsageError, match=message):
-    evaluate(folder, data, context_length=length)
+    evaluate(folder, data, **settings)
 
 
 def test_text_needs_a_tokenizer(folder: Path, text: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ import tokenizers
 
 from examples.gpt2 import prepare as prepare_module
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.data import shards, tokenizer as tokenizer_module
+from examples.gpt2.data import tokenizer as tokenizer_module
 from examples.gpt2.data.counts import entropy
 from examples.gpt2.data.tokenizer import Encoder, train_tokenizer
 from examples.gpt2.data.tokens import Tokens, load_tokens
@@ -113,6 +113,8 @@ def test_documents_come_back_from_their_tokens(
   assert [{*map(_is_held_out, part)} for part in found] == [{False}, {True}]
   assert index['text_bytes'] == sum(len(text.encode()) for text in texts)
   assert index['end_token'] == END
+  counts = np.bincount(np.concatenate([tokens.train[:], tokens.validation[:]]))
+  assert index['unigram_entropy'] == pytest.approx(entropy(counts))
   for part, entries in zip(
     _documents(tokens), index['shards'].values(), strict=True
   ):
@@ -461,31 +463,6 @@ def test_a_killed_run_goes_on_to_the_same_files(
   assert report == again
 
 
-def test_what_is_done_is_not_done_again(config, monkeypatch):
-  made = dataclasses.replace(config, shard_tokens=99)
-  monkeypatch.setattr(tokenizer_module, '_CHARACTERS_AT_ONCE', 70)
-  encode, texts = Encoder.documents, []
-
-  def count(self, group):
-    texts.extend(group)
-    return encode(self, group)
-
-  def stop(self, group):
-    if len(texts) > 30:
-      raise KeyboardInterrupt
-    return count(self, group)
-
-  monkeypatch.setattr(Encoder, 'documents', stop)
-  with pytest.raises(KeyboardInterrupt):
-    prepare(made)
-  monkeypatch.setattr(Encoder, 'documents', count)
-  monkeypatch.setattr(prepare_module, 'train_tokenizer', None)
-  before = len(texts)
-  prepare(made)
-  assert len(texts) - before < len(TEXTS)
-  assert set(TEXTS) == set(texts)
-
-
 @pytest.mark.parametrize('damage', ['lost', 'cut off'])
 def test_shards_that_were_not_copied_whole_are_named(config, damage: str):
   prepare(config)
@@ -496,16 +473,6 @@ def test_shards_that_were_not_copied_whole_are_named(config, damage: str):
     path.write_bytes(content[:-2])
   with pytest.raises(UsageError, match=r'val\.bin has .* expected .* by index'):
     _load(config)
-
-
-def test_shards_are_not_read_to_count_their_tokens(config, monkeypatch):
-  prepare(dataclasses.replace(config, shard_tokens=99))
-  ids = [np.fromfile(x, np.uint16) for x in config.out_dir.glob('*.bin')]
-  monkeypatch.setattr(shards, 'read_parts', None)
-  tokens = _load(config, eval_data=(f'me={config.out_dir}',))
-  counts = np.bincount(np.concatenate(ids))
-  assert tokens.unigram_entropy == pytest.approx(entropy(counts))
-  assert tokens.evaluations[-1].name == 'me'
 
 
 def test_the_command_reports_what_it_made_or_a_mistake(

@@ -1,8 +1,9 @@
 """Runs of the trainer in tests: their settings, ends and results."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 import contextlib
 from pathlib import Path
+import resource
 from typing import Any
 from unittest import mock
 
@@ -64,6 +65,17 @@ def assert_same_run(found: Path, expected: Path) -> None:
     'weights.safetensors', 'sample.txt', 'model.json', 'tokenizer.json',
   ):  # fmt: skip
     assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+  """Lets no file grow beyond a size, as if the disk were full."""
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+  try:
+    yield
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -136,13 +136,3 @@ def test_a_new_folder_takes_the_place_of_none(place: Path, tmp_path: Path):
     storage.new_folder(place / 'new'),
   ):
     raise AssertionError('the work has begun')
-
-
-@pytest.mark.parametrize('scheme', ['gs', 's3'])
-def test_a_bucket_that_is_not_there_is_not_made(make_bucket, scheme: str):
-  make_bucket(scheme)
-  folder = as_path(f'{scheme}://not-there/run')
-  storage.make_folder(folder)
-  for _ in range(2):
-    with pytest.raises(OSError, match='not-there|bucket'):
-      storage.write_whole(folder / 'a', b'a')

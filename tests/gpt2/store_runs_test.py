@@ -183,23 +183,6 @@ def test_metrics_wait_for_a_store_that_refuses(run: Path, proxy, monkeypatch):
     assert [x['step'] for x in folder.read_metrics()] == [*range(1, 200)]
 
 
-def test_fresh_moves_what_a_run_wrote_aside(run: Path):
-  with RunFolder(run) as folder:
-    folder.start(_SETTINGS)
-    folder.keep_metrics(0)
-    (run / 'checkpoints' / '3' / 'state').write_bytes(b'state')
-    (run / 'notes.txt').write_text('mine')
-  with RunFolder(run) as folder:
-    folder.start(_SETTINGS, from_scratch=True)
-  assert not (run / 'checkpoints').exists()
-  assert (run / 'notes.txt').read_text() == 'mine'
-  aside = run / 'before-1'
-  assert (aside / 'checkpoints' / '3' / 'state').read_bytes() == b'state'
-  assert {x.name for x in aside.iterdir()} == {
-    'checkpoints', 'config.json', 'metrics.jsonl',
-  }  # fmt: skip
-
-
 def test_what_is_not_there_is_named(run: Path, tiny: Config):
   for action in (
     lambda: evaluate(run, tiny.data),

@@ -60,25 +60,6 @@ def test_saved_weights_give_the_reported_loss(finished: Config):
   assert evaluation.loss == pytest.approx(reported, abs=1e-5)
 
 
-def test_a_finished_run_is_reported_and_not_repeated(finished, capsys):
-  before = (finished.out_dir / 'metrics.jsonl').read_bytes()
-  main(as_flags(finished))
-  out = capsys.readouterr().out
-  assert 'has been done' in out
-  assert 'unigram entropy' in out
-  assert (finished.out_dir / 'sample.txt').read_text().strip() in out
-  assert (finished.out_dir / 'metrics.jsonl').read_bytes() == before
-
-
-def test_default_folders_differ_by_settings(tiny: Config):
-  one, same, other = (
-    default_folder(tiny, {'config': identity(config)}).name
-    for config in (tiny, tiny, dataclasses.replace(tiny, seed=1))
-  )
-  assert one == same != other
-  assert one.startswith('demo-merit-')
-
-
 def test_a_run_of_an_optimizer_with_a_former_name_is_found(
   tmp_path, monkeypatch
 ):
@@ -90,6 +71,9 @@ def test_a_run_of_an_optimizer_with_a_former_name_is_found(
   former = found.with_name(found.name.replace('hyperball', 'kept'))
   former.mkdir(parents=True)
   assert default_folder(config, settings) == former
+  other = identity(dataclasses.replace(config, seed=1))
+  others = default_folder(config, {'config': other})
+  assert others.name not in (found.name, former.name)
 
 
 @pytest.mark.slow

@@ -79,9 +79,12 @@ def emulated_slice(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures('emulated_slice')
-def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
+@pytest.mark.parametrize(
+  'flags', [(), ('--architecture', 'llama', '--untied-head', 'True')]
+)
+def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys, flags):
   out = tmp_path / 'plan.json'
-  plan.main([*_TINY, '--mesh', 'fsdp=2', '--out', str(out)])
+  plan.main([*_TINY, '--mesh', 'fsdp=2', '--out', str(out), *flags])
   results = json.loads(out.read_text())
   assert (results['batch_size'], results['micro_batch_size']) == (16, 8)
   assert results['model_flops'] == 2 * results['flops']

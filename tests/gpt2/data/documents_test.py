@@ -93,9 +93,9 @@ def test_compressed_and_encoded_files_are_read_alike(tmp_path: Path):
   files = {
     '0.jsonl.gz': gzip.compress(contents[0]),
     '1.jsonl.zst': zstd.compress(contents[1]),
-    '2.jsonlines': contents[2].decode().encode('utf-16-le'),
+    '2.JSONLINES': contents[2].decode().encode('utf-16-le'),
     # Two files with marks, one after the other.
-    '3.json': mark + contents[3] + mark + contents[4],
+    '3.ndjson': mark + contents[3] + mark + contents[4],
     '.env': b'secret',
   }
   for name, content in files.items():

@@ -17,7 +17,6 @@ from examples.gpt2.data.files import (
   OtherFormatError,
   as_utf8,
   find_files,
-  kind,
   open_unpacked,
   zstd,
 )
@@ -175,14 +174,6 @@ def test_an_error_of_a_store_is_not_taken_for_damage(suffix: str, error):
   with pytest.raises(OSError) as caught, open_unpacked(path) as stream:
     stream.read()
   assert caught.value is error
-
-
-def test_kinds_are_known_by_name():
-  for name in ('a.JSONL', 'a.jsonlines.gz', 'a.json.ZST', 'a.ndjson'):
-    assert kind(Path(name)) == 'JSON lines'
-  for name in ('jsonl', 'a.gz', 'a.py'):
-    assert kind(Path(name)) == 'text'
-  assert kind(Path('a.parquet')) == 'Parquet'
 
 
 def test_what_describes_parquet_files_is_left_out(tmp_path: Path):

@@ -32,24 +32,6 @@ def test_a_permutation_has_each_place_once(size: int, key: tuple[int, int]):
   )
 
 
-def test_permutations_are_as_random_ones():
-  size, count = 1000, 400
-  found = np.array([permute(np.arange(size), size, (i,)) for i in range(count)])
-  # Of random permutations: one fixed point each, and no correlation.
-  assert abs((found == np.arange(size)).sum(1).mean() - 1) < 0.2
-  ordered = np.arange(size) - (size - 1) / 2
-  centred = found - (size - 1) / 2
-  variance = (size**2 - 1) / 12
-  correlation = centred @ ordered / size / variance
-  assert abs(correlation.mean()) < 4 / np.sqrt(size * count)
-  assert correlation.std() == pytest.approx(size**-0.5, rel=0.2)
-  neighbours = (centred[:, 1:] * centred[:, :-1]).mean(1) / variance
-  assert abs(neighbours.mean()) < 4 / np.sqrt(size * count)
-  # Each place is as likely at the start.
-  quarters = np.bincount(found[:, 0] * 4 // size, minlength=4)
-  assert quarters.min() > count / 4 * 0.6
-
-
 def test_a_large_permutation_needs_no_memory():
   size = 10**12
   found = permute(np.arange(size - 1000, size), size, (3,))

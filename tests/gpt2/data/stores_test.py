@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.gpt2 import prepare as prepare_module
 from examples.gpt2.config import Config
 from examples.gpt2.data import (
   shards,
@@ -17,7 +18,8 @@ from examples.gpt2.data import (
 from examples.gpt2.data.tokenizer import Encoder, train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.prepare import PrepareConfig, prepare
-from examples.gpt2.storage import as_path, file_system, make_folder, write_whole
+from examples.gpt2.storage import as_path, make_folder, write_whole
+from tests.gpt2.runs import contents
 
 _TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(200)]
 
@@ -30,17 +32,6 @@ def _write_text(folder: Path) -> Path:
     lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts)
     write_whole(folder / f'{i}.jsonl', lines.encode())
   return folder
-
-
-def _contents(folder: Path) -> dict[str, bytes]:
-  """Returns the files of a folder, less those that tell of a claim to it."""
-  names = file_system(folder).find(os.fspath(folder))
-  root = os.fspath(folder).rpartition('://')[2]
-  return {
-    name.rpartition(root)[2]: file_system(folder).cat_file(name)
-    for name in names
-    if not Path(name).name.startswith('.')
-  }
 
 
 def test_tokens_are_made_and_read_in_a_store(
@@ -58,20 +49,28 @@ def test_tokens_are_made_and_read_in_a_store(
 
   encode, texts = Encoder.documents, []
 
-  def stop(self, group):
+  def count(self, group):
     texts.extend(group)
+    return encode(self, group)
+
+  def stop(self, group):
     if len(texts) > 150:
       raise KeyboardInterrupt
-    return encode(self, group)
+    return count(self, group)
 
   with monkeypatch.context() as patch:
     patch.setattr(Encoder, 'documents', stop)
     with pytest.raises(KeyboardInterrupt):
       prepare(remote)
-  assert (remote.out_dir / 'progress.json').exists()
-  prepare(remote)
-  assert _contents(remote.out_dir) == _contents(local.out_dir)
-  assert len(_contents(local.out_dir)) > 12
+    assert (remote.out_dir / 'progress.json').exists()
+    patch.setattr(Encoder, 'documents', count)
+    patch.setattr(prepare_module, 'train_tokenizer', None)
+    before = len(texts)
+    prepare(remote)
+  # What was done is not done again.
+  assert len(texts) - before < len(_TEXTS)
+  assert contents(remote.out_dir) == contents(local.out_dir)
+  assert len(contents(local.out_dir)) > 12
 
   config = dataclasses.replace(tiny, data=os.fspath(remote.out_dir))
   with monkeypatch.context() as patch:

@@ -10,50 +10,13 @@ import pytest
 
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model import attention, splash
-from examples.gpt2.model.attention import (
-  causal_attention,
-  measured_attention,
-  rotary_frequencies,
-  rotate,
-)
+from examples.gpt2.model.attention import causal_attention, measured_attention
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import as_module, shapes
 
 
-def _config(**settings: object) -> ModelConfig:
-  sizes = dict(vocab_size=64, context_length=16, num_layers=1, mlp_width=32)
-  return ModelConfig(**sizes | {'architecture': 'llama'} | settings)
-
-
 def _normal(seed: int, *shape: int) -> np.ndarray:
   return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-@pytest.mark.parametrize('theta', [10_000.0, 500_000.0])
-def test_rotary_angles_are_those_of_roformer(theta: float):
-  x = _normal(0, 1, 4, 1, 6)
-  config = _config(num_heads=1, width=6, rope_theta=theta)
-  frequencies = rotary_frequencies(config)
-  pairs = x[..., :3] + 1j * x[..., 3:]
-  for position in range(4):
-    angles = position / theta ** (np.arange(3) / 3)
-    expected = pairs[0, position, 0] * np.exp(1j * angles)
-    found = rotate(jnp.asarray(x), jnp.arange(4), frequencies)[0, position, 0]
-    np.testing.assert_allclose(found[:3], expected.real, atol=1e-5)
-    np.testing.assert_allclose(found[3:], expected.imag, atol=1e-5)
-
-
-@pytest.mark.parametrize('groups', [6, 3, 1])
-def test_attention_is_a_causal_softmax(groups: int):
-  q, (k, v) = _normal(0, 2, 5, 6, 4), _normal(1, 2, 2, 5, groups, 4)
-  found, seen = causal_attention(*map(jnp.asarray, (q, k, v)))
-  assert seen is None
-  for b, h, t in np.ndindex(2, 6, 5):
-    group = h * groups // 6
-    logits = k[b, : t + 1, group] @ q[b, t, h] / 2
-    p = np.exp(logits - logits.max())
-    expected = p / p.sum() @ v[b, : t + 1, group]
-    np.testing.assert_allclose(found[b, t, h], expected, rtol=1e-4, atol=1e-5)
 
 
 # On TPU and GPU the logits are computed beside the kernel that attends.
@@ -120,9 +83,7 @@ def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, heads, monkeypatch):
 @pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
 @pytest.mark.parametrize('qk_norm', [False, True])
 def test_qk_norm_bounds_the_logits(architecture: str, qk_norm: bool):
-  config = _config(
-    num_heads=2, width=16, architecture=architecture, qk_norm=qk_norm
-  )
+  config = ModelConfig(64, 16, 1, 2, 16, 32, architecture, qk_norm=qk_norm)
   params = jax.tree.map(lambda x: _normal(x.size, *x.shape), shapes(config))
   attention = params['blocks']['attention']
   attention['qkv']['kernel'] *= 1000

@@ -12,11 +12,7 @@ import safetensors.numpy
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.devices.sharding import (
-  by_path,
-  make_mesh,
-  parameter_shardings,
-)
+from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import Transformer
@@ -50,26 +46,6 @@ def _change_settings(folder: Path, name: str, value: object = None):
   if value is None:
     del entries[last]
   path.write_text(json.dumps(settings))
-
-
-def test_a_model_comes_back_as_it_was_saved(tmp_path: Path, params: nnx.State):
-  tokenizer = train_tokenizer(['some text, some more text'], 270)
-  save_model(tmp_path / 'a' / 'b', Model(_CONFIG, 300, params, tokenizer))
-  model = load_model(tmp_path / 'a' / 'b')
-  assert (model.config, model.num_tokens) == (_CONFIG, 300)
-  chex.assert_trees_all_equal(model.params, params)
-  assert model.tokenizer.to_str() == tokenizer.to_str()
-
-
-def test_arrays_may_have_any_memory_order(tmp_path: Path, params: nnx.State):
-  turned = jax.tree.map(np.asfortranarray, params)
-  assert not turned['head']['kernel'].flags.c_contiguous
-  save_model(tmp_path, Model(_CONFIG, 300, turned))
-  names = {'model.json', 'weights.safetensors'}
-  assert {p.name for p in tmp_path.iterdir()} == names
-  stored = safetensors.numpy.load_file(tmp_path / 'weights.safetensors')
-  chex.assert_trees_all_equal(stored, by_path(params))
-  assert stored['blocks.mlp.up.kernel'].shape == (2, 8, 16)
 
 
 def test_each_device_of_a_mesh_reads_its_part_alone(

@@ -363,15 +363,19 @@ def test_a_failed_save_does_not_end_the_run(tmp_path, name: tuple[Any, str]):
   assert _steps(tmp_path) == [1, 3]
 
 
-def test_the_third_failure_in_a_row_is_told_at_the_end_too(tmp_path: Path):
+@pytest.mark.parametrize(
+  'name', [(ocp.AsyncCheckpointer, 'save'), (os, 'rename')]
+)
+def test_the_third_failure_in_a_row_ends_the_run(tmp_path, name):
   with (
-    patch.object(os, 'rename', _fail),
+    patch.object(*name, _fail),
     pytest.warns(RuntimeWarning, match='step 3 is not saved'),
-    pytest.raises(checkpoints.UnsavedError, match='last 3 checkpoints'),
+    pytest.raises(checkpoints.UnsavedError, match='last 3 chec') as error,
     Checkpoints(tmp_path, max_to_keep=1) as saved,
   ):
     for step in (1, 2, 3):
-      assert saved.save(step, _state(step))
+      assert saved.save(step, _state(step)) == (name[0] is os)
+  assert error.value.status == 5
   assert not _steps(tmp_path)
 
 
@@ -487,7 +491,8 @@ def test_a_slow_store_keeps_no_step_waiting(stored: Path, proxy):
 
 
 _PROCESSES = """
-import functools, resource
+import functools
+from tests.gpt2.runs import largest_file
 from jax.experimental import multihost_utils
 jax.config.update('jax_num_cpu_devices', 4)
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
@@ -541,18 +546,15 @@ with Checkpoints(folder, max_to_keep=3) as saved:
   assert not restore(saved)
 
   # A save that fails in one process fails in all, and the next one does not.
-  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
   long = ocp.AsyncCheckpointer
   checkpoints.ocp.AsyncCheckpointer = functools.partial(long, timeout_secs=5)
-  if me == 1:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, limits[1]))
-  with warnings.catch_warnings(record=True) as caught:
+  full = largest_file(5000) if me == 1 else contextlib.nullcontext()
+  with full, warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter('always')
     assert saved.save(5, value(5))
     saved.wait()
   assert 'step 5 is not saved' in str(caught[0].message), caught
   checkpoints.ocp.AsyncCheckpointer = long
-  resource.setrlimit(resource.RLIMIT_FSIZE, limits)
   assert saved.save(5, value(5))
 """
 

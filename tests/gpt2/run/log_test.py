@@ -178,19 +178,6 @@ def test_a_pause_lets_the_step_end_first(folder, make_log, clock, monkeypatch):
   assert folder.read_metrics()[0]['tokens_per_second'] == 128 / 8
 
 
-def test_a_resumed_run_goes_on_where_it_was(folder, make_log, capsys):
-  with make_log(done=6) as log:
-    log.finish_step({'val_loss': 1.0})
-    log.begin_step(7, _metrics(), {'max_attention_logit': [1.5, 2.5]}, 0.0)
-    log.finish_step({'val_loss': 1.0})
-  (line,) = folder.read_metrics()
-  assert (line['step'], line['tokens']) == (7, 7 * 128)
-  out, err = capsys.readouterr()
-  assert '7/10' in err
-  assert 'step 7: validation loss 1.0000' in out + err
-  assert 'max attention logit by layer 1.5 2.5' in out + err
-
-
 def test_tensorboard_gets_every_number(
   folder: RunFolder, make_log, monkeypatch
 ):

@@ -1,17 +1,12 @@
 from pathlib import Path
-import types
 
 import hypothesis
 from hypothesis import strategies as st
 import pytest
 
 from examples.gpt2.command import format_bytes, table
-from examples.gpt2.config import Config
-from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.presets import resolve
 from examples.gpt2.run import report
 from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.step import Trainer
 
 
 def _line(step: int, **more) -> dict:
@@ -43,31 +38,6 @@ def _after(folder: Path, lines: list[dict]) -> str:
       run.log(line)
     run.write_sample('And so it goes.')
     return report.after(run)
-
-
-def test_before_a_run_its_size_is_told(tmp_path: Path):
-  config = resolve(Config(num_layers=2, width=64, num_heads=2, steps=1500))
-  trainer = Trainer(config, 64, make_mesh('fsdp=4,tensor=2'))
-  tokens = types.SimpleNamespace(
-    source='a book',
-    num_bytes=1_234_567,
-    sha256='0123456789abcdef' * 4,
-    train=range(300_000),
-    validation=range(2_000),
-    vocab_size=64,
-    unigram_entropy=4.125,
-  )
-  text = report.before(config, tokens, trainer, RunFolder(tmp_path))
-  for part in (
-    f'{trainer.num_params:,} parameters, 2 layers of width 64',
-    '1,234,567 bytes, sha256 0123456789abcdef',
-    '300,000 to train on, 2,000 held out',
-    '1,500 of 64 x 128 = 8,192 tokens, 12,288,000 in all',
-    'merit, learning rate 0.01',
-    'data 1, fsdp 4, tensor 2',
-    str(tmp_path),
-  ):
-    assert part in text
 
 
 def test_after_a_run_its_results_are_told(tmp_path: Path):
