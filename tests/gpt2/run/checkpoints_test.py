@@ -491,7 +491,7 @@ def test_a_slow_store_keeps_no_step_waiting(stored: Path, proxy):
 
 
 _PROCESSES = """
-import functools
+import contextlib, functools
 from tests.gpt2.runs import largest_file
 from jax.experimental import multihost_utils
 jax.config.update('jax_num_cpu_devices', 4)
