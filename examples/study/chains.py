@@ -169,6 +169,7 @@ PARTS: dict[str, Callable[[RunConfig], optax.GradientTransformation]] = {
   'lmo column': _with_specs(merit_optax.scale_by_lmo, norm='column'),
   'decay': lambda x: optax.add_decayed_weights(x.weight_decay, decay_mask(x)),
   'rms': _with_specs(merit_optax.scale_by_shape, factor=size_of_adam),
+  'balance': lambda x: optax.chain(PARTS['lmo column'](x), optax.scale(0.2)),
   'spectral': _with_specs(merit_optax.scale_by_shape, factor=_spectral_size),
   'l2': _with_specs(_l2_ratio),
   'l2 calibrated': _with_specs(
@@ -185,11 +186,11 @@ PARTS: dict[str, Callable[[RunConfig], optax.GradientTransformation]] = {
 """Parts by name. Directions: ``adam`` (without bias correction), ``adam
 corrected``, ``muon``, ``muon momentum`` (not Nesterov's), ``lmo max``, ``lmo
 row`` and ``lmo column`` (of a ``momentum``); ``accelerate`` comes before one.
-Sizes: ``rms``, that of Adam's updates; ``spectral``, Scion's; ``l2``, the ratio
-of the matrix, calibrated as in OrScale-LM; in max-norms ``row``, the larger of
-matrix and row, and ``merit``, the largest of matrix, row and column; ``l2
-merit``, the same in l2 norms. Others: ``decay``, ``clip``, and those of
-``AFTER_RATE``."""
+Sizes: ``rms``, that of Adam's updates; ``balance``, that of each
+column; ``spectral``, Scion's; ``l2``, the ratio of the matrix, calibrated as in
+OrScale-LM; in max-norms ``row``, the larger of matrix and row, and ``merit``,
+the largest of matrix, row and column; ``l2 merit``, the same in l2 norms.
+Others: ``decay``, ``clip``, and those of ``AFTER_RATE``."""
 
 AFTER_RATE = ('trace', 'shrink', 'keep l2')
 """Parts after the learning rate: a momentum of steps, Scion's decay, and the

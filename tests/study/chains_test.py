@@ -99,6 +99,20 @@ def test_every_part_updates_everything(part: str, others: str):
     np.testing.assert_allclose(*kept, rtol=1e-5)
 
 
+def test_balanced_updates_have_one_size_for_each_output():
+  config, (params, gradients) = _config('muon', 0.05), _model()
+
+  def sizes(part: str, axes: int | None) -> np.ndarray:
+    optimizer = Chain(('muon', part), 'adam').make(config)
+    updates_LIO = _update(optimizer, params, gradients)['blocks']['mlp']['up']
+    return np.sqrt(np.mean(updates_LIO['kernel'] ** 2, axis=axes))
+
+  found_LO = sizes('balance', 1)
+  np.testing.assert_allclose(found_LO, found_LO[0, 0], rtol=1e-5)
+  assert np.ptp(sizes('rms', 1)) > 0.1 * found_LO[0, 0]
+  np.testing.assert_allclose(found_LO[0, 0], sizes('rms', None), rtol=0.2)
+
+
 def test_groups_of_parameters_have_rates_of_their_own():
   config, (params, gradients) = _config('muon', 0.05), _model()
 

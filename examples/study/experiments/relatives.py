@@ -24,12 +24,15 @@ warm-up, b1, initial weights and weight decay that suited each best, and one
 learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
 rest tuned. All others begin with what was best for one of these, and are tuned
 again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
-the decay, and settings of their own. So are Muon and Hyperball. Of the learning
-rates of what is tuned again the best is taken, even if the next larger one is
-unstable. What was tried has losses of one seed, what was chosen those of eight
-fresh ones."""
+the decay, and settings of their own. So are Muon, Hyperball and MERIT. With the
+rest tuned, MERIT is of hidden matrices alone, and Adam updates the others, at
+rates of their own for embeddings and for gains and biases, as AdamW does. Of
+the learning rates of what is tuned again the best is taken, even if the next
+larger one is unstable. What was tried has losses of one seed, what was chosen
+those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW = 'AdamW, rest tuned'
+_MERIT, _MERIT_REST = 'MERIT, tuned again', 'MERIT, rest tuned'
 _RELATIVES = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
@@ -37,6 +40,14 @@ _RELATIVES = {
     ADAMW.name,
     lambda case: case.with_optimizer(
       chain=Chain(('adam corrected', 'decay'), 'adam corrected', 0.66)
+    ),
+    RATES,
+  ),
+  _MERIT: Relative(MERIT.name),
+  _MERIT_REST: Relative(
+    MERIT.name,
+    lambda case: case.with_optimizer(
+      chain=Chain(('adam', 'decay', 'merit', 'clip'), 'adam', 0.66)
     ),
     RATES,
   ),
@@ -56,6 +67,10 @@ _PAIRS = (
   *((x, _MUON) for x in _RELATIVES if x != _MUON),
   (_ADAMW, ADAMW.name),
   (MERIT.name, _ADAMW),
+  (_MERIT, _ADAMW),
+  (_MERIT_REST, _ADAMW),
+  (_MERIT, MERIT.name),
+  (_MERIT_REST, _MERIT),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
 )

@@ -1,14 +1,12 @@
-"""What the rows of a matrix are worth: in Hyperball, and MERIT at its best."""
+"""What the rows and columns of a matrix are worth, in Muon and Hyperball."""
 
 from examples.study.analysis import tables as t
-from examples.study.chains import Chain
-from examples.study.optimizers import MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import Plan
 from examples.study.tuning.rest import (
   KEPT,
-  RATES,
+  RMS,
   Relative,
   at_batches,
   with_parts,
@@ -16,39 +14,33 @@ from examples.study.tuning.rest import (
 
 TITLE = 'Rows and columns'
 TEXT = """\
-Hyperball with its rows treated on their own: with Muon’s update of each output
-of a layer brought to the same size (balanced), with the max-norm ratio of row
-or matrix, the larger one, and with MERIT’s ratios. And MERIT of hidden matrices
-alone, beside an Adam with learning rates of its own for embeddings and for
-gains and biases. All begin with what was best for Hyperball with the rest
-tuned, or for MERIT with its decay tuned, and are tuned again: the learning
-rate, warm-up, b1, initial weights, the rate of embeddings, and the decay
-(Hyperball: none). Losses are those of eight fresh seeds."""
-_HYPERBALL = 'Hyperball, tuned again'
-_MERIT = 'MERIT, tuned again'
+Muon and Hyperball with the update of each output of a layer brought to the same
+size (balanced; with Muon to the RMS that its updates have). Hyperball with the
+max-norm ratio of row or matrix, the larger one, and with MERIT’s ratios. All
+begin with what was best for Muon or Hyperball with the rest tuned, and are
+tuned again: the learning rate, warm-up, b1, initial weights, the rate of
+embeddings, and the decay (Hyperball: none). What was tried has losses of one
+seed, what was chosen those of eight fresh ones."""
+_MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
+_BALANCED_MUON, _BALANCED = 'Muon, balanced', 'Hyperball, balanced'
 _RELATIVES = {
+  _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
-  'Hyperball, balanced': Relative(
-    KEPT, with_parts('muon', 'lmo column', 'l2', 'keep l2')
-  ),
+  _BALANCED_MUON: Relative(RMS, with_parts('muon', 'balance', 'decay')),
+  _BALANCED: Relative(KEPT, with_parts('muon', 'lmo column', 'l2', 'keep l2')),
   'Hyperball, ratios of rows': Relative(
     KEPT, with_parts('muon', 'row', 'l2', 'keep l2')
   ),
   'Hyperball, ratios of MERIT': Relative(
     KEPT, with_parts('muon', 'merit', 'l2', 'keep l2')
   ),
-  _MERIT: Relative(MERIT.name),
-  'MERIT, rest tuned': Relative(
-    MERIT.name,
-    lambda case: case.with_optimizer(
-      chain=Chain(('adam', 'decay', 'merit', 'clip'), 'adam', 0.66)
-    ),
-    RATES,
-  ),
 }
 _PAIRS = (
-  *((x, _HYPERBALL) for x in _RELATIVES if x != _HYPERBALL),
-  ('MERIT, rest tuned', _MERIT),
+  (_BALANCED_MUON, _MUON),
+  (_BALANCED, _HYPERBALL),
+  (_BALANCED, _BALANCED_MUON),
+  ('Hyperball, ratios of rows', _HYPERBALL),
+  ('Hyperball, ratios of MERIT', _HYPERBALL),
 )
 
 
