@@ -25,8 +25,9 @@ learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
 rest tuned. All others begin with what was best for one of these, and are tuned
 again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
 the decay, and settings of their own. So are Muon, Hyperball and MERIT. With the
-rest tuned, MERIT is of hidden matrices alone, and Adam updates the others, at
-rates of their own for embeddings and for gains and biases, as AdamW does. Of
+rest tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1
+0.9) updates the others, at rates of their own for embeddings and for gains and
+biases. Of
 the learning rates of what is tuned again the best is taken, even if the next
 larger one is unstable. What was tried has losses of one seed, what was chosen
 those of eight fresh ones."""
@@ -69,7 +70,6 @@ _PAIRS = (
   (MERIT.name, _ADAMW),
   (_MERIT, _ADAMW),
   (_MERIT_REST, _ADAMW),
-  (_MERIT, MERIT.name),
   (_MERIT_REST, _MERIT),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),

@@ -15,12 +15,12 @@ from examples.study.tuning.rest import (
 TITLE = 'Rows and columns'
 TEXT = """\
 Muon and Hyperball with the update of each output of a layer brought to the same
-size (balanced; with Muon to the RMS that its updates have). Hyperball with the
-max-norm ratio of row or matrix, the larger one, and with MERIT’s ratios. All
-begin with what was best for Muon or Hyperball with the rest tuned, and are
-tuned again: the learning rate, warm-up, b1, initial weights, the rate of
-embeddings, and the decay (Hyperball: none). What was tried has losses of one
-seed, what was chosen those of eight fresh ones."""
+size (balanced; with Muon to an RMS of 0.2, about that of its updates).
+Hyperball with the max-norm ratio of row or matrix, the larger one, and with
+MERIT’s ratios. All begin with what was best for Muon or Hyperball with the rest
+tuned, and are tuned again: the learning rate, warm-up, b1, initial weights, the
+rate of embeddings, and the decay (Hyperball: none). What was tried has losses
+of one seed, what was chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _BALANCED_MUON, _BALANCED = 'Muon, balanced', 'Hyperball, balanced'
 _RELATIVES = {
