@@ -3,7 +3,7 @@
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Plan
+from examples.study.tuning import Plan, gather
 from examples.study.tuning.rest import (
   KEPT,
   RMS,
@@ -16,18 +16,21 @@ TITLE = 'Rows and columns'
 TEXT = """\
 Muon and Hyperball with the update of each output of a layer brought to the same
 size (balanced; with Muon to an RMS of 0.2, about that of its updates).
-Hyperball with the max-norm ratio of row or matrix, the larger one, and with
-MERIT’s ratios. All begin with what was best for Muon or Hyperball with the rest
-tuned, and are tuned again: the learning rate, warm-up, b1, initial weights, the
-rate of embeddings, and the decay (Hyperball: none). What was tried has losses
-of one seed, what was chosen those of eight fresh ones."""
+At the largest batch also Hyperball with the max-norm ratio of row or matrix,
+the larger one, and with MERIT’s ratios. All begin with what was best for Muon
+or Hyperball with the rest tuned, and are tuned again: the learning rate,
+warm-up, b1, initial weights, the rate of embeddings, and the decay (Hyperball:
+none). What was tried has losses of one seed, what was chosen those of eight
+fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _BALANCED_MUON, _BALANCED = 'Muon, balanced', 'Hyperball, balanced'
-_RELATIVES = {
+_BOTH = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
   _BALANCED_MUON: Relative(RMS, with_parts('muon', 'balance', 'decay')),
   _BALANCED: Relative(KEPT, with_parts('muon', 'lmo column', 'l2', 'keep l2')),
+}
+_RATIOS = {
   'Hyperball, ratios of rows': Relative(
     KEPT, with_parts('muon', 'row', 'l2', 'keep l2')
   ),
@@ -45,9 +48,15 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the largest batch."""
-  tunings = {name: x.tune for name, x in _RELATIVES.items()}
-  return at_batches(scale, scale.few_batch_sizes[-1:], tunings)
+  """Plans what is balanced at two batches, ratios at the largest alone."""
+  *_, middle, largest = scale.few_batch_sizes
+  found = yield from gather(
+    {
+      size: at_batches(scale, [size], {k: x.tune for k, x in which.items()})
+      for size, which in ((largest, _BOTH | _RATIOS), (middle, _BOTH))
+    }
+  )
+  return found[middle] + found[largest]
 
 
 def tables(points: list[Point]) -> t.Tables:
