@@ -19,18 +19,17 @@ from examples.study.tuning.rest import (
 
 TITLE = 'Relatives'
 TEXT = """\
-Optimizers for large batches side by side. AdamW, LAMB and MERIT have the
-warm-up, b1, initial weights and weight decay that suited each best, and one
-learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
-rest tuned. All others begin with what was best for one of these, and are tuned
-again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
-the decay, and settings of their own. So are Muon, Hyperball and MERIT. With the
-rest tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1
-0.9) updates the others, at rates of their own for embeddings and for gains and
-biases. Of
-the learning rates of what is tuned again the best is taken, even if the next
-larger one is unstable. What was tried has losses of one seed, what was chosen
-those of eight fresh ones."""
+Optimizers for large batches side by side. AdamW, LAMB and MERIT have the warm-
+up, b1, initial weights and weight decay that suited each best, and one learning
+rate for all parameters; Muon and Hyperball, of hidden matrices, the rest tuned.
+All others begin with what was best for one of these, and are tuned again: the
+learning rate, warm-up, b1, initial weights, the rate of embeddings, the decay,
+and settings of their own. So are Muon, Hyperball and MERIT. With the rest
+tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1 0.9)
+updates the others, at rates of their own for embeddings and for gains and
+biases. Of the learning rates of what is tuned again the best is taken, even if
+the next larger one is unstable. What was tried has losses of one seed, what was
+chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW = 'AdamW, rest tuned'
 _MERIT, _MERIT_REST = 'MERIT, tuned again', 'MERIT, rest tuned'

@@ -15,16 +15,16 @@ from examples.study.tuning.rest import (
 TITLE = 'Rows and columns'
 TEXT = """\
 Muon and Hyperball with the update of each output of a layer brought to the same
-size (balanced; with Muon to an RMS of 0.2, about that of its updates).
-At the largest batch also Hyperball with the max-norm ratio of row or matrix,
-the larger one, and with MERIT’s ratios. All begin with what was best for Muon
-or Hyperball with the rest tuned, and are tuned again: the learning rate,
-warm-up, b1, initial weights, the rate of embeddings, and the decay (Hyperball:
-none). What was tried has losses of one seed, what was chosen those of eight
-fresh ones."""
+size (balanced; with Muon to an RMS of 0.2, about that of its updates). At the
+largest batch also Hyperball with the max-norm ratio of row or matrix, the
+larger one, and with MERIT’s ratios. All begin with what was best for Muon or
+Hyperball with the rest tuned, and are tuned again: the learning rate, warm-up,
+b1, initial weights, the rate of embeddings, and the decay (Hyperball: none).
+What was tried has losses of one seed, what was chosen those of eight fresh
+ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _BALANCED_MUON, _BALANCED = 'Muon, balanced', 'Hyperball, balanced'
-_BOTH = {
+_AT_BOTH = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
   _BALANCED_MUON: Relative(RMS, with_parts('muon', 'balance', 'decay')),
@@ -53,7 +53,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   found = yield from gather(
     {
       size: at_batches(scale, [size], {k: x.tune for k, x in which.items()})
-      for size, which in ((largest, _BOTH | _RATIOS), (middle, _BOTH))
+      for size, which in ((largest, _AT_BOTH | _RATIOS), (middle, _AT_BOTH))
     }
   )
   return found[middle] + found[largest]
