@@ -4,9 +4,9 @@ from examples.study.analysis import tables as t
 from examples.study.chains import Chain
 from examples.study.optimizers import ADAMW, LAMB, MERIT, PAPER
 from examples.study.points import Point
-from examples.study.scales import Scale
+from examples.study.scales import DECAY, Scale
 from examples.study.tuning import Plan
-from examples.study.tuning.coordinates import ChainField
+from examples.study.tuning.coordinates import ChainField, Coordinate
 from examples.study.tuning.rest import (
   KEPT,
   RATES,
@@ -19,20 +19,24 @@ from examples.study.tuning.rest import (
 
 TITLE = 'Relatives'
 TEXT = """\
-Optimizers for large batches side by side. AdamW, LAMB and MERIT have the warm-
-up, b1, initial weights and weight decay that suited each best, and one learning
-rate for all parameters; Muon and Hyperball, of hidden matrices, the rest tuned.
-All others begin with what was best for one of these, and are tuned again: the
-learning rate, warm-up, b1, initial weights, the rate of embeddings, the decay,
-and settings of their own. So are Muon, Hyperball and MERIT. With the rest
-tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1 0.9)
-updates the others, at rates of their own for embeddings and for gains and
+Optimizers for large batches side by side. AdamW, LAMB and MERIT have the
+warm-up, b1, initial weights and weight decay that suited each best, and one
+learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
+rest tuned. All others begin with what was best for one of these, and are tuned
+again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
+the decay, and settings of their own. So are Muon, Hyperball and MERIT. With the
+rest tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1
+0.9) updates the others, at rates of their own for embeddings and for gains and
 biases. Of the learning rates of what is tuned again the best is taken, even if
 the next larger one is unstable. What was tried has losses of one seed, what was
 chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW = 'AdamW, rest tuned'
 _MERIT, _MERIT_REST = 'MERIT, tuned again', 'MERIT, rest tuned'
+_MONA = tuple(
+  (f'accelerate {x}', 'muon', 'rms', 'decay') for x in (0.9, 0.975, 0.99)
+)
+_SMALL_DECAYS = Coordinate('weight_decay', (0.0, 1e-3, 3e-3, DECAY, 0.03, 0.1))
 _RELATIVES = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
@@ -51,8 +55,18 @@ _RELATIVES = {
     ),
     RATES,
   ),
+  # Its decay is added to gradients, which are clipped to a norm of 1. A
+  # momentum that sums steps makes them larger by 1 / (1 - b1).
+  'LARS': Relative(
+    LAMB.name, with_parts('decay', 'l2', 'trace'), {'decay': _SMALL_DECAYS}, 0.2
+  ),
   'OrScale-LM': Relative(
     RMS, with_parts('muon', 'rms', 'decay', 'l2 calibrated')
+  ),
+  'MONA': Relative(
+    RMS,
+    with_parts(*_MONA[1]),
+    {'acceleration': ChainField('parts', _MONA, form='{0[0]}')},
   ),
   # Square matrices of width 64 have an RMS of 1/8, Muon's one of 0.2.
   'Scion': Relative(
@@ -64,7 +78,7 @@ _RELATIVES = {
 }
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
-  *((x, _MUON) for x in _RELATIVES if x != _MUON),
+  *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
   (_ADAMW, ADAMW.name),
   (MERIT.name, _ADAMW),
   (_MERIT, _ADAMW),
@@ -72,6 +86,7 @@ _PAIRS = (
   (_MERIT_REST, _MERIT),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
+  ('LARS', LAMB.name),
 )
 
 
