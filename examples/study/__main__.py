@@ -124,6 +124,11 @@ def study(settings: Settings) -> None:
       f'--together {settings.together} needs one process and --jobs 1, got '
       f'{jax.process_count()} and {jobs}.'
     )
+  if settings.together > 1 and not scale.settings.get('micro_batch_size'):
+    raise UsageError(
+      f'--together {settings.together} needs --micro-batch-size at the scale '
+      f'{settings.scale}: estimates are for one run.'
+    )
   store = Store((settings.results or _RESULTS) / f'{settings.scale}.jsonl')
   if settings.plan_only:
     _print_cost(settings, scale, store)

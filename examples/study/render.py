@@ -2,14 +2,10 @@
 
 from typing import Any
 
-import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
-matplotlib.use('Agg')
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import LogLocator, NullLocator  # noqa: E402
-
-from examples.study.optimizers import ALL  # noqa: E402
+from examples.study.optimizers import ALL
 
 COLORS = dict(
   zip(
@@ -30,14 +26,9 @@ def markdown(rows: list[dict[str, str]]) -> str:
 
 def panels(rows: int, columns: int, **options: Any) -> tuple[Figure, Any]:
   """Returns a figure and its axes, shape (rows, columns)."""
-  return plt.subplots(
-    rows,
-    columns,
-    figsize=(0.6 + 3.4 * columns, 0.8 + 2.4 * rows),
-    squeeze=False,
-    layout='constrained',
-    **options,
-  )
+  size = 0.6 + 3.4 * columns, 0.8 + 2.4 * rows
+  figure = Figure(size, layout='constrained')
+  return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def label_decades(axis: Any) -> None:

@@ -67,6 +67,11 @@ def test_tokens_are_those_that_muon_needs():
   assert factors == pytest.approx([1.1] * 4, abs=0.011)
 
 
+def test_tokens_are_not_known_where_losses_do_not_fall_with_them():
+  (row,) = _run('tokens', lambda _: 2.0)['tokens']
+  assert row[''].startswith('not known')
+
+
 @pytest.mark.parametrize('steps', [None, 500])
 def test_schedules_fall_from_the_peak_after_the_warm_up_to_zero(steps):
   found = set()

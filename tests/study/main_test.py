@@ -30,6 +30,7 @@ def test_a_plan_is_counted_without_a_run(tmp_path, capsys):
   [
     ('--jobs 0 --results .', '--jobs must be at least 1, got 0'),
     ('--jobs 2 --mesh fsdp=2', '--jobs must be 1, got 2'),
+    ('--scale small --together 3', '--together 3 needs --micro-batch-size'),
     ('--jobs 2 --together 3', '--together 3 needs one process and --jobs 1'),
     ('--steps 3', '--results another folder'),
     ('--data x.txt', '--results another folder'),

@@ -31,15 +31,18 @@ def fit_power(rates: Iterable[tuple[float, float]]) -> tuple[float, float]:
   return float(np.exp(offset)), float(power)
 
 
-def steps_to(losses: Mapping[int, float], target: float) -> float:
+def steps_to(
+  losses: Mapping[int, float], target: float, reach: float = 2 * CLOSE
+) -> float:
   """Returns where the loss first falls to a target, by interpolation.
 
   It is infinite if that is nowhere, and 0 if the fewest steps are enough, but
-  for a target that is close to the loss there.
+  for a target that is within reach of the loss there.
 
   Args:
     losses: Final losses by the steps of the run.
     target: The loss.
+    reach: How far to extrapolate, nats.
   """
   steps = sorted(losses)
   for few, more in itertools.pairwise(steps):
@@ -50,12 +53,12 @@ def steps_to(losses: Mapping[int, float], target: float) -> float:
       return few * (more / few) ** share
   is_below = losses[steps[0]] <= target < math.inf
   end = steps[0] if is_below else steps[-1]
-  if math.isfinite(target) and abs(losses[end] - target) <= 2 * CLOSE:
-    return extrapolate(end, losses[end], target)
+  if math.isfinite(target) and abs(losses[end] - target) <= reach:
+    return _extrapolate(end, losses[end], target)
   return 0.0 if is_below else math.inf
 
 
-def extrapolate(steps: int, loss: float, target: float) -> float:
+def _extrapolate(steps: int, loss: float, target: float) -> float:
   """Returns the steps at the target, if the loss falls as first guessed."""
   change = (target - loss) / _SLOPE
   most = math.log(_MOST_CHANGE)

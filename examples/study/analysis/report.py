@@ -1,11 +1,11 @@
 """Writes RESULTS.md and its figures from stored points and trials."""
 
 import json
+import math
 from pathlib import Path
 import statistics
 from typing import Any
 
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from examples.gpt2.storage import write_whole
@@ -98,7 +98,7 @@ def _provenance(found: Found, records: list[dict[str, Any]]) -> str:
   used = {x.key for point in points for x in point.results}
   seconds = [x['seconds'] for x in records]
   sha256 = next(filter(None, (x['corpus_sha256'] for x in records)))
-  diverged = [x for x in records if x['loss'] is None]
+  diverged = [x for x in records if math.isinf(read_result(x).loss)]
   return (
     f'{len(records):,} trials are stored, of which {len(used):,} are in the '
     f'tables below, and {len(diverged)} diverged; '
@@ -109,7 +109,10 @@ def _provenance(found: Found, records: list[dict[str, Any]]) -> str:
 
 
 def write(folder: Path, name: str, found: Found, store: Store) -> list[Path]:
-  """Writes RESULTS.md and its figures, and returns the files written."""
+  """Writes RESULTS.md and its figures, and returns the files written.
+
+  Figures of experiments that are not complete are removed.
+  """
   drawn = {
     x: EXPERIMENTS[x].figure(points)
     for x, points in found.items()
@@ -119,12 +122,15 @@ def write(folder: Path, name: str, found: Found, store: Store) -> list[Path]:
     drawn['summary'] = _summary(found)
   path = folder / 'RESULTS.md'
   path.write_text(text(name, found, store))
-  (folder / 'figures').mkdir(exist_ok=True)
   saved = [path]
-  for figure_name, figure in drawn.items():
-    saved.append(folder / 'figures' / f'{figure_name}.png')
-    figure.savefig(saved[-1], dpi=100)
-    plt.close(figure)
+  for figure_name in (*EXPERIMENTS, 'summary'):
+    figure_path = folder / 'figures' / f'{figure_name}.png'
+    if figure_name in drawn:
+      figure_path.parent.mkdir(exist_ok=True)
+      drawn[figure_name].savefig(figure_path, dpi=100)
+      saved.append(figure_path)
+    else:
+      figure_path.unlink(missing_ok=True)
   return saved
 
 

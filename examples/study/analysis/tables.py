@@ -124,6 +124,8 @@ def pivot(
     row = found.setdefault(key, dict(zip(rows, key, strict=True)))
     for name, cell in (cells or {'loss': loss}).items():
       header = _column(columns, point[columns]) if columns else name
+      if header in row:
+        raise ValueError(f'Two points of {row}: name what tells them apart.')
       headers.append(header)
       row[header] = cell(point)
   return [
@@ -166,7 +168,12 @@ def compare(
     A table ``'differences'``, and ``'detectable differences'`` with those that
     80 % of such experiments would have detected.
   """
-  found = {(point['optimizer'], point[across]): point for point in points}
+  found: dict[tuple[str, Any], Point] = {}
+  for point in points:
+    cell = point['optimizer'], point[across]
+    if cell in found:
+      raise ValueError(f'Two points of {cell}: give them labels that differ.')
+    found[cell] = point
   columns = {y: _column(across, y) for _, y in found}
   rows, detectable = [], []
   for pair in pairs:

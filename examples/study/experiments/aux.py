@@ -35,7 +35,8 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans the rest of each size at the smallest, middle and largest batch."""
   tunings = dict.fromkeys(_BEFORE, _before)
   tunings |= dict.fromkeys((RMS, RATIO, KEPT), tune_rest)
-  return at_batches(scale, scale.few_batch_sizes, tunings)
+  sizes = scale.few_batch_sizes
+  return at_batches(scale, dict.fromkeys(sizes, tunings))
 
 
 def _before(scale: Scale, size: int, name: str) -> Plan[Improved]:

@@ -4,13 +4,7 @@ from examples.study.analysis import tables as t
 from examples.study.optimizers import ALL, COMPARED, STACKED_LAMB, Optimizer
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import (
-  Case,
-  Plan,
-  find_rates,
-  gather,
-  gather_lists,
-)
+from examples.study.tuning import Case, Plan, find_rates, gather, gather_lists
 
 TITLE = 'Loss against batch size'
 TEXT = """\

@@ -10,13 +10,7 @@ from examples.study.optimizers import COMPARED, MERIT, WITH_RATIOS, Optimizer
 from examples.study.points import Point, Tuned
 from examples.study.render import COLORS, label_decades, panels
 from examples.study.scales import Scale
-from examples.study.tuning import (
-  Case,
-  Plan,
-  find_rates,
-  gather,
-  gather_lists,
-)
+from examples.study.tuning import Case, Plan, find_rates, gather, gather_lists
 
 TITLE = 'Learning rates'
 TEXT = """\

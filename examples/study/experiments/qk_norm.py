@@ -48,7 +48,8 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans both at the middle and the largest batch."""
   tunings = {RMS: _before, KEPT: _before}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  return at_batches(scale, scale.few_batch_sizes[-2:], tunings)
+  sizes = scale.few_batch_sizes[-2:]
+  return at_batches(scale, dict.fromkeys(sizes, tunings))
 
 
 def _before(scale: Scale, size: int, name: str) -> Plan[Improved]:

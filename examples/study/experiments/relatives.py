@@ -94,7 +94,8 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all at the largest batch."""
   tunings = {x.name: tune_rest for x in PAPER}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  return at_batches(scale, scale.few_batch_sizes[-1:], tunings)
+  sizes = scale.few_batch_sizes[-1:]
+  return at_batches(scale, dict.fromkeys(sizes, tunings))
 
 
 def tables(points: list[Point]) -> t.Tables:

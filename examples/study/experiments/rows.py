@@ -3,7 +3,7 @@
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Plan, gather
+from examples.study.tuning import Plan
 from examples.study.tuning.rest import (
   KEPT,
   RMS,
@@ -50,13 +50,9 @@ _PAIRS = (
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans what is balanced at two batches, ratios at the largest alone."""
   *_, middle, largest = scale.few_batch_sizes
-  found = yield from gather(
-    {
-      size: at_batches(scale, [size], {k: x.tune for k, x in which.items()})
-      for size, which in ((largest, _AT_BOTH | _RATIOS), (middle, _AT_BOTH))
-    }
-  )
-  return found[middle] + found[largest]
+  at_both = {name: x.tune for name, x in _AT_BOTH.items()}
+  ratios = {name: x.tune for name, x in _RATIOS.items()}
+  return at_batches(scale, {middle: at_both, largest: at_both | ratios})
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -46,13 +46,19 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the largest batch."""
+  """Plans all at the largest batch, what gained there at the middle one too."""
+  *_, middle, largest = scale.few_batch_sizes
   tunings = {
     f'{x}, {y}': functools.partial(_tune, x, y)
     for x in _OPTIMIZERS
     for y in _SCHEDULES
   }
-  return at_batches(scale, scale.few_batch_sizes[-1:], tunings)
+  gained = {
+    f'{x}, {y}': tunings[f'{x}, {y}']
+    for x in (RMS, KEPT)
+    for y in (_COSINE, 'linear', 'WSD')
+  }
+  return at_batches(scale, {middle: gained, largest: tunings})
 
 
 def _tune(

@@ -6,7 +6,6 @@ import statistics
 from examples.study.analysis import tables as t
 from examples.study.analysis.lengths import (
   CLOSE,
-  extrapolate,
   fit_power,
   known_mean,
   steps_by_seed,
@@ -119,12 +118,8 @@ def _next_steps(
     or min(abs(x - target) for x in means.values()) <= CLOSE
   ):
     return None
-  steps = steps_to(means, target)
-  if math.isinf(steps):
-    steps = extrapolate(max(means), means[max(means)], target)
-  elif not steps:
-    steps = extrapolate(min(means), means[min(means)], target)
-  steps = round(min(max(steps, _SHORTEST * full), _LONGEST * full))
+  found = steps_to(means, target, reach=math.inf)
+  steps = round(min(max(found, _SHORTEST * full), _LONGEST * full))
   return None if steps in means else steps
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -74,6 +75,9 @@ def tables(points: list[Point]) -> t.Tables:
 def _tokens(points: list[Point]) -> t.Rows:
   """Returns Muon's tokens over those of Hyperball for the same loss."""
   muon, hyperball = (t.select(points, optimizer=x) for x in (RMS, KEPT))
+  losses = [x.mean for x in hyperball]
+  if not all(math.inf > x > y for x, y in itertools.pairwise(losses)):
+    return [{'': 'not known: losses do not fall with the tokens'}]
   steps = _steps_by_loss(hyperball)
   row = {'': f'{RMS} over {KEPT}'}
   for first, second in zip(muon, hyperball, strict=True):

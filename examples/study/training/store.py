@@ -4,10 +4,8 @@ from collections.abc import Iterator
 import contextlib
 import fcntl
 import json
-import os
 from pathlib import Path
 from typing import Any
-import warnings
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.devices import processes
@@ -45,7 +43,7 @@ class Store:
 
   @contextlib.contextmanager
   def locked(self) -> Iterator[None]:
-    """Keeps other studies from the file; sorts it at the start and at the end.
+    """Keeps other studies from the file.
 
     Raises:
       UsageError: If another study is using the file, or a line is damaged.
@@ -77,7 +75,7 @@ class Store:
     Raises:
       OSError: If the file cannot be written.
     """
-    record = processes.on_process_0(_append, self.path, record)
+    record = processes.on_process_0(_add, self.path, self.records, record)
     self.records[record['key']] = record
 
   def check_text(self, sha256: str) -> None:
@@ -99,22 +97,16 @@ class Store:
 
 
 def _read(path: Path) -> dict[str, dict[str, Any]]:
-  """Returns the records by key, without one that was not written to its end."""
+  """Returns the records by key."""
   if not path.is_file():
     return {}
-  *lines, last = path.read_text(errors='replace').split('\n')
-  if last and _parse(last) is None:
-    warnings.warn(
-      f'{path}: the last line is incomplete, as a killed study leaves it. It '
-      'is left out, and its trial will be repeated.',
-      # The same for all callers, so that it is shown once.
-      stacklevel=1,
-    )
-  elif last:
-    lines.append(last)
   records: dict[str, dict[str, Any]] = {}
+  lines = path.read_text(errors='replace').splitlines()
   for number, line in enumerate(lines, 1):
-    record = _parse(line)
+    try:
+      record = json.loads(line)
+    except ValueError:
+      record = None
     if not isinstance(record, dict) or not record.keys() >= _NEEDED:
       raise UsageError(
         f'{path}, line {number}: damaged, or not the record of a trial. '
@@ -129,25 +121,18 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
   return records
 
 
-def _parse(line: str) -> Any:
-  """Returns the value of a line of JSON, None if it is damaged."""
-  try:
-    return json.loads(line)
-  except ValueError:
-    return None
-
-
 def _line(record: dict[str, Any]) -> bytes:
   text = json.dumps(record, separators=(',', ':'), allow_nan=False)
   return f'{text}\n'.encode()
 
 
-def _append(path: Path, record: dict[str, Any]) -> dict[str, Any]:
+def _add(
+  path: Path, records: dict[str, dict[str, Any]], record: dict[str, Any]
+) -> dict[str, Any]:
+  """Writes the file anew, in order, so that a diff shows what is new."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  with path.open('ab') as file:
-    file.write(_line(record))
-    file.flush()
-    os.fsync(file.fileno())
+  lines = sorted([*records.values(), record], key=_rank)
+  write_whole(path, b''.join(map(_line, lines)))
   return record
 
 
@@ -162,19 +147,7 @@ def _locked(path: Path) -> Iterator[None]:
         f'{path} is in use by another study: wait for it, or give --results '
         'another folder.'
       ) from error
-    _sort(path)
-    try:
-      yield
-    finally:
-      _sort(path)
-
-
-def _sort(path: Path) -> None:
-  """Puts the lines of a file in order, so that a diff shows what is new."""
-  records = sorted(_read(path).values(), key=_rank)
-  content = b''.join(map(_line, records))
-  if path.is_file() and path.read_bytes() != content:
-    write_whole(path, content)
+    yield
 
 
 def _rank(record: dict[str, Any]) -> tuple[Any, ...]:

@@ -22,6 +22,8 @@ from examples.study.training.train import train
 from examples.study.trial import Result, Trial
 from examples.study.tuning.plans import Independent
 
+_SHOWN = 'steps', 'warmup_share', 'b1', 'init_std', 'weight_decay', 'schedule'
+
 
 class TrialsFailedError(CommandError):
   """Trials ended with an error; the message names one, and its log."""
@@ -162,10 +164,12 @@ def _train_with_log(trial: Trial, work: Path) -> dict[str, Any]:
 
 def _summary(record: dict[str, Any]) -> str:
   loss = 'diverged' if record['loss'] is None else f'{record["loss"]:.4f}'
+  config = record['config']
+  settings = ' '.join(f'{x} {config[x]}' for x in _SHOWN if x in config)
   return (
     f'{record["key"]}  {record["arm"] or record["optimizer"]:13} batch '
     f'{record["batch_size"]:5} learning rate {record["learning_rate"]:<8g} '
-    f'seed {record["seed"]}  {loss}  {record["seconds"]:.0f} s'
+    f'seed {record["seed"]}  {loss}  {record["seconds"]:.0f} s  {settings}'
   )
 
 

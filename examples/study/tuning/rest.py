@@ -4,7 +4,7 @@ First the decay and, with Muon's direction, what is beside hidden matrices;
 then, of these and of other optimizers that begin with their settings, all.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import dataclasses
 import math
 from typing import Any, TypeAlias
@@ -76,21 +76,24 @@ def decay_of(case: Case) -> Coordinates:
 
 
 def at_batches(
-  scale: Scale, sizes: Sequence[int], tunings: Mapping[str, Tuning]
+  scale: Scale, tunings: Mapping[int, Mapping[str, Tuning]]
 ) -> Plan[list[Point]]:
-  """Plans tunings at some batches, of which the last is asked for first.
+  """Plans tunings, by batch and name; the last batch is asked for first.
 
   Returns the points of each, as :meth:`Improved.evaluate` does.
   """
   found = yield from gather(
     {
       (size, name): _plan_points(tune(scale, size, name))
-      for size in reversed(sizes)
-      for name, tune in tunings.items()
+      for size in reversed(tunings)
+      for name, tune in tunings[size].items()
     }
   )
   return [
-    point for size in sizes for name in tunings for point in found[size, name]
+    point
+    for size in tunings
+    for name in tunings[size]
+    for point in found[size, name]
   ]
 
 
@@ -112,8 +115,10 @@ def tune_rest(scale: Scale, size: int, name: str) -> Plan[Improved]:
   case = start.case.with_optimizer(name=name)
   coordinates: Coordinates = {}
   if name in _PARTS:
-    chain = Chain(_PARTS[name], 'adam', HYPERBALL.chain.others_rate)
-    case = case.with_optimizer(chain=chain)
+    settings = dict(case.optimizer.settings)
+    others_rate = settings.pop('adam_rate', HYPERBALL.chain.others_rate)
+    chain = Chain(_PARTS[name], 'adam', others_rate)
+    case = case.with_optimizer(chain=chain, settings=settings)
     coordinates = {**_ADAM, **RATES}
   coordinates = {**coordinates, **decay_of(case)}
   return (yield from improve_all(case, start.tuned.learning_rate, coordinates))
@@ -122,6 +127,10 @@ def tune_rest(scale: Scale, size: int, name: str) -> Plan[Improved]:
 @dataclasses.dataclass(frozen=True)
 class Relative:
   """An optimizer that begins with what was best for another, and tunes again.
+
+  What it has of its own, then warm-up, b1, initial weights, the rate of
+  embeddings and the decay. Of learning rates the best one is taken, even if the
+  next larger one is much worse: fresh seeds tell what it is worth.
 
   Attributes:
     start: Name of that one, as :func:`tune_rest` takes it.
@@ -139,33 +148,17 @@ class Relative:
     """Plans to tune it at a batch, called by a name."""
     start = (yield from tune_rest(scale, size, self.start)).best
     case = self.change(start.case.with_optimizer(name=name))
+    case = dataclasses.replace(case, margin=math.inf)
+    chain = case.optimizer.chain
+    has_others = chain is not None and chain.others
+    embeddings = {'embeddings': RATES['embeddings']} if has_others else {}
+    coordinates = {**_AGAIN, **embeddings, **decay_of(case)}
+    # Its own come first, and with its own values.
+    coordinates = {**self.own, **coordinates, **self.own}
     rate = self.rate * start.tuned.learning_rate
-    return (yield from tune_again(case, rate, self.own))
+    return (yield from improve_all(case, rate, coordinates))
 
 
 def with_parts(*parts: str, **changes: Any) -> Callable[[Case], Case]:
   """Returns the change to a chain of other parts."""
   return lambda case: case.with_chain(parts=parts, **changes)
-
-
-def tune_again(
-  case: Case, learning_rate: float, own: Coordinates
-) -> Plan[Improved]:
-  """Plans to tune what begins with the settings of another.
-
-  What it has of its own, then warm-up, b1, initial weights, the rate of
-  embeddings and the decay. Of learning rates the best one is taken, even if the
-  next larger one is much worse: fresh seeds tell what it is worth.
-
-  Args:
-    case: What is tuned.
-    learning_rate: First guess of its learning rate.
-    own: Further settings, or other values of those of all.
-  """
-  chain = case.optimizer.chain
-  embeddings = (
-    {'embeddings': RATES['embeddings']} if chain and chain.others else {}
-  )
-  coordinates = {**own, **_AGAIN, **embeddings, **decay_of(case), **own}
-  case = dataclasses.replace(case, margin=math.inf)
-  return improve_all(case, learning_rate, coordinates)

@@ -9,11 +9,7 @@ import dataclasses
 from typing import TypeAlias
 
 from examples.gpt2.presets import OPTIMIZERS
-from examples.study.optimizers import (
-  ALL,
-  HYPERBALL,
-  WITH_RATIOS,
-)
+from examples.study.optimizers import ALL, HYPERBALL, WITH_RATIOS
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import coordinates

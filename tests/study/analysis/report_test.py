@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples.study import scales
-from examples.study.analysis import report
+from examples.study.analysis import report, tables
 from examples.study.analysis.lengths import steps_to
 from examples.study.analysis.logits import costs, peak
 from examples.study.archive import cells
@@ -100,12 +100,12 @@ def _quoted(page: str):
 
 @pytest.mark.parametrize(('page', 'count'), _PAGES.items())
 def test_pages_say_what_the_tables_say(nano, page, count):
-  tables, quoted = _tables(nano), list(_quoted(page))
+  stored, quoted = _tables(nano), list(_quoted(page))
   assert len(quoted) == count
   for name, rows in quoted:
-    assert name in tables, name
+    assert name in stored, name
     for row in rows:
-      _assert_quoted(row, tables[name])
+      _assert_quoted(row, stored[name])
 
 
 def _assert_quoted(row: dict[str, str], table: list[dict[str, str]]) -> None:
@@ -143,6 +143,20 @@ def _point(factor, *losses, logits=(1.0,)):
   seen = {'max_attention_logit': [[x] for x in logits]}
   results = [Result('', 0.1, i, 9, x, seen) for i, x in enumerate(losses)]
   return Point({'optimizer': 'x', 'factor': factor}, None, tuple(results))
+
+
+@pytest.mark.parametrize(
+  'table',
+  [
+    lambda points: tables.compare(points, [('x', 'y')], 'factor'),
+    lambda points: tables.pivot(points, ['optimizer'], 'factor'),
+    lambda points: tables.pivot(points, ['factor']),
+  ],
+)
+def test_two_points_of_one_cell_are_an_error(table):
+  table([_point(1, 2.0), _point(2, 3.0)])
+  with pytest.raises(ValueError, match='Two points of'):
+    table([_point(1, 2.0), _point(1, 3.0)])
 
 
 def test_costs_are_those_over_the_rate_chosen():

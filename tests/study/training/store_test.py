@@ -81,29 +81,6 @@ def test_a_new_run_adds_one_line_whatever_came_before(runs):
   assert begins == sorted(begins)
 
 
-@pytest.mark.parametrize('share', [0.0, 0.5, 1.0])
-def test_a_torn_last_line_is_dropped_and_its_run_repeated(path, share):
-  lines = path.read_bytes().splitlines(keepends=True)
-  # Without the last bracket at most.
-  cut = max(1, round(share * (len(lines[-1]) - 2)))
-  path.write_bytes(b''.join([*lines[:-1], lines[-1][:cut]]))
-  with pytest.warns(UserWarning, match=f'{path}: the last line is incomplete'):
-    store = Store(path)
-    (lost,) = [run for run in _RUNS if store.result(run) is None]
-    with store.locked():
-      assert path.read_bytes() == b''.join(lines[:-1])
-      store.add(_record(lost))
-  assert path.read_bytes() == b''.join(lines)
-
-
-def test_a_last_line_without_its_end_of_line_is_kept(path):
-  content = path.read_bytes()
-  path.write_bytes(content[:-1])
-  with Store(path).locked():
-    pass
-  assert path.read_bytes() == content
-
-
 @pytest.mark.parametrize('line', ['{', '[]', '{}', '', 'the first'])
 def test_a_damaged_line_and_a_second_record_of_a_run_are_named(path, line):
   lines = path.read_text().splitlines()
