@@ -1,14 +1,19 @@
 """What the rows and columns of a matrix are worth, in Muon and Hyperball."""
 
+import functools
+
 from examples.study.analysis import tables as t
 from examples.study.points import Point
 from examples.study.scales import Scale
 from examples.study.tuning import Plan
+from examples.study.tuning.coordinates import Improved, improve_all
 from examples.study.tuning.rest import (
   KEPT,
   RMS,
   Relative,
+  Tuning,
   at_batches,
+  decay_of,
   with_parts,
 )
 
@@ -19,9 +24,16 @@ size (balanced; with Muon to an RMS of 0.2, about that of its updates). At the
 largest batch also Hyperball with the max-norm ratio of row or matrix, the
 larger one, and with MERIT’s ratios. All begin with what was best for Muon or
 Hyperball with the rest tuned, and are tuned again: the learning rate, warm-up,
-b1, initial weights, the rate of embeddings, and the decay (Hyperball: none).
-What was tried has losses of one seed, what was chosen those of eight fresh
-ones."""
+b1, initial weights, the rate of embeddings, and the decay (Hyperball: none);
+with a linear decay to zero instead of the cosine, the learning rate and the
+decay of weights once more. What was tried has losses of one seed, what was
+chosen those of eight fresh ones."""
+
+
+def _linear(name: str) -> str:
+  return f'{name}, linear'
+
+
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _BALANCED_MUON, _BALANCED = 'Muon, balanced', 'Hyperball, balanced'
 _AT_BOTH = {
@@ -42,6 +54,9 @@ _PAIRS = (
   (_BALANCED_MUON, _MUON),
   (_BALANCED, _HYPERBALL),
   (_BALANCED, _BALANCED_MUON),
+  *((_linear(x), x) for x in _AT_BOTH),
+  (_linear(_BALANCED_MUON), _linear(_MUON)),
+  (_linear(_BALANCED), _linear(_HYPERBALL)),
   ('Hyperball, ratios of rows', _HYPERBALL),
   ('Hyperball, ratios of MERIT', _HYPERBALL),
 )
@@ -50,9 +65,25 @@ _PAIRS = (
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans what is balanced at two batches, ratios at the largest alone."""
   *_, middle, largest = scale.few_batch_sizes
-  at_both = {name: x.tune for name, x in _AT_BOTH.items()}
+  at_both: dict[str, Tuning] = {name: x.tune for name, x in _AT_BOTH.items()}
+  linear = {
+    _linear(name): functools.partial(_tune_linear, x)
+    for name, x in _AT_BOTH.items()
+  }
   ratios = {name: x.tune for name, x in _RATIOS.items()}
-  return at_batches(scale, {middle: at_both, largest: at_both | ratios})
+  return at_batches(
+    scale, {middle: at_both, largest: at_both | linear | ratios}
+  )
+
+
+def _tune_linear(
+  relative: Relative, scale: Scale, size: int, name: str
+) -> Plan[Improved]:
+  """Plans a learning rate and a decay for a line instead of the cosine."""
+  start = (yield from relative.tune(scale, size, name)).best
+  case = start.case.with_settings(schedule='linear')
+  rate = start.tuned.learning_rate
+  return (yield from improve_all(case, rate, decay_of(case)))
 
 
 def tables(points: list[Point]) -> t.Tables:
