@@ -57,6 +57,8 @@ _PAIRS = (
   *((_linear(x), x) for x in _AT_BOTH),
   (_linear(_BALANCED_MUON), _linear(_MUON)),
   (_linear(_BALANCED), _linear(_HYPERBALL)),
+  (_linear(_HYPERBALL), _linear(_MUON)),
+  (_linear(_BALANCED), _linear(_BALANCED_MUON)),
   ('Hyperball, ratios of rows', _HYPERBALL),
   ('Hyperball, ratios of MERIT', _HYPERBALL),
 )
