@@ -85,7 +85,7 @@ def at_batches(
   found = yield from gather(
     {
       (size, name): _plan_points(tune(scale, size, name))
-      for size in reversed(tunings)
+      for size in reversed(list(tunings))
       for name, tune in tunings[size].items()
     }
   )
