@@ -24,8 +24,8 @@ def clip_by_global_norm(
   Unlike there, the norm is a sum that does not depend on the order in which
   devices add numbers up, and so the clipped updates have the same bits on every
   mesh. It reads an update several times, and over an axis that is sharded,
-  devices exchange its maximum and three to five sums, along one axis after the
-  other.
+  devices exchange its maximum and several sums (eight for 128,256 elements),
+  along one axis after the other.
 
   Args:
     max_norm: Largest global norm, > 0.

@@ -59,6 +59,8 @@ _PAIRS = (
   (_linear(_BALANCED), _linear(_HYPERBALL)),
   (_linear(_HYPERBALL), _linear(_MUON)),
   (_linear(_BALANCED), _linear(_BALANCED_MUON)),
+  (_linear(_BALANCED_MUON), _MUON),
+  (_linear(_BALANCED), _HYPERBALL),
   ('Hyperball, ratios of rows', _HYPERBALL),
   ('Hyperball, ratios of MERIT', _HYPERBALL),
 )

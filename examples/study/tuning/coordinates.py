@@ -171,7 +171,8 @@ def improve_all(
     points += [
       Point(labels | {'value': value}, x.tuned) for value, x in tried.items()
     ]
-  return Improved(found, ', '.join(chosen), points)
+  values = ', '.join(chosen) or 'only the learning rate'
+  return Improved(found, values, points)
 
 
 def tune(
