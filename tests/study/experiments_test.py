@@ -10,8 +10,9 @@ from examples.gpt2.optim.optimizers import make_schedule
 from examples.study.analysis.tables import Tables
 from examples.study.experiments import EXPERIMENTS
 from examples.study.scales import SCALES, Scale
-from examples.study.trial import Trial, make_result
+from examples.study.trial import Result, Trial, make_result
 from examples.study.tuning.plans import execute
+from examples.study.tuning.rest import RMS, tune_rest
 
 
 def _run(
@@ -54,6 +55,22 @@ def test_second_passes_find_what_is_best(name):
     keeps_norms = optimizer.startswith('Hyperball')
     assert ('decay 0.1' in values) != keeps_norms, optimizer
     assert ('embeddings 2.64' in values) == ('embeddings' in values), optimizer
+
+
+@pytest.mark.parametrize('factor', [0.25, 4.0])
+def test_a_rate_of_adam_that_was_tuned_goes_on_in_the_chain(factor):
+  found = set()
+
+  def result(trial: Trial) -> Result:
+    found.add(trial.chain and trial.chain.others_rate)
+    assert trial.chain is None or trial.config.adam_rate is None
+    off = abs(math.log2((trial.config.adam_rate or 1.0) / factor))
+    return make_result(trial, _loss(trial) + off)
+
+  plan = tune_rest(SCALES['nano'], 256, RMS)
+  execute(plan, lambda trials: [result(x) for x in trials])
+  (rate,) = found - {None}
+  assert 0.7 < rate / factor < 1.4
 
 
 def test_tokens_are_those_that_muon_needs():

@@ -116,8 +116,10 @@ def tune_rest(scale: Scale, size: int, name: str) -> Plan[Improved]:
   coordinates: Coordinates = {}
   if name in _PARTS:
     settings = dict(case.optimizer.settings)
-    others_rate = settings.pop('adam_rate', HYPERBALL.chain.others_rate)
-    chain = Chain(_PARTS[name], 'adam', others_rate)
+    rate = settings.pop('adam_rate', HYPERBALL.chain.others_rate)
+    # One of those whose neighbors are tried.
+    nearest = min(_RATES, key=lambda x: abs(math.log(x / rate)))
+    chain = Chain(_PARTS[name], 'adam', nearest)
     case = case.with_optimizer(chain=chain, settings=settings)
     coordinates = {**_ADAM, **RATES}
   coordinates = {**coordinates, **decay_of(case)}
