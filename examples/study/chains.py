@@ -186,8 +186,8 @@ PARTS: dict[str, Callable[[RunConfig], optax.GradientTransformation]] = {
 """Parts by name. Directions: ``adam`` (without bias correction), ``adam
 corrected``, ``muon``, ``muon momentum`` (not Nesterov's), ``lmo max``, ``lmo
 row`` and ``lmo column`` (of a ``momentum``); ``accelerate`` comes before one.
-Sizes: ``rms``, that of Adam's updates; ``balance``, that of each
-column; ``spectral``, Scion's; ``l2``, the ratio of the matrix, calibrated as in
+Sizes: ``rms``, that of Adam's updates; ``balance``, about that for each column;
+``spectral``, Scion's; ``l2``, the ratio of the matrix, calibrated as in
 OrScale-LM; in max-norms ``row``, the larger of matrix and row, and ``merit``,
 the largest of matrix, row and column; ``l2 merit``, the same in l2 norms.
 Others: ``decay``, ``clip``, and those of ``AFTER_RATE``."""

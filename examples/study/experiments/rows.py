@@ -67,7 +67,7 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans what is balanced at two batches, ratios at the largest alone."""
+  """Plans what is balanced at two batches, ratios and lines at the largest."""
   *_, middle, largest = scale.few_batch_sizes
   at_both: dict[str, Tuning] = {name: x.tune for name, x in _AT_BOTH.items()}
   linear = {

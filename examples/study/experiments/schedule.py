@@ -41,6 +41,7 @@ _PAIRS = (
     for y in _SCHEDULES
     if y != _COSINE
   ),
+  *((f'{x}, WSD', f'{x}, linear') for x in _OPTIMIZERS),
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
 )
 

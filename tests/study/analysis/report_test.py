@@ -131,6 +131,12 @@ def test_points_of_what_is_not_complete_are_removed(nano, tmp_path):
   assert report.read_points(tmp_path, nano) == found
   report.write_points(tmp_path, {'llama': found['llama']})
   assert [x.name for x in tmp_path.iterdir()] == ['llama.jsonl']
+  # And figures.
+  figure = tmp_path / 'figures/rate-tolerance.png'
+  figure.parent.mkdir()
+  figure.touch()
+  report.write(tmp_path, 'nano', {'llama': found['llama']}, nano)
+  assert not figure.exists()
 
 
 def test_a_loss_that_is_not_reached_has_no_steps():
