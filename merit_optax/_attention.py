@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from merit_optax import _arguments
+from merit_optax._joined import whole
+from merit_optax._norms import with_nan
 
 _QUERIES_AT_ONCE = 128
 
@@ -104,23 +106,28 @@ def attention_statistics(
     lambda x: x.reshape(num_queries, batch, num_heads), measured
   )
   return AttentionStatistics(
-    max_logit=per_query.max_logit.max((0, 1)),
-    max_centred_logit=per_query.max_centred_logit.max((0, 1)),
+    max_logit=_largest(per_query.max_logit, (0, 1)),
+    max_centred_logit=_largest(per_query.max_centred_logit, (0, 1)),
     entropy=per_query.entropy.mean((0, 1)),
   )
 
 
 def _measure(logits: jax.Array, visible: jax.Array) -> AttentionStatistics:
   """Returns the statistics of each query's logits, over their last axis."""
-  largest = jnp.max(logits, -1, where=visible, initial=-jnp.inf)
+  seen = jnp.where(visible, logits, -jnp.inf)
+  largest = _largest(seen, -1)
   # The mean of differences, since that of huge logits would be rounded.
   centred = jnp.mean(largest[..., None] - logits, -1, where=visible)
-  log_p = jax.nn.log_softmax(jnp.where(visible, logits, -jnp.inf))
+  log_p = jax.nn.log_softmax(seen)
   # A key out of sight has p = 0 and log p = -inf: no surprise. Before the
   # product, or its gradient would be NaN.
   log_p = jnp.where(log_p == -jnp.inf, 0, log_p)
   surprise = jnp.where(visible, -jnp.exp(log_p) * log_p, 0)
   return AttentionStatistics(largest, centred, surprise.sum(-1))
+
+
+def _largest(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+  return with_nan(jnp.max(x, axis), x, axis)
 
 
 def _to_btnh(name: str, x: jax.Array, layout: str) -> jax.Array:
@@ -140,7 +147,9 @@ def _to_btnh(name: str, x: jax.Array, layout: str) -> jax.Array:
     )
   if 'B' not in layout:
     x, layout = x[None], 'B' + layout
-  return jnp.transpose(x, [layout.index(axis) for axis in 'BTNH'])
+  in_order = jnp.transpose(x, [layout.index(axis) for axis in 'BTNH'])
+  # Each query needs all keys, and all their features.
+  return whole(in_order, (1, 3))
 
 
 def _check_shapes(query: jax.Array, key: jax.Array) -> None:

@@ -62,10 +62,10 @@ def scale_by_relative_ratios(
       return CalibrationState(join(()))
     axes = matrix_axes(weight_dimension_numbers, params)
     ratios = jax.eval_shape(
-      lambda x: jax.tree.map(ratios_of, x, x, axes), params
+      lambda x: join(jax.tree.map(ratios_of, x, x, axes)), params
     )
-    size = sum(x.size for x in jax.tree.leaves(ratios))
-    return CalibrationState(jnp.zeros(size, jnp.float32))
+    # A type may tell that a mesh splits parameters, which these are not.
+    return CalibrationState(jnp.zeros(ratios.shape, jnp.float32))
 
   def update_fn(
     updates: optax.Updates,

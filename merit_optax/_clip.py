@@ -46,7 +46,8 @@ def elementwise_clip(
   """
   max_delta = _arguments.above_zero('max_delta', max_delta)
 
-  def clip(update: jax.Array) -> jax.Array:
+  def clip(update: jax.typing.ArrayLike) -> jax.Array:
+    update = jnp.asarray(update)
     if jnp.iscomplexobj(update):
       size = jnp.abs(update)
       # Zeros divide by max_delta, or their gradient would be NaN.

@@ -55,6 +55,7 @@ def clip_by_global_norm(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
+    updates = jax.tree.map(jnp.asarray, updates)
     norms = [_norm(x) for x in jax.tree.leaves(updates) if x.size]
     if not norms:
       return updates, state

@@ -14,18 +14,20 @@ def as_arrays(params: Any) -> Any:
   """Returns parameters, with numbers as arrays.
 
   Raises:
-    ValueError: If a leaf is neither an array (or its shape) nor a number, or
-      has a floating-point dtype of fewer than 16 bits.
+    ValueError: If a leaf is neither an array of numbers (or its shape) nor a
+      number, or has a floating-point dtype of fewer than 16 bits.
   """
   name = path_namer(params)
 
   def as_array(path: Any, x: Any) -> Any:
     if isinstance(x, numbers.Number):
       return jnp.asarray(x, jnp.result_type(x))
-    if not (hasattr(x, 'shape') and hasattr(x, 'dtype')):
+    is_array = hasattr(x, 'shape') and hasattr(x, 'dtype')
+    # Random keys have a dtype of JAX's own.
+    if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.extended):
       raise ValueError(
-        f'params must hold arrays, got {x!r} as {name(path)!r}. Filter such '
-        'leaves out first, of an Equinox model by '
+        f'params must hold arrays of numbers, got {x!r} as {name(path)!r}. '
+        'Filter such leaves out first, of an Equinox model by '
         'eqx.filter(model, eqx.is_inexact_array).'
       )
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2:

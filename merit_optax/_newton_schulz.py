@@ -218,7 +218,7 @@ def _by_gram_matrices(
   commute, so that the next Gram matrix is the square of the polynomial times
   this one, and the product of all polynomials is applied in the end.
   """
-  eye = jnp.eye(x.shape[1], dtype=x.dtype)
+  eye = jnp.eye(x.shape[1], dtype=x.dtype)[None]
 
   def polynomial(gram: jax.Array, triple: Triple) -> jax.Array:
     a, b, c = triple

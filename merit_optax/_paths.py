@@ -21,9 +21,14 @@ def path_keyer(
   in an ``nnx.State``. A box around one array, such as an nnx variable or a
   Linen parameter with metadata, has the name of the parameter.
   """
+
+  def ends(x: Any) -> bool:
+    # What is masked out counts, or its only sibling would look like a box.
+    return (is_leaf is not None and is_leaf(x)) or _is_empty(x)
+
   num_leaves = collections.Counter(
     path[:length]
-    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
+    for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=ends)
     for length in range(len(path))
   )
 
@@ -82,22 +87,26 @@ def nearest_entries(
     boxed[name_of(path)] = _keys(path)
   found, used, empty = [], set(), set()
   for path, leaf in jax.tree_util.tree_leaves_with_path(
-    tree, is_leaf=lambda x: not jax.tree.leaves(x)
+    tree, is_leaf=_is_empty
   ):
     key = _nearest(_keys(path), entries)
     # What is in a box there may be without one here.
     key = boxed.get(_keys(path)) if key is None else key
     used.add(key)
-    if jax.tree.leaves(leaf):
-      found.append(MISSING if key is None else entries[key])
-    else:  # Masked out, or an empty container, of which entries may be.
+    if _is_empty(leaf):  # Of what is masked out, there may be entries.
       empty.add(_keys(path))
+    else:
+      found.append(MISSING if key is None else entries[key])
   unused = [
     '/'.join(key)
     for key in entries
     if key not in used and _nearest(key, empty) is None
   ]
   return found, unused
+
+
+def _is_empty(x: Any) -> bool:
+  return not jax.tree.leaves(x)
 
 
 def _keys(path: Path) -> tuple[str, ...]:

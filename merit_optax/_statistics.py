@@ -13,9 +13,16 @@ from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
 from merit_optax._dimension_numbers import MatrixAxes
 from merit_optax._joined import whole
+from merit_optax._leaves import as_arrays
 from merit_optax._masks import checked, scaled_axes
 from merit_optax._merit import merit
-from merit_optax._norms import RATIOS, largest_ratio, trust_ratios
+from merit_optax._norms import (
+  RATIOS,
+  largest_ratio,
+  max_norm,
+  trust_ratios,
+  with_nan,
+)
 from merit_optax._state import (
   find_merit,
   leaves_with_moments,
@@ -120,6 +127,7 @@ def merit_statistics(  # noqa: D417
   ) -> dict[str, jax.Array]:
     found = find_merit(state)
     settings = settings_of_step(given, found)
+    params = as_arrays(params)
     gradients = align(gradients, params)
     params, gradients = (
       leaves_with_moments(tree, found.adam.mu) for tree in (params, gradients)
@@ -163,14 +171,18 @@ def _leaf_statistics(
   if settings['clip_threshold'] is not None:
     clip = elementwise_clip(settings['clip_threshold'])
     clipped, _ = clip.update(update, optax.EmptyState())
-  moved = jnp.max(jnp.abs(settings['learning_rate'] * clipped))
+  everywhere = tuple(range(param.ndim))
+  largest_move, largest_weight = (
+    max_norm(x, everywhere).squeeze()
+    for x in (settings['learning_rate'] * clipped, param)
+  )
   return {
-    'trust_ratio_min': jnp.min(ratio),
+    'trust_ratio_min': with_nan(jnp.min(ratio), ratio),
     'trust_ratio_median': _median(ratio),
-    'trust_ratio_max': jnp.max(ratio),
+    'trust_ratio_max': with_nan(jnp.max(ratio), ratio),
     **_shares(parts),
     'clipped': jnp.mean(jnp.abs(update) > jnp.abs(clipped)),
-    'update_to_weight': update_to_weight(moved, jnp.max(jnp.abs(param))),
+    'update_to_weight': update_to_weight(largest_move, largest_weight),
   }
 
 

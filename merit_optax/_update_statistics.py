@@ -11,8 +11,9 @@ from merit_optax._dimension_numbers import (
   WeightDimensionNumbers,
   matrix_axes,
 )
-from merit_optax._norms import NORMS, matrix_norms, widen
-from merit_optax._paths import path_namer, path_names
+from merit_optax._leaves import as_arrays
+from merit_optax._norms import NORMS, matrix_norms, widen, with_nan
+from merit_optax._paths import path_names
 
 
 def update_statistics(
@@ -57,6 +58,7 @@ def update_statistics(
     >>> print(measured['w/update_to_weight'], measured['w/unmoved_rows'])
     0.25 0.5
   """
+  params = as_arrays(params)
   updates = align(updates, params)
   axes = matrix_axes(weight_dimension_numbers, params)
   return by_name(params, jax.tree.map(_leaf_statistics, updates, params, axes))
@@ -90,22 +92,29 @@ def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
 
 
 def align(tree: Any, params: Any) -> Any:
-  """Returns the leaves of a tree in the structure of the parameters."""
+  """Returns the leaves of a tree in the structure of the parameters.
+
+  Containers of other types may have the same names in another order.
+  """
+  tree = as_arrays(tree)
   leaves = jax.tree.leaves(tree)
+  by_name = dict(zip(path_names(tree), leaves, strict=True))
+  names = path_names(params)
+  if by_name.keys() == {*names}:
+    leaves = [by_name[name] for name in names]
   treedef: Any = jax.tree.structure(params)
   if len(leaves) != treedef.num_leaves:
     raise ValueError(
       'gradients or updates, state and params must belong together, got '
       f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
     )
-  name = path_namer(params)
-  for leaf, (path, param) in zip(
-    leaves, jax.tree_util.tree_leaves_with_path(params), strict=True
+  for leaf, name, param in zip(
+    leaves, names, jax.tree.leaves(params), strict=True
   ):
     if leaf.shape != param.shape:
       raise ValueError(
         'gradients or updates, state and params must belong together, got '
-        f'shape {leaf.shape} for the parameter {name(path)!r} of shape '
+        f'shape {leaf.shape} for the parameter {name!r} of shape '
         f'{param.shape}.'
       )
   return jax.tree.unflatten(treedef, leaves)
@@ -124,10 +133,12 @@ def _leaf_statistics(
       )
       for a in (whole, axes)
     )
+    smallest = jnp.min(of_each, initial=jnp.inf)
+    largest = jnp.max(of_each, initial=0)
     result |= {
       f'{prefix}update_to_weight': jnp.max(of_all),
-      f'{prefix}update_to_weight_min': jnp.min(of_each, initial=jnp.inf),
-      f'{prefix}update_to_weight_max': jnp.max(of_each, initial=0),
+      f'{prefix}update_to_weight_min': with_nan(smallest, of_each),
+      f'{prefix}update_to_weight_max': with_nan(largest, of_each),
     }
   moved = widen(param) + widen(update)
   stays = moved.astype(param.dtype) == param

@@ -1,10 +1,13 @@
 """`attention_statistics` against a plain NumPy oracle."""
 
 import functools
+import itertools
 
+import chex
 import jax
 import jax.export
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -163,8 +166,9 @@ def test_complex_inputs_are_refused():
 
 
 @pytest.mark.parametrize('is_causal', [False, True])
-def test_nan_is_told(is_causal):
-  query, key = _pair()
+@pytest.mark.parametrize('time', [20, 150])
+def test_nan_is_told(is_causal, time):
+  query, key = _pair(time)
   query = query.at[0, 3, 1].set(jnp.nan)
   measured = _measure(query, key, is_causal=is_causal)
   for value in measured:
@@ -194,3 +198,14 @@ def test_an_accelerator_does_not_round_float32_first():
   products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
   assert products
   assert all('precision = [HIGHEST, HIGHEST]' in x for x in products)
+
+
+@pytest.mark.parametrize(
+  'spec', [*itertools.permutations(['x', 'y', None, None])]
+)
+def test_shards_of_explicit_axes(spec):
+  mesh = jax.make_mesh((2, 2), ('x', 'y'))
+  query, key = _pair(key_heads=2)
+  expected = _measure(query, key)
+  sharded = jax.device_put((query, key), NamedSharding(mesh, P(*spec)))
+  chex.assert_trees_all_close(_measure(*sharded), expected, rtol=1e-5)

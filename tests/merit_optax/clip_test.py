@@ -50,6 +50,12 @@ def test_complex_numbers_keep_their_phase(parts, max_delta):
   assert np.all(np.abs(actual - scale * updates) <= 1e-6 * scale * size)
 
 
+def test_numbers_are_clipped():
+  assert _clip(1.0, {'a': 2.5})['a'] == 1
+  clip = merit_optax.clip_by_global_norm(1.0)
+  assert clip.update({'a': 4.0, 'b': 3}, clip.init(None))[0]['a'] == 0.8
+
+
 def test_huge_complex_numbers_stay_finite_and_small_ones_as_they_are():
   updates = jnp.array([1e30, -1e35j, 0.1 + 0.2j, 1e-30j], jnp.complex64)
   clipped = _clip(1e10, updates)

@@ -74,9 +74,14 @@ def test_parts_have_their_own_optimizers():
     chex.assert_trees_all_close(actual, alone, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize('shape', [(5, 3), (64, 80)])
 @pytest.mark.parametrize('bad', [jnp.nan, jnp.inf])
-def test_a_bad_gradient_spoils_its_own_matrix_unless_its_step_is_left_out(bad):
-  params, good = _tree(0), [_tree(1), _tree(2)]
+def test_a_bad_gradient_spoils_its_own_matrix_unless_its_step_is_left_out(
+  bad, shape
+):
+  params, *good = (
+    _tree(seed) | {'w': normal(seed, shape)} for seed in range(3)
+  )
   spoilt = {'w': good[0]['w'].at[1, 2].set(bad), 'b': good[0]['b']}
   optimizer = merit_optax.merit(_RATE, weight_decay=0.1)
   (step,) = run(optimizer, params, [spoilt])

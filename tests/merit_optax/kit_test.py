@@ -213,6 +213,15 @@ def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
     assert jnp.isnan(kept[1]).all()
 
 
+@pytest.mark.parametrize('norm', ['max', 'l2'])
+def test_a_kept_norm_hides_no_nan(norm):
+  params = jnp.ones((2, 64, 40))
+  updates = jnp.ones_like(params).at[1, 5, 7].set(jnp.nan)
+  kept = _keep(norm, _Spec(1, 2))(updates, params)
+  assert jnp.isfinite(kept[0]).all()
+  assert jnp.isnan(kept[1]).all()
+
+
 @pytest.mark.parametrize('update_dtype', [jnp.float32, jnp.bfloat16])
 def test_half_precision_is_widened_and_dtypes_promote(update_dtype):
   w = normal(0, (64, 64)).astype(jnp.bfloat16)

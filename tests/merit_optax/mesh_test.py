@@ -253,7 +253,7 @@ def _most_numbers(shape, spec):
 
 @pytest.fixture
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  """Takes norms as accelerators do; on CPU twice as many numbers travel."""
+  """Takes norms as accelerators do; on CPU three times as much travels."""
   monkeypatch.setattr(
     jax.lax, 'platform_dependent', lambda *x, default, cpu: default(*x)
   )
@@ -312,6 +312,7 @@ def _unrolled_model(num_layers, mesh):
   return dict.fromkeys(names, params), dict.fromkeys(names, shardings)
 
 
+@pytest.mark.usefixtures('as_on_accelerators')
 def test_all_reduces_of_an_unrolled_model_are_combined():
   mesh = _mesh(AxisType.Auto)
   found = {

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import merit_optax
+from merit_optax._norms import max_norm
 from tests.merit_optax.arrays import oracle_ratios, oracle_scale
 
 _ALL = ('weight', 'row', 'column')
@@ -237,6 +238,24 @@ def test_a_huge_weight_beside_a_tiny_update_is_not_nan(large, small):
   assert np.all(np.isfinite(scaled))
   # As far as the largest ratio goes.
   np.testing.assert_allclose(scaled[0, 0], z[0, 0] * 2.0**126, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+  'dtype', ['float16', 'bfloat16', 'float32', 'complex64']
+)
+@pytest.mark.parametrize('axis', [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize(
+  'shape', [(3, 4), (64, 80), (4096, 3), (9, 16, 64)], ids=str
+)
+def test_maxima_keep_nan_and_infinity(shape, axis, dtype):
+  # XLA on CPU drops NaN from those of many numbers, or of many small matrices.
+  x = np.ones(shape, dtype)
+  x[..., 1, 2], x[..., 2, 1] = np.nan, -np.inf
+  norm = functools.partial(max_norm, axis=axis)
+  found = jax.jit(jax.vmap(norm) if x.ndim == 3 else norm)(x)
+  of_matrix = tuple(np.add(axis, x.ndim - 2))
+  expected = np.abs(x).astype(np.float32).max(of_matrix, keepdims=True)
+  np.testing.assert_array_equal(found.astype(jnp.float32), expected)
 
 
 # Precision.

@@ -1,6 +1,7 @@
 """`merit_statistics` against a NumPy oracle and against the optimizer."""
 
 import functools
+from typing import NamedTuple
 
 from flax import nnx
 import jax
@@ -419,6 +420,45 @@ def test_zero_parameters_move_infinitely_or_not_at_all():
   for name in _MOVES - {'unmoved_rows', 'not_finite'}:
     assert watched[f'a/{name}'] == np.inf
     assert watched[f'b/{name}'] == 0
+
+
+@pytest.mark.parametrize('shape', [(5, 3), (64, 80), (80, 8, 8)])
+def test_statistics_tell_nan(shape):
+  params = {'w': jnp.ones(shape)}
+  updates = {'w': jnp.ones(shape).at[..., 1, 1].set(jnp.nan)}
+  spec = _Spec(-2, -1)
+  moved = merit_optax.update_statistics(
+    updates, params, weight_dimension_numbers=spec
+  )
+  settings = {'learning_rate': 0.1, 'weight_dimension_numbers': spec}
+  state = merit_optax.merit(**settings).init(params)
+  watched = merit_optax.merit_statistics(**settings)(updates, state, params)
+  names = ('trust_ratio_min', 'trust_ratio_max', 'update_to_weight')
+  for values in (
+    *(moved[f'w/{name}'] for name in _MOVES - {'unmoved_rows', 'not_finite'}),
+    *(watched[f'w/{name}'] for name in names),
+  ):
+    assert jnp.isnan(values)
+
+
+class _Pair(NamedTuple):
+  b: object
+  a: object
+
+
+def test_containers_with_other_orders_are_matched_by_name():
+  params = {'a': jnp.ones((2, 2)), 'b': jnp.ones((2, 2))}
+  updates = _Pair(b=jnp.ones((2, 2)), a=3 * jnp.ones((2, 2)))
+  watched = merit_optax.update_statistics(updates, params)
+  assert watched['a/update_to_weight'] == 3 * watched['b/update_to_weight']
+
+
+def test_numbers_are_measured():
+  watched = merit_optax.update_statistics({'a': 1.0}, {'a': 4})
+  assert watched['a/update_to_weight'] == 0.25
+  state = merit_optax.merit(0.5).init({'a': 4.0})
+  watched = merit_optax.merit_statistics(0.5)({'a': 1}, state, {'a': 4.0})
+  assert watched['a/update_to_weight'] == 0.125
 
 
 def test_updates_of_other_parameters():

@@ -1,6 +1,7 @@
 """Trees as people have them: boxes, callable models, numbers, other leaves."""
 
 import functools
+from typing import NamedTuple
 
 import chex
 import equinox as eqx
@@ -303,7 +304,7 @@ def test_promotion_may_be_forbidden(make, dtype):
   expected = _step(make(), params)
   # Nor is anything wrong with arrays of NumPy.
   gradients = jax.tree.map(np.asarray, params)
-  with jax.numpy_dtype_promotion('strict'):
+  with jax.numpy_dtype_promotion('strict'), jax.numpy_rank_promotion('raise'):
     actual = _step(make(), params, gradients)
     merit_optax.update_statistics(actual, params)
   chex.assert_trees_all_equal(actual, expected)
@@ -344,6 +345,26 @@ class _Critic(eqx.Module):
   target: object
 
 
+class _Nets(NamedTuple):
+  policy: object
+  value: object
+
+
+def test_a_field_named_value_keeps_its_name_in_a_partition():
+  params = {'net': _Nets(jnp.ones((3, 2)), jnp.ones((4, 3))), 'l': jnp.ones(3)}
+  labels = {'net': _Nets('z', 'a'), 'l': 'a'}
+  hidden = 'net/value'
+  optimizer = optax.partition(
+    {'a': merit_optax.muon(0.1, hidden=hidden), 'z': optax.set_to_zero()},
+    labels,
+  )
+  update = _step(optimizer, params)['net'].value
+  alone = _step(merit_optax.muon(0.1, hidden='w'), {'w': params['net'].value})
+  chex.assert_trees_all_close(update, alone['w'], rtol=1e-5)
+  parts = {'a': {}, 'z': None}
+  assert hidden in merit_optax.describe_partition(params, labels, parts)
+
+
 def test_a_field_named_value_keeps_its_name():
   both = {'c': _Critic(jnp.ones((3, 2)), jnp.ones(2))}
   statistics = merit_optax.update_statistics(both, both)
@@ -378,7 +399,11 @@ def test_joined_numbers_are_one_array_that_is_no_parameter(name):
   for empty in ({}, (), {'a': None}, {'a': optax.MaskedNode()}):
     updates, state = transform.update(empty, transform.init(empty), empty)
     assert updates == empty
-    assert getattr(state, name).shape == (0,)
+    # Orbax would not save an empty array.
+    assert getattr(state, name).shape == (1,)
+  with pytest.raises(ValueError, match='updates must hold .*zeros'):
+    state = transform.init(_PARAMS)
+    transform.update(_PARAMS | {'w': None}, state, _PARAMS)
 
 
 @_MASK_ARGUMENTS
