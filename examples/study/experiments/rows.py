@@ -67,7 +67,7 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans what is balanced at two batches, ratios and lines at the largest."""
+  """Plans what is balanced at two batches, with ratios at the largest."""
   *_, middle, largest = scale.few_batch_sizes
   at_both: dict[str, Tuning] = {name: x.tune for name, x in _AT_BOTH.items()}
   linear = {
@@ -76,7 +76,7 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   }
   ratios = {name: x.tune for name, x in _RATIOS.items()}
   return at_batches(
-    scale, {middle: at_both, largest: at_both | linear | ratios}
+    scale, {middle: at_both | linear, largest: at_both | linear | ratios}
   )
 
 
