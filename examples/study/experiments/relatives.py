@@ -76,6 +76,7 @@ _RELATIVES = {
     1.6,
   ),
 }
+_MAIN = (*(x.name for x in PAPER), _MUON, _HYPERBALL, _ADAMW, _MERIT_REST)
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
@@ -84,6 +85,7 @@ _PAIRS = (
   (_MERIT, _ADAMW),
   (_MERIT_REST, _ADAMW),
   (_MERIT_REST, _MERIT),
+  (_MERIT_REST, MERIT.name),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
   ('LARS', LAMB.name),
@@ -91,11 +93,12 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the largest batch."""
+  """Plans all at the largest batch, the main ones at the middle one too."""
+  *_, middle, largest = scale.few_batch_sizes
   tunings = {x.name: tune_rest for x in PAPER}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  sizes = scale.few_batch_sizes[-1:]
-  return at_batches(scale, dict.fromkeys(sizes, tunings))
+  main = {x: tunings[x] for x in _MAIN}
+  return at_batches(scale, {middle: main, largest: tunings})
 
 
 def tables(points: list[Point]) -> t.Tables:
