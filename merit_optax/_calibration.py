@@ -77,6 +77,8 @@ def scale_by_relative_ratios(
     params = with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, params)
     ratios = jax.tree.map(ratios_of, updates, params, axes)
+    if not jax.tree.leaves(ratios):
+      return updates, state
     first = jax.tree.map(
       functools.partial(_first_ratios, norm),
       updates,

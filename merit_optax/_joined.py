@@ -29,11 +29,12 @@ def split(joined: jax.Array, like: Any) -> Any:
   """
   leaves, structure = jax.tree.flatten(like)
   ends = list(itertools.accumulate(x.size for x in leaves))
-  if joined.size != max([1, *ends]):
+  size = max([0, *ends])
+  if size and joined.size != size:
     raise ValueError(
       'updates must hold arrays for the parameters that init was given (zeros '
       f'where there is no gradient, not None): the state has {joined.size} '
-      f'numbers, for these parameters there would be {max([0, *ends])}.'
+      f'numbers, for these parameters there would be {size}.'
     )
   parts = jnp.split(joined, ends)[:-1]
   return jax.tree.unflatten(

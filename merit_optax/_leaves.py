@@ -40,6 +40,13 @@ def as_arrays(params: Any) -> Any:
   return jax.tree_util.tree_map_with_path(as_array, params)
 
 
+def with_arrays_for_numbers(tree: Any) -> Any:
+  """Returns a tree with numbers as arrays, and other leaves as they are."""
+  return jax.tree.map(
+    lambda x: jnp.asarray(x) if isinstance(x, numbers.Number) else x, tree
+  )
+
+
 def with_update(params: Any, updates: Any) -> Any:
   """Returns parameters as arrays, less those that have no update.
 
