@@ -41,7 +41,8 @@ def attention_statistics(
   Computes the logits of plain causal or full attention: padding masks, sliding
   windows, soft-caps and biases added to the logits are not taken into account.
   Logits are computed for a block of queries at a time, never for all pairs of
-  positions at once.
+  positions at once. Where Explicit axes of a mesh split positions or features,
+  these are gathered.
 
   Args:
     query: Queries, after any rotary embedding or norm, with one axis for each

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
+from merit_optax._leaves import numbers_as_arrays
 
 
 def elementwise_clip(
@@ -46,8 +47,7 @@ def elementwise_clip(
   """
   max_delta = _arguments.above_zero('max_delta', max_delta)
 
-  def clip(update: jax.typing.ArrayLike) -> jax.Array:
-    update = jnp.asarray(update)
+  def clip(update: jax.Array) -> jax.Array:
     if jnp.iscomplexobj(update):
       size = jnp.abs(update)
       # Zeros divide by max_delta, or their gradient would be NaN.
@@ -63,6 +63,6 @@ def elementwise_clip(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
-    return jax.tree.map(clip, updates), state
+    return jax.tree.map(clip, numbers_as_arrays(updates)), state
 
   return optax.GradientTransformation(lambda _: optax.EmptyState(), update_fn)

@@ -60,8 +60,8 @@ def whole(x: jax.Array, axes: Iterable[int] | None = None) -> jax.Array:
   if tuple(spec) == tuple(sharding.spec):
     return x
   # A spec alone would need the mesh of jax.set_mesh.
-  split = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec(*spec))
-  found: jax.Array = jax.sharding.reshard(x, split)
+  place = jax.sharding.NamedSharding(sharding.mesh, PartitionSpec(*spec))
+  found: jax.Array = jax.sharding.reshard(x, place)
   return found
 
 

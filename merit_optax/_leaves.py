@@ -19,9 +19,7 @@ def as_arrays(params: Any) -> Any:
   """
   name = path_namer(params)
 
-  def as_array(path: Any, x: Any) -> Any:
-    if isinstance(x, numbers.Number):
-      return jnp.asarray(x, jnp.result_type(x))
+  def checked(path: Any, x: Any) -> Any:
     is_array = hasattr(x, 'shape') and hasattr(x, 'dtype')
     # Random keys have a dtype of JAX's own.
     if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -37,14 +35,17 @@ def as_arrays(params: Any) -> Any:
       )
     return x
 
-  return jax.tree_util.tree_map_with_path(as_array, params)
+  return jax.tree_util.tree_map_with_path(checked, numbers_as_arrays(params))
 
 
-def with_arrays_for_numbers(tree: Any) -> Any:
+def numbers_as_arrays(tree: Any) -> Any:
   """Returns a tree with numbers as arrays, and other leaves as they are."""
-  return jax.tree.map(
-    lambda x: jnp.asarray(x) if isinstance(x, numbers.Number) else x, tree
-  )
+
+  def as_array(x: Any) -> Any:
+    is_number = isinstance(x, numbers.Number)
+    return jnp.asarray(x, jnp.result_type(x)) if is_number else x
+
+  return jax.tree.map(as_array, tree)
 
 
 def with_update(params: Any, updates: Any) -> Any:

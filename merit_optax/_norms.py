@@ -21,9 +21,14 @@ RATIOS = ('weight', 'row', 'column')
 @functools.partial(jax.jit, static_argnames='axis', inline=True)
 def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   """Returns the largest magnitudes along some axes, which stay with size 1."""
-  options: Any = {'axis': axis, 'keepdims': True, 'initial': 0}
   if not jnp.issubdtype(x.dtype, jnp.floating):  # Complex numbers, integers.
     x = jnp.abs(widen(x))
+  return with_nan(_largest(x, axis), x, axis)
+
+
+def _largest(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the largest magnitudes of real numbers, on CPU less NaN."""
+  options: Any = {'axis': axis, 'keepdims': True, 'initial': 0}
 
   def on_cpu(x: jax.Array) -> jax.Array:
     # XLA on CPU would store |x|. Elsewhere this would double what devices
@@ -33,8 +38,10 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   def by_default(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), **options)
 
-  largest = jax.lax.platform_dependent(x, cpu=on_cpu, default=by_default)
-  return with_nan(largest, x, axis)
+  largest: jax.Array = jax.lax.platform_dependent(
+    x, cpu=on_cpu, default=by_default
+  )
+  return largest
 
 
 def with_nan(
@@ -88,7 +95,8 @@ def _norm_along(x: jax.Array, axis: int) -> jax.Array:
   carries = max(x.shape[axis] - 1, 1).bit_length()
   # An even number, so that a digit is half as many bits before squaring.
   bits = max(2, (1 + limits.nmant - carries) // 2 * 2)
-  largest = max_norm(x, (axis,))
+  # A NaN is in the digits anyway.
+  largest = _largest(x, (axis,))
   # Without a mantissa, it is rounded to the nearest power of two.
   power = jax.lax.reduce_precision(largest / 4, limits.nexp, mantissa_bits=0)
   # The squares of the factors have to be in range, because XLA may multiply

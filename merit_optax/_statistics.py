@@ -13,7 +13,7 @@ from merit_optax._adam import scale_by_adam
 from merit_optax._clip import elementwise_clip
 from merit_optax._dimension_numbers import MatrixAxes
 from merit_optax._joined import whole
-from merit_optax._leaves import with_arrays_for_numbers
+from merit_optax._leaves import numbers_as_arrays
 from merit_optax._masks import checked, scaled_axes
 from merit_optax._merit import merit
 from merit_optax._norms import (
@@ -127,7 +127,7 @@ def merit_statistics(  # noqa: D417
   ) -> dict[str, jax.Array]:
     found = find_merit(state)
     settings = settings_of_step(given, found)
-    params = with_arrays_for_numbers(params)
+    params = numbers_as_arrays(params)
     gradients = align(gradients, params)
     params, gradients = (
       leaves_with_moments(tree, found.adam.mu) for tree in (params, gradients)

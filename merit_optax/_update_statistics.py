@@ -11,7 +11,7 @@ from merit_optax._dimension_numbers import (
   WeightDimensionNumbers,
   matrix_axes,
 )
-from merit_optax._leaves import with_arrays_for_numbers
+from merit_optax._leaves import numbers_as_arrays
 from merit_optax._norms import NORMS, matrix_norms, widen, with_nan
 from merit_optax._paths import path_names
 
@@ -58,7 +58,7 @@ def update_statistics(
     >>> print(measured['w/update_to_weight'], measured['w/unmoved_rows'])
     0.25 0.5
   """
-  params = with_arrays_for_numbers(params)
+  params = numbers_as_arrays(params)
   updates = align(updates, params)
   axes = matrix_axes(weight_dimension_numbers, params)
   return by_name(params, jax.tree.map(_leaf_statistics, updates, params, axes))
@@ -96,12 +96,12 @@ def align(tree: Any, params: Any) -> Any:
 
   Containers of other types may have the same names in another order.
   """
-  tree = with_arrays_for_numbers(tree)
+  tree = numbers_as_arrays(tree)
   leaves = jax.tree.leaves(tree)
-  by_name = dict(zip(path_names(tree), leaves, strict=True))
+  named = dict(zip(path_names(tree), leaves, strict=True))
   names = path_names(params)
-  if by_name.keys() == {*names}:
-    leaves = [by_name[name] for name in names]
+  if named.keys() == {*names}:
+    leaves = [named[name] for name in names]
   treedef: Any = jax.tree.structure(params)
   if len(leaves) != treedef.num_leaves:
     raise ValueError(

@@ -441,6 +441,15 @@ def test_statistics_tell_nan(shape):
     assert jnp.isnan(values)
 
 
+def test_another_part_may_hold_what_merit_does_not_take():
+  params = {'w': jnp.ones((3, 2)), 'key': jax.random.key(0)}
+  parts = {'merit': merit_optax.merit(0.1), 'other': optax.set_to_zero()}
+  optimizer = optax.partition(parts, {'w': 'merit', 'key': 'other'})
+  statistics = merit_optax.merit_statistics(0.1)
+  watched = statistics(params, optimizer.init(params), params)
+  assert {x.rpartition('/')[0] for x in watched} == {'w'}
+
+
 class _Pair(NamedTuple):
   b: object
   a: object

@@ -406,6 +406,17 @@ def test_joined_numbers_are_one_array_that_is_no_parameter(name):
     transform.update(_PARAMS | {'w': None}, state, _PARAMS)
 
 
+def test_a_step_without_updates_leaves_a_calibration_as_it_is():
+  transform = merit_optax.scale_by_l2_norm_trust_ratio(calibrate=True)
+  params = {'w': jnp.ones((3, 2)), 'b': None}
+  gradients = {'w': normal(0, (3, 2)), 'b': None}
+  _, state = transform.update(gradients, transform.init(params), params)
+  updates, after = transform.update({'w': None, 'b': None}, state, params)
+  assert updates == {'w': None, 'b': None}
+  assert after == state
+  assert state.first_ratios > 0
+
+
 @_MASK_ARGUMENTS
 def test_an_entry_of_an_empty_container_is_not_too_many(argument):
   params = [(jnp.ones((3, 2)), jnp.ones(2)), (), {'d': {}}]
