@@ -184,6 +184,11 @@ def test_a_norm_that_overflows_is_not_silent(transform):
   assert jnp.isnan(updates).all()
 
 
+def test_gram_matrices_need_no_promotion_of_ranks():
+  with jax.numpy_rank_promotion('raise'):
+    _update()(jnp.ones((2, 4, 64)))
+
+
 def test_one_matrix_that_is_not_finite_spoils_no_other():
   gradient = jnp.ones((2, 3, 5)).at[1, 0, 0].set(jnp.nan)
   found = _update()(gradient)
