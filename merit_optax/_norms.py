@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 import functools
+import math
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -23,7 +24,18 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   """Returns the largest magnitudes along some axes, which stay with size 1."""
   if not jnp.issubdtype(x.dtype, jnp.floating):  # Complex numbers, integers.
     x = jnp.abs(widen(x))
-  return with_nan(_largest(x, axis), x, axis)
+
+  def on_cpu(largest: jax.Array, x: jax.Array) -> jax.Array:
+    # As with_nan, but XLA reads what it sums up in place, and would store a
+    # test of each number. Finite numbers whose sum may be NaN, because they
+    # overflow in both directions, are taken for numbers.
+    total = jnp.sum(x, axis, common_dtype(x, jnp.float32), keepdims=True)
+    count = math.prod(x.shape[a] for a in axis)
+    limit = float(jnp.finfo(total.dtype).max) / max(count, 1)
+    may_overflow = (largest > limit) & (largest < jnp.inf)
+    return jnp.where(jnp.isnan(total) & ~may_overflow, jnp.nan, largest)
+
+  return _only_on_cpu(on_cpu, _largest(x, axis), x)
 
 
 def _largest(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
@@ -62,10 +74,18 @@ def with_nan(
     is_nan = jnp.isnan(x).any(axis, keepdims=extreme.ndim == x.ndim)
     return jnp.where(is_nan, jnp.nan, extreme)
 
-  result: jax.Array = jax.lax.platform_dependent(
-    extreme, x, cpu=on_cpu, default=lambda extreme, x: extreme
+  return _only_on_cpu(on_cpu, extreme, x)
+
+
+def _only_on_cpu(
+  change: Callable[[jax.Array, jax.Array], jax.Array],
+  extreme: jax.Array,
+  x: jax.Array,
+) -> jax.Array:
+  changed: jax.Array = jax.lax.platform_dependent(
+    extreme, x, cpu=change, default=lambda extreme, x: extreme
   )
-  return result
+  return changed
 
 
 def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:

@@ -253,7 +253,7 @@ def _most_numbers(shape, spec):
 
 @pytest.fixture
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  """Takes norms as accelerators do; on CPU twice as many numbers travel."""
+  """Takes norms as accelerators do; on CPU three times as many travel."""
   monkeypatch.setattr(
     jax.lax, 'platform_dependent', lambda *x, default, cpu: default(*x)
   )

@@ -258,6 +258,13 @@ def test_maxima_keep_nan_and_infinity(shape, axis, dtype):
   np.testing.assert_array_equal(found.astype(jnp.float32), expected)
 
 
+def test_finite_numbers_whose_sum_is_not_are_no_nan():
+  x = np.full((64, 80), 3e38, np.float32)
+  x[1::2] *= -1
+  for axis in ((0,), (1,), (0, 1)):
+    assert np.all(jax.jit(max_norm, static_argnums=1)(x, axis) == x[0, 0])
+
+
 # Precision.
 
 
