@@ -44,8 +44,10 @@ def _largest(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
 
   def on_cpu(x: jax.Array) -> jax.Array:
     # XLA on CPU would store |x|. Elsewhere this would double what devices
-    # exchange.
-    return jnp.maximum(jnp.max(x, **options), -jnp.min(x, **options))
+    # exchange. Of bfloat16, both together are wrong with jax 0.12.
+    wide = widen(x)
+    largest = jnp.maximum(jnp.max(wide, **options), -jnp.min(wide, **options))
+    return largest.astype(x.dtype)
 
   def by_default(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), **options)

@@ -14,7 +14,7 @@ import pytest
 
 import merit_optax
 from merit_optax._norms import max_norm
-from tests.merit_optax.arrays import oracle_ratios, oracle_scale
+from tests.merit_optax.arrays import normal, oracle_ratios, oracle_scale
 
 _ALL = ('weight', 'row', 'column')
 _SUBSETS = [
@@ -256,6 +256,20 @@ def test_maxima_keep_nan_and_infinity(shape, axis, dtype):
   of_matrix = tuple(np.add(axis, x.ndim - 2))
   expected = np.abs(x).astype(np.float32).max(of_matrix, keepdims=True)
   np.testing.assert_array_equal(found.astype(jnp.float32), expected)
+
+
+@pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float32'])
+@pytest.mark.parametrize('axis', [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize('shape', [(4096, 3), (3, 4096), (640, 80)], ids=str)
+def test_maxima_of_many_numbers(shape, axis, dtype):
+  # With jax 0.12, bfloat16 had NaN and other numbers than those of the array.
+  x = normal(0, shape, dtype)
+  found = jax.jit(max_norm, static_argnums=1)(x, axis)
+  assert found.dtype == dtype
+  np.testing.assert_array_equal(
+    found.astype(jnp.float32),
+    np.abs(np.asarray(x, np.float32)).max(axis, keepdims=True),
+  )
 
 
 def test_finite_numbers_whose_sum_is_not_are_no_nan():
