@@ -9,6 +9,9 @@ import jax
 import optax
 import pytest
 
+# Its assertions say what differs, as those of tests do.
+pytest.register_assert_rewrite('tests.gpt2.runs')
+
 # Eight devices on one CPU, so that tests of sharding run everywhere. It has no
 # effect once a backend exists, hence here and not in the tests that need it.
 jax.config.update('jax_num_cpu_devices', 8)
