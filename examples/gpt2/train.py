@@ -20,7 +20,7 @@ from examples.gpt2.devices.processes import (
 )
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model.files import Model, save_model, write_description
-from examples.gpt2.optim.optimizers import merit_settings
+from examples.gpt2.optim.optimizers import describe
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import loop, memory, report
@@ -35,7 +35,6 @@ from examples.gpt2.run.start import (
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.run.weights import describe_model
-import merit_optax
 
 
 def main(args: list[str] | None = None) -> None:
@@ -95,22 +94,12 @@ def _train_fitted(
       print_once(report.before(config, tokens, trainer, folder))
       prove(folder.checkpoints, trainer.shapes)
       if config.describe:
-        print_once('\n' + _describe(trainer, config) + '\n')
+        with jax.set_mesh(mesh):
+          print_once(f'\n{describe(config, trainer.shapes.params)}\n')
       _train(trainer, config, tokens, folder, start)
     if is_process_0():
       print(report.after(folder))
   return folder
-
-
-def _describe(trainer: Trainer, config: FittedConfig) -> str:
-  settings = merit_settings(config)
-  shown = (
-    'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios',
-    'weight_decay',
-  )  # fmt: skip
-  return merit_optax.describe(
-    trainer.shapes.params, **{name: settings[name] for name in shown}
-  )
 
 
 def _settings(

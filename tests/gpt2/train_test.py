@@ -76,17 +76,21 @@ def test_a_run_of_an_optimizer_with_a_former_name_is_found(
   assert others.name not in (found.name, former.name)
 
 
-@pytest.mark.slow
-def test_what_is_to_come_is_said_and_control_c_has_a_status(
-  tiny: Config, monkeypatch, capsys
+@pytest.mark.parametrize(
+  ('optimizer', 'row'),
+  [
+    ('merit', r'\(2, 16, 64\) +2 x 16 x 64 +weight, row, column'),
+    ('muon-hyperball', r'hidden +\(2, 16, 64\) +2 x 16 x 64 '),
+  ],
+)
+def test_parameters_are_described_and_control_c_has_a_status(
+  tiny: Config, monkeypatch, capsys, optimizer: str, row: str
 ):
   monkeypatch.setattr(loop, 'run', mock.Mock(side_effect=KeyboardInterrupt))
   with pytest.raises(SystemExit) as stop:
-    main([*as_flags(tiny), '--describe'])
+    main([*as_flags(tiny), '--describe', f'--optimizer={optimizer}'])
   assert stop.value.code == 130
-  out = capsys.readouterr().out
-  assert re.search(r'blocks/mlp/up/kernel +\(2, 16, 64\) +2 x 16 x 64 ', out)
-  assert 'weight, row, column' in out
+  assert re.search(f'blocks/mlp/up/kernel +{row}', capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,20 @@ def with_clips(
   return optax.chain(optimizer, clip)
 
 
+def describe(config: RunConfig, params: Any) -> str:
+  """Returns a table of what Muon, or else MERIT, does with each parameter."""
+  if config.optimizer.startswith('muon'):
+    return merit_optax.describe_hyperball(
+      params, weight_dimension_numbers=_specs(config)
+    )
+  settings = merit_settings(config)
+  shown = (
+    'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios',
+    'weight_decay',
+  )  # fmt: skip
+  return merit_optax.describe(params, **{name: settings[name] for name in shown})
+
+
 def merit_settings(config: RunConfig) -> dict[str, Any]:
   """Returns the arguments of :func:`merit_optax.merit`."""
   is_unbounded = math.isinf(config.clip_threshold)
