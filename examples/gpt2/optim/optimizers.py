@@ -94,7 +94,9 @@ def describe(config: RunConfig, params: Any) -> str:
     'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios',
     'weight_decay',
   )  # fmt: skip
-  return merit_optax.describe(params, **{name: settings[name] for name in shown})
+  return merit_optax.describe(
+    params, **{name: settings[name] for name in shown}
+  )
 
 
 def merit_settings(config: RunConfig) -> dict[str, Any]:

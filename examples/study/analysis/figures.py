@@ -6,7 +6,7 @@ from typing import Any
 
 from examples.study.analysis.intervals import difference
 from examples.study.analysis.logits import costs
-from examples.study.analysis.tables import select, values
+from examples.study.analysis.tables import by_cell, select, values
 from examples.study.points import Point
 from examples.study.render import COLORS
 
@@ -51,23 +51,21 @@ def label_batches(axes: Any, points: Iterable[Point]) -> None:
   axes.set_xlabel('global batch, sequences')
 
 
-def draw_lead(
-  axes: Any, points: Iterable[Point], first: str, second: str
+def draw_difference(
+  axes: Any, points: Iterable[Point], first: str, second: str, **style: str
 ) -> None:
   """Draws the loss of one optimizer minus that of another over the batch."""
-  by_key = {(point['optimizer'], point['batch']): point for point in points}
-  sizes = list(dict.fromkeys(size for _, size in by_key))
-  found = [difference(by_key[first, x], by_key[second, x]) for x in sizes]
+  cells = by_cell(points, 'batch')
+  sizes = list(dict.fromkeys(size for _, size in cells))
+  found = [difference(cells[first, x], cells[second, x]) for x in sizes]
   axes.errorbar(
     sizes,
     _finite(x.mean for x in found),
     _finite(x.high - x.mean for x in found),
     fmt='o-',
     capsize=4,
-    color=COLORS[first],
+    **style,
   )
-  axes.axhline(0, color=COLORS[second])
-  axes.set_title(f'{first} minus {second}, with 95 % intervals', fontsize=9)
 
 
 def draw_costs(axes: Any, points: Sequence[Point]) -> None:

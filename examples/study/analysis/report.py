@@ -15,9 +15,10 @@ from examples.study.archive import cells
 from examples.study.experiments import EXPERIMENTS
 from examples.study.optimizers import HYPERBALL, MUON
 from examples.study.points import Point, read_point
-from examples.study.render import markdown, panels
+from examples.study.render import COLORS, markdown, panels
 from examples.study.training.store import Store
 from examples.study.trial import read_result
+from examples.study.tuning.rest import KEPT, RMS
 
 Found = dict[str, list[Point]]
 """Points by the name of the experiment."""
@@ -135,7 +136,7 @@ def write(folder: Path, name: str, found: Found, store: Store) -> list[Path]:
 
 
 def _has_summary(found: Found) -> bool:
-  return {'tuned-initialization', 'rate-tolerance'} <= found.keys()
+  return {'tuned-initialization', 'aux', 'rate-tolerance'} <= found.keys()
 
 
 def _summary(found: Found) -> Figure:
@@ -146,7 +147,21 @@ def _summary(found: Found) -> Figure:
   figures.draw_lines(left, tuned, 'batch')
   left.legend(fontsize=7)
   left.set_title('tuned: rate, warm-up, b1, initial weights', fontsize=9)
-  figures.draw_lead(middle, tuned, HYPERBALL.name, MUON.name)
+  figures.draw_difference(
+    middle,
+    tuned,
+    HYPERBALL.name,
+    MUON.name,
+    color=COLORS[HYPERBALL.name],
+    label='tuned as on the left',
+  )
+  rest_tuned = select(found['aux'], role='best')
+  figures.draw_difference(
+    middle, rest_tuned, KEPT, RMS, color='black', label='rest tuned too'
+  )
+  middle.axhline(0, color=COLORS[MUON.name])
+  middle.legend(fontsize=7)
+  middle.set_title('Hyperball minus Muon, with 95 % intervals', fontsize=9)
   for axes in (left, middle):
     figures.label_batches(axes, tuned)
   figures.draw_costs(right, found['rate-tolerance'])

@@ -168,12 +168,7 @@ def compare(
     A table ``'differences'``, and ``'detectable differences'`` with those that
     80 % of such experiments would have detected.
   """
-  found: dict[tuple[str, Any], Point] = {}
-  for point in points:
-    cell = point['optimizer'], point[across]
-    if cell in found:
-      raise ValueError(f'Two points of {cell}: give them labels that differ.')
-    found[cell] = point
+  found = by_cell(points, across)
   columns = {y: _column(across, y) for _, y in found}
   rows, detectable = [], []
   for pair in pairs:
@@ -217,6 +212,19 @@ def searched(
       cells={'loss': tuned_loss_and_rate},
     ),
   }
+
+
+def by_cell(
+  points: Iterable[Point], across: str
+) -> dict[tuple[str, Any], Point]:
+  """Returns points by optimizer and the value of a label."""
+  found: dict[tuple[str, Any], Point] = {}
+  for point in points:
+    cell = point['optimizer'], point[across]
+    if cell in found:
+      raise ValueError(f'Two points of {cell}: give them labels that differ.')
+    found[cell] = point
+  return found
 
 
 def _difference(first: Point, second: Point) -> Difference:
