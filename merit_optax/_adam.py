@@ -153,6 +153,7 @@ def adam_direction(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
     del params
+    updates = as_arrays(updates, 'updates')
     g, mu, old_nu = jax.tree.map(widen, (updates, state.mu, state.nu))
     mu = optax.tree.update_moment(g, mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, old_nu, b2, 2)

@@ -10,32 +10,36 @@ import optax
 from merit_optax._paths import path_namer
 
 
-def as_arrays(params: Any) -> Any:
-  """Returns parameters, with numbers as arrays.
+def as_arrays(tree: Any, argument: str = 'params') -> Any:
+  """Returns parameters or updates, with numbers as arrays.
+
+  Args:
+    tree: The parameters or updates.
+    argument: What errors call them.
 
   Raises:
     ValueError: If a leaf is neither an array of numbers (or its shape) nor a
       number, or has a floating-point dtype of fewer than 16 bits.
   """
-  name = path_namer(params)
+  name = path_namer(tree)
 
   def checked(path: Any, x: Any) -> Any:
     is_array = hasattr(x, 'shape') and hasattr(x, 'dtype')
     # Random keys have a dtype of JAX's own.
     if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.extended):
       raise ValueError(
-        f'params must hold arrays of numbers, got {x!r} as {name(path)!r}. '
+        f'{argument} must hold arrays of numbers, got {x!r} as {name(path)!r}. '
         'Filter such leaves out first, of an Equinox model by '
         'eqx.filter(model, eqx.is_inexact_array).'
       )
     if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2:
       raise ValueError(
-        'params must have dtypes of 16 bits or more, got '
-        f'{x.dtype} for {name(path)!r}. Keep a copy in a wider dtype to update.'
+        f'{argument} must have dtypes of 16 bits or more, got {x.dtype} for '
+        f'{name(path)!r}. Use a copy in a wider dtype.'
       )
     return x
 
-  return jax.tree_util.tree_map_with_path(checked, numbers_as_arrays(params))
+  return jax.tree_util.tree_map_with_path(checked, numbers_as_arrays(tree))
 
 
 def numbers_as_arrays(tree: Any) -> Any:

@@ -180,7 +180,7 @@ def scale_by_muon(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.contrib.MuonState]:
     del params
-    updates = as_arrays(updates)
+    updates = as_arrays(updates, 'updates')
     axes = matrix_axes(weight_dimension_numbers, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
     count = optax.safe_increment(state.count)

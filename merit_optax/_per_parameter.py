@@ -45,7 +45,7 @@ def per_parameter(
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
     params = with_update(params, updates)
-    updates = as_arrays(updates)
+    updates = as_arrays(updates, 'updates')
     axes = matrix_axes(weight_dimension_numbers, params)
     # Eagerly it would be compiled anew for each transform, of which
     # optax.inject_hyperparams makes one in each step.

@@ -269,6 +269,22 @@ def test_other_leaves_are_named(take):
     take({'kernel': jnp.ones((3, 2), jnp.float8_e4m3fn)})
 
 
+@pytest.mark.parametrize(
+  'make',
+  [
+    merit_optax.scale_by_adam,
+    merit_optax.scale_by_muon,
+    merit_optax.scale_by_max_norm_trust_ratio,
+  ],
+)
+def test_updates_of_few_bits_are_named(make):
+  params = {'kernel': jnp.ones((3, 2))}
+  updates = {'kernel': jnp.ones((3, 2), jnp.float8_e4m3fn)}
+  message = "updates must have .* got float8_e4m3fn for 'kernel'"
+  with pytest.raises(ValueError, match=message):
+    make().update(updates, make().init(params), params)
+
+
 @pytest.mark.parametrize('value', [2.0, 2, 2.0 + 1.0j])
 def test_numbers_are_arrays(value):
   optimizer, array = merit_optax.merit(0.1), jnp.asarray(value)

@@ -24,14 +24,15 @@ warm-up, b1, initial weights and weight decay that suited each best, and one
 learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
 rest tuned. All others begin with what was best for one of these, and are tuned
 again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
-the decay, and settings of their own. So are Muon, Hyperball and MERIT. With the
-rest tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1
-0.9) updates the others, at rates of their own for embeddings and for gains and
-biases. Of the learning rates of what is tuned again the best is taken, even if
-the next larger one is unstable. What was tried has losses of one seed, what was
-chosen those of eight fresh ones."""
+the decay, and settings of their own. So are Muon, Hyperball, LAMB and MERIT.
+With the rest tuned, MERIT is of hidden matrices alone, and an Adam without
+decay (b1 0.9) updates the others, at rates of their own for embeddings and for
+gains and biases. Of the learning rates of what is tuned again the best is
+taken, even if the next larger one is unstable. What was tried has losses of one
+seed, what was chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW = 'AdamW, rest tuned'
+_LAMB = 'LAMB, tuned again'
 _MERIT, _MERIT_REST = 'MERIT, tuned again', 'MERIT, rest tuned'
 _MONA = tuple(
   (f'accelerate {x}', 'muon', 'rms', 'decay') for x in (0.9, 0.975, 0.99)
@@ -47,6 +48,7 @@ _RELATIVES = {
     ),
     RATES,
   ),
+  _LAMB: Relative(LAMB.name),
   _MERIT: Relative(MERIT.name),
   _MERIT_REST: Relative(
     MERIT.name,
@@ -76,19 +78,29 @@ _RELATIVES = {
     1.6,
   ),
 }
-_MAIN = (*(x.name for x in PAPER), _MUON, _HYPERBALL, _ADAMW, _MERIT_REST)
+_MAIN = (
+  *(x.name for x in PAPER),
+  _MUON,
+  _HYPERBALL,
+  _ADAMW,
+  _LAMB,
+  _MERIT,
+  _MERIT_REST,
+)
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
   (_ADAMW, ADAMW.name),
   (MERIT.name, _ADAMW),
   (_MERIT, _ADAMW),
+  (_MERIT, _LAMB),
   (_MERIT_REST, _ADAMW),
   (_MERIT_REST, _MERIT),
   (_MERIT_REST, MERIT.name),
   (MERIT.name, ADAMW.name),
   (MERIT.name, LAMB.name),
-  ('LARS', LAMB.name),
+  (_LAMB, LAMB.name),
+  ('LARS', _LAMB),
 )
 
 
