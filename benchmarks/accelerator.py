@@ -170,8 +170,10 @@ def _run(settings: Settings, part: Part, machine: dict[str, Any]) -> None:
       stdout=log,
       stderr=subprocess.STDOUT,
       start_new_session=True,
-      # A GPU's memory is shared with other workers and with PyTorch.
-      env={'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'} | os.environ,
+      # A GPU's memory is shared with other workers and with PyTorch. Processes
+      # that tests start are on a CPU by default.
+      env={'XLA_PYTHON_CLIENT_PREALLOCATE': 'false', 'JAX_PLATFORMS': ''}
+      | os.environ,
     )
     status = _wait(process, settings.limit)
   result = {

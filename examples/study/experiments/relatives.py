@@ -94,6 +94,7 @@ _PAIRS = (
   (MERIT.name, _ADAMW),
   (_MERIT, _ADAMW),
   (_MERIT, _LAMB),
+  (_MERIT, MERIT.name),
   (_MERIT_REST, _ADAMW),
   (_MERIT_REST, _MERIT),
   (_MERIT_REST, MERIT.name),
