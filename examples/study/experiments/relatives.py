@@ -24,14 +24,14 @@ warm-up, b1, initial weights and weight decay that suited each best, and one
 learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
 rest tuned. All others begin with what was best for one of these, and are tuned
 again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
-the decay, and settings of their own. So are Muon, Hyperball, LAMB and MERIT.
+the decay, and settings of their own. So are the first five themselves.
 With the rest tuned, MERIT is of hidden matrices alone, and an Adam without
 decay (b1 0.9) updates the others, at rates of their own for embeddings and for
 gains and biases. Of the learning rates of what is tuned again the best is
 taken, even if the next larger one is unstable. What was tried has losses of one
 seed, what was chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
-_ADAMW = 'AdamW, rest tuned'
+_ADAMW, _ADAMW_REST = 'AdamW, tuned again', 'AdamW, rest tuned'
 _LAMB = 'LAMB, tuned again'
 _MERIT, _MERIT_REST = 'MERIT, tuned again', 'MERIT, rest tuned'
 _MONA = tuple(
@@ -41,7 +41,8 @@ _SMALL_DECAYS = Coordinate('weight_decay', (0.0, 1e-3, 3e-3, DECAY, 0.03, 0.1))
 _RELATIVES = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
-  _ADAMW: Relative(
+  _ADAMW: Relative(ADAMW.name),
+  _ADAMW_REST: Relative(
     ADAMW.name,
     lambda case: case.with_optimizer(
       chain=Chain(('adam corrected', 'decay'), 'adam corrected', 0.66)
@@ -83,6 +84,7 @@ _MAIN = (
   _MUON,
   _HYPERBALL,
   _ADAMW,
+  _ADAMW_REST,
   _LAMB,
   _MERIT,
   _MERIT_REST,
@@ -91,16 +93,16 @@ _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
   (_ADAMW, ADAMW.name),
-  (MERIT.name, _ADAMW),
-  (_MERIT, _ADAMW),
-  (_MERIT, _LAMB),
-  (_MERIT, MERIT.name),
-  (_MERIT_REST, _ADAMW),
-  (_MERIT_REST, _MERIT),
-  (_MERIT_REST, MERIT.name),
-  (MERIT.name, ADAMW.name),
-  (MERIT.name, LAMB.name),
+  (_ADAMW_REST, _ADAMW),
   (_LAMB, LAMB.name),
+  (_MERIT, MERIT.name),
+  (_MERIT_REST, _MERIT),
+  (MERIT.name, ADAMW.name),
+  (_MERIT, _ADAMW),
+  (_MERIT, _ADAMW_REST),
+  (_MERIT_REST, _ADAMW_REST),
+  (MERIT.name, LAMB.name),
+  (_MERIT, _LAMB),
   ('LARS', _LAMB),
 )
 

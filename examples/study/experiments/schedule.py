@@ -43,6 +43,7 @@ _PAIRS = (
   ),
   *((f'{x}, WSD', f'{x}, linear') for x in _OPTIMIZERS),
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
+  *((f'{MERIT.name}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
 )
 
 
