@@ -24,12 +24,12 @@ warm-up, b1, initial weights and weight decay that suited each best, and one
 learning rate for all parameters; Muon and Hyperball, of hidden matrices, the
 rest tuned. All others begin with what was best for one of these, and are tuned
 again: the learning rate, warm-up, b1, initial weights, the rate of embeddings,
-the decay, and settings of their own. So are the first five themselves.
-With the rest tuned, MERIT is of hidden matrices alone, and an Adam without
-decay (b1 0.9) updates the others, at rates of their own for embeddings and for
-gains and biases. Of the learning rates of what is tuned again the best is
-taken, even if the next larger one is unstable. What was tried has losses of one
-seed, what was chosen those of eight fresh ones."""
+the decay, and settings of their own. So are the first five themselves. With the
+rest tuned, MERIT is of hidden matrices alone, and an Adam without decay (b1
+0.9) updates the others, at rates of their own for embeddings and for gains and
+biases. Of the learning rates of what is tuned again the best is taken, even if
+the next larger one is unstable. What was tried has losses of one seed, what was
+chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
 _ADAMW, _ADAMW_REST = 'AdamW, tuned again', 'AdamW, rest tuned'
 _LAMB = 'LAMB, tuned again'
@@ -79,16 +79,7 @@ _RELATIVES = {
     1.6,
   ),
 }
-_MAIN = (
-  *(x.name for x in PAPER),
-  _MUON,
-  _HYPERBALL,
-  _ADAMW,
-  _ADAMW_REST,
-  _LAMB,
-  _MERIT,
-  _MERIT_REST,
-)
+_LARGEST_ONLY = 'OrScale-LM', 'MONA', 'Scion'
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
@@ -108,12 +99,12 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the largest batch, the main ones at the middle one too."""
+  """Plans all at the largest batch, all but three at the middle one."""
   *_, middle, largest = scale.few_batch_sizes
   tunings = {x.name: tune_rest for x in PAPER}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  main = {x: tunings[x] for x in _MAIN}
-  return at_batches(scale, {middle: main, largest: tunings})
+  at_both = {k: x for k, x in tunings.items() if k not in _LARGEST_ONLY}
+  return at_batches(scale, {middle: at_both, largest: tunings})
 
 
 def tables(points: list[Point]) -> t.Tables:
