@@ -79,7 +79,7 @@ _RELATIVES = {
     1.6,
   ),
 }
-_LARGEST_ONLY = 'OrScale-LM', 'MONA', 'Scion'
+_LARGEST_ONLY = 'MONA', 'Scion'
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
@@ -99,7 +99,7 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the largest batch, all but three at the middle one."""
+  """Plans all at the largest batch, all but two at the middle one."""
   *_, middle, largest = scale.few_batch_sizes
   tunings = {x.name: tune_rest for x in PAPER}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
