@@ -232,8 +232,8 @@ class Config:
   wandb: str | None = None
   # Write a trace of six steps, from the tenth on, for TensorBoard or xprof.
   profile: bool = False
-  # Print what Muon (or with other optimizers than muon and muon-hyperball:
-  # MERIT) does with each parameter, before the first step.
+  # Print what Muon, or else MERIT, does with each parameter, before the first
+  # step.
   describe: bool = False
 
   # Devices.

@@ -94,8 +94,7 @@ def _train_fitted(
       print_once(report.before(config, tokens, trainer, folder))
       prove(folder.checkpoints, trainer.shapes)
       if config.describe:
-        with jax.set_mesh(mesh):
-          print_once(f'\n{describe(config, trainer.shapes.params)}\n')
+        print_once(f'\n{describe(config, trainer.shapes.params)}\n')
       _train(trainer, config, tokens, folder, start)
     if is_process_0():
       print(report.after(folder))

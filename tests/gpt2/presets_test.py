@@ -36,6 +36,17 @@ def test_a_setting_out_of_its_range_is_named(names, accepted, _):
       resolve(Config(**{name: value}))
 
 
+@pytest.mark.parametrize('name', OPTIMIZERS)
+def test_the_readme_has_the_defaults(name: str):
+  page = Path(presets.__file__).with_name('README.md').read_text()
+  (row,) = re.findall(rf'^\| `{name}` \| (.*) \|$', page, re.MULTILINE)
+  *_, decay, b1, b2 = row.split(' | ')
+  values = OPTIMIZERS[name]
+  assert [0.0 if decay == 'none' else float(decay), float(b1), float(b2)] == [
+    values[x] for x in ('weight_decay', 'b1', 'b2')
+  ]
+
+
 def test_every_number_has_a_range():
   numbers = {
     name
