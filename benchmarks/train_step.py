@@ -68,6 +68,9 @@ class Settings:
   unroll: int | None = None
   """Layers that we compile one by one."""
 
+  peer: bool = True
+  """Whether to time the peer. It and all optimizers are in memory at once."""
+
   steps: int = 3
   """Steps in a round."""
 
@@ -92,7 +95,7 @@ def main(args: list[str] | None = None) -> None:
   candidates[_READING] = _reading(
     config, Path(folder.enter_context(tempfile.TemporaryDirectory()))
   )
-  peer = _peer(config, settings)
+  peer = _peer(config, settings) if settings.peer else None
   if peer is not None:
     candidates[_PEER] = peer
   with folder:
