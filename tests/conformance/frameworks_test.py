@@ -1,22 +1,16 @@
-"""MERIT trains the models of each framework, and Orbax keeps its state."""
+"""MERIT trains the models of each framework."""
 
 import equinox as eqx
 from flax import linen, nnx
 from flax.training import train_state
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
-import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import (
-  assert_same_bits,
-  state_shardings,
-  step_function,
-)
+from tests.merit_optax.arrays import make_mesh
 
 _STEPS = 40
 _SIZE = 8
@@ -47,29 +41,6 @@ def _train(step, *carry):
   return carry
 
 
-def _dict_params():
-  keys = jax.random.split(jax.random.key(0))
-  return {
-    'hidden': jax.random.normal(keys[0], (_SIZE, 32)) / _SIZE**0.5,
-    'bias': jnp.zeros(32),
-    'output': jax.random.normal(keys[1], (32, _SIZE)) / 32**0.5,
-  }
-
-
-def _dict_loss(params, inputs, targets):
-  hidden = jnp.tanh(inputs @ params['hidden'] + params['bias'])
-  return _mean_squared_error(hidden @ params['output'], targets)
-
-
-def _dict_step(optimizer):
-  @jax.jit
-  def step(params, state):
-    loss, gradient = jax.value_and_grad(_dict_loss)(params, *_data())
-    return *step_function(optimizer)(params, state, gradient), loss
-
-  return step
-
-
 class _NnxModel(nnx.Module):
   """Two layers whose kernels say how they are sharded."""
 
@@ -89,13 +60,10 @@ class _NnxModel(nnx.Module):
     return self.output(jnp.tanh(self.hidden(x)))
 
 
-def _mesh(shape, names=('fsdp', 'tensor')):
-  return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
-
-
 def test_nnx_optimizer_of_sharded_parameters():
   inputs, targets = _data()
-  with jax.set_mesh(_mesh((4, 2))):
+  mesh = make_mesh(fsdp=4, tensor=2)
+  with jax.set_mesh(mesh):
 
     @nnx.jit
     def create():
@@ -114,7 +82,7 @@ def test_nnx_optimizer_of_sharded_parameters():
     model, optimizer = create()
     _train(lambda: step(model, optimizer))
   kernel = model.hidden.kernel
-  expected = NamedSharding(_mesh((4, 2)), P('fsdp', 'tensor'))
+  expected = NamedSharding(mesh, P('fsdp', 'tensor'))
   assert kernel.sharding.is_equivalent_to(expected, 2)
   moments = nnx.state(optimizer)['opt_state'][0]
   assert moments['count'][...] == _STEPS
@@ -167,47 +135,3 @@ def test_equinox_with_leaves_that_are_no_arrays():
     return eqx.apply_updates(model, updates), state, loss
 
   _train(step, model, state)
-
-
-def _shardings(optimizer, params, mesh):
-  """Returns shardings of parameters and state over the axes of a mesh."""
-  specs = {'hidden': P(*mesh.axis_names), 'bias': P(), 'output': P('fsdp')}
-  shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-  return shardings, state_shardings(optimizer, params, shardings, mesh)
-
-
-@pytest.mark.parametrize(
-  'shape, names, options',
-  [
-    ((2, 4), ('fsdp', 'tensor'), {}),
-    ((8,), ('fsdp',), {'mu_dtype': jnp.bfloat16}),
-  ],
-  ids=['other shape', 'fewer axes and another dtype'],
-)
-def test_orbax_restores_the_state_on_another_mesh(
-  shape, names, options, tmp_path
-):
-  optimizer = merit_optax.merit(
-    optax.linear_schedule(0.05, 0.01, _STEPS), **options
-  )
-  step, params = _dict_step(optimizer), _dict_params()
-  before = _shardings(optimizer, params, _mesh((4, 2)))
-  carry = jax.device_put((params, optimizer.init(params)), before)
-  for _ in range(3):
-    *carry, _ = step(*carry)
-  with ocp.StandardCheckpointer() as checkpointer:
-    checkpointer.save(tmp_path / 'state', tuple(carry))
-    checkpointer.wait_until_finished()
-    after = _shardings(optimizer, params, _mesh(shape, names))
-    target = jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      tuple(carry),
-      after,
-    )
-    restored = checkpointer.restore(tmp_path / 'state', target)
-  assert_same_bits(restored, tuple(carry))
-  assert jax.tree.map(lambda x: x.sharding, restored) == after
-  # The state is not only read but used: training goes on where it was.
-  *_, loss = step(*restored)
-  *_, expected = step(*carry)
-  np.testing.assert_allclose(loss, expected, rtol=1e-5)

@@ -70,10 +70,19 @@ def test_without_correction_equals_the_formula(rates, nesterov):
     np.testing.assert_allclose(state.nu, v, rtol=1e-5)
 
 
-def test_complex_parameters_have_complex_first_moments():
-  transform = merit_optax.scale_by_adam(mu_dtype='float32')
-  with pytest.raises(ValueError, match='mu_dtype must be None for complex'):
-    transform.init(_tree(0, jnp.complex64))
+@pytest.mark.parametrize(
+  'make, rate',
+  [
+    (merit_optax.scale_by_adam, 'b1'),
+    (merit_optax.scale_by_muon, 'beta'),
+    (merit_optax.add_acceleration, 'decay'),
+  ],
+)
+def test_first_moments_that_cannot_hold_an_average_are_refused(make, rate):
+  with pytest.raises(ValueError, match='^mu_dtype must be None for complex'):
+    make(mu_dtype='float32').init(jnp.ones((2, 3), jnp.complex64))
+  with pytest.raises(ValueError, match=f'^{rate} must be at most 0.996'):
+    make(**{rate: 0.999}).init(jnp.ones((2, 3), jnp.bfloat16))
 
 
 def test_rounding_of_a_moment_reaches_only_later_steps():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
 
@@ -48,6 +48,12 @@ def run(
     updates, state = update(gradient, state, params)
     params = optax.apply_updates(params, updates)
     yield Step(updates, state, params)
+
+
+def make_mesh(axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+  """Returns a mesh whose axes have these names and sizes."""
+  types = (axis_type,) * len(sizes)
+  return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def step_function(optimizer: optax.GradientTransformation) -> Callable:

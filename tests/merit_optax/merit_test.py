@@ -60,27 +60,6 @@ def test_every_argument_reaches_its_transform():
 
 
 @pytest.mark.parametrize(
-  'settings, clip',
-  [
-    ({}, merit_optax.elementwise_clip()),
-    ({'clip_threshold': None}, optax.identity()),
-  ],
-)
-def test_defaults_are_those_of_the_transforms(settings, clip):
-  chain = optax.chain(
-    merit_optax.scale_by_adam(),
-    merit_optax.scale_by_max_norm_trust_ratio(),
-    clip,
-    optax.scale_by_learning_rate(_RATE),
-  )
-  merit = merit_optax.merit(_RATE, **settings)
-  actual, expected = (
-    [step.updates for step in _steps(optimizer)] for optimizer in (merit, chain)
-  )
-  chex.assert_trees_all_equal(actual, expected)
-
-
-@pytest.mark.parametrize(
   'make, name',
   [
     (merit_optax.merit, 'weight_decay'),

@@ -20,6 +20,7 @@ import merit_optax
 from merit_optax._norms import max_norm
 from tests.merit_optax.arrays import (
   assert_same_bits,
+  make_mesh,
   normal,
   state_shardings,
   step_function,
@@ -58,12 +59,6 @@ _LAYOUTS = {
 
 
 _SPECS = {name: spec for name, (*_, spec) in _LAYOUTS.items()}
-
-
-def _mesh(axis_type):
-  return jax.make_mesh(
-    (4, 2), ('fsdp', 'tensor'), axis_types=(axis_type, axis_type)
-  )
 
 
 def _optimizer():
@@ -156,7 +151,7 @@ def test_sharded_steps_are_those_of_one_device_bit_by_bit(
   axis_type, dtype, are_params_sharded
 ):
   params, gradients = _params(dtype), _gradients(_STEPS, dtype)
-  mesh, optimizer = _mesh(axis_type), _optimizer()
+  mesh, optimizer = make_mesh(axis_type, fsdp=4, tensor=2), _optimizer()
   shardings = _shardings(mesh)
   places = shardings if are_params_sharded else _replicated(shardings, mesh)
   places = places, state_shardings(optimizer, params, shardings, mesh)
@@ -195,7 +190,7 @@ def test_norms_are_kept_on_a_mesh(norm, axis_type):
     {name: tree[name] for name in ('rows_columns', 'layers', 'heads', 'bias')}
     for tree in (_params(), *_gradients(2))
   )
-  mesh, optimizer = _mesh(axis_type), _norms_kept(norm)
+  mesh, optimizer = make_mesh(axis_type, fsdp=4, tensor=2), _norms_kept(norm)
   step = jax.jit(step_function(optimizer))
   *_, expected = _run(step, params, optimizer.init(params), gradients)
   shardings = {name: _shardings(mesh)[name] for name in params}
@@ -273,7 +268,7 @@ def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures('as_on_accelerators')
 def test_only_norms_travel(name, axis_type):
   shape, spec, dimension_numbers = _LAYOUTS[name]
-  mesh = _mesh(axis_type)
+  mesh = make_mesh(axis_type, fsdp=4, tensor=2)
   text = _compile_step(
     {name: jnp.zeros(shape)},
     {name: NamedSharding(mesh, spec)},
@@ -290,7 +285,7 @@ def test_only_norms_travel(name, axis_type):
 
 
 def test_collectives_that_move_a_parameter_are_seen():
-  mesh = _mesh(AxisType.Auto)
+  mesh = make_mesh(AxisType.Auto, fsdp=4, tensor=2)
   matrix = jax.ShapeDtypeStruct(
     (16, 24), jnp.float32, sharding=NamedSharding(mesh, P('fsdp'))
   )
@@ -314,7 +309,7 @@ def _unrolled_model(num_layers, mesh):
 
 @pytest.mark.usefixtures('as_on_accelerators')
 def test_all_reduces_of_an_unrolled_model_are_combined():
-  mesh = _mesh(AxisType.Auto)
+  mesh = make_mesh(AxisType.Auto, fsdp=4, tensor=2)
   found = {
     num_layers: _collectives(
       _compile_step(*_unrolled_model(num_layers, mesh), mesh)

@@ -5,13 +5,12 @@ import functools
 import chex
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal, run
+from tests.merit_optax.arrays import make_mesh, normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _SCHEDULE = optax.linear_schedule(0.1, 0.0, 5)
@@ -126,37 +125,29 @@ def test_the_choice_can_be_another(hidden):
 
 
 @pytest.mark.parametrize(
-  'hidden, shape, message',
+  'given, shape, message',
   [
-    ('bias', (3, 3), r'^hidden .*two or more axes, got bias \(3,\)'),
-    ('nothing', (3, 3), '^hidden .*at least one parameter, got none of bias'),
-    (3, (3, 3), '^hidden must be a tree of booleans'),
-    ({'kernel': True}, (3, 3), '^hidden must be a tree like params'),
-    (None, (2, 3, 3), 'not recognized.*stacked'),
+    ({'hidden': 'bias'}, (3, 3), '^hidden .*two or more axes, got bias'),
+    ({'hidden': 'none'}, (3, 3), '^hidden .*at least one parameter, got none'),
+    ({'hidden': 3}, (3, 3), '^hidden must be a tree of booleans'),
+    ({'hidden': {'kernel': True}}, (3, 3), '^hidden must be a tree like'),
+    ({}, (2, 3, 3), 'not recognized.*stacked'),
+    (
+      {'weight_dimension_numbers': {'kernel': None, 'bias': None}},
+      (3, 3),
+      'must give .* none for kernel',
+    ),
   ],
 )
-def test_what_does_not_fit_is_refused(hidden, shape, message):
+def test_what_does_not_fit_is_refused(given, shape, message):
   params = {'kernel': jnp.ones(shape), 'bias': jnp.ones(3)}
   for function in (
-    merit_optax.muon(0.1, hidden=hidden).init,
-    merit_optax.muon_hyperball(0.1, hidden=hidden).init,
-    functools.partial(merit_optax.describe_hyperball, hidden=hidden),
+    merit_optax.muon(0.1, **given).init,
+    merit_optax.muon_hyperball(0.1, **given).init,
+    merit_optax.adam_hyperball(0.1, **given).init,
+    functools.partial(merit_optax.describe_hyperball, **given),
   ):
     with pytest.raises(ValueError, match=message):
-      function(params)
-
-
-def test_hidden_matrices_without_rows_are_refused():
-  specs = {'kernel': _Spec(0, 1), 'router': {'kernel': None}}
-  params = {'kernel': jnp.eye(3), 'router': {'kernel': jnp.eye(3)}}
-  for function in (
-    merit_optax.muon(0.1, weight_dimension_numbers=specs).init,
-    merit_optax.adam_hyperball(0.1, weight_dimension_numbers=specs).init,
-    functools.partial(
-      merit_optax.describe_hyperball, weight_dimension_numbers=specs
-    ),
-  ):
-    with pytest.raises(ValueError, match='must give .* none for router/kernel'):
       function(params)
 
 
@@ -445,9 +436,7 @@ def test_the_table_says_where_products_are():
   assert lines[1].endswith('  on one device')
   assert lines[2].endswith('  -')
   assert lines[3].endswith('  on one device')
-  mesh = jax.make_mesh(
-    (2, 4), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2
-  )
+  mesh = make_mesh(data=2, fsdp=4)
   with jax.set_mesh(mesh):
     lines = describe().splitlines()
     assert lines[1].endswith('  whole, over fsdp')

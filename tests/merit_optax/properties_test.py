@@ -245,31 +245,22 @@ def test_a_huge_weight_beside_a_tiny_update_is_not_nan(large, small):
 )
 @pytest.mark.parametrize('axis', [(0,), (1,), (0, 1)])
 @pytest.mark.parametrize(
-  'shape', [(3, 4), (64, 80), (4096, 3), (9, 16, 64)], ids=str
+  'shape', [(3, 4), (640, 80), (4096, 3), (3, 4096), (9, 16, 64)], ids=str
 )
-def test_maxima_keep_nan_and_infinity(shape, axis, dtype):
+@pytest.mark.parametrize('spoils', [(), (np.nan, -np.inf)], ids=str)
+def test_maxima_of_many_numbers(spoils, shape, axis, dtype):
   # XLA on CPU drops NaN from those of many numbers, or of many small matrices.
-  x = np.ones(shape, dtype)
-  x[..., 1, 2], x[..., 2, 1] = np.nan, -np.inf
+  # With jax 0.12, bfloat16 had NaN and other numbers than those of the array.
+  x = np.array(normal(0, shape, dtype))
+  for i, value in enumerate(spoils):
+    x[..., 1 + i, 2 - i] = value
   norm = functools.partial(max_norm, axis=axis)
   found = jax.jit(jax.vmap(norm) if x.ndim == 3 else norm)(x)
+  assert found.dtype == np.abs(x).dtype
   of_matrix = tuple(np.add(axis, x.ndim - 2))
   expected = np.abs(x).astype(np.float32).max(of_matrix, keepdims=True)
-  np.testing.assert_array_equal(found.astype(jnp.float32), expected)
-
-
-@pytest.mark.parametrize('dtype', ['float16', 'bfloat16', 'float32'])
-@pytest.mark.parametrize('axis', [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize('shape', [(4096, 3), (3, 4096), (640, 80)], ids=str)
-def test_maxima_of_many_numbers(shape, axis, dtype):
-  # With jax 0.12, bfloat16 had NaN and other numbers than those of the array.
-  x = normal(0, shape, dtype)
-  found = jax.jit(max_norm, static_argnums=1)(x, axis)
-  assert found.dtype == dtype
-  np.testing.assert_array_equal(
-    found.astype(jnp.float32),
-    np.abs(np.asarray(x, np.float32)).max(axis, keepdims=True),
-  )
+  rtol = 1e-6 if np.iscomplexobj(x) else 0
+  np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=rtol)
 
 
 def test_finite_numbers_whose_sum_is_not_are_no_nan():

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import make_mesh, normal
 
 _Heads = merit_optax.AttentionHeads
 _FEATURES, _HEADS, _HEAD_FEATURES = 8, 4, 6
@@ -216,7 +216,7 @@ def test_on_a_mesh_bit_for_bit(axis_type, spec):
     )[0]
 
   expected = clip(updates, params, logits)
-  mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(axis_type,) * 2)
+  mesh = make_mesh(axis_type, x=4, y=2)
   specs = jax.tree.map(lambda x: P('y', 'x') if x.ndim == 3 else P('x'), params)
   places = jax.tree.map(
     functools.partial(NamedSharding, mesh), (specs, specs, spec)

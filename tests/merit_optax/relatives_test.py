@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import MATRICES, normal, run
+from tests.merit_optax.arrays import MATRICES, make_mesh, normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _STEPS = 5
@@ -240,13 +240,6 @@ def test_mona_is_its_formula(decay, coefficient):
   _assert_follows(mona, rule)
 
 
-def test_moments_that_cannot_hold_an_acceleration_are_refused():
-  with pytest.raises(ValueError, match='^mu_dtype must be None for complex'):
-    merit_optax.add_acceleration(mu_dtype=jnp.float32).init(1j * jnp.ones(2))
-  with pytest.raises(ValueError, match='^decay must be at most'):
-    merit_optax.add_acceleration(0.999).init(jnp.ones(2, jnp.bfloat16))
-
-
 # Calibration.
 
 
@@ -438,9 +431,7 @@ def test_a_mesh_does_not_change_steps(axis_type):
     optax.scale_by_learning_rate(_RATE),
   )
   expected = [step.params for step in run(chain, params, gradients)]
-  mesh = jax.make_mesh(
-    (4, 2), ('fsdp', 'tensor'), axis_types=(axis_type, axis_type)
-  )
+  mesh = make_mesh(axis_type, fsdp=4, tensor=2)
   places = {k: NamedSharding(mesh, spec) for k, spec in _PLACES.items()}
   params = jax.device_put(params, places)
   gradients = jax.device_put(gradients, [places] * _STEPS)

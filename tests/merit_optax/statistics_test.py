@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal, oracle_ratios, run
+from tests.merit_optax.arrays import make_mesh, normal, oracle_ratios, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _SHARES = ('decided_by_weight', 'decided_by_row', 'decided_by_column')
@@ -284,7 +284,7 @@ def test_a_partition(num_merits):
 
 @pytest.mark.parametrize('axis_type', list(jax.sharding.AxisType)[:2])
 def test_on_a_mesh(axis_type):
-  mesh = jax.make_mesh((4, 2), ('x', 'y'), axis_types=(axis_type,) * 2)
+  mesh = make_mesh(axis_type, x=4, y=2)
   trees = {'w': normal(0, (4, 6))}, {'w': normal(1, (4, 6))}
   functions = jax.jit(_watch), jax.jit(merit_optax.update_statistics)
   expected = [function(*trees) for function in functions]

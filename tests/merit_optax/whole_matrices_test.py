@@ -16,6 +16,7 @@ import pytest
 import merit_optax
 from tests.merit_optax.arrays import (
   assert_same_bits,
+  make_mesh,
   normal,
   state_shardings,
   step_function,
@@ -108,7 +109,7 @@ def _run_on_one_device(settings):
 @pytest.mark.parametrize('settings, sizes, axis_type', _CASES)
 def test_twenty_steps_have_the_bits_of_one_device(settings, sizes, axis_type):
   optimizer, params = _optimizer(*settings), _arrays(0)
-  mesh = jax.make_mesh(sizes, _AXES, axis_types=(axis_type,) * 3)
+  mesh = make_mesh(axis_type, **dict(zip(_AXES, sizes, strict=True)))
   places = _shardings(mesh, optimizer, params)
   step = jax.jit(
     step_function(optimizer),
@@ -141,7 +142,7 @@ def _sent(mesh, name='fsdp', **settings):
 
 @pytest.mark.parametrize('name', ['fsdp', 'x'])
 def test_matrices_are_moved_and_products_are_not_split(name):
-  mesh = jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,))
+  mesh = make_mesh(**{name: 8})
   kinds, text = _sent(mesh, name)
   assert kinds == ['all-to-all']
   # Whole ones: with all rows.
@@ -151,9 +152,7 @@ def test_matrices_are_moved_and_products_are_not_split(name):
 
 
 def test_axes_of_copies_are_not_used_by_default():
-  mesh = jax.make_mesh(
-    (4, 2), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2
-  )
+  mesh = make_mesh(data=4, fsdp=2)
   _, text = _sent(mesh)
   assert re.search(r'f32\[4,64,128\]', text)
   _, text = _sent(mesh, mesh_axes=('fsdp', 'data'))
@@ -162,17 +161,13 @@ def test_axes_of_copies_are_not_used_by_default():
 
 @pytest.mark.filterwarnings('error')
 def test_a_mesh_of_copies_needs_no_axes():
-  mesh = jax.make_mesh(
-    (8, 1), ('data', 'fsdp'), axis_types=(AxisType.Auto,) * 2
-  )
+  mesh = make_mesh(data=8, fsdp=1)
   kinds, _ = _sent(mesh)
   assert not kinds
 
 
 def test_a_mesh_that_does_not_tell_its_axes_is_warned_of():
-  mesh = jax.make_mesh(
-    (4, 2), ('data', 'model'), axis_types=(AxisType.Auto,) * 2
-  )
+  mesh = make_mesh(data=4, model=2)
   with pytest.warns(
     UserWarning, match="'model': 2.*Name the axes by mesh_axes"
   ):
@@ -184,7 +179,7 @@ def test_a_mesh_that_does_not_tell_its_axes_is_warned_of():
 
 
 def test_an_axis_that_the_mesh_lacks_is_named():
-  mesh = jax.make_mesh((8,), ('x',), axis_types=(AxisType.Auto,))
+  mesh = make_mesh(x=8)
   transform = merit_optax.scale_by_muon(mesh_axes='fsdp')
   alone = jnp.ones((8, 8))
   transform.update(alone, transform.init(alone))  # Not without a mesh.
@@ -198,7 +193,7 @@ def _updates_alone(transform, gradients):
 
 
 def test_arrays_beside_those_on_an_explicit_mesh():
-  mesh = jax.make_mesh((8,), ('fsdp',), axis_types=(AxisType.Explicit,))
+  mesh = make_mesh(AxisType.Explicit, fsdp=8)
   gradients = {'alone': normal(0, (8, 8)), 'split': normal(1, (16, 8))}
   split = jax.device_put(gradients['split'], NamedSharding(mesh, P('fsdp')))
   transform = merit_optax.scale_by_muon()
@@ -209,7 +204,7 @@ def test_arrays_beside_those_on_an_explicit_mesh():
 @pytest.mark.parametrize('axis_type', [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize('mesh_axes', ['auto', None])
 def test_within_a_shard_map_over_some_axes(axis_type, mesh_axes):
-  mesh = jax.make_mesh((2, 4), ('data', 'fsdp'), axis_types=(axis_type,) * 2)
+  mesh = make_mesh(axis_type, data=2, fsdp=4)
   transform = merit_optax.scale_by_muon(mesh_axes=mesh_axes)
   gradients = normal(0, (16, 24))
   within = jax.shard_map(
