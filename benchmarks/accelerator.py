@@ -203,10 +203,10 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
 def _stop(process: subprocess.Popen[bytes]) -> None:
   """Ends a process and all that it started; it may save what it has."""
   for number in (signal.SIGTERM, signal.SIGKILL):
-    if process.poll() is None:
+    # There is none if all of its group have ended.
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
       os.killpg(process.pid, number)
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(_GRACE)
+      process.wait(_GRACE)
 
 
 def _read(settings: Settings, part: Part) -> dict[str, Any]:

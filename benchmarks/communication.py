@@ -65,11 +65,8 @@ def main(args: list[str] | None = None) -> None:
       for mesh, optimizer in tqdm.tqdm(cases, 'compiling', leave=False)
     ]
   print(_table(rows))
-  write_json(
-    settings.out,
-    {'settings': dataclasses.asdict(settings) | {'out': str(settings.out)}}
-    | {'rows': rows},
-  )
+  values = dataclasses.asdict(settings)
+  write_json(settings.out, {'settings': values, 'rows': rows})
 
 
 def _row(

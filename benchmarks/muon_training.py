@@ -101,7 +101,7 @@ def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   settings = tyro.cli(Settings, args=args, prog='benchmarks.muon_training')
   trial = SCALES['nano'].run(
-    'muon-hyperball', settings.batch_size, 0.07, init_scale=2.0
+    'muon-hyperball', settings.batch_size, 1.0, init_scale=2.0
   )
   config: Any = trial.config
   steps = settings.steps or config.steps
@@ -137,7 +137,7 @@ def main(args: list[str] | None = None) -> None:
   write_json(
     settings.out,
     {
-      'settings': dataclasses.asdict(settings) | {'out': str(settings.out)},
+      'settings': dataclasses.asdict(settings),
       'steps': steps,
       'learning_rate': rate,
       'rows': rows,
@@ -163,14 +163,9 @@ def _optimizer(
     direction, rate, weight_dimension_numbers=specs
   )
 
-  def labels(params: Any) -> Any:
-    return jax.tree.map(
-      lambda is_hidden: 'hidden' if is_hidden else 'others',
-      merit_optax.hidden_matrices(params),
-    )
-
-  parts = {'hidden': hidden, 'others': others}
-  return with_clips(optax.partition(parts, labels), config)
+  parts = {True: hidden, False: others}
+  whole = optax.partition(parts, merit_optax.hidden_matrices)
+  return with_clips(whole, config)
 
 
 def _train(

@@ -13,33 +13,24 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib
+from matplotlib.figure import Figure
+import numpy as np
+import optax
+import tqdm
+import tyro
 
-matplotlib.use('Agg')
-from matplotlib import pyplot as plt  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-import tqdm  # noqa: E402
-import tyro  # noqa: E402
-
-from benchmarks.pod_update import FORMER_NAMES  # noqa: E402
-from benchmarks.rounds import (  # noqa: E402
-  Timing,
-  free_memory,
-  race,
-  ratio,
-  write_json,
-)
-from examples.gpt2.command import columns  # noqa: E402
-from examples.gpt2.config import Config, Preset  # noqa: E402
-from examples.gpt2.devices import sharding  # noqa: E402
-from examples.gpt2.optim.optimizers import (  # noqa: E402
+from benchmarks.pod_update import FORMER_NAMES
+from benchmarks.rounds import Timing, free_memory, race, ratio, write_json
+from examples.gpt2.command import columns
+from examples.gpt2.config import Config, Preset
+from examples.gpt2.devices import sharding
+from examples.gpt2.optim.optimizers import (
   dimension_numbers,
   muon_dimension_numbers,
 )
-from examples.gpt2.presets import resolve  # noqa: E402
-from examples.gpt2.run.step import Trainer  # noqa: E402
-import merit_optax  # noqa: E402
+from examples.gpt2.presets import resolve
+from examples.gpt2.run.step import Trainer
+import merit_optax
 
 # muon is Optax's, whole-muon the same with ours; products of -bfloat16 are so.
 # The last two are former names.
@@ -90,13 +81,13 @@ class Case(NamedTuple):
     name: What it is, for people.
     layers: How the layers lie.
     shapes: Shapes of the parameters.
-    count: Number of parameters.
+    num_params: Number of parameters.
   """
 
   name: str
   layers: Layers
   shapes: Any
-  count: int  # type: ignore[assignment]
+  num_params: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +113,7 @@ def main(args: list[str] | None = None) -> None:
     settings.presets, settings.layers, settings.num_layers or (None,)
   ):
     rows += _measure(make_case(preset, layers, depth), settings)
-  values = {k: str(v) for k, v in dataclasses.asdict(settings).items()}
+  values = dataclasses.asdict(settings)
   write_json(settings.out, {'settings': values, 'rows': rows})
   _draw(rows, settings.out.with_suffix('.png'))
   print(f'wrote {settings.out} and {settings.out.with_suffix(".png")}')
@@ -160,12 +151,12 @@ def _measure(case: Case, settings: Settings) -> list[dict[str, Any]]:
     }
     timings = race(runs, settings.rounds)
   rows = [
-    {'case': case.name, 'parameters': case.count, 'optimizer': name}
+    {'case': case.name, 'parameters': case.num_params, 'optimizer': name}
     | programs[name].figures
     | _times(name, timings, settings)
     for name in programs
   ]
-  print(f'{case.name}, {case.count:,} parameters')
+  print(f'{case.name}, {case.num_params:,} parameters')
   shown = [
     {
       k.replace('_', ' ').replace(' per parameter', '/parameter'): _shown(v)
@@ -183,7 +174,7 @@ def _fits(case: Case, programs: dict[str, Program]) -> bool:
   temporary = max(
     x.figures['temporary_bytes_per_parameter'] for x in programs.values()
   )
-  need = case.count * (4 + 12 * len(programs) + temporary)
+  need = case.num_params * (4 + 12 * len(programs) + temporary)
   has = free_memory()
   if need > has:
     print(
@@ -224,20 +215,14 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
 
 def _whole_muon(specs: Callable[[Any], Any]) -> optax.GradientTransformation:
   """Returns Optax's Muon with ``merit_optax.scale_by_muon`` in it."""
-
-  def labels(params: Any) -> Any:
-    return jax.tree.map(
-      lambda is_hidden: 'muon' if is_hidden else 'adam',
-      merit_optax.hidden_matrices(params),
-    )
-
   muon = optax.chain(
     merit_optax.scale_by_muon(weight_dimension_numbers=specs),
     optax.add_decayed_weights(0.01),
     optax.scale_by_learning_rate(_RATE),
   )
   adam = optax.adamw(_RATE, weight_decay=0.0, nesterov=True)
-  return optax.partition({'muon': muon, 'adam': adam}, labels)
+  parts = {True: muon, False: adam}
+  return optax.partition(parts, merit_optax.hidden_matrices)
 
 
 def compile_step(
@@ -257,13 +242,13 @@ def compile_step(
     .compile()
   )
   seconds = time.perf_counter() - start
-  cost = compiled.cost_analysis() or {}
+  moved = (compiled.cost_analysis() or {}).get('bytes accessed', 0)
   temporary = compiled.memory_analysis().temp_size_in_bytes
   figures = {
     'compile_seconds': seconds,
     'hlo_kilobytes': len(compiled.as_text() or '') / 1000,
-    'bytes_moved_per_parameter': cost.get('bytes accessed', 0) / case.count,
-    'temporary_bytes_per_parameter': temporary / case.count,
+    'bytes_moved_per_parameter': moved / case.num_params,
+    'temporary_bytes_per_parameter': temporary / case.num_params,
   }
   return Program(optimizer.init, compiled, figures)
 
@@ -314,17 +299,13 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     'time_ratio', 'temporary_bytes_per_parameter', 'bytes_moved_per_parameter',
     'compile_seconds', 'hlo_kilobytes',
   ]  # fmt: skip
-  keys = [key for key in keys if key in rows[0]]
+  keys = [key for key in keys if any(key in row for row in rows)]
   cases = list(dict.fromkeys(row['case'] for row in rows))
   names = list(dict.fromkeys(row['optimizer'] for row in rows))
   height = 1 / (len(names) + 1)
-  figure, all_axes = plt.subplots(
-    1,
-    len(keys),
-    figsize=(2 + 2.6 * len(keys), 1.5 + 0.6 * len(cases)),
-    sharey=True,
-    layout='constrained',
-  )
+  size = 2 + 2.6 * len(keys), 1.5 + 0.6 * len(cases)
+  figure = Figure(figsize=size, layout='constrained')
+  all_axes = figure.subplots(1, len(keys), sharey=True)
   for axes, key in zip(all_axes, keys, strict=True):
     for i, name in enumerate(names):
       bars = {
@@ -343,7 +324,6 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     ncols=len(names),
   )
   figure.savefig(path, dpi=100)
-  plt.close(figure)
 
 
 if __name__ == '__main__':

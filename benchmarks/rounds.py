@@ -113,4 +113,5 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     'commit': commit,
   }
   path.parent.mkdir(parents=True, exist_ok=True)
-  write_whole(path, (json.dumps(content, indent=2) + '\n').encode())
+  text = json.dumps(content, indent=2, default=str) + '\n'
+  write_whole(path, text.encode())

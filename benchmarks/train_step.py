@@ -4,7 +4,6 @@ python -m benchmarks.train_step --help
 """
 
 from collections.abc import Callable
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 import tyro
 
@@ -28,7 +28,7 @@ from examples.gpt2.model.config import padded_vocab_size
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.memory import fit, needed_bytes
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.step import Trainer, TrainState
 from examples.plan import programs
 
 _PEER = 'transformers, PyTorch'
@@ -91,14 +91,11 @@ def main(args: list[str] | None = None) -> None:
   }
   candidates[_DIAGNOSTICS] = _diagnostics(config)
   candidates[_UPDATE] = _update(config)
-  folder = contextlib.ExitStack()
-  candidates[_READING] = _reading(
-    config, Path(folder.enter_context(tempfile.TemporaryDirectory()))
-  )
-  peer = _peer(config, settings) if settings.peer else None
-  if peer is not None:
-    candidates[_PEER] = peer
-  with folder:
+  with tempfile.TemporaryDirectory() as folder:
+    candidates[_READING] = _reading(config, Path(folder))
+    peer = _peer(config, settings) if settings.peer else None
+    if peer is not None:
+      candidates[_PEER] = peer
     timings = race(candidates, settings.rounds)
   parts = {
     'update_seconds': timings.pop(_UPDATE).median,
@@ -122,7 +119,7 @@ def _write(
   settings: Settings, rows: list[dict[str, Any]], parts: dict[str, float]
 ) -> None:
   results = {'rows': rows} | parts
-  values = _plain(dataclasses.asdict(settings))
+  values = dataclasses.asdict(settings)
   write_json(settings.out, {'settings': values} | results)
 
 
@@ -147,10 +144,6 @@ def _plan(config: FittedConfig) -> dict[str, float]:
   }
 
 
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-  return {k: str(v) if isinstance(v, Path) else v for k, v in values.items()}
-
-
 def _config(settings: Settings, optimizer: Optimizer) -> FittedConfig:
   names = (
     'preset', 'batch_size', 'micro_batch_size', 'dtype', 'remat', 'unroll',
@@ -169,17 +162,25 @@ def _tokens(config: FittedConfig) -> np.ndarray:
   )
 
 
+def _start(config: FittedConfig) -> tuple[Trainer, TrainState]:
+  """Returns a trainer and its first state."""
+  trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
+  with jax.set_mesh(trainer.mesh):
+    return trainer, trainer.init()
+
+
+def _batch(config: FittedConfig, mesh: Mesh) -> jax.Array:
+  return jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
+
+
 def _ours(config: FittedConfig, settings: Settings) -> Callable[[], None]:
   """Returns a function that takes some steps with our trainer."""
-  mesh = sharding.make_mesh('')
-  trainer = Trainer(config, config.vocab_size, mesh)
-  batch = jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
-  with jax.set_mesh(mesh):
-    state = trainer.init()
+  trainer, state = _start(config)
+  batch = _batch(config, trainer.mesh)
 
   def run() -> None:
     nonlocal state
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(trainer.mesh):
       for _ in range(settings.steps):
         state, metrics = trainer.step(state, batch)
     jax.block_until_ready((state, metrics))
@@ -189,15 +190,12 @@ def _ours(config: FittedConfig, settings: Settings) -> Callable[[], None]:
 
 def _diagnostics(config: FittedConfig) -> Callable[[], None]:
   """Returns a function that measures the diagnostics of a step."""
-  mesh = sharding.make_mesh('')
-  trainer = Trainer(config, config.vocab_size, mesh)
+  trainer, state = _start(config)
   diagnostics = Diagnostics(config, trainer)
-  batch = jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
-  with jax.set_mesh(mesh):
-    state = trainer.init()
+  batch = _batch(config, trainer.mesh)
 
   def run() -> None:
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(trainer.mesh):
       diagnostics(state, batch)
 
   return run
@@ -205,18 +203,13 @@ def _diagnostics(config: FittedConfig) -> Callable[[], None]:
 
 def _update(config: FittedConfig) -> Callable[[], None]:
   """Returns a function that computes and applies the update of a step."""
-  mesh = sharding.make_mesh('')
-  trainer = Trainer(config, config.vocab_size, mesh)
-  model = trainer.model_config
-  logits = jnp.zeros((model.num_layers, model.num_heads))
-  with jax.set_mesh(mesh):
-    state = trainer.init()
-    gradients = jax.tree.map(jnp.copy, state.params)
+  trainer, state = _start(config)
+  gradients = jax.tree.map(jnp.copy, state.params)
 
   def run() -> None:
     nonlocal state
-    with jax.set_mesh(mesh):
-      state = trainer.update(state, gradients, logits)
+    with jax.set_mesh(trainer.mesh):
+      state = trainer.update(state, gradients)
     jax.block_until_ready(state)
 
   return run

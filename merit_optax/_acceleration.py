@@ -10,8 +10,7 @@ from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
-  check_decays,
-  check_moment,
+  check_decay,
   check_real,
   moment_dtype,
 )
@@ -93,12 +92,12 @@ def add_acceleration(
   if coefficient is not None:
     coefficient = _arguments.number('coefficient', coefficient)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
-  check_decays('decay', decay, set() if mu_dtype is None else {mu_dtype})
+  check_decay('decay', decay, mu_dtype)
   weight = -0.5 if coefficient is None else coefficient * (1 - decay)
 
   def init_fn(params: optax.Params) -> AccelerationState:
     params = as_arrays(params)
-    check_moment('decay', decay, mu_dtype, params)
+    check_decay('decay', decay, mu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     return AccelerationState(optax.tree.zeros_like(params, dtype=mu_dtype))
 

@@ -9,8 +9,7 @@ from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
-  check_decays,
-  check_moment,
+  check_decay,
   check_real,
   corrected,
   moment_dtype,
@@ -133,13 +132,13 @@ def adam_direction(
   eps_root = _arguments.at_least_zero('eps_root', eps_root)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   nu_dtype = moment_dtype('nu_dtype', nu_dtype)
-  check_decays(b1_name, b1, set() if mu_dtype is None else {mu_dtype})
-  check_decays(b2_name, b2, set() if nu_dtype is None else {nu_dtype})
+  check_decay(b1_name, b1, mu_dtype)
+  check_decay(b2_name, b2, nu_dtype)
 
   def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
     params = as_arrays(params)
-    check_moment(b1_name, b1, mu_dtype, params)
-    check_moment(b2_name, b2, nu_dtype, params)
+    check_decay(b1_name, b1, mu_dtype, params)
+    check_decay(b2_name, b2, nu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     return optax.ScaleByAdamState(
       count=jnp.zeros([], jnp.int32),

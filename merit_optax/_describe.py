@@ -84,14 +84,14 @@ def describe(
     w          (3, 2)  1 x 3 x 2  weight, row, column  yes
   """
   params = as_arrays(params)
-  settings: dict[str, Any] = {
-    'weight_dimension_numbers': weight_dimension_numbers,
-    'ratios': ratios,
-    'trust_ratio_mask': trust_ratio_mask,
-    'mask': mask,
-    'weight_decay': weight_decay,
-  }
-  rows = _rows(params, **settings)
+  rows = _rows(
+    params,
+    weight_dimension_numbers=weight_dimension_numbers,
+    ratios=ratios,
+    trust_ratio_mask=trust_ratio_mask,
+    mask=mask,
+    weight_decay=weight_decay,
+  )
   table: list[tuple[str, ...]] = [('parameter', *_HEADER)]
   table += [(name, *row.cells) for name, row in rows.items()]
   return _table(table) + _note_of_signs(rows)
@@ -187,8 +187,8 @@ def describe_hyperball(
     shape; the number of its matrices, of which Hyperball keeps a norm each, and
     their rows and columns; and where Muon multiplies them: on one device, whole
     on each of several devices, or as the compiler chooses, because a matrix is
-    too large for one device or the mesh has no axis to spread matrices over. (A
-    mesh for data alone, where each device has all of them, is such a mesh.)
+    too large for one device or the mesh has no axis to spread matrices over,
+    such as one whose axes ``fsdp`` and ``tensor`` have size 1.
 
   Raises:
     ValueError: As ``muon_hyperball`` does.

@@ -33,11 +33,11 @@ def moment_dtype(
   return canonical
 
 
-def check_moment(
+def check_decay(
   name: str,
   rate: jax.typing.ArrayLike,
   dtype: jnp.dtype | None,
-  params: optax.Params,
+  params: optax.Params = (),
 ) -> None:
   """Raises ``ValueError`` if a moment of the parameters would never decay.
 
@@ -47,7 +47,18 @@ def check_moment(
     dtype: dtype of the moment, ``None`` for that of each parameter.
     params: Tree of arrays.
   """
-  check_decays(name, rate, _inexact_dtypes(params) if dtype is None else set())
+  if isinstance(rate, jax.core.Tracer):
+    return
+  dtypes = _inexact_dtypes(params) if dtype is None else {dtype}
+  for found in dtypes:
+    least = _LEAST_LOSS * float(jnp.finfo(found).eps)
+    # Less a little, since a rate in float32 may have been rounded up.
+    if 1 - float(jax.device_get(rate)) < 0.999 * least:
+      raise ValueError(
+        f'{name} must be at most {1 - least:.8g} for a moment in {found} (it '
+        'would round back to its old value and never decay; mu_dtype and '
+        f'nu_dtype say how moments are stored), got {rate!r}.'
+      )
 
 
 def check_real(
@@ -67,23 +78,6 @@ def _inexact_dtypes(params: optax.Params) -> set[jnp.dtype]:
   """Returns the dtypes of the parameters that have moments."""
   dtypes = {x.dtype for x in jax.tree.leaves(params)}
   return {x for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
-
-
-def check_decays(
-  name: str, rate: jax.typing.ArrayLike, dtypes: set[jnp.dtype]
-) -> None:
-  """Raises ``ValueError`` if a moment never decays in one of the dtypes."""
-  if isinstance(rate, jax.core.Tracer):
-    return
-  for dtype in dtypes:
-    least = _LEAST_LOSS * float(jnp.finfo(dtype).eps)
-    # Less a little, since a rate in float32 may have been rounded up.
-    if 1 - float(jax.device_get(rate)) < 0.999 * least:
-      raise ValueError(
-        f'{name} must be at most {1 - least:.8g} for a moment in {dtype} (it '
-        'would round back to its old value and never decay; mu_dtype and '
-        f'nu_dtype say how moments are stored), got {rate!r}.'
-      )
 
 
 def corrected(moment: Any, decay: Any, count: jax.Array) -> Any:

@@ -16,8 +16,7 @@ from merit_optax._leaves import as_arrays
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
-  check_decays,
-  check_moment,
+  check_decay,
   check_real,
   corrected,
   moment_dtype,
@@ -71,7 +70,7 @@ def scale_by_muon(
   with the same coefficients up to rounding, and so does the state.
 
   All matrices of one shape are computed as one stack, whatever parameters they
-  belong to. Where a matrix has 1.5 times as many columns as rows or more (or
+  belong to. Where a matrix has more than 1.5 times as many columns as rows (or
   the reverse), the products are of its Gram matrix, which takes fewer FLOPs
   (two thirds of them at four times as many columns), as long as rounding errors
   stay small: in float32 it is computed anew after two of five iterations. In
@@ -160,12 +159,12 @@ def scale_by_muon(
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   ns_dtype = _products_dtype(ns_dtype)
   names = check_mesh_axes(mesh_axes)
-  check_decays('beta', beta, set() if mu_dtype is None else {mu_dtype})
+  check_decay('beta', beta, mu_dtype)
 
   def init_fn(params: optax.Params) -> optax.contrib.MuonState:
     params = as_arrays(params)
     check_params(weight_dimension_numbers, params)
-    check_moment('beta', beta, mu_dtype, params)
+    check_decay('beta', beta, mu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     check_real('ns_dtype', ns_dtype, params)
     return optax.contrib.MuonState(

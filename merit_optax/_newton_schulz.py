@@ -173,7 +173,7 @@ def _plainly(
     step = abc[1] * gram + abc[2] * hermitian_product(gram, gram)
     return abc[0] * x + product(step, x), None
 
-  abcs = _as_array(coefficients, x)
+  abcs = jnp.asarray(coefficients, x.real.dtype)
   return jax.lax.scan(iterate, x, abcs, unroll=unroll)[0]
 
 
@@ -264,7 +264,3 @@ def _product(x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _adjoint(x: jax.Array) -> jax.Array:
   return x.mT.conj()
-
-
-def _as_array(coefficients: tuple[Triple, ...], like: jax.Array) -> jax.Array:
-  return jnp.asarray(coefficients, like.real.dtype)

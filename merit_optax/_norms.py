@@ -126,7 +126,7 @@ def _norm_along(x: jax.Array, axis: int) -> jax.Array:
   limit = 2.0 ** (limits.maxexp // 2 - 10)
   power = jnp.clip(power, 1 / limit, limit)
   square = jnp.zeros_like(largest)
-  for i in reversed(range(-(-(limits.nmant + 3 + carries) // bits))):
+  for i in reversed(range(math.ceil((limits.nmant + 3 + carries) / bits))):
     # Each digit is computed from x, or XLA on CPU would store what they share.
     root = x * (2.0 ** (i * bits // 2 - 3) / power)
     scaled = root * root
@@ -214,10 +214,16 @@ def trust_ratios(
   }
 
 
-def largest_ratio(ratios: Iterable[jax.Array]) -> jax.Array:
-  """Returns the largest of the ratios, and 1 where one of them is infinite."""
+def largest_ratio(
+  ratios: Iterable[jax.Array], without_norm: jax.typing.ArrayLike = 1
+) -> jax.Array:
+  """Returns the largest of the ratios.
+
+  An infinite one has a norm that is zero. Where that is the update's, there is
+  nothing to multiply, and any ratio will do: ``without_norm``.
+  """
   ratio = functools.reduce(jnp.maximum, ratios)
-  return jnp.where(ratio == jnp.inf, 1, ratio)
+  return jnp.where(ratio == jnp.inf, without_norm, ratio)
 
 
 def ratio(

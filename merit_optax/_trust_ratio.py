@@ -1,7 +1,6 @@
 """Trust ratios, weight-wise, row-wise and column-wise, for any direction."""
 
 from collections.abc import Collection, Iterable
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from merit_optax._norms import (
   Norm,
   common_dtype,
   l2_norm,
+  largest_ratio,
   max_norm,
   trust_ratios,
   widen,
@@ -270,7 +270,11 @@ def _scale_by_trust_ratio(
     )
 
   def scale(update: jax.Array, param: jax.Array, parts: Ratios) -> jax.Array:
-    ratio = _largest_ratio_within(parts.values(), min_ratio, max_ratio)
+    ratio = jnp.clip(
+      largest_ratio(parts.values(), 1 if min_ratio is None else min_ratio),
+      min_ratio,
+      max_ratio,
+    )
     return (ratio * widen(update)).astype(common_dtype(update, param))
 
   if calibrate:
@@ -282,21 +286,6 @@ def _scale_by_trust_ratio(
       update, param, ratios_of(update, param, axes)
     ),
     weight_dimension_numbers,
-  )
-
-
-def _largest_ratio_within(
-  ratios: Iterable[jax.Array],
-  min_ratio: jax.typing.ArrayLike | None,
-  max_ratio: jax.typing.ArrayLike | None,
-) -> jax.Array:
-  """Returns the largest of the ratios, if none is infinite, within bounds."""
-  ratio = functools.reduce(jnp.maximum, ratios)
-  # An infinite ratio has a norm that is zero. That of the update may have any
-  # ratio, since there is nothing to multiply.
-  without_norm = 1 if min_ratio is None else min_ratio
-  return jnp.clip(
-    jnp.where(ratio == jnp.inf, without_norm, ratio), min_ratio, max_ratio
   )
 
 

@@ -1,6 +1,7 @@
 """Pictures of runs: python -m examples.gpt2.plot RUN [RUN ...] --out FILE."""
 
 import collections
+import math
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def _read(run: Path) -> Series:
   try:
     lines, settings = folder.read_metrics(), folder.read_settings()
   except FileNotFoundError as error:
-    raise UsageError(f'{run} holds no run: {error.filename}?') from error
+    raise UsageError(f'{run} holds no run: {error}.') from error
   if not lines:
     raise UsageError(f'{run} has not logged a step yet.')
   entropy = {'unigram_entropy': settings['corpus']['unigram_entropy']}
@@ -80,8 +81,8 @@ def _figure(runs: dict[str, Series]) -> Figure:
     for label, metrics in _PANELS.items()
     if any(metric in series for metric in metrics for series in runs.values())
   }
-  rows = -(-len(panels) // 3)
-  columns = -(-len(panels) // rows)
+  rows = math.ceil(len(panels) / 3)
+  columns = math.ceil(len(panels) / rows)
   figure = Figure((5 * columns, 3.5 * rows), layout='constrained')
   if len(runs) == 1:
     figure.suptitle(*runs)

@@ -210,7 +210,7 @@ def _check_ranges(config: Config) -> None:
 
 def _check_model(config: RunConfig) -> None:
   check_attention(config, flag)
-  if config.reduce_dtype != 'float32' == config.dtype:
+  if config.dtype == 'float32' and config.reduce_dtype == 'bfloat16':
     raise UsageError('--reduce-dtype bfloat16 needs --dtype bfloat16.')
   if config.hf_every is not None and config.qk_norm:
     raise UsageError(
@@ -339,5 +339,5 @@ def _default_rate(config: Any) -> float | None:
 
 def _mlp_width(config: Any) -> int:
   if config.architecture == 'llama':
-    return -(-8 * config.width // 48) * 16
+    return 16 * math.ceil(config.width / 6)
   return 4 * config.width

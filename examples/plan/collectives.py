@@ -89,12 +89,12 @@ def _collective(outer: Instruction, x: Instruction, times: int) -> Collective:
   """Returns a collective, perhaps in an outer instruction, a fusion."""
   kind, is_start = _OPCODE.match(x.opcode).groups()
   arrays, group = x.arrays, _group(x.attributes)
-  if is_start and kind != 'all-reduce':
+  if kind == 'reduce-scatter':
+    arrays = [array for operand in x.operands for array in operand.arrays]
+  elif is_start and kind != 'all-reduce':
     # Operands, results and, of a permute, two more.
     arrays = arrays[len(x.operands) : 2 * len(x.operands)]
   size = sum(array.bytes for array in arrays)
-  if kind == 'reduce-scatter':
-    size *= len(group)
   if 'calls=%all-reduce-scatter' in outer.attributes:
     kind = 'reduce-scatter'
   shapes = tuple(array.shape for array in arrays)

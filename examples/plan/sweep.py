@@ -24,7 +24,7 @@ def measure_all(
   """Returns the measurements of all ways, the quickest first.
 
   Times without any overlap of compute, memory and network rank them. Meshes
-  that the trainer refuses, and ways for which the compiler does not find the
+  that the trainer refuses, and ways that the compiler does, mostly for lack of
   memory, are listed by the reason.
   """
   rows: list[dict[str, Any]] = []

@@ -49,13 +49,6 @@ class Tuned:
     return self.losses[self.learning_rate]
 
   @property
-  def chosen(self) -> tuple[Result, ...]:
-    """Results at the learning rate chosen."""
-    return tuple(
-      x for x in self.results if x.learning_rate == self.learning_rate
-    )
-
-  @property
   def unstable_rate(self) -> float | None:
     """A better learning rate that was not chosen, since it is unstable.
 

@@ -135,6 +135,18 @@ def test_collectives_of_nested_loops():
   assert reduce.sent_bytes == 15 * 48 * 2 * 3 / 4
 
 
+def test_a_reduce_scatter_counts_as_its_operand():
+  (found,) = collectives(
+    _program("""
+    ENTRY %main (x: f32[8,4]) -> f32[2,4] {
+      %x = f32[8,4] parameter(0)
+      ROOT %r = f32[2,4] reduce-scatter(%x), replica_groups={{0,1,2,3}}
+    }
+    """)
+  )
+  assert found == Collective('reduce-scatter', ((8, 4),), 128, 1, (0, 1, 2, 3))
+
+
 def test_collectives_in_fusions_of_the_tpu_compiler():
   found = by_kind(collectives(_program(_FUSED)))
   assert found == {

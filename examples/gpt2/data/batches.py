@@ -5,6 +5,8 @@ devices, processes and micro-batches. Each process reads only the sequences of
 its own devices.
 """
 
+import math
+
 import jax
 from jax.sharding import Mesh
 import numpy as np
@@ -57,7 +59,7 @@ def validation_batch(
   starts = spread(len(tokens), config.context_length, config.eval_sequences)
   rows = _rows(config, mesh)
   # Repeated sequences give no new maximum, where padding would.
-  filled = np.resize(starts, -(-len(starts) // rows) * rows)
+  filled = np.resize(starts, math.ceil(len(starts) / rows) * rows)
   batch = make_batch(tokens, filled, config.context_length, rows, mesh)
   return batch, len(starts)
 

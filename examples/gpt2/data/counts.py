@@ -74,15 +74,16 @@ def check_largest(largest: int, vocab_size: int, source: object) -> None:
   """Raises ``UsageError`` where the largest token is not in a vocabulary."""
   if largest >= vocab_size:
     raise UsageError(
-      f'--data {source} holds the token {largest}, but its vocabulary has '
-      f'{vocab_size} tokens: give a larger --vocab-size, if these are tokens.'
+      f'{source} holds the token {largest}, but the vocabulary has '
+      f'{vocab_size} tokens: if these are tokens, train with a larger '
+      '--vocab-size.'
     )
 
 
 def _check_below(tokens: np.ndarray, vocab_size: int, source: object) -> None:
   """Raises ``UsageError`` for tokens that are not in a vocabulary."""
   if tokens.min() < 0:
-    raise UsageError(f'--data {source} holds the token {tokens.min()}.')
+    raise UsageError(f'{source} holds the token {tokens.min()}.')
   check_largest(int(tokens.max()), vocab_size, source)
 
 

@@ -81,7 +81,7 @@ def find_files(path: Path, pattern: str = '*') -> list[Path]:
     return [path]
   if not path.is_dir():
     raise UsageError(
-      f'--data {path} does not exist: expected a file or a folder of files.'
+      f'{path} does not exist: expected a file or a folder of files.'
     )
   files = [
     file

@@ -90,7 +90,7 @@ def any_failed(has_failed: bool) -> bool:
   return bool(multihost_utils.process_allgather(np.array(has_failed)).any())
 
 
-def on_process_0(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def on_process_0(function: Callable[..., Any], *args: Any) -> Any:
   """Calls a function in process 0, and gives its result, JSON values, to all.
 
   An error is given to all as well, so that none waits for the others: to other
@@ -99,12 +99,12 @@ def on_process_0(function: Callable[..., Any], *args: Any, **named: Any) -> Any:
   calls ``on_process_0`` itself, nothing is sent.
   """
   if jax.process_count() == 1 or _calls_for_all.get():
-    return function(*args, **named)
+    return function(*args)
   outcome, raised = {}, None
   if is_process_0():
     token = _calls_for_all.set(True)
     try:
-      outcome = {'result': function(*args, **named)}
+      outcome = {'result': function(*args)}
     except Exception as error:
       raised, outcome = error, {'error': '', 'text': f'in process 0: {error!r}'}
       for name, kind in _KNOWN_ERRORS.items():

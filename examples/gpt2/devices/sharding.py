@@ -223,9 +223,9 @@ def _replicate(shard: jax.Array, spec: P) -> jax.Array:
   return jax.lax.with_sharding_constraint(shard, whole)
 
 
-def path_name(path: tuple[Any, ...], separator: str = '.') -> str:
+def path_name(path: tuple[Any, ...]) -> str:
   """Returns the path of a parameter, such as 'blocks.mlp.up.kernel'."""
-  return jax.tree_util.keystr(path, simple=True, separator=separator)
+  return jax.tree_util.keystr(path, simple=True, separator='.')
 
 
 def by_path(tree: Any) -> dict[str, Any]:

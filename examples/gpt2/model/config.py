@@ -160,4 +160,4 @@ def check_attention(config: Any, named: Callable[[str], str] = str) -> None:
 
 def padded_vocab_size(num_tokens: int) -> int:
   """Returns the rows of the embedding for a number of token identifiers."""
-  return -(-num_tokens // _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+  return math.ceil(num_tokens / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE

@@ -6,6 +6,7 @@ heads of keys and values, K features of a head.
 
 from collections.abc import Sequence
 import functools
+import math
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def generate_tokens(
   shards = num_batch_shards(mesh)
   # Each shard of the batch reads the prompt once, for all its continuations.
   prompt_BT = np.tile(np.asarray(prompt_T, np.int32), (shards, 1))
-  sizes = num_tokens, -(-num_samples // shards), top_k
+  sizes = num_tokens, math.ceil(num_samples / shards), top_k
   with jax.set_mesh(mesh):
     tokens_BT = _generate(
       model.config, sizes, model.params, prompt_BT,

@@ -278,8 +278,8 @@ def from_arrays(
     ]
     arrange = functools.partial(_arrange, config, num_rows, name)
     # It only moves elements, so its transpose is its inverse.
-    back = jax.linear_transpose(arrange, like)
-    x = np.array(*back(parts))
+    (x,) = jax.linear_transpose(arrange, like)(parts)
+    x = np.array(x)
     if name == 'head.kernel':
       return _with_rows(x.T, num_ours).T
     return _with_rows(x, num_ours) if name in _VOCABULARIES else x
@@ -325,13 +325,12 @@ def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     if not _CONSTANTS.fullmatch(name)
   }
   ((embedding,),) = _names(config, 'token_embedding.embedding')
-  is_double = {_HEAD, embedding} <= arrays.keys() and not config.untied_head
-  if is_double and not np.array_equal(
-    arrays.pop(_HEAD)[:], arrays[embedding][:]
-  ):
-    raise UsageError(
-      f'{_HEAD} is not {embedding}, but config.json has tie_word_embeddings.'
-    )
+  if not config.untied_head and {_HEAD, embedding} <= arrays.keys():
+    head = arrays.pop(_HEAD)
+    if not np.array_equal(head[:], arrays[embedding][:]):
+      raise UsageError(
+        f'{_HEAD} is not {embedding}, but config.json has tie_word_embeddings.'
+      )
   return arrays
 
 

@@ -64,6 +64,13 @@ def _forward(
   features_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
   """Returns the loss, and its gradients for features and head."""
+  dtype, head_dtype = features_BTD.dtype, head_VD.dtype
+  head_VD = _gather(head_VD, dtype)
+  # Each shard of the batch has a sum of its own until all chunks are done.
+  shards = math.gcd(len(targets_BT), num_current_batch_shards())
+
+  def by_shard(x: jax.Array) -> jax.Array:
+    return x.reshape(shards, -1, x.shape[-1])
 
   def measure(
     total: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, jax.Array]
@@ -79,14 +86,7 @@ def _forward(
     loss += jnp.sum(losses_N, where=targets_N != _FILL)
     return (loss, head_gradient_SDV), gradient_ND.reshape(chunk[0].shape)
 
-  def by_shard(x: jax.Array) -> jax.Array:
-    return x.reshape(shards, -1, x.shape[-1])
-
-  dtype, head_dtype = features_BTD.dtype, head_VD.dtype
-  head_VD = _gather(head_VD, dtype)
   chunks = _chunks(features_BTD, head_VD, targets_BT)
-  # Each shard of the batch has a sum of its own until all chunks are done.
-  shards = math.gcd(len(targets_BT), num_current_batch_shards())
   zeros_SDV = jnp.zeros((shards, *head_VD.T.shape))
   zero = jnp.zeros([]), constrain(zeros_SDV, 'vocabulary_by_shard')
   (loss, head_gradient_SDV), gradients = jax.lax.scan(measure, zero, chunks)
@@ -142,11 +142,11 @@ def _chunks(
   """Cuts tokens to chunks of one length, on a leading axis."""
   batch, length = targets_BT.shape
   # Those of a device: on many devices, chunks are as few as on one.
-  rows = -(-batch // num_current_batch_shards())
+  rows = math.ceil(batch / num_current_batch_shards())
   # At least two chunks, so that all logits never exist at once.
-  most = min(_LOGITS_AT_ONCE // (rows * len(head_VD)), -(-length // 2))
-  count = -(-length // max(1, most))
-  chunk = -(-length // count)
+  most = min(_LOGITS_AT_ONCE // (rows * len(head_VD)), math.ceil(length / 2))
+  count = math.ceil(length / max(1, most))
+  chunk = math.ceil(length / count)
 
   def cut(x: jax.Array, fill: int) -> jax.Array:
     widths = [(0, 0), (0, -length % chunk), *[(0, 0)] * (x.ndim - 2)]

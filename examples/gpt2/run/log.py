@@ -113,9 +113,9 @@ class StepLog(contextlib.ExitStack):
     values = {k: x.tolist() for k, x in jax.device_get(arrays).items()}
     metrics = self._measure(step, waited) | values | diagnostics
     metrics |= evaluation or {}
-    values = {k: values[k] for k in ('train_loss', 'gradient_norm')}
-    if not all(map(math.isfinite, values.values())):
-      self._stop_unless_skipping(step, values)
+    watched = {k: values[k] for k in ('train_loss', 'gradient_norm')}
+    if not all(map(math.isfinite, watched.values())):
+      self._stop_unless_skipping(step, watched)
       metrics['skipped'] = True
     if evaluation:
       self._evaluation = _describe(metrics)

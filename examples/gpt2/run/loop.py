@@ -23,6 +23,7 @@ from examples.gpt2.devices.processes import on_process_0, print_once
 from examples.gpt2.model.export import write_hugging_face
 from examples.gpt2.model.files import Model
 from examples.gpt2.run import memory
+from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.folder import RunFolder
@@ -118,9 +119,18 @@ def run(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
     )
     steps = _Steps(
-      config, programs, evaluations, describe_model(trainer, tokens),
-      make_batch, folder, checkpoints, log, stop, state, done,
-    )  # fmt: skip
+      config=config,
+      programs=programs,
+      evaluations=evaluations,
+      model=describe_model(trainer, tokens),
+      make_batch=make_batch,
+      folder=folder,
+      checkpoints=checkpoints,
+      log=log,
+      stop=stop,
+      state=state,
+      taken=done,
+    )
     return steps.take()
 
 
@@ -287,7 +297,7 @@ class _Steps:
     if len(losses) > 1:
       evaluation['val_losses'] = losses
     if not math.isfinite(loss):
-      raise NotFiniteError(f'at step {step} {evaluation}.')
+      raise NotFiniteError(f'at step {step} the validation loss is {loss}.')
     self.log.finish_step(evaluation)
     return loss
 
@@ -320,7 +330,9 @@ class _Steps:
     )
     logits = np.array(measured['max_attention_logit'])
     layer = int(np.argmax(logits))
-    has_checkpoint = any(self.folder.checkpoints.glob('[0-9]*'))
+    has_checkpoint = bool(
+      on_process_0(CheckpointFolder(self.folder.checkpoints).steps)
+    )
     return NotFiniteError(
       f'{error} With the weights after step {self.taken}, the largest '
       f'attention logit on held-out text is {logits[layer]:.1f}, in layer '

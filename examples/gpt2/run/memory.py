@@ -163,8 +163,8 @@ def _layer_bytes(
   inner = attention + 6 * config.mlp_width * size
   if platform == 'tpu':
     # Features of a head fill lanes.
-    heads = attention // config.head_width
-    inner += heads * (-config.head_width % _TPU_LANES)
+    feature_bytes = attention // config.head_width
+    inner += feature_bytes * (-config.head_width % _TPU_LANES)
   if not has_kernel(platform, config.context_length, jnp.dtype(config.dtype)):
     # On CPU, attention keeps its weights once.
     weights = config.num_heads * config.context_length

@@ -25,22 +25,18 @@ class OptionalPart:
   def __enter__(self) -> Self:
     return self
 
-  def attempt(
-    self, action: Callable[..., object], *args: Any, **named: Any
-  ) -> None:
+  def attempt(self, action: Callable[..., object], *args: Any) -> None:
     """Does something, unless something has failed before."""
     if not self._has_failed:
-      self._try(action, *args, **named)
+      self._try(action, *args)
 
   def upload(self) -> None:
     """Copies the files so far to a store, if they are to be there."""
     self._try(self.mirror.upload)
 
-  def _try(
-    self, action: Callable[..., object], *args: Any, **named: Any
-  ) -> None:
+  def _try(self, action: Callable[..., object], *args: Any) -> None:
     try:
-      action(*args, **named)
+      action(*args)
     except Exception as error:  # Whatever it is: training goes on.
       if not self._has_failed:
         warnings.warn(self._warning.format(error), stacklevel=3)

@@ -1,7 +1,6 @@
 """The proof, before anything is computed, that checkpoints can be saved."""
 
 from collections.abc import Callable
-import math
 from pathlib import Path
 import shutil
 from typing import Any
@@ -63,9 +62,7 @@ def _raise_in_all(
 
 
 def _num_bytes(state: Any) -> int:
-  return sum(
-    math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state)
-  )
+  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
 
 
 def _check_room(folder: CheckpointFolder, needed: int) -> None:

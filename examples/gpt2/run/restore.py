@@ -133,8 +133,10 @@ class Checkpoint:
     run = as_path(run)
     self._folder = CheckpointFolder(run / 'checkpoints')
     steps = on_process_0(self._folder.steps)
-    if not steps:
+    if not steps and step is None:
       raise UsageError(f'{run} has neither final weights nor a checkpoint yet.')
+    if not steps:
+      raise UsageError(f'{run} has no checkpoints, so none of {flag} {step}.')
     if step not in (None, *steps):
       raise UsageError(
         f'{flag} must be the step of a checkpoint in {self._folder.root} '

@@ -90,7 +90,7 @@ def draw_logits(axes: Any, points: Iterable[Point]) -> None:
     name = point['optimizer']
     for result in point.fresh:
       logits = [
-        max(math.nan if x is None else x for x in layers)
+        math.nan if None in layers else max(layers)
         for layers in result.diagnostics['max_attention_logit']
       ]
       label = name if result is point.fresh[0] else None

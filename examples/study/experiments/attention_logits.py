@@ -9,7 +9,7 @@ from examples.study.optimizers import COMPARED
 from examples.study.points import Point
 from examples.study.render import panels
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, gather, gather_lists
+from examples.study.tuning import Case, Plan, gather_lists
 
 TITLE = 'Attention logits'
 TEXT = """\
@@ -30,20 +30,13 @@ _SEEDS = (1, 2)
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics, at rates chosen without a bound."""
+  cases = {x.name: Case(scale, x, scale.batch_size) for x in COMPARED}
   return gather_lists(
-    {x.name: _plan_bounds(Case(scale, x, scale.batch_size)) for x in COMPARED}
-  )
-
-
-def _plan_bounds(case: Case) -> Plan[list[Point]]:
-  rate = (yield from case.find_rate()).learning_rate
-  found = yield from gather(
     {
-      name: case.with_settings(**settings).run_multiples(rate, FACTORS, _SEEDS)
-      for name, settings in BOUNDS.items()
+      name: case.run_variants('bound', BOUNDS, FACTORS, _SEEDS)
+      for name, case in cases.items()
     }
   )
-  return [x.labelled(bound=y) for y in found for x in found[y]]
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -6,7 +6,7 @@ from examples.study.analysis import logits, tables as t
 from examples.study.optimizers import MERIT
 from examples.study.points import Point
 from examples.study.scales import Scale
-from examples.study.tuning import Case, Plan, gather
+from examples.study.tuning import Case, Plan
 
 TITLE = 'Threshold of the clip'
 TEXT = """\
@@ -22,16 +22,8 @@ _SEEDS = (1, 2)
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans runs with diagnostics at the rate of MERIT, and beyond it."""
   case = Case(scale, MERIT, scale.batch_size)
-  rate = (yield from case.find_rate()).learning_rate
-  found = yield from gather(
-    {
-      name: case.with_settings(clip_threshold=x).run_multiples(
-        rate, FACTORS, _SEEDS
-      )
-      for name, x in THRESHOLDS.items()
-    }
-  )
-  return [x.labelled(threshold=y) for y in found for x in found[y]]
+  variants = {name: {'clip_threshold': x} for name, x in THRESHOLDS.items()}
+  return case.run_variants('threshold', variants, FACTORS, _SEEDS)
 
 
 def tables(points: list[Point]) -> t.Tables:

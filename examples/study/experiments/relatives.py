@@ -79,7 +79,6 @@ _RELATIVES = {
     1.6,
   ),
 }
-_LARGEST_ONLY = 'MONA', 'Scion'
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
@@ -99,12 +98,11 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the largest batch, all but two at the middle one."""
+  """Plans all at the middle and at the largest batch."""
   *_, middle, largest = scale.few_batch_sizes
   tunings = {x.name: tune_rest for x in PAPER}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  at_both = {k: x for k, x in tunings.items() if k not in _LARGEST_ONLY}
-  return at_batches(scale, {middle: at_both, largest: tunings})
+  return at_batches(scale, {middle: tunings, largest: tunings})
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -113,10 +113,8 @@ def _train(
     rate: jax.Array, seed: jax.Array, state: TrainState, tokens_ABT: jax.Array
   ) -> tuple[TrainState, jax.Array]:
     state, metrics = with_rate(rate, seed).step(state, tokens_ABT)
-    is_finite = [
-      jnp.isfinite(metrics[x]) for x in ('train_loss', 'gradient_norm')
-    ]
-    return state, jnp.all(jnp.array(is_finite))
+    is_loss_finite = jnp.isfinite(metrics['train_loss'])
+    return state, is_loss_finite & jnp.isfinite(metrics['gradient_norm'])
 
   step = jax.jit(step, donate_argnums=2)
   rates_R = jnp.array([x.learning_rate for x in configs])

@@ -1,6 +1,6 @@
 """A case: an optimizer at a batch size, to be tuned and evaluated."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import dataclasses
 import math
 from typing import Any
@@ -145,6 +145,30 @@ class Case:
       }
     )
     return [point.labelled(factor=x) for x, point in points.items()]
+
+  def run_variants(
+    self,
+    label: str,
+    variants: Mapping[str, Mapping[str, Any]],
+    factors: Sequence[float],
+    seeds: Sequence[int],
+  ) -> Plan[list[Point]]:
+    """Plans variants at multiples of the learning rate chosen without them.
+
+    Args:
+      label: Label of the points, whose values are the names of the variants.
+      variants: Settings by name.
+      factors: As ``run_multiples`` takes them.
+      seeds: As ``run_multiples`` takes them.
+    """
+    rate = (yield from self.find_rate()).learning_rate
+    found = yield from gather(
+      {
+        name: self.with_settings(**x).run_multiples(rate, factors, seeds)
+        for name, x in variants.items()
+      }
+    )
+    return [x.labelled(**{label: name}) for name in found for x in found[name]]
 
   def find_length_rates(self, tuned: Tuned) -> Plan[dict[float, Tuned]]:
     """Plans to choose learning rates for half and twice the steps.

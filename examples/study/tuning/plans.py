@@ -7,6 +7,7 @@ Several plans go on independently of each other (see :class:`Independent`).
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping
+import itertools
 import math
 from typing import Any, TypeAlias, TypeVar
 
@@ -38,9 +39,12 @@ def gather(plans: Mapping[K, Plan[T]]) -> Plan[dict[K, T]]:
       except StopIteration as end:
         asked.pop(key, None)
         answers[key] = end.value
-    trials = Independent(x for trials in asked.values() for x in trials)
-    flat = iter((yield trials) if trials else [])
-    found = {key: [next(flat) for _ in trials] for key, trials in asked.items()}
+    trials = Independent(x for part in asked.values() for x in part)
+    results = iter((yield trials) if trials else ())
+    found = {
+      key: list(itertools.islice(results, len(part)))
+      for key, part in asked.items()
+    }
     ready = {
       key: results
       for key, results in found.items()

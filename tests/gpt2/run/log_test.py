@@ -130,15 +130,6 @@ def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
       log.finish_step()
 
 
-def test_a_step_that_is_not_finite_can_be_left_out(folder: RunFolder, make_log):
-  with make_log(not_finite='skip') as log:
-    for step, loss in ((1, 2.0), (2, math.nan), (3, 1.0)):
-      log.begin_step(step, _metrics(loss), {}, 0.0)
-    log.finish_step()
-  lines = folder.read_metrics()
-  assert [line.get('skipped') for line in lines] == [None, True, None]
-
-
 def test_the_speed_leaves_pauses_out(
   folder: RunFolder, make_log, trainer: Trainer, clock, monkeypatch
 ):

@@ -133,27 +133,17 @@ def _check_place(x: jax.Array, shape: jax.ShapeDtypeStruct) -> None:
   assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
 
 
-@functools.cache
-def _params():
-  """Returns the first parameters of the trainer of all tests."""
-  return jax.device_get(_trainer().init().params)
-
-
-@functools.cache
-def _loss_and_gradients():
-  return jax.jit(_trainer().loss_and_gradients)(_params(), _tokens(0))
-
-
 def test_another_optimizer_takes_the_place_of_the_settings():
   optimizer = optax.sgd(0.5)
   mesh = make_mesh('', jax.devices()[:1])
   trainer = Trainer(_config(), 60, mesh, optimizer=optimizer)
   assert trainer.optimizer is optimizer
-  params = _params()
+  params = jax.device_get(_trainer().init().params)
   # The step takes the place of what it is given.
   copied = jax.tree.map(jnp.array, params)
   state, metrics = _step_from(trainer, copied, _tokens(0))
-  loss, gradients, _ = _loss_and_gradients()
+  compute = jax.jit(_trainer().loss_and_gradients)
+  loss, gradients, _ = compute(params, _tokens(0))
   chex.assert_trees_all_close(
     state.params,
     jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients),
