@@ -201,7 +201,7 @@ def _wait(process: subprocess.Popen[bytes], limit: float) -> str:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-  """Ends a process and all that it started; it may save what it has."""
+  """Ends a process, which may save what it has, and all that it started."""
   for number in (signal.SIGTERM, signal.SIGKILL):
     # There is none if all of its group have ended.
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):

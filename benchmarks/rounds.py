@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 import datetime
 import json
+import os
 from pathlib import Path
 import platform
 import random
@@ -113,5 +114,5 @@ def write_json(path: Path, results: dict[str, Any]) -> None:
     'commit': commit,
   }
   path.parent.mkdir(parents=True, exist_ok=True)
-  text = json.dumps(content, indent=2, default=str) + '\n'
+  text = json.dumps(content, indent=2, default=os.fspath) + '\n'
   write_whole(path, text.encode())

@@ -1,4 +1,4 @@
-"""MERIT trains the models of each framework."""
+"""MERIT trains the models of each framework, and Orbax keeps its state."""
 
 import equinox as eqx
 from flax import linen, nnx
@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
+import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import make_mesh
+from tests.merit_optax.arrays import assert_same_bits, make_mesh, normal
 
 _STEPS = 40
 _SIZE = 8
@@ -135,3 +137,30 @@ def test_equinox_with_leaves_that_are_no_arrays():
     return eqx.apply_updates(model, updates), state, loss
 
   _train(step, model, state)
+
+
+@pytest.mark.parametrize('mu_dtype', [None, 'bfloat16'])
+def test_orbax_restores_the_state_on_another_mesh(mu_dtype, tmp_path):
+  optimizer = merit_optax.merit(0.1, mu_dtype=mu_dtype)
+
+  def place(tree, **sizes):
+    """Returns the tree with its matrices split over all axes of a mesh."""
+    mesh = make_mesh(**sizes)
+    split, whole = P(*sizes), P()
+    return jax.tree.map(
+      lambda x: jax.device_put(
+        x, NamedSharding(mesh, split if x.ndim == 2 else whole)
+      ),
+      tree,
+    )
+
+  params = {'w': normal(0, (8, 16)), 'b': normal(1, (16,))}
+  _, state = optimizer.update(params, optimizer.init(params), params)
+  with ocp.StandardCheckpointer() as checkpointer:
+    checkpointer.save(tmp_path / 'state', place(state, fsdp=4, tensor=2))
+    checkpointer.wait_until_finished()
+    like = place(optimizer.init(params), tensor=2, fsdp=4)
+    restored = checkpointer.restore(tmp_path / 'state', like)
+  assert_same_bits(restored, state)
+  places = [jax.tree.map(lambda x: x.sharding, x) for x in (restored, like)]
+  assert places[0] == places[1]

@@ -359,7 +359,7 @@ def test_the_size_of_the_vocabulary_decides_the_type(
     ({'validation_share': 0.0}, r'--validation-share .*\(0, 1\), got 0'),
     ({'validation_share': 1.0}, '--validation-share .* got 1'),
     ({'sample_bytes': 0}, '--sample-bytes must be at least 1, got 0'),
-    ({'data': (Path('/nothing'),)}, '--data /nothing does not exist'),
+    ({'data': (Path('/nothing'),)}, '^/nothing does not exist'),
     ({'validation_share': 1e-9}, '40 .* and 0 .*--validation-share than 1e-09'),
     ({'validation_share': 1 - 1e-9}, '0 documents to train on and 40 to'),
   ],

@@ -120,6 +120,19 @@ def test_runs_from_before_attention_had_settings_are_the_same(architecture):
   assert names & identity(resolve(other)).keys() == new
 
 
+@pytest.mark.parametrize('preset', PRESETS)
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_settings_not_given_come_from_preset_and_optimizer(preset, optimizer):
+  config = resolve(Config(preset=preset, optimizer=optimizer))
+  for name in RunConfig.__annotations__:
+    assert getattr(config, name) is not None, name
+  # It depends on the devices.
+  assert config.micro_batch_size is None
+  of_preset = PRESETS[preset] | OPTIMIZERS[optimizer]
+  del of_preset['micro_batch_size']
+  assert of_preset.items() <= vars(config).items()
+
+
 def test_former_names_of_flags_are_accepted():
   args = ['--watch-every', '7', '--keep', '8', '--fresh']
   expected = Config(diagnostics_every=7, max_to_keep=8, from_scratch=True)
@@ -179,7 +192,6 @@ def test_what_is_given_stays_and_the_rest_fits(head_width, processes, **given):
   config = resolve(Config(**given))
   kept = {k: v for k, v in given.items() if v is not None}
   assert kept.items() <= vars(config).items()
-  assert all(getattr(config, x) is not None for x in RunConfig.__annotations__)
   assert resolve(config) == config
 
 

@@ -125,29 +125,37 @@ def test_the_choice_can_be_another(hidden):
 
 
 @pytest.mark.parametrize(
-  'given, shape, message',
+  'hidden, shape, message',
   [
-    ({'hidden': 'bias'}, (3, 3), '^hidden .*two or more axes, got bias'),
-    ({'hidden': 'none'}, (3, 3), '^hidden .*at least one parameter, got none'),
-    ({'hidden': 3}, (3, 3), '^hidden must be a tree of booleans'),
-    ({'hidden': {'kernel': True}}, (3, 3), '^hidden must be a tree like'),
-    ({}, (2, 3, 3), 'not recognized.*stacked'),
-    (
-      {'weight_dimension_numbers': {'kernel': None, 'bias': None}},
-      (3, 3),
-      'must give .* none for kernel',
-    ),
+    ('bias', (3, 3), r'^hidden .*two or more axes, got bias \(3,\)'),
+    ('nothing', (3, 3), '^hidden .*at least one parameter, got none of bias'),
+    (3, (3, 3), '^hidden must be a tree of booleans'),
+    ({'kernel': True}, (3, 3), '^hidden must be a tree like params'),
+    (None, (2, 3, 3), 'not recognized.*stacked'),
   ],
 )
-def test_what_does_not_fit_is_refused(given, shape, message):
+def test_what_does_not_fit_is_refused(hidden, shape, message):
   params = {'kernel': jnp.ones(shape), 'bias': jnp.ones(3)}
   for function in (
-    merit_optax.muon(0.1, **given).init,
-    merit_optax.muon_hyperball(0.1, **given).init,
-    merit_optax.adam_hyperball(0.1, **given).init,
-    functools.partial(merit_optax.describe_hyperball, **given),
+    merit_optax.muon(0.1, hidden=hidden).init,
+    merit_optax.muon_hyperball(0.1, hidden=hidden).init,
+    functools.partial(merit_optax.describe_hyperball, hidden=hidden),
   ):
     with pytest.raises(ValueError, match=message):
+      function(params)
+
+
+def test_hidden_matrices_without_rows_are_refused():
+  specs = {'kernel': _Spec(0, 1), 'router': {'kernel': None}}
+  params = {'kernel': jnp.eye(3), 'router': {'kernel': jnp.eye(3)}}
+  for function in (
+    merit_optax.muon(0.1, weight_dimension_numbers=specs).init,
+    merit_optax.adam_hyperball(0.1, weight_dimension_numbers=specs).init,
+    functools.partial(
+      merit_optax.describe_hyperball, weight_dimension_numbers=specs
+    ),
+  ):
+    with pytest.raises(ValueError, match='must give .* none for router/kernel'):
       function(params)
 
 

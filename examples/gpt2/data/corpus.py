@@ -51,7 +51,7 @@ def load_corpus(data: str, text_field: str = 'text') -> Corpus:
     root = as_path(data)
     paths = files.find_files(root)
   if not paths:
-    raise UsageError(f'--data {data} is a folder without files.')
+    raise UsageError(f'{data} is a folder without files.')
   reader = DocumentReader(paths, text_field, skip_bad=True, is_cut=False)
   documents, read = {}, set()
   for text in filter(str.strip, reader.read(None)):
@@ -61,7 +61,7 @@ def load_corpus(data: str, text_field: str = 'text') -> Corpus:
     read.add(number)
   if not documents:
     raise UsageError(
-      f'--data {data} holds no text: expected a file or a folder of '
+      f'{data} holds no text: expected a file or a folder of '
       f'{files.ACCEPTED}, not empty.{reader.describe_left_out()}'
     )
   train, validation = _split(documents)

@@ -264,9 +264,7 @@ def _open_folder(folder: Path, config: RunConfig) -> Tokens | None:
   if len(missing) == len(PARTS):
     return None
   if missing:
-    raise UsageError(
-      f'--data {folder} holds token files, but no {missing[0]}.bin.'
-    )
+    raise UsageError(f'{folder} holds token files, but no {missing[0]}.bin.')
   train, validation = (parts[part] for part in PARTS)
   check_length('training', train, config.context_length)
   check_length('validation', validation, config.context_length)

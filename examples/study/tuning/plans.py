@@ -7,7 +7,6 @@ Several plans go on independently of each other (see :class:`Independent`).
 """
 
 from collections.abc import Callable, Generator, Hashable, Mapping
-import itertools
 import math
 from typing import Any, TypeAlias, TypeVar
 
@@ -41,10 +40,7 @@ def gather(plans: Mapping[K, Plan[T]]) -> Plan[dict[K, T]]:
         answers[key] = end.value
     trials = Independent(x for part in asked.values() for x in part)
     results = iter((yield trials) if trials else ())
-    found = {
-      key: list(itertools.islice(results, len(part)))
-      for key, part in asked.items()
-    }
+    found = {key: [next(results) for _ in part] for key, part in asked.items()}
     ready = {
       key: results
       for key, results in found.items()

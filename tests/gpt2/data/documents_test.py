@@ -194,7 +194,7 @@ def test_data_without_text_is_refused(tmp_path: Path):
     f'{tmp_path}/blank.txt': 'holds no text',
     f'{tmp_path}/binary.txt': 'holds no text',
   }.items():
-    with pytest.raises(UsageError, match=f'--data {data}.*{message}'):
+    with pytest.raises(UsageError, match=f'{data}.*{message}'):
       load_corpus(data)
 
 
