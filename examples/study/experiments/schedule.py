@@ -12,6 +12,7 @@ from examples.study.tuning.coordinates import Improved, improve_all
 from examples.study.tuning.rest import (
   KEPT,
   RMS,
+  Relative,
   at_batches,
   decay_of,
   tune_rest,
@@ -19,13 +20,19 @@ from examples.study.tuning.rest import (
 
 TITLE = 'Schedules'
 TEXT = """\
-What was best with a cosine to zero, with other schedules after the warm-up, and
-a learning rate and a weight decay for each (Hyperball: none): linear to zero;
-the peak, and for the last fifth of the steps 1 - sqrt (WSD); 1 - sqrt all the
-way. Here 1 - sqrt is one minus the square root of the share of the steps of the
-decay that are done. Warm-up, b1 and initial weights were tuned with the cosine.
-Losses are those of eight fresh seeds."""
-_OPTIMIZERS = (ADAMW.name, MERIT.name, RMS, KEPT)
+What was best with a cosine to zero (of AdamW and MERIT when tuned again), with
+other schedules after the warm-up, and a learning rate and a weight decay for
+each (Hyperball: none): linear to zero; the peak, and for the last fifth of the
+steps 1 - sqrt (WSD); 1 - sqrt all the way. Here 1 - sqrt is one minus the
+square root of the share of the steps of the decay that are done. Warm-up, b1
+and initial weights were tuned with the cosine. Losses are those of eight fresh
+seeds."""
+_STARTS = {
+  ADAMW.name: Relative(ADAMW.name).tune,
+  MERIT.name: Relative(MERIT.name).tune,
+  RMS: tune_rest,
+  KEPT: tune_rest,
+}
 _COSINE, _SQRT = 'cosine', '1 - sqrt'
 _FALLING = dict(schedule='wsd', decay_shape='1-sqrt')
 _SCHEDULES: dict[str, dict[str, Any]] = {
@@ -37,11 +44,11 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _PAIRS = (
   *(
     (f'{x}, {y}', f'{x}, {_COSINE}')
-    for x in _OPTIMIZERS
+    for x in _STARTS
     for y in _SCHEDULES
     if y != _COSINE
   ),
-  *((f'{x}, WSD', f'{x}, linear') for x in _OPTIMIZERS),
+  *((f'{x}, WSD', f'{x}, linear') for x in _STARTS),
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
   *((f'{MERIT.name}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
 )
@@ -52,12 +59,12 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   *_, middle, largest = scale.few_batch_sizes
   tunings = {
     f'{x}, {y}': functools.partial(_tune, x, y)
-    for x in _OPTIMIZERS
+    for x in _STARTS
     for y in _SCHEDULES
   }
   gained = {
     f'{x}, {y}': tunings[f'{x}, {y}']
-    for x in (RMS, KEPT)
+    for x in _STARTS
     for y in (_COSINE, 'linear', 'WSD')
   }
   return at_batches(scale, {middle: gained, largest: tunings})
@@ -67,7 +74,7 @@ def _tune(
   optimizer: str, schedule: str, scale: Scale, size: int, name: str
 ) -> Plan[Improved]:
   """Plans a learning rate and a decay for a schedule."""
-  start = (yield from tune_rest(scale, size, optimizer)).best
+  start = (yield from _STARTS[optimizer](scale, size, optimizer)).best
   steps = scale.num_steps(size)
   settings = {'steps': steps, **_SCHEDULES[schedule]}
   if schedule == _SQRT:
