@@ -1,5 +1,6 @@
 """Schedules of the learning rate."""
 
+from collections.abc import Iterable, Mapping
 import functools
 from typing import Any
 
@@ -13,6 +14,7 @@ from examples.study.tuning.rest import (
   KEPT,
   RMS,
   Relative,
+  Tuning,
   at_batches,
   decay_of,
   tune_rest,
@@ -20,14 +22,16 @@ from examples.study.tuning.rest import (
 
 TITLE = 'Schedules'
 TEXT = """\
-What was best with a cosine to zero (of AdamW and MERIT when tuned again), with
+What was best with a cosine to zero (of AdamW and MERIT when tuned again; of
+MERIT at the middle batch, as it was run before, also when tuned once), with
 other schedules after the warm-up, and a learning rate and a weight decay for
 each (Hyperball: none): linear to zero; the peak, and for the last fifth of the
 steps 1 - sqrt (WSD); 1 - sqrt all the way. Here 1 - sqrt is one minus the
 square root of the share of the steps of the decay that are done. Warm-up, b1
 and initial weights were tuned with the cosine. Losses are those of eight fresh
 seeds."""
-_STARTS = {
+_ONCE = 'MERIT, tuned once'
+_STARTS: dict[str, Tuning] = {
   ADAMW.name: Relative(ADAMW.name).tune,
   MERIT.name: Relative(MERIT.name).tune,
   RMS: tune_rest,
@@ -44,37 +48,47 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
 _PAIRS = (
   *(
     (f'{x}, {y}', f'{x}, {_COSINE}')
-    for x in _STARTS
+    for x in (*_STARTS, _ONCE)
     for y in _SCHEDULES
     if y != _COSINE
   ),
-  *((f'{x}, WSD', f'{x}, linear') for x in _STARTS),
+  *((f'{x}, WSD', f'{x}, linear') for x in (*_STARTS, _ONCE)),
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
   *((f'{MERIT.name}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
+  *((f'{_ONCE}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
 )
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all at the largest batch, what gained there at the middle one too."""
   *_, middle, largest = scale.few_batch_sizes
-  tunings = {
-    f'{x}, {y}': functools.partial(_tune, x, y)
-    for x in _STARTS
-    for y in _SCHEDULES
+  once = {_ONCE: lambda scale, size, _: tune_rest(scale, size, MERIT.name)}
+  gained = _with_schedules(_STARTS | once, (_COSINE, 'linear', 'WSD'))
+  return at_batches(
+    scale, {middle: gained, largest: _with_schedules(_STARTS, _SCHEDULES)}
+  )
+
+
+def _with_schedules(
+  starts: Mapping[str, Tuning], schedules: Iterable[str]
+) -> dict[str, Tuning]:
+  return {
+    f'{name}, {schedule}': functools.partial(_tune, start, name, schedule)
+    for name, start in starts.items()
+    for schedule in schedules
   }
-  gained = {
-    f'{x}, {y}': tunings[f'{x}, {y}']
-    for x in _STARTS
-    for y in (_COSINE, 'linear', 'WSD')
-  }
-  return at_batches(scale, {middle: gained, largest: tunings})
 
 
 def _tune(
-  optimizer: str, schedule: str, scale: Scale, size: int, name: str
+  tune: Tuning,
+  optimizer: str,
+  schedule: str,
+  scale: Scale,
+  size: int,
+  name: str,
 ) -> Plan[Improved]:
   """Plans a learning rate and a decay for a schedule."""
-  start = (yield from _STARTS[optimizer](scale, size, optimizer)).best
+  start = (yield from tune(scale, size, optimizer)).best
   steps = scale.num_steps(size)
   settings = {'steps': steps, **_SCHEDULES[schedule]}
   if schedule == _SQRT:

@@ -19,6 +19,7 @@ from examples.gpt2.run import loop, start
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.folder import RunFolder, recorded
 from examples.gpt2.run.memory import OutOfMemoryError
+from examples.gpt2.run.restore import Checkpoint
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.train import train
 from tests.gpt2 import runs
@@ -281,6 +282,8 @@ def test_a_run_without_a_checkpoint_is_named(unfinished: Path):
   (unfinished / 'checkpoints').mkdir()
   with pytest.raises(UsageError, match='run has neither final weights nor'):
     load_model(unfinished)
+  with pytest.raises(UsageError, match='no checkpoints, so none of --step 5'):
+    Checkpoint(unfinished, 5, '--step')
 
 
 @pytest.mark.slow
