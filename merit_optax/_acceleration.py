@@ -6,7 +6,7 @@ import jax
 import optax
 
 from merit_optax import _arguments
-from merit_optax._leaves import as_arrays
+from merit_optax._leaves import as_arrays, check_shapes
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
@@ -107,6 +107,8 @@ def add_acceleration(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, AccelerationState]:
     del params
+    updates = as_arrays(updates, 'updates')
+    check_shapes(state.mu, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
     accelerated = jax.tree.map(lambda g, m: g + weight * (g - m), g, mu)
     mu = optax.tree.update_moment(g, mu, decay, 1)

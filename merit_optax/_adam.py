@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
-from merit_optax._leaves import as_arrays
+from merit_optax._leaves import as_arrays, check_shapes
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
@@ -63,7 +63,8 @@ def scale_by_adam(
       The decay rates of moments in half precision are limited to 0.9960 in
       bfloat16 and 0.9995 in float16: above that, a moment would round back to
       its old value and never decay. Close to the limit it follows only large
-      changes; up to 0.95 bfloat16 was tested in training.
+      changes; up to 0.95 bfloat16 was tested in training. In float16 it is
+      zero for gradients below about 1e-3 (``b2`` 0.95): give a wider dtype.
     bias_correction: Whether to correct the moments for their initialization at
       zero. MERIT does not, because its trust ratio cancels a factor common to
       all elements.
@@ -130,6 +131,10 @@ def adam_direction(
   b2 = _arguments.decay_rate(b2_name, b2)
   eps = _arguments.at_least_zero(f'{prefix}eps', eps)
   eps_root = _arguments.at_least_zero('eps_root', eps_root)
+  bias_correction = _arguments.boolean(
+    f'{prefix}bias_correction', bias_correction
+  )
+  nesterov = _arguments.boolean('nesterov', nesterov)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   nu_dtype = moment_dtype('nu_dtype', nu_dtype)
   check_decay(b1_name, b1, mu_dtype)
@@ -153,6 +158,7 @@ def adam_direction(
   ) -> tuple[optax.Updates, optax.ScaleByAdamState]:
     del params
     updates = as_arrays(updates, 'updates')
+    check_shapes(state.mu, updates)
     g, mu, old_nu = jax.tree.map(widen, (updates, state.mu, state.nu))
     mu = optax.tree.update_moment(g, mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, old_nu, b2, 2)

@@ -107,6 +107,7 @@ def with_adam(
   ) -> tuple[optax.Updates, optax.OptState]:
     if params is None:
       raise ValueError(NO_PARAMS_MESSAGE)
+    updates = as_arrays(updates, 'updates')
     # A partition takes no params with leaves that have no update.
     params = with_update(params, updates)
     updates, state = both.update(updates, state, params, **extra_args)

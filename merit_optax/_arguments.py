@@ -87,6 +87,13 @@ def decay_rate(name: str, value: Any) -> Number:
   return number(name, value, 'a number in [0, 1)', lambda x: 0 <= x < 1)
 
 
+def boolean(name: str, value: Any) -> bool:
+  """Returns True or False, or raises ``ValueError``."""
+  if not isinstance(value, (bool, np.bool_)):
+    raise ValueError(f'{name} must be True or False, got {value!r}.')
+  return bool(value)
+
+
 def learning_rate(name: str, value: Any) -> Any:
   """Returns a function or a finite number, or raises ``ValueError``."""
   accepted = 'a finite number or a schedule (steps -> number)'

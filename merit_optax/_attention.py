@@ -96,7 +96,12 @@ def attention_statistics(
       preferred_element_type=jnp.float32,
     )
     visible = jnp.arange(key.shape[1]) <= position
-    return _measure(logits, visible if is_causal else jnp.ones_like(visible))
+    return _measure(
+      logits,
+      visible
+      if _arguments.boolean('is_causal', is_causal)
+      else jnp.ones_like(visible),
+    )
 
   measured = jax.lax.map(
     measure,

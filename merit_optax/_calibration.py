@@ -15,9 +15,9 @@ from merit_optax._dimension_numbers import (
   matrix_axes,
 )
 from merit_optax._joined import join, split
-from merit_optax._leaves import as_arrays, with_update
+from merit_optax._leaves import as_arrays
 from merit_optax._norms import Norm, ratio, trust_ratios, widen
-from merit_optax._per_parameter import NO_PARAMS_MESSAGE
+from merit_optax._per_parameter import aligned
 
 # By their names, each infinite where one of its norms is zero.
 Ratios: TypeAlias = dict[str, jax.Array]
@@ -72,10 +72,7 @@ def scale_by_relative_ratios(
     state: CalibrationState,
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, CalibrationState]:
-    if params is None:
-      raise ValueError(NO_PARAMS_MESSAGE)
-    params = with_update(params, updates)
-    axes = matrix_axes(weight_dimension_numbers, params)
+    updates, params, axes = aligned(updates, params, weight_dimension_numbers)
     ratios = jax.tree.map(ratios_of, updates, params, axes)
     if not jax.tree.leaves(ratios):
       return updates, state

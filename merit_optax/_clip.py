@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
-from merit_optax._leaves import numbers_as_arrays
+from merit_optax._leaves import as_arrays
 
 
 def elementwise_clip(
@@ -63,6 +63,6 @@ def elementwise_clip(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
-    return jax.tree.map(clip, numbers_as_arrays(updates)), state
+    return jax.tree.map(clip, as_arrays(updates, 'updates')), state
 
-  return optax.GradientTransformation(lambda _: optax.EmptyState(), update_fn)
+  return optax.GradientTransformation(optax.init_empty_state, update_fn)

@@ -17,7 +17,7 @@ from merit_optax._hidden import Hidden, check_matrices, is_vector
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask, broadcast_prefix, scaled_axes
 from merit_optax._norms import RATIOS
-from merit_optax._paths import is_function, path_names
+from merit_optax._paths import is_function, named_leaves, path_names
 from merit_optax._trust_ratio import check_ratios
 from merit_optax._whole_matrices import (
   FROM_MESH,
@@ -146,7 +146,7 @@ def describe_partition(
   label_of = dict(
     zip(path_names(params), treedef.flatten_up_to(labels), strict=True)
   )
-  unknown = {k: v for k, v in label_of.items() if v not in parts}
+  unknown = {k: v for k, v in label_of.items() if v not in list(parts)}
   if unknown:
     raise ValueError(
       f'param_labels must name parts, one of {list(parts)}, got {unknown}.'
@@ -218,8 +218,8 @@ def describe_hyperball(
       _matrices_and_ratios(param.shape, leaf_axes, ())[0],
       how_multiplied(param.shape, leaf_axes, place),
     )
-    for name, param, leaf_axes in zip(
-      path_names(matrices), leaves, treedef.flatten_up_to(axes), strict=True
+    for (name, param), leaf_axes in zip(
+      named_leaves(matrices), treedef.flatten_up_to(axes), strict=True
     )
   }
   others = {
@@ -229,9 +229,7 @@ def describe_hyperball(
       '-',
       '-',
     )
-    for name, param in zip(
-      path_names(params), jax.tree.leaves(params), strict=True
-    )
+    for name, param in named_leaves(params)
   }
   header = ('parameter', 'part', 'shape', 'matrices', 'products')
   return _table([header, *((k, *rows.get(k, v)) for k, v in others.items())])
@@ -256,9 +254,7 @@ def _shapes(params: Any) -> dict[str, _Row]:
   """Returns the row of each parameter that has no trust ratio."""
   return {
     name: _Row((str(tuple(param.shape)), '-', '-', '-'))
-    for name, param in zip(
-      path_names(params), jax.tree.leaves(params), strict=True
-    )
+    for name, param in named_leaves(params)
   }
 
 
@@ -287,9 +283,8 @@ def _rows(
       ),
       _is_single(param.shape, leaf_axes),
     )
-    for name, param, leaf_axes, decayed in zip(
-      path_names(params),
-      jax.tree.leaves(params),
+    for (name, param), leaf_axes, decayed in zip(
+      named_leaves(params),
       treedef.flatten_up_to(axes),
       treedef.flatten_up_to(broadcast_mask('mask', mask, params)),
       strict=True,

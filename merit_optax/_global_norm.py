@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax import _arguments
-from merit_optax._leaves import numbers_as_arrays
+from merit_optax._leaves import as_arrays
 from merit_optax._norms import l2_norm, widen
 
 
@@ -56,7 +56,7 @@ def clip_by_global_norm(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
-    updates = numbers_as_arrays(updates)
+    updates = as_arrays(updates, 'updates')
     norms = [_norm(x) for x in jax.tree.leaves(updates) if x.size]
     if not norms:
       return updates, state

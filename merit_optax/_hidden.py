@@ -11,7 +11,7 @@ from merit_optax._dimension_numbers import WeightDimensionNumbers, matrix_axes
 from merit_optax._flax import VECTORS, specs_of_flax
 from merit_optax._leaves import as_arrays
 from merit_optax._masks import broadcast_mask
-from merit_optax._paths import path_namer, path_names
+from merit_optax._paths import named_leaves, path_namer, path_names
 
 Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
 
@@ -72,14 +72,12 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   if not jax.tree.leaves(params):
     return params
   params = as_arrays(params)
-  names = path_names(params)
+  named = named_leaves(params)
   chosen = _chosen(params, hidden)
   are_hidden = jax.tree.leaves(chosen)
   vectors = [
     f'{name} {param.shape}'
-    for name, param, is_hidden in zip(
-      names, jax.tree.leaves(params), are_hidden, strict=True
-    )
+    for (name, param), is_hidden in zip(named, are_hidden, strict=True)
     if is_hidden and len(param.shape) < 2
   ]
   if vectors:
@@ -90,7 +88,7 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   if not any(are_hidden):
     raise ValueError(
       'hidden must choose at least one parameter, got none of '
-      f'{", ".join(names)}.'
+      f'{", ".join(name for name, _ in named)}.'
     )
   return chosen
 
@@ -191,9 +189,14 @@ def _check_names(params: Any, hidden: Hidden) -> None:
 def _chosen(params: Any, hidden: Hidden) -> Any:
   """Returns a tree of booleans with the structure of the parameters."""
   name_of = path_namer(params)
-  patterns = _patterns(hidden)
+  patterns = _patterns(check_hidden(hidden))
   if hidden is not None and patterns is None:
-    return broadcast_mask('hidden', hidden, params)
+    try:
+      return broadcast_mask('hidden', hidden, params)
+    except ValueError as error:
+      raise ValueError(
+        f'{error} It may also be a regular expression, or a sequence of them.'
+      ) from None
 
   def is_hidden(path: Any, param: Any) -> bool:
     if patterns is not None:

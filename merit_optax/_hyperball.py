@@ -51,7 +51,9 @@ def hyperball(
   Args:
     direction: Transform from gradients to directions, such as
       :func:`merit_optax.scale_by_muon` or :func:`optax.scale_by_adam`. How long
-      they are does not matter.
+      they are does not matter. Not a whole optimizer, such as
+      :func:`optax.adamw`: its updates point downhill already, and the loss
+      would rise.
     learning_rate: Learning rate, or a schedule from steps to learning rates.
     radius: Which norm is kept, see :func:`merit_optax.keep_matrix_norms`.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
@@ -162,7 +164,8 @@ def muon_hyperball(
       :func:`merit_optax.hidden_matrices`; ``None`` for that of Adam.
     adam_b1: Decay rate of Adam's first moment, in [0, 1).
     adam_b2: Decay rate of Adam's second moment, in [0, 1).
-    adam_eps: Added to the root of Adam's second moment, >= 0.
+    adam_eps: Added to the root of Adam's second moment, >= 0; at zero, a zero
+      gradient gives NaN.
     adam_bias_correction: Whether Adam's moments are corrected for their start
       at zero.
     adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
@@ -288,7 +291,8 @@ def adam_hyperball(
       learning rates: the norm of a step as a fraction of that of the matrix.
     b1: Decay rate of the first moment of all parameters, in [0, 1).
     b2: Decay rate of the second moment of all parameters, in [0, 1).
-    eps: Added to the root of the second moment, >= 0.
+    eps: Added to the root of the second moment, >= 0; at zero, a zero gradient
+      gives NaN.
     bias_correction: Whether moments are corrected for their start at zero.
     adam_learning_rate: As in ``muon_hyperball``.
     vector_learning_rate: As in ``muon_hyperball``.

@@ -12,7 +12,7 @@ from merit_optax._dimension_numbers import (
   matrix_axes,
 )
 from merit_optax._joined import join, split
-from merit_optax._leaves import as_arrays, with_update
+from merit_optax._leaves import as_arrays
 from merit_optax._norms import (
   NORMS,
   common_dtype,
@@ -21,7 +21,7 @@ from merit_optax._norms import (
   ratio,
   widen,
 )
-from merit_optax._per_parameter import NO_PARAMS_MESSAGE, per_parameter
+from merit_optax._per_parameter import aligned, per_parameter
 
 
 class KeepMatrixNormsState(NamedTuple):
@@ -63,7 +63,7 @@ def keep_matrix_norms(
   layers, and others that a spec declares to be vectors) pass through, because
   their size matters. Use :func:`optax.masked` to exclude matrices too. A matrix
   that is zero, or would become zero, passes through as well. A matrix whose
-  norm would overflow (above 1e25 for l2 norms in float32) becomes NaN.
+  norm would overflow becomes NaN.
 
   By default there is no state: the norm that is kept is that of the incoming
   parameters, so rounding errors accumulate over steps. In float32 they have no
@@ -170,10 +170,7 @@ def keep_matrix_norms(
     state: KeepMatrixNormsState,
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, KeepMatrixNormsState]:
-    if params is None:
-      raise ValueError(NO_PARAMS_MESSAGE)
-    params = with_update(params, updates)
-    axes = matrix_axes(weight_dimension_numbers, params)
+    updates, params, axes = aligned(updates, params, weight_dimension_numbers)
     kept = split(state.radius, jax.eval_shape(all_norms, params))
     return jax.tree.map(keep, updates, params, axes, kept), state
 

@@ -46,6 +46,8 @@ def numbers_as_arrays(tree: Any) -> Any:
   """Returns a tree with numbers as arrays, and other leaves as they are."""
 
   def as_array(x: Any) -> Any:
+    if getattr(x, 'dtype', None) == jax.dtypes.float0:
+      return jnp.zeros(x.shape)  # What JAX gives as gradients of integers.
     is_number = isinstance(x, numbers.Number)
     return jnp.asarray(x, jnp.result_type(x)) if is_number else x
 
@@ -56,8 +58,16 @@ def with_update(params: Any, updates: Any) -> Any:
   """Returns parameters as arrays, less those that have no update.
 
   A function that is a leaf of a model has none, for example.
+
+  Args:
+    params: The parameters.
+    updates: Arrays, and what stands for those that are left out.
+
+  Raises:
+    ValueError: As ``as_arrays`` does, and if an update has another shape than
+      its parameter.
   """
-  return as_arrays(
+  params = as_arrays(
     jax.tree.map(
       lambda update, param: update if is_absent(update) else param,
       updates,
@@ -65,6 +75,27 @@ def with_update(params: Any, updates: Any) -> Any:
       is_leaf=is_absent,
     )
   )
+  check_shapes(params, updates)
+  return params
+
+
+def check_shapes(params: Any, updates: Any) -> None:
+  """Raises ``ValueError`` for an update of another shape than its parameter.
+
+  Args:
+    params: The parameters, or arrays of a state like them.
+    updates: Arrays; other shapes would broadcast.
+  """
+  name = path_namer(params)
+
+  def check(path: Any, param: Any, update: Any) -> None:
+    if update.shape != param.shape:
+      raise ValueError(
+        f'updates must have the shapes of params, got {update.shape} for '
+        f'{name(path)!r} of shape {param.shape}.'
+      )
+
+  jax.tree_util.tree_map_with_path(check, params, updates)
 
 
 def is_absent(x: Any) -> bool:

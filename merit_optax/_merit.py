@@ -70,7 +70,8 @@ def merit(
       negative one maximizes the loss.
     b1: Decay rate of the first moment, in [0, 1).
     b2: Decay rate of the second moment, in [0, 1).
-    eps: Added to the root of the second moment, >= 0.
+    eps: Added to the root of the second moment, >= 0. With both ``eps`` and
+      ``eps_root`` at zero, a zero gradient gives NaN.
     eps_root: Added to the second moment inside the root, >= 0.
     weight_decay: Weight decay, inside the trust ratio, >= 0, or a schedule of
       it (not with optax 0.2.6).

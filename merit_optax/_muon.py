@@ -12,7 +12,7 @@ from merit_optax._dimension_numbers import (
   check_params,
   matrix_axes,
 )
-from merit_optax._leaves import as_arrays
+from merit_optax._leaves import as_arrays, check_shapes
 from merit_optax._moments import (
   cast_like,
   cast_to_both,
@@ -156,6 +156,7 @@ def scale_by_muon(
   coefficients = check_coefficients(ns_coeffs, ns_steps)
   beta = _arguments.decay_rate('beta', beta)
   eps = _arguments.at_least_zero('eps', eps)
+  nesterov = _arguments.boolean('nesterov', nesterov)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   ns_dtype = _products_dtype(ns_dtype)
   names = check_mesh_axes(mesh_axes)
@@ -180,6 +181,7 @@ def scale_by_muon(
   ) -> tuple[optax.Updates, optax.contrib.MuonState]:
     del params
     updates = as_arrays(updates, 'updates')
+    check_shapes(state.mu, updates)
     axes = matrix_axes(weight_dimension_numbers, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
     count = optax.safe_increment(state.count)

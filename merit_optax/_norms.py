@@ -112,6 +112,7 @@ def _norm_along(x: jax.Array, axis: int) -> jax.Array:
   The squares are cut into digits, integers of so few bits that any sum of them
   is exact. Before, numbers are divided by a power of two, to magnitudes of at
   most 3/4. There are as many digits as a square of the norm's size has bits.
+  Very small and very large numbers are first brought to a moderate size.
   """
   limits = jnp.finfo(x.dtype)
   carries = max(x.shape[axis] - 1, 1).bit_length()
@@ -119,25 +120,29 @@ def _norm_along(x: jax.Array, axis: int) -> jax.Array:
   bits = max(2, (1 + limits.nmant - carries) // 2 * 2)
   # A NaN is in the digits anyway.
   largest = _largest(x, (axis,))
-  # Without a mantissa, it is rounded to the nearest power of two.
-  power = jax.lax.reduce_precision(largest / 4, limits.nexp, mantissa_bits=0)
-  # The squares of the factors have to be in range, because XLA may multiply
-  # those of a constant first. Norms beyond are less exact, not wrong.
+  # The squares of all factors have to be in range, because XLA may multiply
+  # those of a constant first.
   limit = 2.0 ** (limits.maxexp // 2 - 10)
+  boost = jnp.where(largest > limit**0.75, 1 / limit, 1.0)
+  boost = jnp.where(largest < limit**-0.75, limit, boost).astype(x.dtype)
+  # Without a mantissa, it is rounded to the nearest power of two.
+  power = jax.lax.reduce_precision(
+    largest * boost / 4, limits.nexp, mantissa_bits=0
+  )
   power = jnp.clip(power, 1 / limit, limit)
   square = jnp.zeros_like(largest)
   for i in reversed(range(math.ceil((limits.nmant + 3 + carries) / bits))):
     # Each digit is computed from x, or XLA on CPU would store what they share.
-    root = x * (2.0 ** (i * bits // 2 - 3) / power)
+    root = x * (boost * 2.0 ** (i * bits // 2 - 3)) * (1 / power)
     scaled = root * root
     digit = jnp.floor(scaled * 2.0**bits)
     if i > 0:
       digit = digit - jnp.floor(scaled) * 2.0**bits
     digit_sum = jnp.sum(digit, axis, keepdims=True)
     square = square + digit_sum * 2.0 ** (-bits * (i + 1))
-  norm = jnp.sqrt(square) * 8 * power
-  # Of more, the digits would not be finite. Not a number stays that.
-  return jnp.where(largest < limit * 2.0**32, norm, largest * jnp.inf)
+  norm = jnp.sqrt(square) * 8 * power * (1 / boost)
+  # The digits of an infinite one are no numbers. Not a number stays that.
+  return jnp.where(largest < jnp.inf, norm, largest)
 
 
 @_norm_along.defjvp
@@ -172,7 +177,7 @@ def common_dtype(*values: Any) -> jnp.dtype:
 
 def matrix_norms(x: jax.Array, axes: MatrixAxes, norm: Norm) -> jax.Array:
   """Returns the norm of each matrix, in float32 or wider."""
-  return _norms(x, axes, norm, 0)['weight']
+  return _norms(x, axes, norm, 0, ())['weight']
 
 
 def trust_ratios(
@@ -201,9 +206,9 @@ def trust_ratios(
     eps: Added to the norm of the update.
     norm: The norm.
   """
-  param_norms = _norms(param, axes, norm, min_norm)
-  update_norms = _norms(update, axes, norm, min_norm)
   names = ratios if axes.rows else ('weight',)
+  param_norms = _norms(param, axes, norm, min_norm, names)
+  update_norms = _norms(update, axes, norm, min_norm, names)
   return {
     name: ratio(
       jnp.multiply(trust_coefficient, param_norms[name]),
@@ -250,15 +255,14 @@ def _norms(
   axes: MatrixAxes,
   norm: Norm,
   min_norm: jax.typing.ArrayLike,
+  names: Collection[str],
 ) -> dict[str, jax.Array]:
-  """Returns the norms of each matrix, of its rows and of its columns."""
+  """Returns the norms of each matrix, its rows and, if named, its columns."""
   row = norm(x, axes.columns)
-  norms = {
-    # A matrix has the norm of the norms of its rows, as both norms allow.
-    'weight': norm(row, axes.rows),
-    'row': row,
-    'column': norm(x, axes.rows),
-  }
+  # A matrix has the norm of the norms of its rows, as both norms allow.
+  norms = {'weight': norm(row, axes.rows), 'row': row}
+  if 'column' in names:
+    norms['column'] = norm(x, axes.rows)
   return {
     name: jnp.maximum(widen(value), min_norm) for name, value in norms.items()
   }

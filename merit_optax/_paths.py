@@ -64,6 +64,15 @@ def path_names(params: Any) -> list[str]:
   return names
 
 
+def named_leaves(params: Any) -> list[tuple[str, Any]]:
+  """Returns the path of each parameter as text, and the parameter.
+
+  Raises:
+    ValueError: If two paths are written the same.
+  """
+  return list(zip(path_names(params), jax.tree.leaves(params), strict=True))
+
+
 def nearest_entries(
   prefix: Any, tree: Any, is_leaf: IsLeaf = None
 ) -> tuple[list[Any], list[str]]:

@@ -1,6 +1,7 @@
 """Stateless transforms that see the matrices of each parameter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
@@ -42,11 +43,7 @@ def per_parameter(
     state: optax.EmptyState,
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
-    if params is None:
-      raise ValueError(NO_PARAMS_MESSAGE)
-    params = with_update(params, updates)
-    updates = as_arrays(updates, 'updates')
-    axes = matrix_axes(weight_dimension_numbers, params)
+    updates, params, axes = aligned(updates, params, weight_dimension_numbers)
     # Eagerly it would be compiled anew for each transform, of which
     # optax.inject_hyperparams makes one in each step.
     leaves = jax.tree.leaves((updates, params))
@@ -55,6 +52,24 @@ def per_parameter(
     return jax.tree.map(apply, updates, params, axes), state
 
   return optax.GradientTransformation(init_fn, update_fn)
+
+
+def aligned(
+  updates: optax.Updates,
+  params: optax.Params | None,
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> tuple[Any, Any, Any]:
+  """Returns updates, their parameters, and the axes of the matrices of each.
+
+  Raises:
+    ValueError: If there are no parameters, or if an update, its parameter and
+      its spec do not fit together.
+  """
+  if params is None:
+    raise ValueError(NO_PARAMS_MESSAGE)
+  updates = as_arrays(updates, 'updates')
+  params = with_update(params, updates)
+  return updates, params, matrix_axes(weight_dimension_numbers, params)
 
 
 def per_update(
@@ -77,7 +92,8 @@ def per_update(
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
     del params
-    changed, _ = transform.update(updates, state, updates)
-    return changed, state
+    if jax.tree.leaves(updates):
+      updates, _ = transform.update(updates, state, updates)
+    return updates, state
 
   return optax.GradientTransformation(transform.init, update_fn)

@@ -17,7 +17,7 @@ from merit_optax._attention_heads import (
   spread,
 )
 from merit_optax._joined import whole
-from merit_optax._leaves import as_arrays
+from merit_optax._leaves import as_arrays, is_absent
 from merit_optax._norms import common_dtype, widen
 from merit_optax._paths import nearest_entries, path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
@@ -155,7 +155,7 @@ def qk_clip(
     ) -> jax.Array:
       name = name_of(path)
       sides = (matching(query, name), True), (matching(key, name), False)
-      if all(heads is None for heads, _ in sides):
+      if is_absent(update) or all(heads is None for heads, _ in sides):
         return update
       factor = jnp.ones((), jnp.float32)
       try:
@@ -192,6 +192,8 @@ def _logits(found: Any) -> jax.Array:
       'expected an array of shape (heads,) or (layers, heads), such as '
       '.max_logit of attention_statistics, or a tree of them with one for it'
     ) from None
+  if jnp.iscomplexobj(logits):
+    raise MisfitError(f'expected real numbers, got {logits.dtype}')
   if logits.ndim < 1 or not logits.size:
     raise MisfitError(f'their shape {logits.shape} has no heads')
   return whole(logits)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 
+from merit_optax import _arguments
 from merit_optax._dimension_numbers import MatrixAxes, WeightDimensionNumbers
 from merit_optax._norms import widen
 from merit_optax._per_parameter import per_update
@@ -51,7 +52,8 @@ def scale_by_shape(
 
   Raises:
     ValueError: If ``factor`` is not a function; by ``init`` and ``update`` if a
-      spec does not fit its parameter.
+      spec does not fit its parameter; by ``update`` if ``factor`` returns no
+      finite number.
 
   Warns:
     UserWarning: By ``init``, if nothing specifies the rows and columns of a
@@ -85,7 +87,8 @@ def scale_by_shape(
     rows, columns = (
       math.prod(update.shape[axis] for axis in part) for part in axes
     )
-    scaled: jax.Array = factor(rows, columns) * widen(update)
+    number = _arguments.number('factor(rows, columns)', factor(rows, columns))
+    scaled: jax.Array = number * widen(update)
     return scaled.astype(update.dtype)
 
   return per_update(scale, weight_dimension_numbers)

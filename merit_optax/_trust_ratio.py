@@ -177,9 +177,7 @@ def scale_by_l2_norm_trust_ratio(
     no size to compare with. ``min_norm`` provides one.
 
   Norms are sums whose terms are rounded such that their order does not matter:
-  as with the max-norm, an update has the same bits on every mesh. In float32
-  magnitudes below about 1e-21 count as zero in a norm, and norms above 1e25 as
-  infinite, because their squares are out of range.
+  as with the max-norm, an update has the same bits on every mesh.
 
   Args:
     min_norm: Lower bound of every norm, >= 0.
@@ -277,7 +275,7 @@ def _scale_by_trust_ratio(
     )
     return (ratio * widen(update)).astype(common_dtype(update, param))
 
-  if calibrate:
+  if _arguments.boolean('calibrate', calibrate):
     return scale_by_relative_ratios(
       ratios_of, scale, norm, weight_dimension_numbers
     )

@@ -13,7 +13,7 @@ from merit_optax._dimension_numbers import (
 )
 from merit_optax._leaves import numbers_as_arrays
 from merit_optax._norms import NORMS, matrix_norms, widen, with_nan
-from merit_optax._paths import path_names
+from merit_optax._paths import named_leaves, path_names
 
 
 def update_statistics(
@@ -80,11 +80,8 @@ def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
   treedef: Any = jax.tree.structure(params)
   return {
     f'{name}/{key}': value.astype(jnp.float32)
-    for name, param, values in zip(
-      path_names(params),
-      jax.tree.leaves(params),
-      treedef.flatten_up_to(statistics),
-      strict=True,
+    for (name, param), values in zip(
+      named_leaves(params), treedef.flatten_up_to(statistics), strict=True
     )
     if param.size
     for key, value in values.items()
@@ -98,7 +95,7 @@ def align(tree: Any, params: Any) -> Any:
   """
   tree = numbers_as_arrays(tree)
   leaves = jax.tree.leaves(tree)
-  named = dict(zip(path_names(tree), leaves, strict=True))
+  named = dict(named_leaves(tree))
   names = path_names(params)
   if named.keys() == {*names}:
     leaves = [named[name] for name in names]

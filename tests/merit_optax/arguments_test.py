@@ -38,6 +38,10 @@ _NO_COEFFICIENTS = (
   *('keller', '', 3, None, (1, 2), (1, 2, 'a'), [[1, 2]], (), [()]),
   *((1.0, 2.0, _NAN), ((1, 2, 3), (1, 2))),
 )
+_SWITCHES = (
+  *('bias_correction', 'adam_bias_correction', 'nesterov', 'calibrate'),
+  'is_causal',
+)
 _NOT_POSITIVE_OR_NONE = [v for v in _NOT_POSITIVE if v is not None]
 # By the name of the argument, in whatever function.
 _BAD = {
@@ -57,6 +61,7 @@ _BAD = {
   **dict.fromkeys(
     ['clip_threshold', 'min_ratio', 'max_ratio'], _NOT_POSITIVE_OR_NONE
   ),
+  **dict.fromkeys(_SWITCHES, ('no', None, 1)),
   'coefficient': _NO_NUMBERS,
   'ratios': _NO_RATIOS,
   'ns_coeffs': _NO_COEFFICIENTS,
@@ -97,7 +102,7 @@ _GOOD = {
   'weight_decay': (optax.constant_schedule(0.1),),
   **dict.fromkeys(['clip_threshold', 'min_ratio', 'max_ratio'], (None,)),
   'coefficient': (None,),
-  **dict.fromkeys(['bias_correction', 'calibrate'], (True, False)),
+  **dict.fromkeys(_SWITCHES, (True, np.False_)),
   'ratios': (
     *(('row',), ['weight', 'column'], {'row', 'column'}, ('row', 'row')),
     *(frozenset({'weight'}), ('column', 'row', 'weight'), np.array(['row'])),
@@ -203,12 +208,8 @@ def test_arrays_and_tracers_pass_unread(function, name, values):
 
 
 def test_every_argument_of_every_function_is_checked():
-  # Switches are any truth value. Masks and dimension numbers are held against
-  # the parameters, which are not there yet. Arrays have tests of their own.
-  switches = {
-    *('bias_correction', 'adam_bias_correction', 'nesterov', 'is_causal'),
-    'calibrate',
-  }
+  # Masks and dimension numbers are held against the parameters, which are not
+  # there yet. Arrays have tests of their own.
   fitted = {
     *('mask', 'trust_ratio_mask', 'weight_dimension_numbers'),
     *('adam_weight_decay_mask', 'params'),
@@ -217,7 +218,7 @@ def test_every_argument_of_every_function_is_checked():
     f'{function}-{name}'
     for function in _FUNCTIONS
     for name in inspect.signature(getattr(merit_optax, function)).parameters
-    if not {name, f'{function}-{name}'} & (switches | fitted | _BAD.keys())
+    if not {name, f'{function}-{name}'} & (fitted | _BAD.keys())
   }
   assert unchecked == {'attention_statistics-query', 'attention_statistics-key'}
 

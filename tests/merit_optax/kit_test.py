@@ -213,6 +213,17 @@ def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
     assert jnp.isnan(kept[1]).all()
 
 
+def test_updates_of_any_size_get_that_of_the_weights():
+  # Such as a momentum that decays while there are no gradients.
+  transform = merit_optax.scale_by_l2_norm_trust_ratio()
+  update = jax.jit(lambda z, w: transform.update(z, optax.EmptyState(), w)[0])
+  z, w = normal(0, (256, 300)), normal(1, (256, 300))
+  expected = update(z, w)
+  for exponent in range(-33, 37):
+    scaled = update(z * 10.0**exponent, w)
+    np.testing.assert_allclose(scaled, expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize('norm', ['max', 'l2'])
 def test_a_kept_norm_hides_no_nan(norm):
   params = jnp.ones((2, 64, 40))

@@ -179,7 +179,7 @@ def test_gradients_through_an_update_are_those_of_optax():
   [merit_optax.scale_by_muon(), *map(merit_optax.scale_by_lmo, ('row', 'rms'))],
 )
 def test_a_norm_that_overflows_is_not_silent(transform):
-  gradients = jnp.full((8, 64), 1e26)
+  gradients = jnp.full((8, 64), 3e38)
   updates, _ = transform.update(gradients, transform.init(gradients))
   assert jnp.isnan(updates).all()
 

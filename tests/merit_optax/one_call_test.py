@@ -129,7 +129,7 @@ def test_the_choice_can_be_another(hidden):
   [
     ('bias', (3, 3), r'^hidden .*two or more axes, got bias \(3,\)'),
     ('nothing', (3, 3), '^hidden .*at least one parameter, got none of bias'),
-    (3, (3, 3), '^hidden must be a tree of booleans'),
+    (3, (3, 3), '^hidden must be a tree of booleans.* regular expression'),
     ({'kernel': True}, (3, 3), '^hidden must be a tree like params'),
     (None, (2, 3, 3), 'not recognized.*stacked'),
   ],
@@ -143,6 +143,12 @@ def test_what_does_not_fit_is_refused(hidden, shape, message):
   ):
     with pytest.raises(ValueError, match=message):
       function(params)
+
+
+def test_a_choice_that_is_no_expression_is_refused():
+  params = {'kernel': jnp.ones((3, 3))}
+  with pytest.raises(ValueError, match=r'^hidden must hold regular.*\('):
+    merit_optax.hidden_matrices(params, '(')
 
 
 def test_hidden_matrices_without_rows_are_refused():

@@ -269,6 +269,21 @@ def test_other_leaves_may_be_numbers_but_no_functions():
     _qk_clip().init(_params() | {'activation': jnp.tanh})
 
 
+@pytest.mark.parametrize('absent', [None, optax.MaskedNode()])
+def test_what_has_no_update_is_passed_over(absent):
+  updates = _params()
+  updates['query']['kernel'] = absent
+  transform = _qk_clip()
+  found, expected = (
+    transform.update(
+      x, optax.EmptyState(), _params(), max_logits=1e3 * jnp.ones(_HEADS)
+    )[0]
+    for x in (updates, _params())
+  )
+  assert found['query']['kernel'] is absent
+  chex.assert_trees_all_equal(found['key'], expected['key'])
+
+
 def test_map_params_finds_the_moments_of_the_chain():
   optimizer, params = optax.chain(optax.trace(0.9), _qk_clip()), _params()
   # A placeholder stands for the parameters in the init that this calls.
@@ -287,6 +302,7 @@ def test_map_params_finds_the_moments_of_the_chain():
     (jnp.ones(2 * _HEADS), {'num_key_heads': _HEADS}),
     ({'query': jnp.ones(_HEADS)}, {}),
     (400.0, {}),
+    (1j * jnp.ones(_HEADS), {}),
     (jnp.ones(0), {}),
     ([1.0, 2.0, 3.0, 4.0], {}),
     (merit_optax.AttentionStatistics(*[jnp.ones(_HEADS)] * 3), {}),

@@ -376,8 +376,8 @@ def test_directions_of_vectors_with_eps_and_complex(norm, eps, z, expected):
 
 @pytest.mark.parametrize('norm', _AXES)
 def test_numbers_of_any_size_are_scaled(norm):
-  z = jnp.array([[1.0, -1.0], [2.0, 0.0]])
-  for size in (1e-15, 1e-10, 1e10, 1e20):
+  z = normal(0, (40, 768))
+  for size in (1e-33, 1e-22, 1e-21, 1e-10, 1e10, 1e25, 1e34):
     np.testing.assert_allclose(
       _lmo_of(norm)(size * z), _lmo_of(norm)(z), rtol=1e-5
     )
@@ -396,6 +396,13 @@ def test_factors_see_rows_and_columns():
   actual, _ = transform.update(ones, transform.init(ones))
   expected = jax.tree.map(jnp.full_like, ones, [32, 23, 14, 13, 11])
   chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize('factor', [None, np.nan, jnp.ones((7, 1, 1))])
+def test_factors_that_are_no_numbers_are_refused(factor):
+  transform = merit_optax.scale_by_shape(lambda *_: factor)
+  with pytest.raises(ValueError, match=r'^factor\(rows, columns\) must be'):
+    transform.update(jnp.ones((4, 6)), optax.EmptyState())
 
 
 def test_factors_are_not_rounded_to_the_dtype_and_empty_arrays_have_none():

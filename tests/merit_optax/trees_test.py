@@ -272,9 +272,14 @@ def test_other_leaves_are_named(take):
 @pytest.mark.parametrize(
   'make',
   [
+    *_TRANSFORMS.values(),
     merit_optax.scale_by_adam,
     merit_optax.scale_by_muon,
     merit_optax.scale_by_max_norm_trust_ratio,
+    *(
+      lambda: merit_optax.clip_by_global_norm(1.0),
+      lambda: merit_optax.elementwise_clip(1.0),
+    ),
   ],
 )
 def test_updates_of_few_bits_are_named(make):
@@ -283,6 +288,13 @@ def test_updates_of_few_bits_are_named(make):
   message = "updates must have .* got float8_e4m3fn for 'kernel'"
   with pytest.raises(ValueError, match=message):
     make().update(updates, make().init(params), params)
+
+
+@pytest.mark.parametrize('make', _TRANSFORMS.values(), ids=_TRANSFORMS)
+def test_updates_of_other_shapes_are_named(make):
+  updates = _PARAMS | {'w': jnp.ones(2)}  # It would broadcast.
+  with pytest.raises(ValueError, match=r"got \(2,\) for 'w' of shape \(3, 2\)"):
+    _step(make(), _PARAMS, updates)
 
 
 @pytest.mark.parametrize('value', [2.0, 2, 2.0 + 1.0j])
@@ -453,8 +465,10 @@ def test_an_infinite_gradient_is_no_drift(dtype):
 
 def test_integers_do_not_move():
   params = _PARAMS | {'n': jnp.array(3)}
-  gradients = _PARAMS | {'n': jnp.array(0)}
-  assert _step(merit_optax.merit(0.1), params, gradients)['n'] == 0
+  gradients = jax.grad(lambda x: x['w'].sum() + x['b'].sum(), allow_int=True)
+  for zero in (jnp.array(0), gradients(params)['n']):
+    updates = _step(merit_optax.merit(0.1), params, _PARAMS | {'n': zero})
+    assert optax.apply_updates(params, updates)['n'] == 3
 
 
 def test_eager_steps_compile_nothing_anew(caplog):
