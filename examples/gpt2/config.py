@@ -151,18 +151,19 @@ class Config:
   # Steps between uses of --qk-clip. On GPU and TPU, where attention does not
   # show its logits, they are computed once more in such a step. Default: 1.
   qk_clip_every: int | None = None
-  # Learning rate after the warm-up: a cosine or a line down to --min-rate at
-  # the last step; wsd (warm-up, stable, decay): the peak, until --decay-steps
-  # before the end; inverse-sqrt: the peak times the root of warm-up steps over
-  # steps. Only of the last two is a run that is made longer, by a larger
-  # --steps, the one that it would have been.
+  # Learning rate after the warm-up: a cosine or a line down to --min-rate,
+  # which the step after the last one would have; wsd (warm-up, stable, decay):
+  # the peak, until --decay-steps before the end; inverse-sqrt: the peak times
+  # the root of warm-up steps over steps. Only of the last two is a run that is
+  # made longer, by a larger --steps, the one that it would have been.
   schedule: Literal['cosine', 'linear', 'wsd', 'inverse-sqrt'] = 'cosine'
   # Share of the steps in which the learning rate rises.
   warmup_share: float = 0.1
   # Steps in which the learning rate rises. Default: --warmup-share of --steps.
   warmup_steps: int | None = None
-  # wsd: steps at the end in which the learning rate falls; 0 for none. Default:
-  # a fifth of --steps.
+  # wsd: steps at the end in which the learning rate falls, from the peak in the
+  # first of them; 0 for none, and at most those after the warm-up. Default: a
+  # fifth of --steps.
   decay_steps: int | None = None
   # wsd: how it falls, in a line, or as 1 - sqrt(share of --decay-steps).
   decay_shape: Literal['linear', '1-sqrt'] = 'linear'
@@ -216,12 +217,13 @@ class Config:
   from_scratch: _FormerlyFresh = False
   # Steps between checkpoints.
   checkpoint_every: int | None = None
-  # Minutes after which there is a checkpoint, if there was none before.
+  # Minutes after which there is a checkpoint, if there was none before. Several
+  # processes then wait for each step to end before they start the next one.
   checkpoint_minutes: float | None = None
-  # Checkpoints to keep, the newest; the best by validation loss is kept
-  # besides.
+  # Checkpoints to keep, the newest; the best by validation loss, of the steps
+  # that were evaluated too, is kept besides.
   max_to_keep: _FormerlyKeep = 2
-  # Keep each checkpoint whose step is a multiple of this too.
+  # Write and keep the checkpoint of each multiple of this number of steps too.
   keep_period: int | None = None
   # Steps between exports for Hugging Face, to hf/step-N in --out-dir.
   hf_every: int | None = None

@@ -172,7 +172,7 @@ def _read(
   is_split = held_out and not has_token_files(as_path(data))
   if is_split or data == 'stdlib':
     return _held_out(data, model, config, folder)
-  tokens, num_bytes = load_evaluation(
+  tokens, num_bytes, _ = load_evaluation(
     data, model.num_tokens, model.tokenizer, model.end_token, config
   )
   if num_bytes and data in _corpus(folder)['data']:

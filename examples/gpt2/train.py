@@ -9,10 +9,11 @@ from jax.sharding import Mesh
 import tyro
 
 from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import Config, FittedConfig, digest
+from examples.gpt2.config import Config, FittedConfig, digest, flag
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.processes import (
+  check_same,
   connect,
   is_process_0,
   on_process_0,
@@ -35,6 +36,10 @@ from examples.gpt2.run.start import (
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.run.weights import describe_model
+
+# Settings that may differ between processes: paths, of which what they hold is
+# compared, and the number of the process.
+_OF_A_PROCESS = ('data', 'eval_data', 'cache_dir', 'process_id')
 
 
 def main(args: list[str] | None = None) -> None:
@@ -68,6 +73,13 @@ def train(config: Config) -> RunFolder:
   config, source = with_model(config)
   resolved = resolve(config)
   connect(resolved)
+  check_same(
+    {
+      flag(name): str(value)
+      for name, value in vars(resolved).items()
+      if name not in _OF_A_PROCESS
+    }
+  )
   if config.wandb is not None:
     on_process_0(check_login, config.wandb)
   mesh = sharding.make_mesh(config.mesh)
@@ -156,7 +168,8 @@ def _train(
 
   def write() -> None:
     save_model(folder.path, dataclasses.replace(model, params=arrays))
-    plot_runs((folder.path,), folder.picture)
+    if folder.read_metrics():
+      plot_runs((folder.path,), folder.picture)
 
   on_process_0(write)
   model = dataclasses.replace(model, params=params)

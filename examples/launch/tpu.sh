@@ -11,6 +11,12 @@
 # nothing where it is.
 
 set -u
+case " $* " in
+  *' --from-scratch '* | *' --fresh '*)
+    echo 'tpu.sh: --from-scratch would start over after each preemption.' >&2
+    exit 2
+    ;;
+esac
 : "${NAME:?}" "${ZONE:?}" "${TYPE:?}" "${VERSION:?}" "${SETUP:?}"
 pause=${PAUSE:-30} # Seconds between looks at the state.
 
@@ -23,6 +29,7 @@ delete() { tpus queued-resources delete "$NAME" --force --quiet; }
 
 train="cd merit_optax && .venv/bin/python -m examples.gpt2.train $(printf '%q ' "$@")"
 failures=0
+was_active=
 while [ "$failures" -lt 3 ]; do
   now=$(state)
   echo "$(date +%T) $NAME: ${now:-to be asked for}"
@@ -33,14 +40,22 @@ while [ "$failures" -lt 3 ]; do
         failures=$((failures + 1))
       ;;
     ACTIVE)
+      was_active=yes
       if tpus tpu-vm ssh "$NAME" --worker=all --command="$SETUP && $train"; then
         delete
         exit
       fi
       failures=$((failures + 1))
+      # The state may tell late of a preemption.
+      for _ in 1 2 3; do sleep "$pause"; done
       ;;
-    FAILED | SUSPENDED) # Preempted: the command has not failed by itself.
-      failures=0
+    FAILED | SUSPENDED)
+      if [ "$now$was_active" = FAILED ]; then # As of a quota or a wrong type.
+        failures=$((failures + 1))
+      else # Preempted: the command has not failed by itself.
+        failures=0
+      fi
+      was_active=
       delete
       ;;
   esac

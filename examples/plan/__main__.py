@@ -20,6 +20,7 @@ from examples.gpt2.devices.chips import Chip
 from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.storage import as_path, make_folder, write_whole
 from examples.plan import programs, report, sweep, topology
 
 
@@ -72,6 +73,10 @@ def _plan(settings: Settings) -> None:
       '--sweep tries every mesh, so --mesh cannot be given, got --mesh '
       f'{settings.config.mesh}.'
     )
+  resolve(settings.config)  # Mistakes that another mesh does not mend.
+  out = settings.out and as_path(settings.out)
+  if out:
+    make_folder(out.parent)
   devices = topology.devices(settings.topology)
   chip = _chip(settings, devices[0].device_kind)
   # Nothing that was compiled here can be run, or found again by a run.
@@ -87,9 +92,8 @@ def _plan(settings: Settings) -> None:
     **topology.compiler(settings.topology),
   } | measure(settings, devices, chip)
   print(show(results))
-  if settings.out:
-    settings.out.parent.mkdir(parents=True, exist_ok=True)
-    settings.out.write_text(json.dumps(results, indent=2) + '\n')
+  if out:
+    write_whole(out, (json.dumps(results, indent=2) + '\n').encode())
   # The compiler for GPUs compiles what does not fit too.
   if not settings.sweep and not results['fits']:
     needed, available = (

@@ -49,7 +49,9 @@ def sweep(results: dict[str, Any]) -> str:
 
 
 def _advice(rows: list[dict[str, Any]]) -> str:
-  if not rows or not rows[0]['fits']:
+  if not rows:
+    return 'None fits, for the reasons above.'
+  if not rows[0]['fits']:
     return 'None fits: try more devices, or a smaller model.'
   return f'flags of the first: {_flags(rows[0])}'
 

@@ -268,7 +268,8 @@ if verb == 'describe':
 with calls.open('a') as file:
   print(kind, verb, file=file)
 if verb == 'create':
-  state.write_text('PROVISIONING')
+  state.write_text('FAILED' if pathlib.Path('refused').exists() else
+                   'PROVISIONING')
 elif verb == 'delete':
   state.unlink()
 else:
@@ -411,3 +412,21 @@ def test_a_tpu_whose_command_fails_is_given_back(machine: Path, monkeypatch):
     *(3 * ['tpu-vm ssh']),
     'queued-resources delete',
   ]
+
+
+def test_a_tpu_that_is_refused_is_not_asked_for_for_ever(
+  machine: Path, monkeypatch
+):
+  _as_tpu(monkeypatch, machine, 'true')
+  Path('refused').touch()
+  assert _launch('tpu.sh', '.').wait() == 1
+  calls = Path('calls').read_text().splitlines()
+  assert calls.count('queued-resources create') == 3
+  assert not Path('state').exists()
+
+
+def test_a_tpu_does_not_start_over_after_a_preemption(machine, monkeypatch):
+  _as_tpu(monkeypatch, machine, 'true')
+  assert _launch('tpu.sh', '.', '--from-scratch').wait() == 2
+  assert '--from-scratch' in Path('log.txt').read_text()
+  assert not Path('calls').exists()

@@ -126,6 +126,7 @@ def test_products_of_the_update_are_part_of_the_step(tmp_path: Path):
     (('--batch-size', '15'), 'must divide --batch-size 15'),
     (('--mesh', 'fsdp=3'), 'number of devices'),
     (('--sweep',), '--sweep tries every mesh'),
+    (('--sweep', '--mesh', '', '--steps', '0'), '--steps must be at least 1'),
     (('--network', '25'), '--network is GB/s of a GPU'),
   ],
 )

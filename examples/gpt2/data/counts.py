@@ -27,9 +27,16 @@ def cached_statistics(
 ) -> dict[str, Any]:
   """Counts the tokens of files, once for the very same ones.
 
-  Files are the same where path, size and times of the last change are.
+  Files are the same where path, size and times of the last change are, and
+  what they are read as.
   """
-  key = digest([_stamp(x.path) for part in parts for x in part.shards])
+  key = digest(
+    [
+      [*_stamp(x.path), x.dtype.str, x.offset, x.size]
+      for part in parts
+      for x in part.shards
+    ]
+  )
   cache = as_path(config.cache_dir) / 'statistics' / f'{key[:16]}.json'
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
     statistics = json.loads(cache.read_text())

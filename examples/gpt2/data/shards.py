@@ -249,6 +249,8 @@ def open_shard(path: Path, dtype: np.dtype) -> Shard:
         f'{dtype.itemsize}.'
       )
     _check_plausible(shard)
+  if not shard.size:
+    raise UsageError(f'{path} holds no tokens.')
   expected = shard.offset + shard.num_bytes
   if size != expected:
     raise UsageError(

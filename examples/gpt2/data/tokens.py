@@ -1,7 +1,9 @@
 """Token files, and the tokens of a run: text is tokenized once and cached."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import operator
@@ -43,7 +45,11 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.devices.processes import any_failed, on_process_0, print_once
+from examples.gpt2.devices.processes import (
+  check_same,
+  on_process_0,
+  print_once,
+)
 from examples.gpt2.storage import as_path, is_remote, new_folder
 
 _TOKENIZER = 'tokenizer.json'
@@ -56,6 +62,15 @@ class EvaluationSet(NamedTuple):
   name: str
   tokens: TokenFiles | np.ndarray
   weight: float  # Of its loss in the validation loss; may be 0.
+  sha256: str  # Hash of what was given by itself, or ''.
+
+
+class Held(NamedTuple):
+  """Tokens of a text or of files that none are trained on."""
+
+  tokens: TokenFiles | np.ndarray
+  num_bytes: int  # Of their text, 0 where that is not known.
+  sha256: str  # Hash of the tokens, or of what the index of their files says.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,28 +107,27 @@ def load_tokens(config: RunConfig) -> Tokens:
   Raises ``UsageError`` if the data is missing, empty, not text, too short for a
   sequence in one of its parts, or not the same in all processes.
   """
-  if jax.process_count() == 1:
-    return _load(config)
-  expected = on_process_0(lambda: _load(config).sha256)
+  if jax.process_count() > 1:
+    on_process_0(lambda: _load(config).sha256)
   tokens = _load(config)
-  if any_failed(tokens.sha256 != expected):
-    raise UsageError(
-      f'--data {config.data} must be the same in all processes: its hash is '
-      f'{tokens.sha256[:16]} here, {expected[:16]} in process 0.'
-    )
+  hashes = {f'--eval-data {x.name}': x.sha256 for x in tokens.evaluations}
+  check_same({'--data': tokens.sha256} | hashes)
   return tokens
 
 
 def _load(config: RunConfig) -> Tokens:
   sources = parse_sources(config.data)
-  loaded = [_load_source(source.path, config) for source in sources]
+  loaded = []
+  for source in sources:
+    with _named('--data', source.path):
+      loaded.append(_load_source(source.path, config))
   tokens = _mix(loaded, [source.weight for source in sources], config)
   names = [PurePath(source.path).name for source in sources]
   if len(set(names)) < len(names):
     names = [source.path for source in sources]
   weights = tokens.order.get('weights', [1.0])
   evaluations = [
-    EvaluationSet(name, part.validation, weight)
+    EvaluationSet(name, part.validation, weight, '')
     for name, part, weight in zip(names, loaded, weights, strict=True)
   ]
   for text in config.eval_data:
@@ -125,12 +139,22 @@ def _load(config: RunConfig) -> Tokens:
         f'--eval-data {text} has the name of another set, {name}: give each a '
         'name of its own, as in name=path.'
       )
-    found, _ = load_evaluation(
-      path, tokens.vocab_size, tokens.tokenizer, tokens.end_token, config
-    )
-    check_length(f'--eval-data {path}', found, config.context_length)
-    evaluations.append(EvaluationSet(name, found, 0.0))
+    with _named('--eval-data', text):
+      found = load_evaluation(
+        path, tokens.vocab_size, tokens.tokenizer, tokens.end_token, config
+      )
+      check_length('validation', found.tokens, config.context_length)
+    evaluations.append(EvaluationSet(name, found.tokens, 0.0, found.sha256))
   return dataclasses.replace(tokens, evaluations=evaluations)
+
+
+@contextlib.contextmanager
+def _named(flag: str, value: str) -> Iterator[None]:
+  """Has a ``UsageError`` name the flag and the value that it is about."""
+  try:
+    yield
+  except UsageError as error:
+    raise UsageError(f'{flag} {value}: {error}') from error
 
 
 def _mix(
@@ -193,7 +217,7 @@ def load_evaluation(
   tokenizer: tokenizers.Tokenizer | None,
   end_token: str | None,
   config: Config,
-) -> tuple[TokenFiles | np.ndarray, int]:
+) -> Held:
   """Opens token files, or tokenizes text as examples.gpt2.prepare does.
 
   Args:
@@ -203,10 +227,6 @@ def load_evaluation(
     end_token: Follows each document of text.
     config: Settings, of which the length of the context, the field of the text
       and the folder of the cache count.
-
-  Returns:
-    The tokens, and the number of bytes of their text, 0 where that is not
-    known.
 
   Raises:
     UsageError: If there is no such data, or it does not fit the vocabulary.
@@ -224,7 +244,8 @@ def load_evaluation(
     return _tokenize(path, tokenizer, end_token, config)
   statistics = index or cached_statistics([found], vocab_size, config)
   check_largest(statistics['largest_token'], vocab_size, data)
-  return found, 0
+  sha256 = digest(index['shards']) if index else statistics['sha256']
+  return Held(found, 0, sha256)
 
 
 def _tokenize(
@@ -232,8 +253,8 @@ def _tokenize(
   tokenizer: tokenizers.Tokenizer | None,
   end_token: str | None,
   config: Config,
-) -> tuple[np.ndarray, int]:
-  """Returns the tokens of a whole text, and the number of its bytes."""
+) -> Held:
+  """Returns the tokens of a whole text."""
   if tokenizer is None or end_token is None:
     raise UsageError(
       f'{path} holds no token files to validate on, and there is no tokenizer '
@@ -247,7 +268,8 @@ def _tokenize(
   reader = DocumentReader([path], config.text_field, skip_bad=True)
   tokens = Encoder(tokenizer, end_token)(reader.read(f'reading {path}'))
   print_once(f'{path}: {len(tokens):,} tokens{reader.describe_left_out()}')
-  return tokens, reader.num_bytes
+  sha256 = hashlib.sha256(tokens.data).hexdigest()
+  return Held(tokens, reader.num_bytes, sha256)
 
 
 def _open_folder(folder: Path, config: RunConfig) -> Tokens | None:

@@ -11,7 +11,7 @@ import jax
 from jax.experimental import multihost_utils
 import numpy as np
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config, UsageError, describe_changes
 
 _SHUTDOWN_SECONDS = 30
 # Errors that process 0 hands to the others as what they are.
@@ -118,6 +118,22 @@ def on_process_0(function: Callable[..., Any], *args: Any) -> Any:
   if 'error' in outcome:
     raise _KNOWN_ERRORS.get(outcome['error'], RuntimeError)(outcome['text'])
   return outcome['result']
+
+
+def check_same(values: dict[str, str]) -> None:
+  """Raises ``UsageError`` in all processes unless all have the same values."""
+  if jax.process_count() == 1:
+    return
+  changes = describe_changes(on_process_0(lambda: values), values)
+  if any_failed(bool(changes)):
+    raise UsageError(
+      'All processes must have the same settings and data, but '
+      + (
+        f'here is changed what process 0 has: {changes}.'
+        if changes
+        else 'another process has others than process 0, as it says.'
+      )
+    )
 
 
 def _broadcast(value: Any) -> Any:

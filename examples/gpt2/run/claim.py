@@ -105,13 +105,23 @@ class Lease:
     return json.dumps({'owner': owner, 'beats': self._beats}).encode()
 
   def _beat(self) -> None:
+    num_failures = 0  # In a row.
     while not self._ended.wait(BEAT_SECONDS):
-      # Whatever fails, the next sign may succeed.
-      with contextlib.suppress(Exception):
+      try:
         self._look()
         if self._is_lost:
           return
         write_whole(self._path(self._number), self._content(self._owner))
+        num_failures = 0
+      except Exception as error:  # Whatever failed, the next may succeed.
+        num_failures += 1
+        if num_failures == 2:
+          warnings.warn(
+            f'{self._folder} cannot be written ({error}). After '
+            f'{SILENT_SECONDS:.0f} s without a sign of this run another one '
+            'may take the folder.',
+            stacklevel=1,
+          )
 
   def _look(self) -> None:
     """Looks whether another run has the folder, the next or a later one."""

@@ -37,9 +37,10 @@ class Diagnostics:
 
   def compile(
     self, state_shapes: TrainState, batch_shape: jax.ShapeDtypeStruct
-  ) -> None:
-    """Compiles ahead of time what a call runs."""
+  ) -> jax.stages.Compiled:
+    """Compiles ahead of time what a call runs, and returns it."""
     self._measure = self._measure.lower(state_shapes, batch_shape).compile()
+    return self._measure
 
   def __call__(
     self, state: TrainState, tokens_ABT: jax.Array

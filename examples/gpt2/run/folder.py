@@ -38,6 +38,8 @@ _RESULTS = (
 )  # fmt: skip
 # What only the end of a run writes.
 _ENDS = _RESULTS[1:]
+# What makes a run finished; if its metrics are lost, it has no picture.
+_NEEDED = (_CONFIG, _METRICS, 'model.json', _WEIGHTS, _SAMPLE)
 # What a run writes besides; not every run does.
 _OTHERS = (
   'tokenizer.json', *COMPANIONS, 'checkpoints', 'damaged-checkpoints', 'hf',
@@ -52,7 +54,7 @@ class RunFolder:
   otherwise, and an error is raised in all. As a context, it lets other runs
   into the folder at its end.
 
-  A run is finished once all its files are there; the sample is written last.
+  A run is finished once its files are there; the sample is written last.
   """
 
   def __init__(self, path: Path):
@@ -77,7 +79,7 @@ class RunFolder:
 
   @os_errors()
   def _is_finished(self) -> bool:
-    return all((self.path / name).is_file() for name in (_CONFIG, *_RESULTS))
+    return all((self.path / name).is_file() for name in _NEEDED)
 
   def open(
     self, settings: dict[str, Any], *, from_scratch: bool = False
@@ -201,18 +203,21 @@ class RunFolder:
 
   def keep_metrics(
     self, step: int, fork_from: Path | None = None, fork_step: int | None = None
-  ) -> None:
+  ) -> int | None:
     """Cuts off the lines of metrics.jsonl after a step, also torn ones.
 
     If there are none, they are those of another run's folder, if one is given,
     up to the step of the fork. Warns if lines of steps before are lost.
+
+    Returns:
+      The tokens of all steps up to that one, None if its line is lost.
     """
-    on_process_0(self._keep_metrics, step, fork_from, fork_step)
+    return on_process_0(self._keep_metrics, step, fork_from, fork_step)
 
   @os_errors()
   def _keep_metrics(
     self, step: int, fork_from: Path | None, fork_step: int | None
-  ) -> None:
+  ) -> int | None:
     path, last = self.path / _METRICS, step
     if fork_from is not None and not path.is_file():
       path, last = as_path(fork_from) / _METRICS, fork_step or step
@@ -224,6 +229,7 @@ class RunFolder:
         stacklevel=4,
       )
     self._metrics.replace([_line(line) for line in kept.values()])
+    return kept.get(step, {}).get('tokens')
 
   def log(self, metrics: dict[str, Any]) -> None:
     """Appends JSON values to metrics.jsonl, or later if that fails.

@@ -39,11 +39,20 @@ class StepLog(contextlib.ExitStack):
   """
 
   def __init__(
-    self, config: FittedConfig, trainer: Trainer, folder: RunFolder, done: int
+    self,
+    config: FittedConfig,
+    trainer: Trainer,
+    folder: RunFolder,
+    done: int = 0,
+    tokens_done: int | None = None,
   ):
+    """Takes the steps that are done, and their tokens where these are known."""
     super().__init__()
     self._config, self._folder = config, folder
     self._tokens_per_step = config.batch_size * config.context_length
+    # A fork may have taken its first steps with another batch size.
+    usual = done * self._tokens_per_step
+    self._excess = 0 if tokens_done is None else tokens_done - usual
     self._peak_tokens_per_second = (
       hardware.peak_flops(jax.devices()[0])
       * jax.device_count()
@@ -130,7 +139,7 @@ class StepLog(contextlib.ExitStack):
     mfu = speed / self._peak_tokens_per_second
     return {
       'step': step,
-      'tokens': step * self._tokens_per_step,
+      'tokens': step * self._tokens_per_step + self._excess,
       'batch_size': self._config.batch_size,
       'learning_rate': float(self._learning_rates[step - 1]),
       'tokens_per_second': speed,
@@ -142,8 +151,6 @@ class StepLog(contextlib.ExitStack):
   def _stop_unless_skipping(self, step: int, values: dict[str, float]) -> None:
     if self._config.not_finite == 'skip':
       return
-    with contextlib.suppress(OSError):  # A full disk is not what stops it.
-      self._folder.flush()
     found = ', '.join(f'{k} is {v}' for k, v in values.items())
     raise NotFiniteError(
       f'at step {step} {found}; the step changed no weights (evaluation before:'

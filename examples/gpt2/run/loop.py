@@ -96,9 +96,11 @@ def run(
   """
   evaluations = [
     _Evaluation(
-      name, weight, *batches.validation_batch(held_out, config, trainer.mesh)
+      x.name,
+      x.weight,
+      *batches.validation_batch(x.tokens, config, trainer.mesh),
     )
-    for name, held_out, weight in tokens.evaluations
+    for x in tokens.evaluations
   ]
   programs = _compile(trainer, config, evaluations)
   with contextlib.ExitStack() as stack:
@@ -112,8 +114,9 @@ def run(
     else:
       state = trainer.init() if start is None else start
     done = int(state.step)
-    folder.keep_metrics(done, config.fork_from, config.fork_step)
-    log = stack.enter_context(StepLog(config, trainer, folder, done))
+    tokens_done = folder.keep_metrics(done, config.fork_from, config.fork_step)
+    log = StepLog(config, trainer, folder, done, tokens_done)
+    stack.enter_context(log)
     stop = stack.enter_context(StopRequest())
     make_batch = functools.partial(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
@@ -147,9 +150,15 @@ def _compile(
     shape: trainer.sequence_losses.lower(trainer.shapes.params, x).compile()
     for shape, x in by_shape.items()
   }
+  for program in sequence_losses.values():
+    memory.check(program, trainer.mesh, 'an evaluation')
   diagnostics = Diagnostics(config, trainer)
   if config.diagnostics_every:
-    diagnostics.compile(trainer.shapes, batch)
+    memory.check(
+      diagnostics.compile(trainer.shapes, batch),
+      trainer.mesh,
+      'a step with diagnostics (none: --diagnostics-every 0)',
+    )
   temporary = step.memory_analysis().temp_size_in_bytes
   print_once(
     f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
@@ -192,13 +201,22 @@ class _Steps:
         self.checkpoints.wait()
         self._stop_if_asked(self.config.steps, self.stop.received())
       except NotFiniteError as error:
+        with contextlib.suppress(OSError):  # A full disk is not what stops it.
+          self.folder.flush()
         raise self._explained(error) from error
     return self.state
 
   def _profile(self, done: int) -> contextlib.AbstractContextManager[Any]:
     if self.config.profile:
       folder = self.folder.path / 'profile'
-      return Profile(folder, done, lambda: jax.block_until_ready(self.state))
+      profile = Profile(folder, done, lambda: jax.block_until_ready(self.state))
+      if profile.first > self.config.steps:
+        warnings.warn(
+          f'--profile: there is no trace, which begins with step '
+          f'{profile.first}, of a run that has {self.config.steps}.',
+          stacklevel=2,
+        )
+      return profile
     return contextlib.nullcontext()
 
   def _step(self, step: int, batch: jax.Array) -> jax.Array | None:
@@ -266,6 +284,9 @@ class _Steps:
   def _is_save_due(self, step: int) -> bool:
     if self._is_due(step, self.config.checkpoint_every):
       return True
+    period = self.config.keep_period
+    if period is not None and step % period == 0:
+      return True
     minutes = self.config.checkpoint_minutes
     if minutes is None:
       return False
@@ -296,9 +317,9 @@ class _Steps:
     evaluation: dict[str, Any] = {'val_loss': loss}
     if len(losses) > 1:
       evaluation['val_losses'] = losses
+    self.log.finish_step(evaluation)
     if not math.isfinite(loss):
       raise NotFiniteError(f'at step {step} the validation loss is {loss}.')
-    self.log.finish_step(evaluation)
     return loss
 
   def _save(self, step: int, val_loss: float | None) -> bool:

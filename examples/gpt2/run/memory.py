@@ -191,13 +191,15 @@ def is_too_little(error: BaseException) -> bool:
   return isinstance(error, MemoryError)
 
 
-def check(compiled: jax.stages.Compiled, mesh: Mesh) -> None:
+def check(
+  compiled: jax.stages.Compiled, mesh: Mesh, what: str = 'the step'
+) -> None:
   """Raises ``MemoryError`` for a program that no device has the memory for."""
   needed = needed_bytes(compiled)
   available = hardware.memory_bytes(mesh.local_devices[0])
   if available is not None and needed > available:
     raise MemoryError(
-      f'the step needs {format_bytes(needed)} of a device that has '
+      f'{what} needs {format_bytes(needed)} of a device that has '
       f'{format_bytes(available)}'
     )
 

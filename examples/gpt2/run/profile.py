@@ -22,7 +22,7 @@ class Profile(OptionalPart):
   def __init__(self, folder: Path, done: int, wait: Callable[[], object]):
     """Names the folder, the steps done, and what waits for the last one."""
     super().__init__(folder, 'There is no trace of the steps: {}')
-    self._first, self._last = (done + step for step in _TRACED)
+    self.first, self._last = (done + step for step in _TRACED)
     self._wait = wait
     self._is_tracing = False
 
@@ -36,7 +36,7 @@ class Profile(OptionalPart):
 
   def before(self, step: int) -> None:
     """Starts or ends the trace before a step."""
-    if step == self._first:
+    if step == self.first:
       self._is_tracing = True
       self.attempt(jax.profiler.start_trace, str(self.mirror.folder))
     elif self._is_tracing and step > self._last:

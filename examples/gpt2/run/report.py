@@ -46,7 +46,8 @@ def before(
 
 def after(folder: RunFolder) -> str:
   """Returns what came out, with the sample."""
-  lines, corpus = folder.read_metrics(), folder.read_settings()['corpus']
+  lines, settings = folder.read_metrics(), folder.read_settings()
+  corpus = settings['corpus']
   rows = {'validation loss': 'not known, since metrics are lost'}
   if lines and 'val_loss' in lines[-1]:
     rows['validation loss'] = (
@@ -56,13 +57,18 @@ def after(folder: RunFolder) -> str:
   skipped = sum('skipped' in line for line in lines)
   if skipped:
     rows['left out'] = f'{skipped} steps whose loss or gradient was not finite'
-  rows |= _diagnosed([x for x in lines if 'max_attention_logit' in x])
+  diagnosed = [x for x in lines if 'max_attention_logit' in x]
+  rows |= _diagnosed(diagnosed, settings['config'])
   sample = folder.path / 'sample.txt'
-  files = {'picture': str(folder.picture), 'sample': str(sample)}
+  files = {'sample': str(sample)}
+  if folder.picture.is_file():
+    files = {'picture': str(folder.picture)} | files
   return f'{table(rows | _speed(lines) | files)}\n\n{sample.read_text()}'
 
 
-def _diagnosed(lines: list[dict[str, Any]]) -> dict[str, str]:
+def _diagnosed(
+  lines: list[dict[str, Any]], config: dict[str, Any]
+) -> dict[str, str]:
   """Returns rows of the diagnostics steps: of the last, and of their noise.
 
   Trace and squared norm are averaged separately, since either is noisy and
@@ -80,10 +86,10 @@ def _diagnosed(lines: list[dict[str, Any]]) -> dict[str, str]:
   trace = math.fsum(noise['trace'] for noise in noises)
   square = math.fsum(noise['squared_norm'] for noise in noises)
   if trace > 0 and square > 0:
-    per_step = lines[-1]['tokens'] / lines[-1]['step']
-    scale = trace / square * per_step / lines[-1]['batch_size']
+    length = config['context_length']
+    scale, per_step = trace / square * length, config['batch_size'] * length
     rows['gradient noise'] = (
-      f'critical batch about {scale:,.0f} tokens; a step has {per_step:,.0f}'
+      f'critical batch about {scale:,.0f} tokens; a step has {per_step:,}'
     )
   return rows
 

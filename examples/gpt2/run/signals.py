@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 from typing import Any
@@ -54,4 +53,5 @@ class StopRequest:
       # jax notes it, and has all processes stop after the same step.
       os.kill(os.getpid(), signal.SIGTERM)
     name = signal.Signals(number).name
-    print(f'{name}: stopping after this step', file=sys.stderr, flush=True)
+    # A print could come in the middle of another one, which Python refuses.
+    os.write(2, f'{name}: stopping after this step\n'.encode())

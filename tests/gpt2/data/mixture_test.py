@@ -228,7 +228,10 @@ def test_sources_of_different_tokenizers_are_refused(tiny, prepared: Path):
   [
     ('web=code.jsonl', 'has the name of another set, web'),
     ('x=nothing', 'nothing does not exist'),
-    ('x=short.txt', 'The --eval-data short.txt part of the data has 2 tokens'),
+    (
+      'x=short.txt',
+      '--eval-data x=short.txt: The validation part of the data has 2 tokens',
+    ),
     ('x=negative.npy', 'holds the token -1'),
     ('x=large.npy', 'holds the token 300.* --vocab-size'),
   ],

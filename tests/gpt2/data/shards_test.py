@@ -139,6 +139,7 @@ def _junk_index(path: Path, tokens):
       r'array of uint16 and shape \(2, 1\): expected integers on one axis',
     ),
     (functools.partial(_numpy, dtype=float), 0, 'array of float64 .*integers'),
+    (lambda path, _: _numpy(path, []), 0, 'holds no tokens'),
     (functools.partial(_megatron, code=6), 0, r'train\.idx is no index of Meg'),
     (_junk_index, 0, r'train\.idx is no index of Megatron'),
   ],

@@ -36,7 +36,7 @@ def test_text_to_evaluate_on_may_spell_special_tokens_out(tiny, tmp_path):
   tokenizer = load_tokens(tiny).tokenizer
   path, text = tmp_path / 'a.jsonl', f'one {END_OF_TEXT} two'
   path.write_text(json.dumps({'text': text}))
-  found, _ = load_evaluation(str(path), 288, tokenizer, END_OF_TEXT, tiny)
+  found = load_evaluation(str(path), 288, tokenizer, END_OF_TEXT, tiny).tokens
   assert tokenizer.decode(found[:-1].tolist()) == text
   assert found[-1] == tokenizer.token_to_id(END_OF_TEXT)
   assert not tokenizer.encode_special_tokens  # That of the run is as it was.
@@ -109,6 +109,13 @@ def test_changed_token_files_are_counted_again(tiny, tmp_path, name: str):
   # As cp --preserve does it.
   os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
   assert load_tokens(config).sha256 != before.sha256
+
+
+def test_token_files_of_another_type_are_counted_again(tiny, tmp_path):
+  config = _with_bins(tiny, tmp_path, [0, 2] * 50, [2] * 100)
+  load_tokens(config)
+  with pytest.raises(UsageError, match='holds the token 131072'):
+    load_tokens(dataclasses.replace(config, vocab_size=100_000))
 
 
 @pytest.mark.parametrize('content', [b'\xff', b'{"largest_to'])
@@ -192,24 +199,25 @@ def two_processes(monkeypatch):
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
   monkeypatch.setattr(tokens_module, 'on_process_0', on_process_0)
-  monkeypatch.setattr(tokens_module, 'any_failed', lambda failed: failed)
+  compared: list[dict[str, str]] = []
+  monkeypatch.setattr(tokens_module, 'check_same', compared.append)
+  return compared
 
 
 def test_of_several_processes_the_first_makes_the_tokens(tiny, two_processes):
   assert load_tokens(tiny).vocab_size == 288
 
 
-def test_other_tokens_than_those_of_the_first_process_are_refused(
-  tiny: Config, tmp_path: Path, two_processes, monkeypatch
-):
+def test_processes_compare_all_that_they_read(tiny, tmp_path, two_processes):
+  held = tmp_path / 'held.bin'
   config = _with_bins(tiny, tmp_path, [0] * 100, [1] * 100)
-  load_tokens(config)
-
-  def on_another_host(function):
-    result = function()
-    _with_bins(tiny, tmp_path, [0] * 100, [1] * 99)
-    return result
-
-  monkeypatch.setattr(tokens_module, 'on_process_0', on_another_host)
-  with pytest.raises(UsageError, match='must be the same in all processes'):
+  config = dataclasses.replace(config, eval_data=(f'x={held}',))
+  for size, val in ((100, 100), (99, 100), (99, 99)):
+    np.full(size, 2, np.uint16).tofile(held)
+    _with_bins(tiny, tmp_path, [0] * 100, [1] * val)
     load_tokens(config)
+  trained_on, evaluated_on = (
+    [x[name] for x in two_processes] for name in ('--data', '--eval-data x')
+  )
+  assert trained_on[0] == trained_on[1] != trained_on[2]
+  assert evaluated_on[0] != evaluated_on[1] == evaluated_on[2]

@@ -37,7 +37,7 @@ def stable(make_tiny, tmp_path_factory) -> Config:
   config = replace(
     make_tiny(tmp_path_factory.mktemp('stable')),
     schedule='wsd', warmup_steps=2, decay_steps=0, learning_rate=0.01,
-    checkpoint_every=2, max_to_keep=9, diagnostics_every=0,
+    checkpoint_every=9, keep_period=2, max_to_keep=1, diagnostics_every=0,
   )  # fmt: skip
   train(config)
   return config

@@ -4,6 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
+import time
 from unittest import mock
 import warnings
 
@@ -16,7 +17,7 @@ from examples.gpt2.storage import is_remote, make_folder, write_whole
 from tests.gpt2.runs import contents, largest_file
 
 _SETTINGS = {'config': {'steps': 3, 'seed': 0}}
-_RESULTS = ('metrics.jsonl', 'model.json', 'weights.safetensors', 'curves.png')
+_RESULTS = ('metrics.jsonl', 'model.json', 'weights.safetensors')
 
 
 def _finish(path: Path) -> None:
@@ -118,10 +119,10 @@ def test_a_job_that_slurm_requeues_goes_on_despite_fresh(
 @pytest.mark.parametrize('torn', ['', '{"st', '{"step": 4}'])
 def test_later_lines_and_torn_ones_are_cut_off(tmp_path, torn: str, step: int):
   path = tmp_path / 'metrics.jsonl'
-  lines = [json.dumps({'step': i}) + '\n' for i in (1, 2, 3)]
+  lines = [json.dumps({'step': i, 'tokens': 8 * i}) + '\n' for i in (1, 2, 3)]
   path.write_text(''.join(lines) + torn)
   folder = RunFolder(tmp_path)
-  folder.keep_metrics(step)
+  assert folder.keep_metrics(step) == (8 * step or None)
   assert path.read_text() == ''.join(lines[:step])
   folder.log({'step': step + 1})
   assert [x['step'] for x in folder.read_metrics()] == [*range(1, step + 2)]
@@ -226,6 +227,20 @@ def test_a_folder_in_use_or_of_another_run_is_refused(place, monkeypatch):
       pytest.raises(UsageError, match='steps: 3 -> 4'),
     ):
       folder.start(other, from_scratch=from_scratch)
+
+
+def test_a_run_that_can_give_no_sign_is_warned(make_bucket, monkeypatch):
+  monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.01)
+  with RunFolder(make_bucket('gs')) as folder:
+    folder.start(_SETTINGS)
+    refused = mock.Mock(side_effect=PermissionError('rights have ended'))
+    with (
+      pytest.warns(UserWarning, match='rights have ended.*take the folder'),
+      monkeypatch.context() as patch,
+    ):
+      patch.setattr(claim, 'write_whole', refused)
+      while refused.call_count < 3:
+        time.sleep(0.01)
 
 
 def test_a_disk_without_locks_is_a_warning(tmp_path: Path, monkeypatch):

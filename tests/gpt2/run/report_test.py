@@ -32,7 +32,9 @@ def _diagnosed(step: int, trace: float, square: float, **more) -> dict:
 def _after(folder: Path, lines: list[dict]) -> str:
   run = RunFolder(folder)
   with run:
-    run.start({'config': {'seed': 0}, 'corpus': {'unigram_entropy': 5.25}})
+    config = {'batch_size': 16, 'context_length': 32}
+    run.start({'config': config, 'corpus': {'unigram_entropy': 5.25}})
+    run.picture.touch()
     run.keep_metrics(0)
     for line in lines:
       run.log(line)

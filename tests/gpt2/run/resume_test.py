@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -121,6 +122,24 @@ def test_fresh_starts_over(finished_config: Config, uninterrupted, capsys):
   assert '8 of 16 x 16 = 256 tokens, 2,048 in all' in out
   runs.assert_same_run(out_dir, uninterrupted)
   runs.assert_same_run(out_dir / 'before-1', uninterrupted)
+
+
+def test_a_run_that_has_lost_its_metrics_can_end(
+  finished_config: Config, uninterrupted, capsys
+):
+  out_dir = finished_config.out_dir
+  for name in ('metrics.jsonl', 'curves.png'):
+    (out_dir / name).unlink()
+  with pytest.warns(UserWarning) as warned:
+    train(replace(finished_config, profile=True))
+  texts = [str(x.message) for x in warned]
+  assert any('lost 8 of the lines' in x for x in texts), texts
+  assert any('begins with step 18, of a run that has 8' in x for x in texts)
+  for _ in range(2):
+    assert 'not known, since metrics are lost' in capsys.readouterr().out
+    assert train(finished_config).finished
+  weights = [x / 'weights.safetensors' for x in (out_dir, uninterrupted)]
+  assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_other_data_is_refused(finished_config: Config):
@@ -257,6 +276,25 @@ def test_a_process_that_fails_alone_ends_the_others(pair: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (('--seed', '7'), '--seed: 0 -> 7'),
+    (('--eval-data', 'x=other.txt'), '--eval-data x: '),
+  ],
+)
+def test_processes_with_other_settings_or_data_are_refused(
+  pair: Path, flags: tuple[str, ...], message: str
+):
+  (pair / 'other.txt').write_text('other words, ' * 2000)
+  common = ('--eval-data', 'x=text.txt')
+  statuses = _end(_start_pair(pair, 'run', *common, of_second=flags))
+  assert statuses == [2, 2]
+  assert message in (pair / 'run.log').read_text()
+  assert not (pair / 'run').exists()
+
+
+@pytest.mark.slow
 def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
   (pair / 'file').touch()
   statuses = _end(_start_pair(pair, 'error', '--out-dir', 'file/run'))
@@ -315,9 +353,14 @@ def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
     '_sequence_losses',
     lambda _self, _params, tokens: jnp.full(tokens.shape[:2], np.nan),
   )
+  # Nor does a full disk hide it.
+  full = mock.Mock(side_effect=OSError('no space left'))
+  monkeypatch.setattr(RunFolder, 'flush', full)
   with pytest.raises(NotFiniteError, match='step 4 the validation loss is nan'):
-    train(replace(config, not_finite='skip'))
+    train(replace(config, not_finite='skip', checkpoint_every=8))
   assert not (config.out_dir / 'weights.safetensors').exists()
+  last = runs.metrics(config.out_dir)[-1]
+  assert (last['step'], last['val_loss']) == (4, None)
 
 
 def test_a_trace_is_written_though_the_run_is_stopped(config, monkeypatch):

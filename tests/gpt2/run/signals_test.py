@@ -11,7 +11,7 @@ _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @pytest.mark.parametrize('number', _NUMBERS)
-def test_the_first_signal_is_noted_until_the_end(number: int, capsys):
+def test_the_first_signal_is_noted_until_the_end(number: int, capfd):
   before = [signal.getsignal(n) for n in _NUMBERS]
   with StopRequest() as stop:
     assert stop.received() is None
@@ -19,7 +19,7 @@ def test_the_first_signal_is_noted_until_the_end(number: int, capsys):
       os.kill(os.getpid(), sent)
       assert stop.received() == number
   assert [signal.getsignal(n) for n in _NUMBERS] == before
-  assert signal.Signals(number).name in capsys.readouterr().err
+  assert signal.Signals(number).name in capfd.readouterr().err
 
 
 def test_a_save_under_way_does_not_keep_the_second_interrupt_waiting():
