@@ -1,1 +1,11 @@
 """A GPT-2 trainer in Flax NNX, sharded with jax.jit."""
+
+import importlib.util
+
+for _package in ('flax', 'orbax', 'pyarrow', 'tokenizers', 'tyro'):
+  if importlib.util.find_spec(_package) is None:
+    raise ModuleNotFoundError(
+      f"{_package} is missing: pip install -e '.[examples]' in the clone "
+      'installs all that the trainer needs.',
+      name=_package,
+    )

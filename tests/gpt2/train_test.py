@@ -1,4 +1,5 @@
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 import re
@@ -9,6 +10,7 @@ from matplotlib import image
 import pytest
 import safetensors.numpy
 
+from examples import gpt2
 from examples.gpt2.config import Config
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.presets import identity, resolve
@@ -17,6 +19,12 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import default_folder, main
 from tests.gpt2.runs import as_flags
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch):
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda _: None)
+  with pytest.raises(ImportError, match=r"pip install -e '\.\[examples\]'"):
+    importlib.reload(gpt2)
 
 
 def test_metrics_have_a_line_for_each_step(finished: Config):

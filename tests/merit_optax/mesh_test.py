@@ -90,10 +90,6 @@ def _shardings(mesh):
   }
 
 
-def _replicated(tree, mesh):
-  return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
-
-
 def _arrays(seed, dtype=jnp.float32):
   return {
     name: normal([seed, i], shape, dtype)
@@ -153,7 +149,8 @@ def test_sharded_steps_are_those_of_one_device_bit_by_bit(
   params, gradients = _params(dtype), _gradients(_STEPS, dtype)
   mesh, optimizer = make_mesh(axis_type, fsdp=4, tensor=2), _optimizer()
   shardings = _shardings(mesh)
-  places = shardings if are_params_sharded else _replicated(shardings, mesh)
+  whole = dict.fromkeys(shardings, NamedSharding(mesh, P()))
+  places = shardings if are_params_sharded else whole
   places = places, state_shardings(optimizer, params, shardings, mesh)
   is_explicit = axis_type == AxisType.Explicit
   # On Auto axes jit would leave the zeros of a new state replicated. On

@@ -3,6 +3,7 @@
 import functools
 from typing import NamedTuple
 
+import chex
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -75,12 +76,6 @@ def _assert_moves(watched, updates, params):
     np.testing.assert_allclose(
       watched[f'{name}/update_to_weight'], expected, rtol=1e-5
     )
-
-
-def _assert_same(got, expected):
-  assert got.keys() == expected.keys()
-  for name, value in got.items():
-    np.testing.assert_allclose(value, expected[name], rtol=1e-6, err_msg=name)
 
 
 # Against the oracle.
@@ -276,7 +271,7 @@ def test_a_partition(num_merits):
       statistics(gradients, state, params)
     state = state.inner_states['matrix']
   expected = _watch(params, gradients)
-  _assert_same(
+  chex.assert_trees_all_close(
     statistics(gradients, state, params),
     {k: v for k, v in expected.items() if not k.startswith('b/')},
   )
@@ -290,7 +285,7 @@ def test_on_a_mesh(axis_type):
   expected = [function(*trees) for function in functions]
   placed = jax.device_put(trees, jax.NamedSharding(mesh, jax.P('x', 'y')))
   for function, on_one_device in zip(functions, expected, strict=True):
-    _assert_same(function(*placed), on_one_device)
+    chex.assert_trees_all_close(function(*placed), on_one_device)
 
 
 @pytest.mark.parametrize('num_adams', [0, 2])
@@ -317,7 +312,8 @@ def test_an_nnx_optimizer_gives_what_plain_trees_give():
   nnx.jit(nnx.Optimizer.update)(optimizer, model, jax.tree.map(jnp.cos, params))
   params = nnx.state(model, nnx.Param)
   watched = statistics(params, optimizer.opt_state, params)
-  _assert_same(watched, statistics(step.params, step.state, step.params))
+  expected = statistics(step.params, step.state, step.params)
+  chex.assert_trees_all_close(watched, expected)
   assert len(watched) == 8 * len(_NAMES)
 
 
@@ -409,7 +405,6 @@ def test_rows_stay_where_an_update_is_too_small_for_the_dtype():
   watched = jax.jit(merit_optax.update_statistics)(updates, params)
   assert watched['w/unmoved_rows'] == 0.5
   assert watched['w/not_finite'] == 2 / 8
-  assert {x.dtype for x in watched.values()} == {jnp.dtype('float32')}
 
 
 def test_zero_parameters_move_infinitely_or_not_at_all():
@@ -468,10 +463,3 @@ def test_numbers_are_measured():
   state = merit_optax.merit(0.5).init({'a': 4.0})
   watched = merit_optax.merit_statistics(0.5)({'a': 1}, state, {'a': 4.0})
   assert watched['a/update_to_weight'] == 0.125
-
-
-def test_updates_of_other_parameters():
-  params = {'w': normal(0, (5, 3))}
-  for updates in ({'w': jnp.ones((3, 5))}, {}):
-    with pytest.raises(ValueError, match='must belong together'):
-      merit_optax.update_statistics(updates, params)

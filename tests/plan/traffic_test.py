@@ -1,5 +1,3 @@
-import textwrap
-
 import jax
 
 from examples.plan import hlo
@@ -50,10 +48,7 @@ ENTRY %main (x: f32[10,64]) -> (s32[], f32[10,64]) {
 def test_slices_count_and_memory_on_chip_does_not():
   # The slice is read and written, copied to the chip, added there, and written
   # in place of another.
-  assert (
-    hbm_bytes(hlo.parse(textwrap.dedent(_LOOP)))
-    == 10 * (2 + 1 + 0 + 1) * 4 * 64
-  )
+  assert hbm_bytes(hlo.parse(_LOOP)) == 10 * (2 + 1 + 0 + 1) * 4 * 64
 
 
 def test_without_loops_it_is_what_xla_says():
