@@ -89,6 +89,11 @@ def check_shapes(params: Any, updates: Any) -> None:
   name = path_namer(params)
 
   def check(path: Any, param: Any, update: Any) -> None:
+    if is_absent(update):
+      raise ValueError(
+        f'updates must hold an array for {name(path)!r}, which the state or '
+        f'params have, got {update!r}.'
+      )
     if update.shape != param.shape:
       raise ValueError(
         f'updates must have the shapes of params, got {update.shape} for '

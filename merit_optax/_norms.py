@@ -93,8 +93,8 @@ def _only_on_cpu(
 def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   """Returns the Euclidean norms along some axes, which stay with size 1.
 
-  As long as an axis has at most 2**22 elements, their bits do not depend on the
-  order in which devices add numbers up.
+  As long as an axis has at most 2**22 elements, none of them above 1e33 in
+  float32, their bits do not depend on the order in which devices add them up.
   """
   x = widen(x)
   if jnp.iscomplexobj(x):

@@ -37,9 +37,12 @@ from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.wandb_run import check_login
 from examples.gpt2.run.weights import describe_model
 
-# Settings that may differ between processes: paths, of which what they hold is
-# compared, and the number of the process.
-_OF_A_PROCESS = ('data', 'eval_data', 'cache_dir', 'process_id')
+# Settings that may differ between processes: where data is, of which what it
+# holds is compared, how a process meets the others, and what it alone writes.
+_OF_A_PROCESS = (
+  'data', 'eval_data', 'cache_dir', 'process_id', 'coordinator', 'distributed',
+  'profile', 'describe', 'tensorboard',
+)  # fmt: skip
 
 
 def main(args: list[str] | None = None) -> None:

@@ -12,7 +12,7 @@
 
 set -u
 case " $* " in
-  *' --from-scratch '* | *' --fresh '*)
+  *' --from-scratch '* | *' --from_scratch '* | *' --fresh '*)
     echo 'tpu.sh: --from-scratch would start over after each preemption.' >&2
     exit 2
     ;;

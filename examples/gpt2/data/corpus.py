@@ -39,7 +39,7 @@ def load_corpus(data: str, text_field: str = 'text') -> Corpus:
   text in it.
   """
   if not data:
-    raise UsageError('--data must not be empty.')
+    raise UsageError('the path must not be empty.')
   if data == 'stdlib':
     root = Path(sysconfig.get_path('stdlib'))
     paths = [

@@ -92,7 +92,7 @@ class DocumentReader:
     """Returns the files; raises ``UsageError`` if there are none."""
     paths = [x for path in self.data for x in files.find_files(as_path(path))]
     if not paths:
-      raise UsageError(f'--data {" ".join(map(str, self.data))} has no files.')
+      raise UsageError(f'{" ".join(map(str, self.data))} has no files.')
     return paths
 
   def read(

@@ -110,8 +110,17 @@ def load_tokens(config: RunConfig) -> Tokens:
   if jax.process_count() > 1:
     on_process_0(lambda: _load(config).sha256)
   tokens = _load(config)
-  hashes = {f'--eval-data {x.name}': x.sha256 for x in tokens.evaluations}
-  check_same({'--data': tokens.sha256} | hashes)
+  hashes = {
+    f'--eval-data {x.name}': x.sha256 for x in tokens.evaluations if x.sha256
+  }
+  check_same(
+    {
+      'the hash of --data': tokens.sha256,
+      'the order of --data': json.dumps(tokens.order, sort_keys=True),
+      'the size of the vocabulary': str(tokens.vocab_size),
+      **hashes,
+    }
+  )
   return tokens
 
 

@@ -129,9 +129,9 @@ def check_same(values: dict[str, str]) -> None:
     raise UsageError(
       'All processes must have the same settings and data, but '
       + (
-        f'here is changed what process 0 has: {changes}.'
+        f'this one has others than process 0 (process 0 -> here): {changes}.'
         if changes
-        else 'another process has others than process 0, as it says.'
+        else 'another one, which says so, has others than process 0.'
       )
     )
 

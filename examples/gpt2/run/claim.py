@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 import socket
+import sys
 import threading
 import time
 import warnings
@@ -116,11 +117,12 @@ class Lease:
       except Exception as error:  # Whatever failed, the next may succeed.
         num_failures += 1
         if num_failures == 2:
-          warnings.warn(
-            f'{self._folder} cannot be written ({error}). After '
+          print(
+            f'warning: {self._folder} cannot be written ({error}). After '
             f'{SILENT_SECONDS:.0f} s without a sign of this run another one '
             'may take the folder.',
-            stacklevel=1,
+            file=sys.stderr,
+            flush=True,
           )
 
   def _look(self) -> None:

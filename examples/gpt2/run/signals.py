@@ -1,5 +1,6 @@
 """Signals that ask a run to stop."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -54,4 +55,5 @@ class StopRequest:
       os.kill(os.getpid(), signal.SIGTERM)
     name = signal.Signals(number).name
     # A print could come in the middle of another one, which Python refuses.
-    os.write(2, f'{name}: stopping after this step\n'.encode())
+    with contextlib.suppress(OSError):
+      os.write(2, f'{name}: stopping after this step\n'.encode())

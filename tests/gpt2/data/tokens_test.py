@@ -217,7 +217,20 @@ def test_processes_compare_all_that_they_read(tiny, tmp_path, two_processes):
     _with_bins(tiny, tmp_path, [0] * 100, [1] * val)
     load_tokens(config)
   trained_on, evaluated_on = (
-    [x[name] for x in two_processes] for name in ('--data', '--eval-data x')
+    [x[name] for x in two_processes]
+    for name in ('the hash of --data', '--eval-data x')
   )
   assert trained_on[0] == trained_on[1] != trained_on[2]
   assert evaluated_on[0] != evaluated_on[1] == evaluated_on[2]
+
+
+def test_processes_may_have_their_data_in_other_places(
+  tiny, tmp_path, two_processes
+):
+  for name, weights in (('a', '12'), ('b', '12'), ('b', '21')):
+    places = [tmp_path / f'{name}{i}' for i in (0, 1)]
+    for i, place in enumerate(places):
+      _with_bins(tiny, place, [i] * 100, [i] * 100)
+    data = tuple(f'{x}:{y}' for x, y in zip(places, weights, strict=True))
+    load_tokens(dataclasses.replace(tiny, data=data))
+  assert two_processes[0] == two_processes[1] != two_processes[2]

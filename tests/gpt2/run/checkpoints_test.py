@@ -357,15 +357,19 @@ def test_a_failed_save_does_not_end_the_run(tmp_path, name: tuple[Any, str]):
   assert _steps(tmp_path) == [1, 3]
 
 
-def test_the_third_failure_in_a_row_ends_the_run(tmp_path: Path):
+@pytest.mark.parametrize(
+  ('name', 'begins'),
+  [((ocp.AsyncCheckpointer, 'save'), False), ((os, 'rename'), True)],
+)
+def test_the_third_failure_in_a_row_ends_the_run(tmp_path, name, begins):
   with (
-    patch.object(os, 'rename', _fail),
+    patch.object(*name, _fail),
     pytest.warns(RuntimeWarning, match='step 3 is not saved'),
     pytest.raises(checkpoints.UnsavedError, match='last 3 chec') as error,
     Checkpoints(tmp_path, max_to_keep=1) as saved,
   ):
     for step in (1, 2, 3):
-      assert saved.save(step, _state(step))
+      assert saved.save(step, _state(step)) == begins
   assert error.value.status == 5
   assert not _steps(tmp_path)
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from pathlib import Path
-import time
+import threading
 from unittest import mock
 import warnings
 
@@ -229,18 +229,24 @@ def test_a_folder_in_use_or_of_another_run_is_refused(place, monkeypatch):
       folder.start(other, from_scratch=from_scratch)
 
 
-def test_a_run_that_can_give_no_sign_is_warned(make_bucket, monkeypatch):
+def test_a_run_that_can_give_no_sign_says_so(make_bucket, monkeypatch, capsys):
   monkeypatch.setattr(claim, 'BEAT_SECONDS', 0.01)
+  failed = threading.Event()
+  errors = iter([PermissionError('rights have ended')] * 3)
+
+  def write(*_: object) -> None:
+    for error in errors:
+      raise error
+    failed.set()
+
   with RunFolder(make_bucket('gs')) as folder:
     folder.start(_SETTINGS)
-    refused = mock.Mock(side_effect=PermissionError('rights have ended'))
-    with (
-      pytest.warns(UserWarning, match='rights have ended.*take the folder'),
-      monkeypatch.context() as patch,
-    ):
-      patch.setattr(claim, 'write_whole', refused)
-      while refused.call_count < 3:
-        time.sleep(0.01)
+    with monkeypatch.context() as patch:
+      patch.setattr(claim, 'write_whole', write)
+      assert failed.wait(60)
+  told = capsys.readouterr().err
+  assert told.count('rights have ended') == 1
+  assert 'may take the folder' in told
 
 
 def test_a_disk_without_locks_is_a_warning(tmp_path: Path, monkeypatch):
