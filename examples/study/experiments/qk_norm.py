@@ -45,10 +45,10 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans both at the middle and the largest batch."""
+  """Plans both at a few batches."""
   tunings = {RMS: _before, KEPT: _before}
   tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  sizes = scale.few_batch_sizes[-2:]
+  sizes = scale.few_batch_sizes
   return at_batches(scale, dict.fromkeys(sizes, tunings))
 
 

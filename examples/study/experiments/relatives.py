@@ -1,16 +1,18 @@
 """Published relatives of MERIT and Hyperball, as chains of the kit."""
 
 from examples.study.analysis import tables as t
-from examples.study.chains import Chain
 from examples.study.optimizers import ADAMW, LAMB, MERIT, PAPER
 from examples.study.points import Point
 from examples.study.scales import DECAY, Scale
 from examples.study.tuning import Plan
 from examples.study.tuning.coordinates import ChainField, Coordinate
 from examples.study.tuning.rest import (
+  ADAMW_REST,
   KEPT,
+  MERIT_REST,
   RATES,
   RMS,
+  WITH_REST,
   Relative,
   at_batches,
   tune_rest,
@@ -31,9 +33,9 @@ biases. Of the learning rates of what is tuned again the best is taken, even if
 the next larger one is unstable. What was tried has losses of one seed, what was
 chosen those of eight fresh ones."""
 _MUON, _HYPERBALL = 'Muon, tuned again', 'Hyperball, tuned again'
-_ADAMW, _ADAMW_REST = 'AdamW, tuned again', 'AdamW, rest tuned'
+_ADAMW = 'AdamW, tuned again'
 _LAMB = 'LAMB, tuned again'
-_MERIT, _MERIT_REST = 'MERIT, tuned again', 'MERIT, rest tuned'
+_MERIT = 'MERIT, tuned again'
 _MONA = tuple(
   (f'accelerate {x}', 'muon', 'rms', 'decay') for x in (0.9, 0.975, 0.99)
 )
@@ -42,22 +44,10 @@ _RELATIVES = {
   _MUON: Relative(RMS),
   _HYPERBALL: Relative(KEPT),
   _ADAMW: Relative(ADAMW.name),
-  _ADAMW_REST: Relative(
-    ADAMW.name,
-    lambda case: case.with_optimizer(
-      chain=Chain(('adam corrected', 'decay'), 'adam corrected', 0.66)
-    ),
-    RATES,
-  ),
+  ADAMW_REST: WITH_REST[ADAMW_REST],
   _LAMB: Relative(LAMB.name),
   _MERIT: Relative(MERIT.name),
-  _MERIT_REST: Relative(
-    MERIT.name,
-    lambda case: case.with_optimizer(
-      chain=Chain(('adam', 'decay', 'merit', 'clip'), 'adam', 0.66)
-    ),
-    RATES,
-  ),
+  MERIT_REST: WITH_REST[MERIT_REST],
   # Its decay is added to gradients, which are clipped to a norm of 1. A
   # momentum that sums steps makes them larger by 1 / (1 - b1).
   'LARS': Relative(
@@ -83,14 +73,14 @@ _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
   (_ADAMW, ADAMW.name),
-  (_ADAMW_REST, _ADAMW),
+  (ADAMW_REST, _ADAMW),
   (_LAMB, LAMB.name),
   (_MERIT, MERIT.name),
-  (_MERIT_REST, _MERIT),
+  (MERIT_REST, _MERIT),
   (MERIT.name, ADAMW.name),
   (_MERIT, _ADAMW),
-  (_MERIT, _ADAMW_REST),
-  (_MERIT_REST, _ADAMW_REST),
+  (_MERIT, ADAMW_REST),
+  (MERIT_REST, ADAMW_REST),
   (MERIT.name, LAMB.name),
   (_MERIT, _LAMB),
   ('LARS', _LAMB),

@@ -11,8 +11,11 @@ from examples.study.scales import Scale
 from examples.study.tuning import Plan
 from examples.study.tuning.coordinates import Improved, improve_all
 from examples.study.tuning.rest import (
+  ADAMW_REST,
   KEPT,
+  MERIT_REST,
   RMS,
+  WITH_REST,
   Relative,
   Tuning,
   at_batches,
@@ -23,9 +26,10 @@ from examples.study.tuning.rest import (
 TITLE = 'Schedules'
 TEXT = """\
 What was best with a cosine to zero (of AdamW and MERIT when tuned again; of
-MERIT at the middle batch, as it was run before, also when tuned once), with
-other schedules after the warm-up, and a learning rate and a weight decay for
-each (Hyperball: none): linear to zero; the peak, and for the last fifth of the
+MERIT at the middle batch, as it was run before, also when tuned once; of both
+also with the rest tuned, as in the table of relatives), with other schedules
+after the warm-up, and a learning rate and a weight decay for each (Hyperball:
+none): linear to zero; the peak, and for the last fifth of the
 steps 1 - sqrt (WSD); 1 - sqrt all the way. Here 1 - sqrt is one minus the
 square root of the share of the steps of the decay that are done. Warm-up, b1
 and initial weights were tuned with the cosine. Losses are those of eight fresh
@@ -37,11 +41,12 @@ _STARTS: dict[str, Tuning] = {
   RMS: tune_rest,
   KEPT: tune_rest,
 }
-_COSINE, _SQRT = 'cosine', '1 - sqrt'
+_WITH_REST: dict[str, Tuning] = {x: y.tune for x, y in WITH_REST.items()}
+_COSINE, _LINEAR, _SQRT = 'cosine', 'linear', '1 - sqrt'
 _FALLING = dict(schedule='wsd', decay_shape='1-sqrt')
 _SCHEDULES: dict[str, dict[str, Any]] = {
   _COSINE: {},
-  'linear': dict(schedule='linear'),
+  _LINEAR: dict(schedule='linear'),
   'WSD': _FALLING,
   _SQRT: _FALLING,
 }
@@ -56,6 +61,16 @@ _PAIRS = (
   *((f'{KEPT}, {x}', f'{RMS}, {x}') for x in _SCHEDULES),
   *((f'{MERIT.name}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
   *((f'{_ONCE}, {x}', f'{ADAMW.name}, {x}') for x in _SCHEDULES),
+  *((f'{x}, {_LINEAR}', f'{x}, {_COSINE}') for x in _WITH_REST),
+  *(
+    (f'{x}, {_LINEAR}', f'{y}, {_LINEAR}')
+    for x, y in (
+      (ADAMW_REST, ADAMW.name),
+      (MERIT_REST, MERIT.name),
+      (MERIT_REST, ADAMW_REST),
+      (MERIT_REST, RMS),
+    )
+  ),
 )
 
 
@@ -63,10 +78,10 @@ def plan(scale: Scale) -> Plan[list[Point]]:
   """Plans all at the largest batch, what gained there at the middle one too."""
   *_, middle, largest = scale.few_batch_sizes
   once = {_ONCE: lambda scale, size, _: tune_rest(scale, size, MERIT.name)}
-  gained = _with_schedules(_STARTS | once, (_COSINE, 'linear', 'WSD'))
-  return at_batches(
-    scale, {middle: gained, largest: _with_schedules(_STARTS, _SCHEDULES)}
-  )
+  gained = _with_schedules(_STARTS | once, (_COSINE, _LINEAR, 'WSD'))
+  every = _with_schedules(_STARTS, _SCHEDULES)
+  rest = _with_schedules(_WITH_REST, (_COSINE, _LINEAR))
+  return at_batches(scale, {middle: gained | rest, largest: every | rest})
 
 
 def _with_schedules(

@@ -10,7 +10,7 @@ import math
 from typing import Any, TypeAlias
 
 from examples.study.chains import Chain
-from examples.study.optimizers import HYPERBALL, MUON, PAPER
+from examples.study.optimizers import ADAMW, HYPERBALL, MERIT, MUON, PAPER
 from examples.study.points import Point
 from examples.study.scales import DECAY, Scale
 from examples.study.tuning.cases import Case
@@ -164,3 +164,23 @@ class Relative:
 def with_parts(*parts: str, **changes: Any) -> Callable[[Case], Case]:
   """Returns the change to a chain of other parts."""
   return lambda case: case.with_chain(parts=parts, **changes)
+
+
+ADAMW_REST, MERIT_REST = 'AdamW, rest tuned', 'MERIT, rest tuned'
+WITH_REST = {
+  ADAMW_REST: Relative(
+    ADAMW.name,
+    lambda case: case.with_optimizer(
+      chain=Chain(('adam corrected', 'decay'), 'adam corrected', 0.66)
+    ),
+    RATES,
+  ),
+  MERIT_REST: Relative(
+    MERIT.name,
+    lambda case: case.with_optimizer(
+      chain=Chain(('adam', 'decay', 'merit', 'clip'), 'adam', 0.66)
+    ),
+    RATES,
+  ),
+}
+"""AdamW and MERIT of hidden matrices, with the rest tuned as Muon's is."""
