@@ -258,6 +258,7 @@ def _scale_by_trust_ratio(
   )
   eps = _arguments.at_least_zero('eps', eps)
   ratios = check_ratios(ratios)
+  calibrate = _arguments.boolean('calibrate', calibrate)
   min_ratio, max_ratio = _check_bounds(min_ratio, max_ratio)
 
   def ratios_of(
@@ -275,7 +276,7 @@ def _scale_by_trust_ratio(
     )
     return (ratio * widen(update)).astype(common_dtype(update, param))
 
-  if _arguments.boolean('calibrate', calibrate):
+  if calibrate:
     return scale_by_relative_ratios(
       ratios_of, scale, norm, weight_dimension_numbers
     )
