@@ -230,6 +230,7 @@ def test_processes_may_have_their_data_in_other_places(
   for name, weights in (('a', '12'), ('b', '12'), ('b', '21')):
     places = [tmp_path / f'{name}{i}' for i in (0, 1)]
     for i, place in enumerate(places):
+      place.mkdir(exist_ok=True)
       _with_bins(tiny, place, [i] * 100, [i] * 100)
     data = tuple(f'{x}:{y}' for x, y in zip(places, weights, strict=True))
     load_tokens(dataclasses.replace(tiny, data=data))
