@@ -405,6 +405,7 @@ def test_rows_stay_where_an_update_is_too_small_for_the_dtype():
   watched = jax.jit(merit_optax.update_statistics)(updates, params)
   assert watched['w/unmoved_rows'] == 0.5
   assert watched['w/not_finite'] == 2 / 8
+  assert {x.dtype for x in watched.values()} == {jnp.dtype('float32')}
 
 
 def test_zero_parameters_move_infinitely_or_not_at_all():

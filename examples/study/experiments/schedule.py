@@ -29,11 +29,10 @@ What was best with a cosine to zero (of AdamW and MERIT when tuned again; of
 MERIT at the middle batch, as it was run before, also when tuned once; of both
 also with the rest tuned, as in the table of relatives), with other schedules
 after the warm-up, and a learning rate and a weight decay for each (Hyperball:
-none): linear to zero; the peak, and for the last fifth of the
-steps 1 - sqrt (WSD); 1 - sqrt all the way. Here 1 - sqrt is one minus the
-square root of the share of the steps of the decay that are done. Warm-up, b1
-and initial weights were tuned with the cosine. Losses are those of eight fresh
-seeds."""
+none): linear to zero; the peak, and for the last fifth of the steps 1 - sqrt
+(WSD); 1 - sqrt all the way. Here 1 - sqrt is one minus the square root of the
+share of the steps of the decay that are done. Warm-up, b1 and initial weights
+were tuned with the cosine. Losses are those of eight fresh seeds."""
 _ONCE = 'MERIT, tuned once'
 _STARTS: dict[str, Tuning] = {
   ADAMW.name: Relative(ADAMW.name).tune,

@@ -89,6 +89,19 @@ def test_what_process_0_does_for_all_waits_for_none(monkeypatch):
   assert found == [[1, 2], 'in process 0', 3]
 
 
+def test_other_values_than_those_of_process_0_are_refused(monkeypatch):
+  values = {'--seed': '0', '--steps': '9'}
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  monkeypatch.setattr(processes, '_broadcast', lambda _: {'result': values})
+  monkeypatch.setattr(processes, 'any_failed', lambda failed: failed)
+  processes.check_same(values)
+  with pytest.raises(UsageError, match=r'here\): --seed: 0 -> 7\.'):
+    processes.check_same(values | {'--seed': '7'})
+  monkeypatch.setattr(processes, 'any_failed', lambda _: True)
+  with pytest.raises(UsageError, match='another one, which says so'):
+    processes.check_same(values)
+
+
 _PROGRAM = """
 import json
 import sys
