@@ -19,13 +19,14 @@ from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import Config, UsageError, check_at_least
 from examples.gpt2.data.batches import make_batch, spread
 from examples.gpt2.data.corpus import load_corpus
+from examples.gpt2.data.counts import check_length
+from examples.gpt2.data.evaluation import load_evaluation
 from examples.gpt2.data.shards import (
   TOKEN_SUFFIXES,
   TokenFiles,
   has_token_files,
 )
 from examples.gpt2.data.tokenizer import END_OF_LINE, Encoder
-from examples.gpt2.data.tokens import check_length, load_evaluation
 from examples.gpt2.devices.sharding import make_mesh, num_batch_shards
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model

@@ -87,6 +87,18 @@ def check_largest(largest: int, vocab_size: int, source: object) -> None:
     )
 
 
+def check_length(
+  part: str, tokens: TokenFiles | np.ndarray, length: int
+) -> None:
+  """Raises ``UsageError`` where tokens are too few for a sequence."""
+  if len(tokens) <= length:
+    raise UsageError(
+      f'The {part} part of the data has {len(tokens)} tokens, too few for a '
+      f'sequence of --context-length {length} and its last target: give more '
+      'text or a shorter context.'
+    )
+
+
 def _check_below(tokens: np.ndarray, vocab_size: int, source: object) -> None:
   """Raises ``UsageError`` for tokens that are not in a vocabulary."""
   if tokens.min() < 0:

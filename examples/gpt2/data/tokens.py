@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 import operator
@@ -17,18 +16,18 @@ import numpy as np
 import tokenizers
 import tqdm
 
-from examples.gpt2.config import Config, RunConfig, UsageError, digest
+from examples.gpt2.config import RunConfig, UsageError, digest
 from examples.gpt2.data.corpus import Corpus, load_corpus
 from examples.gpt2.data.counts import (
   cached_statistics,
   check_largest,
+  check_length,
   count_tokens,
 )
-from examples.gpt2.data.documents import DocumentReader
+from examples.gpt2.data.evaluation import load_evaluation
 from examples.gpt2.data.mixture import Mixture, parse_sources
 from examples.gpt2.data.shards import (
   PARTS,
-  TOKEN_SUFFIXES,
   TokenFiles,
   open_files,
   open_parts,
@@ -45,11 +44,7 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   train_tokenizer,
 )
-from examples.gpt2.devices.processes import (
-  check_same,
-  on_process_0,
-  print_once,
-)
+from examples.gpt2.devices.processes import check_same, on_process_0
 from examples.gpt2.storage import as_path, is_remote, new_folder
 
 _TOKENIZER = 'tokenizer.json'
@@ -63,14 +58,6 @@ class EvaluationSet(NamedTuple):
   tokens: TokenFiles | np.ndarray
   weight: float  # Of its loss in the validation loss; may be 0.
   sha256: str  # Hash of what was given by itself, or ''.
-
-
-class Held(NamedTuple):
-  """Tokens of a text or of files that none are trained on."""
-
-  tokens: TokenFiles | np.ndarray
-  num_bytes: int  # Of their text, 0 where that is not known.
-  sha256: str  # Hash of the tokens, or of what the index of their files says.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,67 +207,6 @@ def _load_source(data: str, config: RunConfig) -> Tokens:
   )
 
 
-def load_evaluation(
-  data: str,
-  vocab_size: int,
-  tokenizer: tokenizers.Tokenizer | None,
-  end_token: str | None,
-  config: Config,
-) -> Held:
-  """Opens token files, or tokenizes text as examples.gpt2.prepare does.
-
-  Args:
-    data: Token file, folder with those to validate on, or text.
-    vocab_size: Number that all tokens have to be below.
-    tokenizer: Of text.
-    end_token: Follows each document of text.
-    config: Settings, of which the length of the context, the field of the text
-      and the folder of the cache count.
-
-  Raises:
-    UsageError: If there is no such data, or it does not fit the vocabulary.
-  """
-  path, index = as_path(data), None
-  if path.suffix in TOKEN_SUFFIXES and path.is_file():
-    found: TokenFiles | None = open_files([path], vocab_size)
-  else:
-    index = read_index(path)
-    parts = open_parts(path, vocab_size, index)
-    found = parts.get('val')
-    if parts and found is None:
-      raise UsageError(f'{path} holds token files, but no val.bin.')
-  if found is None:
-    return _tokenize(path, tokenizer, end_token, config)
-  statistics = index or cached_statistics([found], vocab_size, config)
-  check_largest(statistics['largest_token'], vocab_size, data)
-  sha256 = digest(index['shards']) if index else statistics['sha256']
-  return Held(found, 0, sha256)
-
-
-def _tokenize(
-  path: Path,
-  tokenizer: tokenizers.Tokenizer | None,
-  end_token: str | None,
-  config: Config,
-) -> Held:
-  """Returns the tokens of a whole text."""
-  if tokenizer is None or end_token is None:
-    raise UsageError(
-      f'{path} holds no token files to validate on, and there is no tokenizer '
-      'for text that names the token after each document: expected a token '
-      'file, or a folder with val.bin.'
-    )
-  # A document that spells a special token out does not get that token. The
-  # tokenizer of the run stays as it is.
-  tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-  tokenizer.encode_special_tokens = True
-  reader = DocumentReader([path], config.text_field, skip_bad=True)
-  tokens = Encoder(tokenizer, end_token)(reader.read(f'reading {path}'))
-  print_once(f'{path}: {len(tokens):,} tokens{reader.describe_left_out()}')
-  sha256 = hashlib.sha256(tokens.data).hexdigest()
-  return Held(tokens, reader.num_bytes, sha256)
-
-
 def _open_folder(folder: Path, config: RunConfig) -> Tokens | None:
   """Opens a folder with token files, if it has some, perhaps a tokenizer."""
   vocab_size, tokenizer, companions = config.vocab_size, None, {}
@@ -318,18 +244,6 @@ def _open_folder(folder: Path, config: RunConfig) -> Tokens | None:
     companions=companions,
     has_index=has_index,
   )
-
-
-def check_length(
-  part: str, tokens: TokenFiles | np.ndarray, length: int
-) -> None:
-  """Raises ``UsageError`` where tokens are too few for a sequence."""
-  if len(tokens) <= length:
-    raise UsageError(
-      f'The {part} part of the data has {len(tokens)} tokens, too few for a '
-      f'sequence of --context-length {length} and its last target: give more '
-      'text or a shorter context.'
-    )
 
 
 def _fill_cache(folder: Path, corpus: Corpus, config: RunConfig) -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data import tokens as tokens_module
+from examples.gpt2.data.evaluation import load_evaluation
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
-from examples.gpt2.data.tokens import load_evaluation, load_tokens
+from examples.gpt2.data.tokens import load_tokens
 
 
 def _with_bins(config: Config, folder: Path, train, val):
