@@ -2,7 +2,9 @@
 
 import importlib.util
 
-for _package in ('flax', 'orbax', 'pyarrow', 'tokenizers', 'tyro'):
+for _package in (
+  'flax', 'matplotlib', 'orbax', 'pyarrow', 'safetensors', 'tokenizers', 'tyro',
+):  # fmt: skip
   if importlib.util.find_spec(_package) is None:
     raise ModuleNotFoundError(
       f"{_package} is missing: pip install -e '.[examples]' in the clone "

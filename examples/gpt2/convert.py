@@ -110,7 +110,13 @@ def _read_tokenizer(
     return None, None
   tokenizer = read_tokenizer(folder)
   end_token = named_end_token(folder, tokenizer)
-  if end_token is not None and tokenizer.token_to_id(end_token) is not None:
+  if end_token is not None and tokenizer.token_to_id(end_token) is None:
+    _note(
+      f'{folder} has no token {end_token}, which it says ends a text: the '
+      'result has no token for that.'
+    )
+    end_token = None
+  if end_token is not None:
     tokenizer.add_special_tokens([end_token])  # As examples.gpt2.prepare does.
   added = tokenizer.get_added_tokens_decoder()
   missing = {i: x for x, i in tokenizer.get_vocab().items() if i >= num_rows}

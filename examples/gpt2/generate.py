@@ -127,6 +127,10 @@ def _encode(model: Model, prompt: str) -> list[int]:
       )
     return given
   tokenizer: Any = model.tokenizer
+  try:
+    prompt.encode()
+  except UnicodeEncodeError as error:
+    raise UsageError(f'--prompt must be text, got {prompt!r}.') from error
   ids: list[int] = tokenizer.encode(prompt).ids
   if not ids and model.end_token is None:
     raise UsageError(

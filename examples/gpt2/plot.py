@@ -64,9 +64,14 @@ def _read(run: Path) -> Series:
     lines, settings = folder.read_metrics(), folder.read_settings()
   except FileNotFoundError as error:
     raise UsageError(f'{run} holds no run: {error}.') from error
+  except ValueError as error:
+    raise UsageError(f'{run} has damaged settings: {error}.') from error
   if not lines:
     raise UsageError(f'{run} has not logged a step yet.')
-  entropy = {'unigram_entropy': settings['corpus']['unigram_entropy']}
+  try:
+    entropy = {'unigram_entropy': settings['corpus']['unigram_entropy']}
+  except (TypeError, KeyError) as error:
+    raise UsageError(f'{run} has settings of no run of the trainer.') from error
   series: Series = collections.defaultdict(dict)
   for line in lines:
     layers = {f'layers/{k}': v for k, v in line.get('layers', {}).items()}

@@ -143,7 +143,9 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
         raise UsageError(
           'Of the {} documents to train on and {} to hold out one part is '
           'empty: give more text to --data, or another --validation-share than '
-          '{}.'.format(*counts, config.validation_share)
+          '{}.{}'.format(
+            *counts, config.validation_share, reader.describe_left_out()
+          )
         )
     made = _describe(writer, reader, encode, config)
     # Whoever has lost the folder leaves what is there.

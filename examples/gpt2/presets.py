@@ -4,6 +4,7 @@ from collections.abc import Callable
 import dataclasses
 import importlib.util
 import math
+from pathlib import Path
 from typing import Any
 
 from examples.gpt2.config import Config, RunConfig, UsageError, flag
@@ -276,6 +277,10 @@ def _check_run(config: RunConfig) -> None:
         f'{flag(name)} is for --optimizer {" or ".join(optimizers)}, got '
         f'--optimizer {config.optimizer}.'
       )
+  if config.out_dir == Path():
+    raise UsageError(
+      '--out-dir must be a folder of its own, got the current one or nothing.'
+    )
   values = config.coordinator, config.num_processes, config.process_id
   if None in values and any(x is not None for x in values):
     raise UsageError(

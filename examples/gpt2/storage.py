@@ -54,10 +54,12 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     are the same.
 
   Raises:
-    UsageError: If the scheme is unknown, its package is not installed, or there
-      is no bucket.
+    UsageError: If it is empty, the scheme is unknown, its package is not
+      installed, or there is no bucket.
   """
   text = os.fspath(path)
+  if not text:
+    raise UsageError('A path must not be empty.')
   url = re.fullmatch(r'([A-Za-z][\w+.-]*):/(.*)', text)
   if not url:
     return Path(text).expanduser()
@@ -70,7 +72,8 @@ def as_path(path: str | os.PathLike[str]) -> Path:
     )
   if not importlib.util.find_spec(_PACKAGES[scheme]):
     raise UsageError(
-      f"{text} needs {_PACKAGES[scheme]}: pip install 'merit_optax[cloud]'."
+      f'{scheme}://{rest} needs {_PACKAGES[scheme]}: pip install '
+      "'merit_optax[cloud]'."
     )
   if not rest:
     raise UsageError(
@@ -218,7 +221,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         file_system(path).put_file(str(scratch), os.fspath(path))
     return
   scratch = path.with_name(f'.{path.name}.partial')
-  yield scratch
+  try:
+    yield scratch
+  except BaseException:
+    scratch.unlink(missing_ok=True)  # The disk may be full.
+    raise
   # Whole even if the machine stops.
   with scratch.open('rb') as file:
     os.fsync(file.fileno())

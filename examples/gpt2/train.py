@@ -20,7 +20,11 @@ from examples.gpt2.devices.processes import (
   print_once,
 )
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import Model, save_model, write_description
+from examples.gpt2.model.files import (
+  Model,
+  write_description,
+  write_weights,
+)
 from examples.gpt2.optim.optimizers import describe
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve
@@ -170,7 +174,7 @@ def _train(
   arrays = jax.tree.map(sharding.to_host, params)
 
   def write() -> None:
-    save_model(folder.path, dataclasses.replace(model, params=arrays))
+    write_weights(folder.path, arrays)
     if folder.read_metrics():
       plot_runs((folder.path,), folder.picture)
 

@@ -149,8 +149,20 @@ def test_steps_that_are_not_finite_leave_gaps(tmp_path: Path, drawn):
     lambda path: _run(path, []) and RunFolder(path).keep_metrics(0),
     lambda path: _run(path, _lines()) and (path / 'config.json').unlink(),
     lambda path: _run(path, []) and (path / 'metrics.jsonl').write_text('{"a'),
+    lambda path: _run(path, _lines()) and (path / 'config.json').write_text(''),
+    lambda path: (
+      _run(path, _lines()) and (path / 'config.json').write_text('[1]')
+    ),
   ],
-  ids=['missing', 'empty', 'no steps', 'no settings', 'torn'],
+  ids=[
+    'missing',
+    'empty',
+    'no steps',
+    'no settings',
+    'torn',
+    'damaged',
+    'other',
+  ],
 )
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, make, capsys):
   make(tmp_path / 'run')

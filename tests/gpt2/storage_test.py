@@ -36,6 +36,7 @@ def test_a_url_is_one_even_after_pathlib(scheme: str):
     ('gcs://bucket/x', 'gcs:/.* not supported'),
     ('gs://', 'no bucket'),
     ('s3:///', 'no bucket'),
+    ('', 'must not be empty'),
   ],
 )
 def test_what_cannot_be_a_place_is_refused(text: str, words: str):
@@ -114,6 +115,7 @@ def test_a_file_is_written_whole_or_not_at_all(place: Path):
   with pytest.raises(KeyError), storage.whole_file(path) as scratch:
     scratch.write_bytes(b'half')
     raise KeyError
+  assert not scratch.exists()
   assert path.read_bytes() == b'new'
   with storage.on_disk(path) as copy:
     assert Path(copy).read_bytes() == b'new'

@@ -21,6 +21,8 @@ from examples.gpt2.storage import (
 
 _VERSION = ('size', 'generation', 'etag', 'ETag', 'updated', 'LastModified')
 
+_COUNTED = ('largest_token', 'sha256', 'unigram_entropy')
+
 
 def cached_statistics(
   parts: list[TokenFiles], vocab_size: int, config: Config
@@ -40,7 +42,8 @@ def cached_statistics(
   cache = as_path(config.cache_dir) / 'statistics' / f'{key[:16]}.json'
   with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
     statistics = json.loads(cache.read_text())
-    if statistics['largest_token'] < vocab_size:
+    is_whole = all(name in statistics for name in _COUNTED)
+    if is_whole and statistics['largest_token'] < vocab_size:
       return statistics
   statistics = count_tokens(parts, vocab_size)
   with contextlib.suppress(OSError):  # The next run then counts again.

@@ -166,6 +166,8 @@ class DocumentReader:
       raise UsageError(
         f'{path} has no column {self.text_field!r} of text: expected '
         f'--text-field to be one of {", ".join(texts)}.'
+        if texts
+        else f'{path} has no column of text.'
       )
     batches = table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field])
     rows = itertools.chain.from_iterable(map(_contents, batches))

@@ -9,6 +9,7 @@ import json
 import os
 from pathlib import Path, PurePath
 import re
+import struct
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _NUMPY_HEADERS = {
   (2, 0): np.lib.format.read_array_header_2_0,
 }
 _MEGATRON = b'MMIDIDX\0\0'
+_MEGATRON_HEAD = struct.Struct('<9sQBQQ')
 _MEGATRON_DTYPES = {
   1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
@@ -293,17 +295,19 @@ def _numpy_shard(path: Path) -> Shard:
 
 
 def _megatron_shard(path: Path, index: Path) -> Shard:
-  """Reads the header of an index: a version, a type, and two counts."""
+  """Reads an index: a version, a type, two counts, lengths of sequences."""
   with index.open('rb') as file:
-    head = file.read(len(_MEGATRON) + 9)
-  code = head[-1] if head else None
-  if not head.startswith(_MEGATRON) or code not in _MEGATRON_DTYPES:
-    raise UsageError(
-      f'{index} is no index of Megatron, or has tokens that are no integers '
-      f'(type {code}): {path.name} cannot be read without.'
-    )
-  dtype = np.dtype(_MEGATRON_DTYPES[code])
-  return Shard(path, dtype, file_size(path) // dtype.itemsize)
+    head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b'\0')
+    magic, _, code, count, _ = _MEGATRON_HEAD.unpack(head)
+    if magic != _MEGATRON or code not in _MEGATRON_DTYPES:
+      raise UsageError(
+        f'{index} is no index of Megatron, or has tokens that are no integers '
+        f'(type {code}): {path.name} cannot be read without.'
+      )
+    if file_size(index) < len(head) + 4 * count:
+      raise UsageError(f'{index} is cut off: it says {count} sequences.')
+    lengths = np.frombuffer(file.read(4 * count), '<i4')
+  return Shard(path, np.dtype(_MEGATRON_DTYPES[code]), int(lengths.sum()))
 
 
 def _check_plausible(shard: Shard) -> None:

@@ -184,10 +184,8 @@ def end_token_of_folder(
 
   Those of former releases do not name it: it was GPT-2's.
   """
-  named = named_end_token(path, tokenizer)
-  if named is None and tokenizer.token_to_id(END_OF_TEXT) is not None:
-    return END_OF_TEXT
-  return named
+  named = named_end_token(path, tokenizer) or END_OF_TEXT
+  return named if tokenizer.token_to_id(named) is not None else None
 
 
 def _special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
@@ -225,7 +223,8 @@ def json_object(content: bytes | None) -> dict[str, Any]:
 
 def _content(token: Any) -> str | None:
   """Returns a token that is given as text or as an object."""
-  return token.get('content') if isinstance(token, dict) else token or None
+  content = token.get('content') if isinstance(token, dict) else token
+  return content if content and isinstance(content, str) else None
 
 
 class Encoder:

@@ -130,6 +130,10 @@ def _load(config: RunConfig) -> Tokens:
     name, separator, path = text.partition('=')
     if not separator:
       name, path = PurePath(text).name, text
+    if not name or not path:
+      raise UsageError(
+        f'--eval-data must be a path or name=path, got {text!r}.'
+      )
     if name in [evaluation.name for evaluation in evaluations]:
       raise UsageError(
         f'--eval-data {text} has the name of another set, {name}: give each a '

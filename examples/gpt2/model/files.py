@@ -69,9 +69,14 @@ def save_model(folder: Path, model: Model) -> None:
   for name in (_MODEL, TOKENIZER, *COMPANIONS):
     with os_errors():
       (folder / name).unlink(missing_ok=True)
-  with whole_file(folder / WEIGHTS) as path:
-    write_arrays(path, sharding.by_path(model.params))
+  write_weights(folder, model.params)
   write_description(folder, model)
+
+
+def write_weights(folder: Path, params: Any) -> None:
+  """Writes the weights of a model, without what the model is."""
+  with whole_file(folder / WEIGHTS) as path:
+    write_arrays(path, sharding.by_path(params))
 
 
 def write_description(folder: Path, model: Model) -> None:

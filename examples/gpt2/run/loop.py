@@ -359,6 +359,10 @@ class _Steps:
       f'attention logit on held-out text is {logits[layer]:.1f}, in layer '
       f'{layer + 1} of {len(logits)}. '
       + ('The last checkpoint is sound. ' if has_checkpoint else '')
-      + 'Try a smaller --learning-rate or --qk-norm (a new run), or '
-      '--not-finite skip (leaves such steps out).'
+      + 'Try a smaller --learning-rate or --qk-norm (a new run)'
+      + (
+        '.'
+        if self.config.not_finite == 'skip'
+        else ', or --not-finite skip (leaves such steps out).'
+      )
     )

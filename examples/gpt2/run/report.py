@@ -63,7 +63,7 @@ def after(folder: RunFolder) -> str:
   files = {'sample': str(sample)}
   if folder.picture.is_file():
     files = {'picture': str(folder.picture)} | files
-  return f'{table(rows | _speed(lines) | files)}\n\n{sample.read_text()}'
+  return f'{table(rows | _speed(lines) | files)}\n\n{sample.read_text("utf-8")}'
 
 
 def _diagnosed(

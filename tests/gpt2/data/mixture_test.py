@@ -227,6 +227,8 @@ def test_sources_of_different_tokenizers_are_refused(tiny, prepared: Path):
   ('eval_data', 'message'),
   [
     ('web=code.jsonl', 'has the name of another set, web'),
+    ('name=', "must be a path or name=path, got 'name='"),
+    ('=code.jsonl', "must be a path or name=path, got '=code.jsonl'"),
     ('x=nothing', 'nothing does not exist'),
     (
       'x=short.txt',

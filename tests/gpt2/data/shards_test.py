@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import os
 from pathlib import Path
 import struct
 
@@ -125,6 +126,11 @@ def _junk_index(path: Path, tokens):
   path.with_suffix('.idx').write_bytes(b'junk' * 20)
 
 
+def _cut_index(path: Path, tokens, size):
+  _megatron(path, tokens)
+  os.truncate(path.with_suffix('.idx'), size)
+
+
 @pytest.mark.parametrize(
   ('write', 'cut', 'message'),
   [
@@ -142,6 +148,9 @@ def _junk_index(path: Path, tokens):
     (lambda path, _: _numpy(path, []), 0, 'holds no tokens'),
     (functools.partial(_megatron, code=6), 0, r'train\.idx is no index of Meg'),
     (_junk_index, 0, r'train\.idx is no index of Megatron'),
+    (_megatron, 40000, r'train\.bin is cut off'),
+    (functools.partial(_cut_index, size=10), 0, 'idx is no index of Megatron'),
+    (functools.partial(_cut_index, size=36), 0, 'idx is cut off'),
   ],
 )  # fmt: skip
 def test_files_that_cannot_be_read_are_named(tmp_path, write, cut, message):

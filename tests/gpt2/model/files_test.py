@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import os
 from pathlib import Path
@@ -13,8 +14,14 @@ import safetensors.numpy
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
+from examples.gpt2.model import files
 from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.files import Model, load_model, save_model
+from examples.gpt2.model.files import (
+  Model,
+  load_model,
+  save_model,
+  write_weights,
+)
 from examples.gpt2.model.transformer import Transformer
 
 _CONFIG = ModelConfig(
@@ -83,6 +90,19 @@ def test_a_model_replaces_the_one_before_with_all_it_had(folder, params):
   assert (model.num_tokens, model.tokenizer) == (290, None)
   chex.assert_trees_all_equal(model.params, other)
   assert (folder / 'other.txt').read_text() == 'mine'
+
+
+def test_a_full_disk_leaves_the_weights_before(folder, params, monkeypatch):
+  def fill(path: Path, arrays: object):
+    path.write_bytes(b'half')
+    raise OSError(errno.ENOSPC, 'No space left on device')
+
+  save_model(folder, Model(_CONFIG, 300, params))
+  monkeypatch.setattr(files, 'write_arrays', fill)
+  with pytest.raises(OSError, match='No space'):
+    write_weights(folder, jax.tree.map(lambda x: x + 1, params))
+  chex.assert_trees_all_equal(load_model(folder).params, params)
+  assert not list(folder.glob('.*'))
 
 
 @pytest.mark.parametrize('write', [0, 1, 2])
