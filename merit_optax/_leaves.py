@@ -94,13 +94,18 @@ def check_shapes(params: Any, updates: Any) -> None:
         f'updates must hold an array for {name(path)!r}, which the state or '
         f'params have, got {update!r}.'
       )
-    if update.shape != param.shape:
-      raise ValueError(
-        f'updates must have the shapes of params, got {update.shape} for '
-        f'{name(path)!r} of shape {param.shape}.'
-      )
+    check_shape(name(path), param, update)
 
   jax.tree_util.tree_map_with_path(check, params, updates)
+
+
+def check_shape(name: str, param: Any, update: Any) -> None:
+  """Raises ``ValueError`` if an update has another shape than its parameter."""
+  if jnp.shape(update) != param.shape:
+    raise ValueError(
+      f'updates must have the shapes of params, got {jnp.shape(update)} for '
+      f'{name!r} of shape {param.shape}.'
+    )
 
 
 def is_absent(x: Any) -> bool:

@@ -32,7 +32,7 @@ def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
     total = jnp.sum(x, axis, common_dtype(x, jnp.float32), keepdims=True)
     count = math.prod(x.shape[a] for a in axis)
     limit = float(jnp.finfo(total.dtype).max) / max(count, 1)
-    may_overflow = (largest > limit) & (largest < jnp.inf)
+    may_overflow = (largest.astype(total.dtype) > limit) & (largest < jnp.inf)
     return jnp.where(jnp.isnan(total) & ~may_overflow, jnp.nan, largest)
 
   return _only_on_cpu(on_cpu, _largest(x, axis), x)
@@ -93,6 +93,7 @@ def _only_on_cpu(
 def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   """Returns the Euclidean norms along some axes, which stay with size 1.
 
+  Numbers below 1e-32, in float32, lose digits and at last count as zeros.
   As long as an axis has at most 2**22 elements, none of them above 1e33 in
   float32, their bits do not depend on the order in which devices add them up.
   """

@@ -17,7 +17,7 @@ from merit_optax._attention_heads import (
   spread,
 )
 from merit_optax._joined import whole
-from merit_optax._leaves import as_arrays, is_absent
+from merit_optax._leaves import as_arrays, check_shape, is_absent
 from merit_optax._norms import common_dtype, widen
 from merit_optax._paths import nearest_entries, path_namer
 from merit_optax._per_parameter import NO_PARAMS_MESSAGE
@@ -157,6 +157,7 @@ def qk_clip(
       sides = (matching(query, name), True), (matching(key, name), False)
       if is_absent(update) or all(heads is None for heads, _ in sides):
         return update
+      check_shape(name, param, update)
       factor = jnp.ones((), jnp.float32)
       try:
         logits = _logits(found)
@@ -222,6 +223,8 @@ def _scaled_update(
   """Returns the update after which the parameter is scaled."""
   w = widen(param)
   scaled = factor * (w + widen(update)) - w
+  # Split over the mesh as the parameter is, which jnp.where asks for.
+  factor = factor * jnp.ones_like(w)
   return jnp.where(factor == 1, widen(update), scaled).astype(
     common_dtype(param, update)
   )

@@ -21,6 +21,7 @@ from merit_optax._norms import (
   largest_ratio,
   max_norm,
   trust_ratios,
+  widen,
   with_nan,
 )
 from merit_optax._state import (
@@ -166,14 +167,14 @@ def _leaf_statistics(
     parts = trust_ratios(z, param, axes, ratios, settings['min_norm'])
   ratio = largest_ratio(parts.values()) if parts else jnp.ones(())
   ratio = jnp.broadcast_to(ratio, param.shape)
-  update = ratio * z
+  update = ratio * widen(z)
   clipped = update
   if settings['clip_threshold'] is not None:
     clip = elementwise_clip(settings['clip_threshold'])
     clipped, _ = clip.update(update, optax.EmptyState())
   everywhere = tuple(range(param.ndim))
   largest_move, largest_weight = (
-    max_norm(x, everywhere).squeeze()
+    widen(max_norm(x, everywhere)).squeeze()
     for x in (settings['learning_rate'] * clipped, param)
   )
   return {

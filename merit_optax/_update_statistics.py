@@ -46,8 +46,8 @@ def update_statistics(
 
   Raises:
     ValueError: If the trees differ in the number or the shapes of their arrays,
-      if two paths are the same when written with slashes, or if a spec does not
-      fit its parameter.
+      or in some of their names, if two paths are the same when written with
+      slashes, or if a spec does not fit its parameter.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -95,15 +95,21 @@ def align(tree: Any, params: Any) -> Any:
   """
   tree = numbers_as_arrays(tree)
   leaves = jax.tree.leaves(tree)
-  named = dict(named_leaves(tree))
-  names = path_names(params)
-  if named.keys() == {*names}:
-    leaves = [named[name] for name in names]
   treedef: Any = jax.tree.structure(params)
   if len(leaves) != treedef.num_leaves:
     raise ValueError(
       'gradients or updates, state and params must belong together, got '
       f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
+    )
+  named = dict(named_leaves(tree))
+  names = path_names(params)
+  shared = named.keys() & {*names}
+  if len(shared) == len(names):
+    leaves = [named[name] for name in names]
+  elif shared:
+    raise ValueError(
+      'gradients or updates, state and params must belong together, got '
+      f'{sorted(named)} for the parameters {sorted(names)}.'
     )
   for leaf, name, param in zip(
     leaves, names, jax.tree.leaves(params), strict=True

@@ -197,17 +197,23 @@ def test_heads_and_features_in_one_axis():
 
 
 @pytest.mark.parametrize(
-  'axis_type, spec',
+  'axis_type, spec, heads',
   [
-    (AxisType.Auto, P('y')),
-    (AxisType.Explicit, P()),
-    (AxisType.Explicit, P('y')),
+    (AxisType.Auto, P('y'), -2),
+    (AxisType.Explicit, P(), -2),
+    (AxisType.Explicit, P('y'), -2),
+    (AxisType.Explicit, P(), -1),
   ],
 )
-def test_on_a_mesh_bit_for_bit(axis_type, spec):
-  params, updates = _params(), jax.tree.map(jnp.sin, _params())
+def test_on_a_mesh_bit_for_bit(axis_type, spec, heads):
+  params = _params()
   logits = _max_logits(params)
-  transform = _qk_clip()
+  if heads == -1:  # Heads and their features in one axis, of biases the only.
+    params = jax.tree.map(lambda x: x.reshape(*x.shape[:-2], -1), params)
+  updates = jax.tree.map(jnp.sin, params)
+  transform = _qk_clip(
+    query={'query/': _Heads(heads)}, key={'key/': _Heads(heads)}
+  )
 
   @jax.jit
   def clip(updates, params, logits):
@@ -217,7 +223,9 @@ def test_on_a_mesh_bit_for_bit(axis_type, spec):
 
   expected = clip(updates, params, logits)
   mesh = make_mesh(axis_type, x=4, y=2)
-  specs = jax.tree.map(lambda x: P('y', 'x') if x.ndim == 3 else P('x'), params)
+  specs = {
+    name: {'kernel': P('y', 'x'), 'bias': P('x')} for name in ('query', 'key')
+  } | {'value': {'kernel': P('y', 'x')}}
   places = jax.tree.map(
     functools.partial(NamedSharding, mesh), (specs, specs, spec)
   )
@@ -282,6 +290,16 @@ def test_what_has_no_update_is_passed_over(absent):
   )
   assert found['query']['kernel'] is absent
   chex.assert_trees_all_equal(found['key'], expected['key'])
+
+
+@pytest.mark.parametrize('update', [0.0, jnp.ones((1, _HEADS, 6))])
+def test_updates_of_other_shapes_are_refused(update):
+  updates = _params()
+  updates['query']['kernel'] = update
+  with pytest.raises(ValueError, match="shapes of params.*'query/kernel'"):
+    _qk_clip().update(
+      updates, optax.EmptyState(), _params(), max_logits=jnp.ones(_HEADS)
+    )
 
 
 def test_map_params_finds_the_moments_of_the_chain():

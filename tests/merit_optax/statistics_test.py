@@ -323,6 +323,11 @@ def test_an_nnx_optimizer_gives_what_plain_trees_give():
     (_tree(9), _tree(0)['blocks'], '1 arrays for 3 parameters'),
     ({'w': jnp.ones((4, 5))}, _tree(0), '1 arrays for 3 parameters'),
     (_tree(9), _tree(0) | {'w': jnp.ones(3)}, r"shape \(3,\) for .* 'w'"),
+    (
+      {'x' if k == 'w' else k: v for k, v in _tree(9).items()},
+      _tree(0),
+      r"'x'\] for the .*'w'\]",
+    ),
   ],
 )
 def test_trees_that_do_not_belong_together_are_refused(
@@ -334,6 +339,12 @@ def test_trees_that_do_not_belong_together_are_refused(
 
 
 # What comes back.
+
+
+def test_bfloat16_needs_no_promotion():
+  params = {'w': jnp.ones((4, 5), jnp.bfloat16)}
+  with jax.numpy_dtype_promotion('strict'):
+    _watch(params, params)
 
 
 def test_values_are_float32_scalars():
