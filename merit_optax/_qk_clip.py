@@ -81,7 +81,8 @@ def qk_clip(
     ValueError: If an argument is invalid; by ``init`` if a pattern matches no
       parameter, axes do not fit the parameters that it matches, queries and
       keys are the same elements, or parameters are named like QK-norm; by
-      ``update`` if ``max_logits`` do not fit, or are given without ``params``.
+      ``update`` if ``max_logits`` do not fit, or are given without ``params``,
+      or with an update of another shape than its parameter.
 
   Examples:
     >>> import jax

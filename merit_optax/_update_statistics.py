@@ -46,8 +46,8 @@ def update_statistics(
 
   Raises:
     ValueError: If the trees differ in the number or the shapes of their arrays,
-      or in some of their names, if two paths are the same when written with
-      slashes, or if a spec does not fit its parameter.
+      or have some of their names in other places, if two paths are the same
+      when written with slashes, or if a spec does not fit its parameter.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -91,7 +91,8 @@ def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
 def align(tree: Any, params: Any) -> Any:
   """Returns the leaves of a tree in the structure of the parameters.
 
-  Containers of other types may have the same names in another order.
+  Containers of other types may have the same names in another order, or other
+  names in the same order. Raises ``ValueError`` if the trees do not fit.
   """
   tree = numbers_as_arrays(tree)
   leaves = jax.tree.leaves(tree)
@@ -103,14 +104,10 @@ def align(tree: Any, params: Any) -> Any:
     )
   named = dict(named_leaves(tree))
   names = path_names(params)
-  shared = named.keys() & {*names}
-  if len(shared) == len(names):
+  if named.keys() == {*names}:
     leaves = [named[name] for name in names]
-  elif shared:
-    raise ValueError(
-      'gradients or updates, state and params must belong together, got '
-      f'{sorted(named)} for the parameters {sorted(names)}.'
-    )
+  else:
+    _check_places(list(named), names)
   for leaf, name, param in zip(
     leaves, names, jax.tree.leaves(params), strict=True
   ):
@@ -121,6 +118,18 @@ def align(tree: Any, params: Any) -> Any:
         f'{param.shape}.'
       )
   return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_places(found: list[str], names: list[str]) -> None:
+  """Raises ``ValueError`` if a parameter's name is at the place of another."""
+  known = set(names)
+  for own, name in zip(found, names, strict=True):
+    if own != name and own in known:
+      raise ValueError(
+        'gradients or updates, state and params must belong together, got '
+        f'{own!r} in the place of {name!r}, and other names than those of the '
+        'parameters.'
+      )
 
 
 def _leaf_statistics(

@@ -112,8 +112,8 @@ def _read_tokenizer(
   end_token = named_end_token(folder, tokenizer)
   if end_token is not None and tokenizer.token_to_id(end_token) is None:
     _note(
-      f'{folder} has no token {end_token}, which it says ends a text: the '
-      'result has no token for that.'
+      f'{folder} names {end_token} as the end of a text, which its tokenizer '
+      'does not have: the imported model has no end-of-text token.'
     )
     end_token = None
   if end_token is not None:

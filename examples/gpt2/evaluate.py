@@ -246,9 +246,7 @@ def _mean_loss(
   def measure(params: Any, tokens_BT: jax.Array, first_B: jax.Array) -> Any:
     module = as_module(model.config, params)
     features_BTD, _ = module.features(tokens_BT[:, :-1])
-    # Of rows that no token has, an exported model has none either.
-    head_VD = module.head_VD[: model.num_tokens]
-    losses_BT = token_losses(features_BTD, head_VD, tokens_BT[:, 1:])
+    losses_BT = token_losses(features_BTD, module.head_VD, tokens_BT[:, 1:])
     counts_BT = jnp.arange(length) >= first_B[:, None]
     return jnp.sum(losses_BT, where=counts_BT, axis=1)
 

@@ -279,7 +279,8 @@ def _check_run(config: RunConfig) -> None:
       )
   if config.out_dir == Path():
     raise UsageError(
-      '--out-dir must be a folder of its own, got the current one or nothing.'
+      '--out-dir must name a folder, got nothing or the current one, which '
+      'takes its absolute path.'
     )
   values = config.coordinator, config.num_processes, config.process_id
   if None in values and any(x is not None for x in values):

@@ -223,13 +223,14 @@ def whole_file(path: Path) -> Iterator[Path]:
   scratch = path.with_name(f'.{path.name}.partial')
   try:
     yield scratch
+    # Whole even if the machine stops.
+    with scratch.open('rb') as file:
+      os.fsync(file.fileno())
+    os.replace(scratch, path)
   except BaseException:
-    scratch.unlink(missing_ok=True)  # The disk may be full.
+    with contextlib.suppress(OSError):
+      scratch.unlink(missing_ok=True)  # The disk may be full.
     raise
-  # Whole even if the machine stops.
-  with scratch.open('rb') as file:
-    os.fsync(file.fileno())
-  os.replace(scratch, path)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,6 @@ def _losses(folder: Path, sequences: np.ndarray) -> np.ndarray:
   """Returns the losses of targets in some sequences, from all logits."""
   model = load_model(folder)
   logits = as_module(model.config, model.params)(sequences[:, :-1].astype(int))
-  logits = logits[..., : model.num_tokens]  # As an exported model has them.
   log_p = np.asarray(jax.nn.log_softmax(logits), np.float64)
   return -np.take_along_axis(log_p, sequences[:, 1:, None], axis=-1)[..., 0]
 

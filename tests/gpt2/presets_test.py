@@ -89,7 +89,7 @@ _PROCESS = {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1}
       {'optimizer': 'muon-hyperball', 'decay': 'hidden'},
       '--decay hidden leaves nothing to decay',
     ),
-    ({'out_dir': Path('')}, '--out-dir must be a folder of its own'),
+    ({'out_dir': Path('')}, '--out-dir must name a folder, got nothing'),
     ({'qk_clip_every': 2}, '--qk-clip-every needs --qk-clip'),
     ({'qk_clip': 9.0, 'qk_norm': True}, '--qk-clip .*--qk-norm'),
     ({'coordinator': 'a:1'}, '--coordinator, .*together'),

@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import importlib.util
 import json
 from pathlib import Path
@@ -13,10 +14,12 @@ import safetensors.numpy
 from examples import gpt2
 from examples.gpt2.config import Config
 from examples.gpt2.evaluate import evaluate
+from examples.gpt2.model import files
 from examples.gpt2.presets import identity, resolve
 from examples.gpt2.run import loop
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
+from examples.gpt2.run.weights import load_model
 from examples.gpt2.train import default_folder, main
 from tests.gpt2.runs import as_flags
 
@@ -55,6 +58,17 @@ def test_a_run_leaves_all_its_files(finished: Config):
   assert weights['blocks.mlp.up.kernel'].shape == (2, 16, 64)
   assert sum(w.size for w in weights.values()) == settings['parameters']
   assert '[continuation]' in (finished.out_dir / 'sample.txt').read_text()
+
+
+def test_a_full_disk_at_the_end_leaves_a_run_to_read(tiny, monkeypatch):
+  full = OSError(errno.ENOSPC, 'No space left on device')
+  with monkeypatch.context() as patch:
+    patch.setattr(files, 'write_arrays', mock.Mock(side_effect=full))
+    with pytest.raises(SystemExit, match='2'):
+      main(as_flags(tiny))
+  load_model(tiny.out_dir)  # Its last checkpoint.
+  main(as_flags(tiny))
+  assert (tiny.out_dir / 'sample.txt').is_file()
 
 
 def test_saved_weights_give_the_reported_loss(finished: Config):

@@ -38,8 +38,6 @@ def load_corpus(data: str, text_field: str = 'text') -> Corpus:
   twentieth of their text. Raises ``UsageError`` if there is no such path, or no
   text in it.
   """
-  if not data:
-    raise UsageError('the path must not be empty.')
   if data == 'stdlib':
     root = Path(sysconfig.get_path('stdlib'))
     paths = [

@@ -163,11 +163,10 @@ class DocumentReader:
     if self.text_field not in texts:
       if self.skip_bad:
         raise files.OtherFormatError(f'Parquet without {self.text_field!r}')
+      expected = ', '.join(texts) or 'one of text, of which it has none'
       raise UsageError(
         f'{path} has no column {self.text_field!r} of text: expected '
-        f'--text-field to be one of {", ".join(texts)}.'
-        if texts
-        else f'{path} has no column of text.'
+        f'--text-field to be one of {expected}.'
       )
     batches = table.iter_batches(_ROWS_AT_ONCE, columns=[self.text_field])
     rows = itertools.chain.from_iterable(map(_contents, batches))

@@ -34,7 +34,7 @@ _NUMPY_HEADERS = {
   (2, 0): np.lib.format.read_array_header_2_0,
 }
 _MEGATRON = b'MMIDIDX\0\0'
-_MEGATRON_HEAD = struct.Struct('<9sQBQQ')
+_MEGATRON_HEAD = struct.Struct('<9sQBQ')
 _MEGATRON_DTYPES = {
   1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
@@ -295,19 +295,36 @@ def _numpy_shard(path: Path) -> Shard:
 
 
 def _megatron_shard(path: Path, index: Path) -> Shard:
-  """Reads an index: a version, a type, two counts, lengths of sequences."""
+  """Reads what an index says of the last sequence, and with it of all.
+
+  After the head and a number of documents, which fairseq's does not have, come
+  the lengths of all sequences, and where they begin.
+  """
   with index.open('rb') as file:
     head = file.read(_MEGATRON_HEAD.size).ljust(_MEGATRON_HEAD.size, b'\0')
-    magic, _, code, count, _ = _MEGATRON_HEAD.unpack(head)
+    magic, _, code, count = _MEGATRON_HEAD.unpack(head)
     if magic != _MEGATRON or code not in _MEGATRON_DTYPES:
       raise UsageError(
         f'{index} is no index of Megatron, or has tokens that are no integers '
         f'(type {code}): {path.name} cannot be read without.'
       )
-    if file_size(index) < len(head) + 4 * count:
-      raise UsageError(f'{index} is cut off: it says {count} sequences.')
-    lengths = np.frombuffer(file.read(4 * count), '<i4')
-  return Shard(path, np.dtype(_MEGATRON_DTYPES[code]), int(lengths.sum()))
+    dtype = np.dtype(_MEGATRON_DTYPES[code])
+    size = file_size(index)
+    is_of_fairseq = size == len(head) + 12 * count
+    lengths = len(head) + (0 if is_of_fairseq else 8)
+    starts = lengths + 4 * count
+    if size < starts + 8 * count:
+      raise UsageError(
+        f'{index} is cut off: it has {size} bytes, too few for the {count} '
+        'sequences that it names.'
+      )
+    if not count:
+      return Shard(path, dtype, 0)
+    file.seek(starts - 4)
+    length = int.from_bytes(file.read(4), 'little')
+    file.seek(starts + 8 * (count - 1))
+    start = int.from_bytes(file.read(8), 'little')
+  return Shard(path, dtype, start // dtype.itemsize + length)
 
 
 def _check_plausible(shard: Shard) -> None:

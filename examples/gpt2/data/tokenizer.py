@@ -182,7 +182,8 @@ def end_token_of_folder(
 ) -> str | None:
   """Returns the token that ends a document in a folder of this trainer.
 
-  Those of former releases do not name it: it was GPT-2's.
+  Those of former releases do not name it: it was GPT-2's. Returns None if the
+  vocabulary does not have it.
   """
   named = named_end_token(path, tokenizer) or END_OF_TEXT
   return named if tokenizer.token_to_id(named) is not None else None

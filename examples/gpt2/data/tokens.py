@@ -129,7 +129,7 @@ def _load(config: RunConfig) -> Tokens:
   for text in config.eval_data:
     name, separator, path = text.partition('=')
     if not separator:
-      name, path = PurePath(text).name, text
+      name, path = PurePath(text).name or text, text
     if not name or not path:
       raise UsageError(
         f'--eval-data must be a path or name=path, got {text!r}.'

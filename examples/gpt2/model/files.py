@@ -1,6 +1,6 @@
 """Model folders: what a model is, its weights and its tokenizer, as files."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import dataclasses
 import json
@@ -66,9 +66,7 @@ def save_model(folder: Path, model: Model) -> None:
     OSError: If a file cannot be written.
   """
   make_folder(folder)
-  for name in (_MODEL, TOKENIZER, *COMPANIONS):
-    with os_errors():
-      (folder / name).unlink(missing_ok=True)
+  _remove(folder, [_MODEL])
   write_weights(folder, model.params)
   write_description(folder, model)
 
@@ -81,17 +79,23 @@ def write_weights(folder: Path, params: Any) -> None:
 
 def write_description(folder: Path, model: Model) -> None:
   """Writes what a model is, without its weights."""
+  found = dict(with_end_token(model.companions, model.end_token))
   if model.tokenizer is not None:
-    content = model.tokenizer.to_str(pretty=True)
-    write_whole(folder / TOKENIZER, content.encode())
-  companions = with_end_token(model.companions, model.end_token)
-  for name, companion in companions.items():
-    write_whole(folder / name, companion)
+    found[TOKENIZER] = model.tokenizer.to_str(pretty=True).encode()
+  _remove(folder, {TOKENIZER, *COMPANIONS} - found.keys())
+  for name, content in found.items():
+    write_whole(folder / name, content)
   settings = {
     'num_tokens': model.num_tokens,
     'config': dataclasses.asdict(model.config),
   }
   write_whole(folder / _MODEL, json.dumps(settings, indent=2).encode())
+
+
+def _remove(folder: Path, names: Iterable[str]) -> None:
+  for name in names:
+    with os_errors():
+      (folder / name).unlink(missing_ok=True)
 
 
 def load_model(folder: Path, mesh: Mesh | None = None) -> Model:

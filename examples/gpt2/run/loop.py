@@ -354,15 +354,12 @@ class _Steps:
     has_checkpoint = bool(
       on_process_0(CheckpointFolder(self.folder.checkpoints).steps)
     )
+    skip = ', or --not-finite skip (leaves such steps out)'
     return NotFiniteError(
       f'{error} With the weights after step {self.taken}, the largest '
       f'attention logit on held-out text is {logits[layer]:.1f}, in layer '
       f'{layer + 1} of {len(logits)}. '
       + ('The last checkpoint is sound. ' if has_checkpoint else '')
       + 'Try a smaller --learning-rate or --qk-norm (a new run)'
-      + (
-        '.'
-        if self.config.not_finite == 'skip'
-        else ', or --not-finite skip (leaves such steps out).'
-      )
+      + ('.' if self.config.not_finite == 'skip' else f'{skip}.')
     )

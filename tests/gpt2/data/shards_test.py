@@ -41,6 +41,14 @@ def _megatron(path: Path, tokens, dtype=np.int32, code=4):
   path.with_suffix('.idx').write_bytes(head + index)
 
 
+def _fairseq(path: Path, tokens):
+  """Writes a file and its index as fairseq's MMapIndexedDataset does."""
+  np.asarray(tokens, np.uint16).tofile(path)
+  head = b'MMIDIDX\0\0' + struct.pack('<QBQ', 1, 8, 2)
+  index = struct.pack('<iiqq', 5, len(tokens) - 5, 0, 10)
+  path.with_suffix('.idx').write_bytes(head + index)
+
+
 def _numpy(path: Path, tokens, dtype=np.uint16):
   with path.open('wb') as file:
     np.save(file, np.asarray(tokens, dtype))
@@ -70,6 +78,7 @@ FORMATS = {
   'Megatron': (
     _megatron, 'my-gpt2_train_document.bin', 'my-gpt2_valid_document.bin', GPT2,
   ),
+  'fairseq': (_fairseq, 'train.bin', 'val.bin', GPT2),
   'Megatron, uint16': (
     lambda x, y: _megatron(x, y, np.uint16, 8), 'train.bin', 'val.bin', GPT2,
   ),

@@ -119,7 +119,9 @@ def test_token_files_of_another_type_are_counted_again(tiny, tmp_path):
     load_tokens(dataclasses.replace(config, vocab_size=100_000))
 
 
-@pytest.mark.parametrize('content', [b'\xff', b'{"largest_to'])
+@pytest.mark.parametrize(
+  'content', [b'\xff', b'{"largest_to', b'{"largest_token": 2}']
+)
 def test_damaged_counts_are_made_again(tiny, tmp_path, content: bytes):
   config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
   first = load_tokens(config)
