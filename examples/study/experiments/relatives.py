@@ -69,6 +69,7 @@ _RELATIVES = {
     1.6,
   ),
 }
+_NOT_AT_SMALLEST = ('LARS', 'OrScale-LM', 'MONA', 'Scion')
 _PAIRS = (
   *((x.name, _MUON) for x in PAPER),
   *((x, _MUON) for x in _RELATIVES if x not in (_MUON, 'LARS')),
@@ -88,11 +89,15 @@ _PAIRS = (
 
 
 def plan(scale: Scale) -> Plan[list[Point]]:
-  """Plans all at the middle and at the largest batch."""
-  *_, middle, largest = scale.few_batch_sizes
-  tunings = {x.name: tune_rest for x in PAPER}
-  tunings |= {name: x.tune for name, x in _RELATIVES.items()}
-  return at_batches(scale, {middle: tunings, largest: tunings})
+  """Plans all at the middle and at the largest batch, fewer at the smallest."""
+  *smallest, middle, largest = scale.few_batch_sizes
+  first = {x.name: tune_rest for x in PAPER}
+  tunings = first | {name: x.tune for name, x in _RELATIVES.items()}
+  few = {k: x for k, x in tunings.items() if k not in _NOT_AT_SMALLEST}
+  return at_batches(
+    scale,
+    {**dict.fromkeys(smallest, few), middle: tunings, largest: tunings},
+  )
 
 
 def tables(points: list[Point]) -> t.Tables:

@@ -32,7 +32,11 @@ after the warm-up, and a learning rate and a weight decay for each (Hyperball:
 none): linear to zero; the peak, and for the last fifth of the steps 1 - sqrt
 (WSD); 1 - sqrt all the way. Here 1 - sqrt is one minus the square root of the
 share of the steps of the decay that are done. Warm-up, b1 and initial weights
-were tuned with the cosine. Losses are those of eight fresh seeds."""
+were tuned with the cosine. AdamW with the rest tuned took a decay of 0.1 with
+the linear schedule at the largest batch, which was not tried with the cosine: a
+part of that gain may be the decay. That MERIT and AdamW with one learning rate
+are compared was decided after their losses were known. Losses are those of
+eight fresh seeds."""
 _ONCE = 'MERIT, tuned once'
 _STARTS: dict[str, Tuning] = {
   ADAMW.name: Relative(ADAMW.name).tune,
