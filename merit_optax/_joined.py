@@ -40,7 +40,7 @@ def split(joined: jax.Array, like: Any) -> Any:
   return jax.tree.unflatten(
     structure,
     [
-      _sharded_as(x, part.reshape(x.shape).astype(x.dtype))
+      sharded_as(x, part.reshape(x.shape).astype(x.dtype))
       for part, x in zip(parts, leaves, strict=True)
     ],
   )
@@ -65,7 +65,8 @@ def whole(x: jax.Array, axes: Iterable[int] | None = None) -> jax.Array:
   return found
 
 
-def _sharded_as(like: jax.Array, x: jax.Array) -> jax.Array:
+def sharded_as(like: jax.Array, x: jax.Array) -> jax.Array:
+  """Returns an array split over a mesh as another of its shape is."""
   sharding = jax.typeof(like).sharding
   if not any(sharding.spec):
     return x

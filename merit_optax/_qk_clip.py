@@ -16,7 +16,7 @@ from merit_optax._attention_heads import (
   matching,
   spread,
 )
-from merit_optax._joined import whole
+from merit_optax._joined import sharded_as, whole
 from merit_optax._leaves import as_arrays, check_shape, is_absent
 from merit_optax._norms import common_dtype, widen
 from merit_optax._paths import nearest_entries, path_namer
@@ -224,8 +224,8 @@ def _scaled_update(
   """Returns the update after which the parameter is scaled."""
   w = widen(param)
   scaled = factor * (w + widen(update)) - w
-  # Split over the mesh as the parameter is, which jnp.where asks for.
-  factor = factor * jnp.ones_like(w)
+  # jnp.where takes what is split as the parameter is.
+  factor = sharded_as(w, jnp.broadcast_to(factor, w.shape))
   return jnp.where(factor == 1, widen(update), scaled).astype(
     common_dtype(param, update)
   )
