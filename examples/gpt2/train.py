@@ -20,11 +20,7 @@ from examples.gpt2.devices.processes import (
   print_once,
 )
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import (
-  Model,
-  write_description,
-  write_weights,
-)
+from examples.gpt2.model.files import Model, write_description, write_weights
 from examples.gpt2.optim.optimizers import describe
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import identity, resolve

@@ -207,6 +207,11 @@ def test_text_is_continued(folder: Path, capsys: pytest.CaptureFixture):
   assert all(text.startswith('some text') for text in texts)
 
 
+def test_a_prompt_that_is_no_text_is_refused(folder: Path):
+  with pytest.raises(UsageError, match='--prompt must be text'):
+    generate(folder, prompt='\udcff')
+
+
 def test_without_arguments_a_document_starts(folder: Path, capsys):
   main([str(folder)])
   assert capsys.readouterr().out.startswith(END_OF_TEXT)

@@ -311,8 +311,7 @@ def _megatron_shard(path: Path, index: Path) -> Shard:
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     size = file_size(index)
     is_of_fairseq = size == len(head) + 12 * count
-    lengths = len(head) + (0 if is_of_fairseq else 8)
-    starts = lengths + 4 * count
+    starts = len(head) + (0 if is_of_fairseq else 8) + 4 * count
     if size < starts + 8 * count:
       raise UsageError(
         f'{index} is cut off: it has {size} bytes, too few for the {count} '
