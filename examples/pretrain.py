@@ -46,6 +46,7 @@ class Config:
   context_length: int = 128  # Tokens in a sequence.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
   remat: bool = False  # Compute each block again in the backward pass.
+  unroll: bool = False  # Compile each layer: slower, but faster steps on GPUs.
 
   batch_size: int = 32  # Sequences in a step, on all devices together.
   accumulation_steps: int = 1  # Micro-batches that a batch is split into.
@@ -155,16 +156,21 @@ class Block(nnx.Module):
     self.up = nnx.Linear(width, 4 * width, kernel_init=init, **options)
     self.down = nnx.Linear(4 * width, width, kernel_init=small, **options)
 
-  def __call__(self, x_BTD: jax.Array) -> jax.Array:
-    """Returns the residual stream after the block."""
+  def query_key_value(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the queries, keys and values of all heads, (X, B, T, H, K)."""
     qkv = self.qkv(self.attention_norm(x_BTD))
     # H comes before X, so that a device of the axis tensor has whole heads.
     qkv_BTHXK = qkv.reshape(*x_BTD.shape[:2], self.num_heads, 3, -1)
+    return jnp.moveaxis(qkv_BTHXK, 3, 0)
+
+  def __call__(self, x_BTD: jax.Array) -> jax.Array:
+    """Returns the residual stream after the block."""
+    qkv = self.query_key_value(x_BTD)
     # cuDNN's kernel does not store the logits, (B, H, T, T); it takes bfloat16.
     is_fused = jax.default_backend() == 'gpu' and qkv.dtype == jnp.bfloat16
     kernel = 'cudnn' if is_fused else 'xla'
     y_BTHK = jax.nn.dot_product_attention(
-      *jnp.moveaxis(qkv_BTHXK, 3, 0), is_causal=True, implementation=kernel
+      *qkv, is_causal=True, implementation=kernel
     )
     x_BTD += self.out(y_BTHK.reshape(x_BTD.shape))
     return x_BTD + self.down(jax.nn.gelu(self.up(self.mlp_norm(x_BTD))))
@@ -183,10 +189,14 @@ class GPT2(nnx.Module):
     self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
     self.final_norm = nnx.LayerNorm(config.width, epsilon=1e-5, **options)
 
+  def embed(self, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the residual stream before the first block, (B, T, D)."""
+    positions_TD = self.position_embedding(jnp.arange(tokens_BT.shape[1]))
+    return self.token_embedding(tokens_BT) + positions_TD
+
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
     """Returns the logits of each next token, float32, shape (B, T, V)."""
-    x_BTD = self.token_embedding(tokens_BT)
-    x_BTD += self.position_embedding(jnp.arange(tokens_BT.shape[1]))
+    x_BTD = self.embed(tokens_BT)
     # The scan compiles one block, and gives it one layer's arrays at a time.
     structure, arrays = nnx.split(self.blocks)
 
@@ -197,7 +207,8 @@ class GPT2(nnx.Module):
 
     if self.config.remat:  # In a scan, nothing could be merged anyway.
       apply = jax.checkpoint(apply, prevent_cse=False)
-    x_BTD, _ = jax.lax.scan(apply, x_BTD, arrays)
+    unroll = self.config.unroll
+    x_BTD, _ = jax.lax.scan(apply, x_BTD, arrays, unroll=unroll)
     return self.token_embedding.attend(self.final_norm(x_BTD)).astype('float32')
 
 
@@ -217,18 +228,29 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
   return optax.chain(optax.clip_by_global_norm(1.0), merit)
 
 
+def init_params(config: Config) -> Any:
+  """Returns the first parameters, a tree of arrays."""
+  return nnx.as_pure(nnx.state(GPT2(config, nnx.Rngs(config.seed))))
+
+
 @functools.partial(jax.jit, static_argnames='config')
 def init_state(config: Config) -> dict[str, Any]:
   """Returns the first parameters and optimizer state, as trees of arrays."""
-  params = nnx.as_pure(nnx.state(GPT2(config, nnx.Rngs(config.seed))))
+  params = init_params(config)
   state = dict(params=params, opt_state=make_optimizer(config).init(params))
   return jax.tree.map_with_path(pin, state)
 
 
-def loss_fn(params: Any, tokens_BT: jax.Array, config: Config) -> jax.Array:
-  """Returns the mean cross-entropy in nats per token."""
+def make_model(params: Any, config: Config) -> GPT2:
+  """Returns the model with these parameters."""
   model = nnx.eval_shape(lambda: GPT2(config, nnx.Rngs(0)))  # No arrays yet.
   nnx.update(model, params)
+  return model
+
+
+def loss_fn(params: Any, tokens_BT: jax.Array, config: Config) -> jax.Array:
+  """Returns the mean cross-entropy in nats per token."""
+  model = make_model(params, config)
   cross_entropy = optax.softmax_cross_entropy_with_integer_labels
   return cross_entropy(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).mean()
 
@@ -266,7 +288,8 @@ def train(config: Config) -> list[float]:
     raise ValueError(f'out_dir must be on a disk or gs://: {config.out_dir}')
   tokens, val_tokens = load_tokens(config)
   # These may change when a run resumes. The others decide its losses.
-  free = 'out_dir remat accumulation_steps eval_every fsdp tensor distributed'
+  free = 'out_dir remat unroll accumulation_steps eval_every fsdp tensor '
+  free += 'distributed'
   items = vars(config).items()
   settings = {k: str(v) for k, v in items if k not in free.split()}
   last_two = ocp.checkpoint_managers.LatestN(2)
