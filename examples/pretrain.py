@@ -191,8 +191,12 @@ class GPT2(nnx.Module):
 
   def embed(self, tokens_BT: jax.Array) -> jax.Array:
     """Returns the residual stream before the first block, (B, T, D)."""
-    positions_TD = self.position_embedding(jnp.arange(tokens_BT.shape[1]))
-    return self.token_embedding(tokens_BT) + positions_TD
+    # The gradient of a row is added up token by token, hence in float32:
+    # bfloat16 would round each sum, and is slow on GPUs.
+    tokens_BTD = self.token_embedding.embedding[tokens_BT]
+    positions_TD = self.position_embedding.embedding[: tokens_BT.shape[1]]
+    dtype = self.config.dtype
+    return tokens_BTD.astype(dtype) + positions_TD.astype(dtype)
 
   def __call__(self, tokens_BT: jax.Array) -> jax.Array:
     """Returns the logits of each next token, float32, shape (B, T, V)."""
@@ -251,8 +255,10 @@ def make_model(params: Any, config: Config) -> GPT2:
 def loss_fn(params: Any, tokens_BT: jax.Array, config: Config) -> jax.Array:
   """Returns the mean cross-entropy in nats per token."""
   model = make_model(params, config)
-  cross_entropy = optax.softmax_cross_entropy_with_integer_labels
-  return cross_entropy(model(tokens_BT[:, :-1]), tokens_BT[:, 1:]).mean()
+  logits_BTV = model(tokens_BT[:, :-1])
+  # Unlike integer labels, a comparison is fused, and splits over the mesh.
+  labels_BTV = jax.nn.one_hot(tokens_BT[:, 1:], logits_BTV.shape[-1])
+  return optax.softmax_cross_entropy(logits_BTV, labels_BTV).mean()
 
 
 @functools.partial(jax.jit, static_argnames='config', donate_argnames='state')

@@ -147,7 +147,7 @@ def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
     return
   best = {rule: _best(settings, losses, rule) for rule in settings.rules}
   for seed, change, rules in (
-    (1, 0, ('merit', 'muon', 'adamw', 'lamb')),
+    (1, 0, settings.rules),
     (1, 1, ('merit', 'muon')),
     (2, 0, ('merit', 'adamw')),
   ):
