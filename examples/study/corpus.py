@@ -25,7 +25,6 @@ import tyro
 
 # Whole packages, none of which is a part of another one.
 HELD_OUT = ('celery', 'flax', 'networkx', 'scrapy', 'sqlglot')
-_PACKAGES = Path(__file__).parent / 'data' / 'packages.txt'
 # Shorter files are mostly licences, longer ones mostly tables.
 _FILE_BYTES = range(500, 200_000)
 # The tokenizer is trained on one file of so many.
@@ -41,6 +40,9 @@ class Settings:
 
   wheels: Path = Path('runs/wheels')
   """Folder of the packages. Those that it lacks are downloaded."""
+
+  packages: Path = Path(__file__).parent / 'data' / 'packages.txt'
+  """Names and versions of the packages."""
 
   package_bytes: int = 2_000_000
   """Most bytes of source text from a package."""
@@ -65,7 +67,7 @@ def build(settings: Settings) -> None:
     ValueError: If no package, or none that is held out, is in the folder.
   """
   settings.wheels.mkdir(parents=True, exist_ok=True)
-  _download(settings.wheels)
+  _download(settings)
   texts: dict[str, list[str]] = {'train': [], 'val': []}
   for package, text in _read(settings):
     texts['val' if package in HELD_OUT else 'train'].append(text)
@@ -88,24 +90,28 @@ def build(settings: Settings) -> None:
       'tokens': len(tokens),
       'sha256': hashlib.sha256(tokens.tobytes()).hexdigest(),
     }
-    print(f'{name}: {len(tokens):,} tokens, {size / len(tokens):.2f} bytes each')
+    print(
+      f'{name}: {len(tokens):,} tokens, {size / len(tokens):.2f} bytes each'
+    )
   text = json.dumps(facts, indent=2)
   (settings.out / 'corpus.json').write_text(text + '\n')
   archive = shutil.make_archive(str(settings.out), 'xztar', settings.out)
   print(f'{archive}: {Path(archive).stat().st_size / 1e6:.0f} MB')
 
 
-def _download(folder: Path) -> None:
+def _download(settings: Settings) -> None:
   """Downloads the packages that are not in the folder."""
-  packages = _PACKAGES.read_text().split()
-  present = {_package(path) for path in folder.glob('*.whl')}
+  packages = settings.packages.read_text().split()
+  present = {_package(path) for path in settings.wheels.glob('*.whl')}
   missing = [x for x in packages if x.partition('==')[0] not in present]
   for package in tqdm.tqdm(missing, 'packages', disable=None):
     # Wheels without compiled code are the same files for every machine.
     command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps']
     command += ['--only-binary', ':all:', '--platform', 'any', '--abi', 'none']
     command += ['--implementation', 'py', '--python-version', '3.12']
-    subprocess.run([*command, '--dest', str(folder), package], check=True)
+    subprocess.run(
+      [*command, '--dest', str(settings.wheels), package], check=True
+    )
 
 
 def _package(wheel: Path) -> str:
