@@ -158,8 +158,12 @@ class Trainer:
       if not np.isfinite(losses[max(0, step - 2)]):
         break
       if step % every == 0 or step == steps:
-        evaluations.append({'step': step} | self._evaluate(params))
-        progress.write(f'{name}: {evaluations[-1]}')
+        found = self._evaluate(params)
+        evaluations.append({'step': step} | found)
+        progress.write(
+          f'{name}: step {step}, loss {found["loss"]:.4f}, largest attention '
+          f'logit {max(found["max_logits"]):.1f}'
+        )
     train_losses = np.array(losses).round(4).tolist()
     return {
       'loss': evaluations[-1]['loss']

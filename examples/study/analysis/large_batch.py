@@ -58,6 +58,7 @@ def _settings(records: Records) -> Settings:
   fields = {k: v for k, v in shared[0].items() if k != 'data'}
   return Settings(
     **fields,
+    rules=tuple(dict.fromkeys(trial.rule for trial in records)),
     small_batch=batches[0],
     large_batch=batches[-1] if len(batches) > 1 else 0,
   )
