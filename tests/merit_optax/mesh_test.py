@@ -17,7 +17,7 @@ import optax
 import pytest
 
 import merit_optax
-from merit_optax._norms import max_norm
+from merit_optax.matrices.norms import max_norm
 from tests.merit_optax.arrays import (
   assert_same_bits,
   make_mesh,

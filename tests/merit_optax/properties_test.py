@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import merit_optax
-from merit_optax._norms import max_norm
+from merit_optax.matrices.norms import max_norm
 from tests.merit_optax.arrays import normal, oracle_ratios, oracle_scale
 
 _ALL = ('weight', 'row', 'column')

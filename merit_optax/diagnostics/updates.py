@@ -1,0 +1,164 @@
+"""How far an update moves each parameter, for any optimizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from merit_optax._internal.dtypes import widen
+from merit_optax._internal.trees import (
+  named_leaves,
+  numbers_as_arrays,
+  path_names,
+)
+from merit_optax.matrices.dimension_numbers import (
+  MatrixAxes,
+  WeightDimensionNumbers,
+  matrix_axes,
+)
+from merit_optax.matrices.norms import NORMS, matrix_norms
+
+
+def update_statistics(
+  updates: optax.Updates,
+  params: optax.Params,
+  *,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> dict[str, jax.Array]:
+  r"""Measures how far the updates of any optimizer move each parameter.
+
+  Args:
+    updates: Tree of updates, as returned by ``optimizer.update``.
+    params: Tree of the corresponding parameters, before the step.
+    weight_dimension_numbers: Which axes of a parameter are rows and columns of
+      its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
+
+  Returns:
+    A flat dictionary of float32 scalars. Keys are the path of a parameter, a
+    slash, and one of the following (parameters without elements have none):
+
+    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite if a
+      parameter that is zero moves;
+    - ``l2_update_to_weight``: :math:`\|\Delta w\|_2 / \|w\|_2`, likewise;
+    - each of the two with ``_min`` and ``_max``: the smallest and the largest
+      among the matrices of a stack;
+    - ``unmoved_rows``: share of the rows (a vector is one) that the step leaves
+      unchanged, because their update is zero or too small for the dtype of the
+      parameter;
+    - ``not_finite``: share of elements of the update that are NaN or infinite.
+
+  Raises:
+    ValueError: If the trees differ in the number or the shapes of their arrays,
+      or have some of their names in other places, if two paths are the same
+      when written with slashes, or if a spec does not fit its parameter.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {'w': jnp.array([[4.0, 2.0], [1.0, 0.5]])}
+    >>> updates = {'w': jnp.array([[1.0, 0.0], [0.0, 0.0]])}
+    >>> measured = merit_optax.update_statistics(updates, params)
+    >>> print(measured['w/update_to_weight'], measured['w/unmoved_rows'])
+    0.25 0.5
+  """
+  params = numbers_as_arrays(params)
+  updates = align(updates, params)
+  axes = matrix_axes(weight_dimension_numbers, params)
+  return by_name(params, jax.tree.map(_leaf_statistics, updates, params, axes))
+
+
+def update_to_weight(size: jax.Array, param_size: jax.Array) -> jax.Array:
+  """Returns the ratio of two sizes, zero where nothing moves."""
+  # No 0 / 0, which jax_debug_nans would take for a fault.
+  return jnp.where(size > 0, size / jnp.where(size > 0, param_size, 1), size)
+
+
+def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
+  """Returns statistics of each parameter in one dictionary, as float32.
+
+  Args:
+    params: Tree of arrays.
+    statistics: Tree like it of dictionaries.
+  """
+  treedef: Any = jax.tree.structure(params)
+  return {
+    f'{name}/{key}': value.astype(jnp.float32)
+    for (name, param), values in zip(
+      named_leaves(params), treedef.flatten_up_to(statistics), strict=True
+    )
+    if param.size
+    for key, value in values.items()
+  }
+
+
+def align(tree: Any, params: Any) -> Any:
+  """Returns the leaves of a tree in the structure of the parameters.
+
+  Containers of other types may have the same names in another order, or other
+  names in the same order. Raises ``ValueError`` if the trees do not fit.
+  """
+  tree = numbers_as_arrays(tree)
+  leaves = jax.tree.leaves(tree)
+  treedef: Any = jax.tree.structure(params)
+  if len(leaves) != treedef.num_leaves:
+    raise ValueError(
+      'gradients or updates, state and params must belong together, got '
+      f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
+    )
+  named = dict(named_leaves(tree))
+  names = path_names(params)
+  if named.keys() == {*names}:
+    leaves = [named[name] for name in names]
+  else:
+    _check_places(list(named), names)
+  for leaf, name, param in zip(
+    leaves, names, jax.tree.leaves(params), strict=True
+  ):
+    if leaf.shape != param.shape:
+      raise ValueError(
+        'gradients or updates, state and params must belong together, got '
+        f'shape {leaf.shape} for the parameter {name!r} of shape '
+        f'{param.shape}.'
+      )
+  return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_places(found: list[str], names: list[str]) -> None:
+  """Raises ``ValueError`` if a parameter's name is at the place of another."""
+  known = set(names)
+  for own, name in zip(found, names, strict=True):
+    if own != name and own in known:
+      raise ValueError(
+        'gradients or updates, state and params must belong together, got '
+        f'{own!r} in the place of {name!r}, and other names than those of the '
+        'parameters.'
+      )
+
+
+def _leaf_statistics(
+  update: jax.Array, param: jax.Array, axes: MatrixAxes
+) -> dict[str, jax.Array]:
+  """Returns the statistics of one parameter."""
+  whole = MatrixAxes((), tuple(range(param.ndim)))
+  result: dict[str, jax.Array] = {}
+  for prefix, norm in (('', 'max'), ('l2_', 'l2')):
+    of_all, of_each = (
+      update_to_weight(
+        *(matrix_norms(x, a, NORMS[norm]) for x in (update, param))
+      )
+      for a in (whole, axes)
+    )
+    smallest = jnp.min(of_each, initial=jnp.inf)
+    largest = jnp.max(of_each, initial=0)
+    result |= {
+      f'{prefix}update_to_weight': jnp.max(of_all),
+      f'{prefix}update_to_weight_min': smallest,
+      f'{prefix}update_to_weight_max': largest,
+    }
+  moved = widen(param) + widen(update)
+  stays = moved.astype(param.dtype) == param
+  return result | {
+    'unmoved_rows': jnp.mean(jnp.all(stays, axis=axes.columns)),
+    'not_finite': jnp.mean(~jnp.isfinite(update)),
+  }

@@ -1,0 +1,1 @@
+"""Which axes of a parameter are matrices, and their norms."""

@@ -1,0 +1,167 @@
+"""Which axes of a parameter are the rows and the columns of its matrices."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+import warnings
+
+import jax
+import optax
+
+from merit_optax._internal.arguments import is_integer
+from merit_optax._internal.trees import (
+  MISSING,
+  is_function,
+  nearest_entries,
+  path_namer,
+)
+
+DimensionNumbers = optax.contrib.MuonDimensionNumbers
+WeightDimensionNumbers: TypeAlias = (
+  optax.contrib.MuonDimensionNumbers
+  | optax.Params
+  | Callable[[optax.Params], Any]
+  | None
+)
+_NOT_GIVEN = object()
+
+
+class MatrixAxes(NamedTuple):
+  """Axes of a parameter's matrices; each index of the others is a matrix.
+
+  Attributes:
+    rows: Axes that together count the rows of a matrix. If there are none, a
+      matrix has the weight-wise ratio only.
+    columns: Axes that together count its columns.
+  """
+
+  rows: tuple[int, ...]
+  columns: tuple[int, ...]
+
+
+def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
+  """Returns the :class:`MatrixAxes` of each parameter.
+
+  Args:
+    dimension_numbers: ``None``, one spec, a (prefix) tree of specs, or a
+      function from parameters to one of these.
+    params: Tree of arrays, or of their shapes.
+
+  Returns:
+    Tree like ``params``.
+
+  Raises:
+    ValueError: If a parameter has no spec, or one that does not fit it.
+  """
+  specs, _ = _specs(dimension_numbers, params)
+  return _axes_of_each(specs, params)
+
+
+def _axes_of_each(specs: list[Any], params: Any) -> Any:
+  """Returns the axes of each parameter, given the spec of each."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  name = path_namer(params)
+  axes = []
+  for (path, param), spec in zip(leaves, specs, strict=True):
+    try:
+      axes.append(_axes(len(param.shape), spec))
+    except _SpecError as error:
+      raise ValueError(
+        f'weight_dimension_numbers of the parameter {name(path)!r} of '
+        f'shape {param.shape} {error}.'
+      ) from None
+  return jax.tree.unflatten(jax.tree.structure(params), axes)
+
+
+def check_params(dimension_numbers: Any, params: Any) -> None:
+  """Checks specs against parameters, and warns of guesses.
+
+  Args:
+    dimension_numbers: As :func:`matrix_axes` takes them.
+    params: Tree of arrays. One without leaves is let pass, since
+      ``optax.tree.map_params`` passes a placeholder.
+
+  Raises:
+    ValueError: If a parameter has no spec, or one that does not fit it.
+
+  Warns:
+    UserWarning: If nothing says which axes of a parameter with more than two
+      are its rows and columns, or if a spec is of no parameter.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  if not leaves:
+    return
+  specs, unused = _specs(dimension_numbers, params)
+  _axes_of_each(specs, params)
+  if unused:
+    warnings.warn(
+      'weight_dimension_numbers has specs for what is no parameter: '
+      f'{", ".join(unused)}.',
+      stacklevel=2,
+    )
+  name = path_namer(params)
+  guessed = [
+    f'{name(path)} {leaf.shape}'
+    for (path, leaf), spec in zip(leaves, specs, strict=True)
+    if len(leaf.shape) > 2 and spec is _NOT_GIVEN
+  ]
+  if guessed:
+    warnings.warn(
+      'These parameters have more than two axes and are taken as stacks of '
+      f'matrices over their last two: {", ".join(guessed)}. That is wrong for '
+      'attention kernels of shape (model, heads, head_dim), for example. Pass '
+      'weight_dimension_numbers to say what they are; '
+      'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
+      stacklevel=2,
+    )
+
+
+class _SpecError(Exception):
+  """What is wrong with a spec, to follow its name in a sentence."""
+
+
+def _specs(dimension_numbers: Any, params: Any) -> tuple[list[Any], list[str]]:
+  """Returns the spec of each parameter, and the names that no parameter has."""
+  if is_function(dimension_numbers, _is_spec):
+    dimension_numbers = dimension_numbers(params)
+  if dimension_numbers is None:
+    return [_NOT_GIVEN] * len(jax.tree.leaves(params)), []
+  return nearest_entries(dimension_numbers, params, is_leaf=_is_spec)
+
+
+def _is_spec(x: Any) -> bool:
+  return x is None or isinstance(x, DimensionNumbers)
+
+
+def _axes(ndim: int, spec: Any) -> MatrixAxes:
+  """Returns the axes that a spec means for a parameter of some rank."""
+  if spec is _NOT_GIVEN and ndim > 1:
+    return MatrixAxes(rows=(ndim - 2,), columns=(ndim - 1,))
+  if spec is _NOT_GIVEN or spec is None:
+    return MatrixAxes(rows=(), columns=tuple(range(ndim)))
+  if spec is MISSING:
+    raise _SpecError(
+      'are missing: the tree of specs has no entry for it that is an '
+      'optax.contrib.MuonDimensionNumbers or None'
+    )
+  if not isinstance(spec, DimensionNumbers):
+    raise _SpecError(
+      f'must be an optax.contrib.MuonDimensionNumbers or None, got {spec!r}'
+    )
+  if ndim < 2 and any(map(_as_tuple, spec)):
+    return MatrixAxes(rows=(), columns=tuple(range(ndim)))
+  rows, columns = (_normalize(axes, ndim) for axes in map(_as_tuple, spec))
+  if len({*rows, *columns}) < len(rows + columns):
+    raise _SpecError(f'must name axes, each once, got {spec}')
+  return MatrixAxes(rows, columns) if columns else MatrixAxes((), rows)
+
+
+def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:
+  return tuple(axes) if isinstance(axes, Sequence) else (axes,)
+
+
+def _normalize(axes: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+  """Returns axes as numbers in [0, ndim)."""
+  for axis in axes:
+    if not is_integer(axis) or not -ndim <= axis < ndim:
+      raise _SpecError(f'must name axes in [{-ndim}, {ndim}), got {axis!r}')
+  return tuple(int(axis) % ndim for axis in axes)

@@ -1,0 +1,229 @@
+"""Dimension numbers of Flax modules, from the paths of their parameters."""
+
+from collections.abc import Collection, Mapping, Sequence
+import re
+from typing import Any
+
+import jax
+
+from merit_optax._internal.arguments import check_patterns, is_integer
+from merit_optax._internal.trees import as_arrays, has_absent, path_namer
+from merit_optax.matrices.dimension_numbers import DimensionNumbers
+
+_ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
+_ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')
+_CONVOLUTION = re.compile(r'((^|_)c|C)onv(olution|transpose)?(?![a-z])')
+VECTORS = ('bias', 'scale')
+
+
+def flax_dimension_numbers(
+  params: Any,
+  *,
+  stacked: Mapping[str, int | Sequence[int]] | None = None,
+  overrides: Mapping[str, DimensionNumbers | None] | None = None,
+) -> Any:
+  """Creates the dimension numbers of Flax modules (NNX or Linen).
+
+  A parameter is recognized by the last names of its path:
+
+  - ``kernel`` or ``w`` with two axes (``Dense``, ``Linear``, ``Einsum`` with
+    two): inputs are rows and outputs are columns;
+  - ``kernel`` with three axes below ``query``, ``key`` or ``value`` (also
+    ``q``, ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of
+    model rows and heads times head_dim columns; below ``out`` (also ``o``,
+    ``out_proj``, ...), of shape (heads, head_dim, model), the reverse;
+  - ``kernel`` with three or more axes below a name that contains the word
+    ``conv`` (``Conv_0``, ``conv1``, ``patch_conv``): windows and inputs are
+    rows, outputs are columns;
+  - ``embedding``, of shape (entries, features): a matrix;
+  - ``bias`` and ``scale``: the weight-wise ratio over all axes that are not
+    stacked.
+
+  A stack of layers or experts that ``stacked`` does not name can look like an
+  attention or convolution kernel. The bias beside a kernel tells them apart:
+  one whose shape contradicts the name is refused, as is one that fits a stack
+  of layers too. Without a bias the name decides; :func:`merit_optax.describe`
+  shows how each parameter is treated.
+
+  Args:
+    params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
+      ``nnx.state(model, nnx.Param)``, optionally after ``nnx.as_pure``.
+    stacked: Batch axes (layers, experts and so on) by regular expressions that
+      are searched for in the path. Values are the number of leading batch axes,
+      such as ``{'blocks/': 1, 'blocks/.*experts/': 2}``, or the axes themselves
+      if they are not leading, such as ``{'layers/': (1,)}`` for kernels of
+      shape (model, layers, heads, head_dim). If several patterns match, the one
+      with the most axes is used.
+    overrides: Dimension numbers by regular expressions that are searched for in
+      the path, for parameters that the rules above do not fit. Their axes refer
+      to the whole array.
+
+  Returns:
+    Tree of :class:`optax.contrib.MuonDimensionNumbers` with the structure of
+    ``params``, to be passed as ``weight_dimension_numbers``. Every parameter
+    has an explicit spec. You may also pass the function itself, or a
+    ``functools.partial`` of it. If parameters are masked out, as in
+    :func:`optax.partition`, patterns may match nothing.
+
+  Raises:
+    ValueError: If a pattern, an axis or a spec is invalid; if parameters are
+      not recognized or patterns match nothing (the message names all of them);
+      or if a parameter lacks its stacked axes.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {'attention': {'query': {'kernel': jnp.zeros((8, 2, 4))}}}
+    >>> specs = merit_optax.flax_dimension_numbers(params)
+    >>> print(specs['attention']['query']['kernel'])
+    MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
+  """
+  stacked, overrides = stacked or {}, overrides or {}
+  _check_rules(stacked, overrides)
+  return specs_of_flax(params, stacked, overrides, are_matrices=False)
+
+
+def specs_of_flax(
+  params: Any,
+  stacked: Mapping[str, int | Sequence[int]],
+  overrides: Mapping[str, DimensionNumbers | None],
+  *,
+  are_matrices: bool,
+) -> Any:
+  """Returns the dimension numbers of :func:`flax_dimension_numbers`.
+
+  If ``are_matrices``, two axes are those of a matrix, whatever the name.
+  """
+  params = as_arrays(params)
+  name_of = path_namer(params)
+  shapes = {
+    name_of(path): tuple(param.shape)
+    for path, param in jax.tree_util.tree_leaves_with_path(params)
+  }
+  unused = [
+    pattern
+    for pattern in (*stacked, *overrides)
+    if not any(re.search(pattern, name) for name in shapes)
+  ]
+  if unused and not has_absent(params):
+    raise ValueError(
+      'stacked and overrides must match a path each, got patterns that match '
+      f'none: {sorted(map(str, unused))}.'
+    )
+  unknown: list[str] = []
+
+  def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
+    name, shape = name_of(path), tuple(param.shape)
+    for pattern, numbers in overrides.items():
+      if re.search(pattern, name):
+        return numbers
+    if are_matrices and len(shape) == 2:
+      return DimensionNumbers((0,), (1,))
+    axes = _stacked_axes(stacked, name, len(shape))
+    numbers = _recognise(name.split('/'), len(shape), axes)
+    bias = shapes.get(name.removesuffix('kernel') + 'bias')
+    if numbers is None:
+      unknown.append(f'{name} {shape}')
+    elif bias is not None and not _explains(numbers, shape, name, bias):
+      unknown.append(f'{name} {shape} beside a bias {bias}')
+    return numbers
+
+  specs = jax.tree_util.tree_map_with_path(spec, params)
+  if unknown:
+    raise ValueError(
+      f'params holds parameters that are not recognized: {", ".join(unknown)}. '
+      'If axes count layers or experts, say so by stacked, such as '
+      'functools.partial(merit_optax.flax_dimension_numbers, '
+      "stacked={'blocks/': 1}) for weight_dimension_numbers; otherwise give "
+      'their dimension numbers by overrides, such as '
+      "overrides={'query/kernel': MuonDimensionNumbers((0,), (1, 2))}. (Under "
+      'optax.inject_hyperparams, which calls functions with '
+      "the step count, name 'weight_dimension_numbers' in static_args.)"
+    )
+  return specs
+
+
+def _check_rules(stacked: Any, overrides: Any) -> None:
+  """Raises ``ValueError`` for what cannot be patterns, axes or specs."""
+  check_patterns('stacked', stacked)
+  check_patterns('overrides', overrides)
+  for pattern, axes in stacked.items():
+    each = axes if isinstance(axes, Sequence) else (axes,)
+    if isinstance(axes, str) or not all(map(is_integer, each)):
+      raise ValueError(
+        f'stacked[{pattern!r}] must be a number of leading axes, or a sequence '
+        f'of axes, got {axes!r}.'
+      )
+  for pattern, spec in overrides.items():
+    if spec is not None and not isinstance(spec, DimensionNumbers):
+      raise ValueError(
+        f'overrides[{pattern!r}] must be an optax.contrib.MuonDimensionNumbers '
+        f'or None, got {spec!r}.'
+      )
+
+
+def _stacked_axes(
+  stacked: Mapping[str, int | Sequence[int]], name: str, ndim: int
+) -> tuple[int, ...]:
+  """Returns the axes of a parameter that count layers and so on.
+
+  Of several patterns that match, the one with the most axes counts.
+  """
+  found: tuple[int, ...] = ()
+  for pattern, given in stacked.items():
+    if not re.search(pattern, name):
+      continue
+    axes = given if isinstance(given, Sequence) else range(given)
+    is_negative = not isinstance(given, Sequence) and given < 0
+    if is_negative or not all(-ndim <= axis < ndim for axis in axes):
+      raise ValueError(
+        f'stacked[{pattern!r}] must name some of the {ndim} axes of {name!r}, '
+        f'got {given!r}.'
+      )
+    found = max(found, tuple(axis % ndim for axis in axes), key=len)
+  return found
+
+
+def _recognise(
+  names: list[str], ndim: int, stacked: tuple[int, ...]
+) -> DimensionNumbers | None:
+  """Returns the spec of a parameter, or None if no rule fits."""
+  axes = tuple(axis for axis in range(ndim) if axis not in stacked)
+  num_rows = _num_row_axes(names, len(axes))
+  if num_rows is None:
+    return None
+  return DimensionNumbers(axes[:num_rows], axes[num_rows:])
+
+
+def _explains(
+  numbers: DimensionNumbers,
+  shape: tuple[int, ...],
+  name: str,
+  bias: tuple[int, ...],
+) -> bool:
+  """Returns whether this reading of a kernel, and no other, has such a bias."""
+
+  # Axes that count layers may have another place in the bias.
+  def without(axes: Collection[int]) -> list[int]:
+    return sorted(n for axis, n in enumerate(shape) if axis not in axes)
+
+  is_matrix = len(numbers.reduction_axis + numbers.output_axis) == 2
+  if is_matrix or not name.endswith('kernel'):
+    return True
+  has_heads = len(shape) == 3 and len(numbers.output_axis) == 2
+  is_stack = has_heads and sorted(bias) == without((1,))
+  return sorted(bias) == without(numbers.reduction_axis) and not is_stack
+
+
+def _num_row_axes(names: list[str], ndim: int) -> int | None:
+  """Returns how many of the axes are rows, or None if no rule fits."""
+  leaf, owner = names[-1], names[-2] if len(names) > 1 else ''
+  rules = (
+    (leaf in VECTORS, 0),
+    (leaf == 'embedding' and ndim == 2, 1),
+    (leaf in ('kernel', 'w') and ndim == 2, 1),
+    (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),
+    (leaf == 'kernel' and ndim == 3 and _ATTENTION_INPUT.search(owner), 1),
+    (leaf == 'kernel' and ndim == 3 and _ATTENTION_OUTPUT.search(owner), 2),
+  )
+  return next((rows for fits, rows in rules if fits), None)

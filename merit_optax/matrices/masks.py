@@ -1,0 +1,107 @@
+"""Masks: which parameters are decayed, and which are scaled."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from merit_optax._internal.trees import (
+  MISSING,
+  is_function,
+  nearest_entries,
+  path_namer,
+)
+from merit_optax.matrices.dimension_numbers import matrix_axes
+
+
+def checked(name: str, mask: Any) -> Callable[[Any], Any]:
+  """Returns a mask as a function from parameters to a tree like them.
+
+  Args:
+    name: Name of the argument, for the message.
+    mask: Tree of booleans with the names of the parameters, or a prefix of it;
+      or a function from parameters to one.
+
+  Returns:
+    A function that raises ``ValueError`` if the mask holds anything else, does
+    not fit the parameters, or is itself a boolean, as a function is that
+    ``optax.inject_hyperparams`` took for a schedule.
+  """
+
+  def check(params: Any) -> Any:
+    resolved = mask(params) if is_function(mask, _is_boolean) else mask
+    leaves = jax.tree.leaves(resolved)
+    if _is_boolean(mask) or not all(map(_is_boolean, leaves)):
+      raise ValueError(
+        f'{name} must be a tree of booleans like the parameters, one for each '
+        'or for all of a branch, or a function from parameters to one, got '
+        f'{resolved!r}. Under optax.inject_hyperparams, which calls functions '
+        f'with the step count, name {name!r} in static_args.'
+      )
+    return broadcast_prefix(name, resolved, params)
+
+  return check
+
+
+def broadcast_mask(name: str, mask: Any, params: Any) -> Any:
+  """Returns a mask as a tree of the structure of the parameters."""
+  if mask is None:
+    return jax.tree.map(lambda _: True, params)
+  return checked(name, mask)(params)
+
+
+def broadcast_prefix(
+  name: str,
+  prefix: Any,
+  params: Any,
+  is_leaf: Callable[[Any], bool] | None = None,
+) -> Any:
+  """Returns a prefix tree in the structure of the parameters.
+
+  Args:
+    name: Name of the argument, for the message.
+    prefix: Tree whose leaves stand for all parameters below them.
+    params: Tree of parameters.
+    is_leaf: What is a leaf of the prefix, though it looks like a tree.
+
+  Raises:
+    ValueError: If it is no prefix of the parameters.
+  """
+  entries, unused = nearest_entries(prefix, params, is_leaf)
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  name_of = path_namer(params)
+  missing = [
+    name_of(path)
+    for (path, _), entry in zip(leaves, entries, strict=True)
+    if entry is MISSING
+  ]
+  if missing or unused:
+    raise ValueError(
+      f'{name} must be a tree like params or a prefix of it, by the names of '
+      f'its entries: missing are {missing}, too many {unused}.'
+    )
+  return jax.tree.unflatten(jax.tree.structure(params), entries)
+
+
+def scaled_axes(
+  dimension_numbers: Any, trust_ratio_mask: Any, params: Any
+) -> Any:
+  """Returns the axes of each parameter's matrices, None where masked out.
+
+  As in the optimizer, a parameter without trust ratios needs no spec.
+  """
+  kept = jax.tree.map(
+    lambda param, keep: param if keep else None,
+    params,
+    broadcast_mask('trust_ratio_mask', trust_ratio_mask, params),
+  )
+  return matrix_axes(dimension_numbers, kept)
+
+
+def _is_boolean(x: Any) -> bool:
+  is_array = isinstance(x, (jax.Array, np.ndarray))
+  return isinstance(x, (bool, np.bool_)) or (
+    is_array and x.dtype == jnp.bool_ and x.shape == ()
+  )

@@ -1,0 +1,64 @@
+"""Norms of matrices, of their rows and of their columns, and their ratios."""
+
+from collections.abc import Callable, Collection, Mapping
+import functools
+from types import MappingProxyType
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from merit_optax._internal.dtypes import widen
+from merit_optax._internal.xla import largest_magnitude
+from merit_optax.matrices.dimension_numbers import MatrixAxes
+
+# Norms along some axes, which stay with size 1, so that any sharding of the
+# array passes through.
+Norm: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+RATIOS = ('weight', 'row', 'column')
+
+
+# Inlined, it leaves the program as it is, and equal shapes are traced once: of
+# 200 matrices, in a third of the time.
+@functools.partial(jax.jit, static_argnames='axis', inline=True)
+def max_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the largest magnitudes along some axes, which stay with size 1."""
+  if not jnp.issubdtype(x.dtype, jnp.floating):  # Complex numbers, integers.
+    x = jnp.abs(widen(x))
+  return largest_magnitude(x, axis)
+
+
+# Squares of smaller numbers vanish in float32, so that sums of them are wrong.
+_SMALLEST_L2_NORM = 1e-14
+
+
+def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+  """Returns the Euclidean norms along some axes, which stay with size 1.
+
+  A norm below 1e-14 counts as zero; one above 1.8e19 is infinite in float32.
+  """
+  x = widen(x)
+  square = jnp.sum(jnp.real(x * jnp.conj(x)), axis, keepdims=True)
+  is_zero = square < _SMALLEST_L2_NORM**2
+  # The root has no gradient at zero.
+  return jnp.where(is_zero, 0, jnp.sqrt(jnp.where(is_zero, 1, square)))
+
+
+NORMS: Mapping[str, Norm] = MappingProxyType({'max': max_norm, 'l2': l2_norm})
+
+
+def matrix_norms(x: jax.Array, axes: MatrixAxes, norm: Norm) -> jax.Array:
+  """Returns the norm of each matrix, in float32 or wider."""
+  return norms_by_name(x, axes, norm, ())['weight']
+
+
+def norms_by_name(
+  x: jax.Array, axes: MatrixAxes, norm: Norm, names: Collection[str]
+) -> dict[str, jax.Array]:
+  """Returns the norms of each matrix, its rows and, if named, its columns."""
+  row = norm(x, axes.columns)
+  # A matrix has the norm of the norms of its rows, as both norms allow.
+  norms = {'weight': norm(row, axes.rows), 'row': row}
+  if 'column' in names:
+    norms['column'] = norm(x, axes.rows)
+  return {name: widen(value) for name, value in norms.items()}

@@ -1,0 +1,171 @@
+"""Muon in one call: a chain for hidden matrices, and Adam for all others."""
+
+from collections.abc import Callable
+import math
+from typing import Any
+
+import jax
+import optax
+
+from merit_optax._internal import arguments
+from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
+from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
+from merit_optax.optimizers.adam_for_others import Others, with_adam
+from merit_optax.optimizers.hidden import Hidden, dimension_numbers_or_default
+from merit_optax.transforms.adam import adam_direction
+from merit_optax.transforms.muon import scale_by_muon
+from merit_optax.transforms.newton_schulz import Coefficients
+from merit_optax.transforms.shape import scale_by_shape
+
+
+def muon(
+  learning_rate: optax.ScalarOrSchedule,
+  beta: jax.typing.ArrayLike = 0.9,
+  *,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  adam_learning_rate: optax.ScalarOrSchedule | None = None,
+  vector_learning_rate: optax.ScalarOrSchedule | None = None,
+  adam_b1: jax.typing.ArrayLike = 0.9,
+  adam_b2: jax.typing.ArrayLike = 0.95,
+  adam_eps: jax.typing.ArrayLike = 1e-6,
+  adam_bias_correction: bool = True,
+  adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+  adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  hidden: Hidden = None,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
+  nesterov: bool = True,
+  ns_coeffs: Coefficients = 'jordan',
+  ns_steps: int | None = None,
+  ns_dtype: jax.typing.DTypeLike | None = None,
+  mesh_axes: MeshAxes = FROM_MESH,
+) -> optax.GradientTransformationExtraArgs:
+  r"""Muon for hidden matrices, and Adam for all other parameters.
+
+  A hidden matrix :math:`w` of :math:`m` rows and :math:`n` columns takes steps
+  along Muon's direction :math:`q`, which have the size of Adam's:
+
+  .. math::
+
+    w \leftarrow w - \eta \left(0.2 \sqrt{\max(m, n)} \, q + \lambda w\right)
+
+  It is the chain of :func:`merit_optax.scale_by_muon`,
+  :func:`merit_optax.scale_by_shape`, :func:`optax.add_decayed_weights` and
+  :func:`optax.scale_by_learning_rate`. Embeddings, heads, biases and scales
+  take Adam.
+
+  - For a learning rate to start at, see
+    :func:`merit_optax.starting_learning_rate`. In the documentation's study,
+    the best rate of embeddings (tied to the head) was 0.66 to 2.6 times that of
+    hidden matrices, that of biases and scales 0.33 to 0.66 times, and the
+    decay 0.01 to 0.3.
+  - Put a clip of the gradient's norm in front, such as
+    :func:`optax.clip_by_global_norm`, and use a warm-up.
+  - On GPUs and TPUs pass ``ns_dtype='bfloat16'``, unless products in float32
+    are wanted.
+
+  Coming from :func:`optax.contrib.muon`: its steps have this size with
+  ``consistent_rms=0.2``. By default their factor is :math:`\sqrt{\max(1, n/m)}`
+  instead of :math:`0.2 \sqrt{\max(m, n)}`: to keep the steps of a matrix,
+  multiply its learning rate by :math:`5 / \sqrt m`, which is another number for
+  matrices with another number of rows. Its ``beta`` is 0.95 by default, and its
+  Adam has Nesterov momentum, a ``b2`` of 0.999 and an ``eps`` of 1e-8. There
+  all parameters with two axes are hidden matrices, embeddings and heads too,
+  and those with ``None`` among the dimension numbers are Adam's; here
+  ``hidden`` decides. The states differ.
+
+  Given the same gradients, an update has the same bits on every mesh where
+  matrices are whole (see ``mesh_axes``).
+
+  Args:
+    learning_rate: Learning rate of hidden matrices, or a schedule from steps to
+      learning rates.
+    beta: Decay rate of Muon's momentum, in [0, 1). (The default of
+      ``scale_by_muon`` is 0.95, as in Optax.)
+    weight_decay: Weight decay of hidden matrices, >= 0, or a schedule.
+    adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for
+      ``learning_rate``.
+    vector_learning_rate: As in ``muon_hyperball``.
+    adam_b1: As in ``muon_hyperball``.
+    adam_b2: As in ``muon_hyperball``.
+    adam_eps: As in ``muon_hyperball``.
+    adam_bias_correction: As in ``muon_hyperball``.
+    adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
+    adam_weight_decay_mask: As in ``muon_hyperball``.
+    hidden: As in ``muon_hyperball``.
+    weight_dimension_numbers: As in ``muon_hyperball``.
+    mu_dtype: As in ``muon_hyperball``.
+    nu_dtype: As in ``muon_hyperball``.
+    nesterov: As in ``muon_hyperball``.
+    ns_coeffs: As in ``muon_hyperball``.
+    ns_steps: As in ``muon_hyperball``.
+    ns_dtype: As in ``muon_hyperball``.
+    mesh_axes: As in ``muon_hyperball``.
+
+  Returns:
+    The corresponding :class:`optax.GradientTransformationExtraArgs`, as that of
+    ``muon_hyperball``.
+
+  Raises:
+    ValueError: As ``muon_hyperball`` does.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> params = {
+    ...     'embedding': jnp.ones((50, 8)),
+    ...     'layer': {'kernel': jnp.eye(8), 'bias': jnp.ones(8)},
+    ... }
+    >>> optimizer = merit_optax.muon(0.02, weight_decay=0.1)
+    >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+    >>> print(f'{jnp.linalg.norm(updates["layer"]["kernel"]):.3f}')
+    0.040
+
+  References:
+    Jordan et al., `Muon: An optimizer for hidden layers in neural networks
+    <https://kellerjordan.github.io/posts/muon>`_, 2024.
+
+    Liu et al., `Muon is Scalable for LLM Training
+    <https://arxiv.org/abs/2502.16982>`_, 2025, for the size of a step.
+  """
+  rate = arguments.learning_rate('learning_rate', learning_rate)
+  numbers = dimension_numbers_or_default(weight_dimension_numbers)
+  matrices = optax.chain(
+    scale_by_muon(
+      ns_coeffs,
+      ns_steps,
+      beta,
+      mu_dtype=mu_dtype,
+      nesterov=nesterov,
+      ns_dtype=ns_dtype,
+      weight_dimension_numbers=numbers,
+      mesh_axes=mesh_axes,
+    ),
+    scale_by_shape(_size_of_adam, weight_dimension_numbers=numbers),
+    optax.add_decayed_weights(
+      arguments.weight_decay('weight_decay', weight_decay)
+    ),
+    optax.scale_by_learning_rate(rate),
+  )
+  others = Others(
+    adam_direction(
+      adam_b1,
+      adam_b2,
+      adam_eps,
+      mu_dtype=mu_dtype,
+      nu_dtype=nu_dtype,
+      bias_correction=adam_bias_correction,
+      prefix='adam_',
+    ),
+    rate if adam_learning_rate is None else adam_learning_rate,
+    vector_learning_rate,
+    adam_weight_decay,
+    adam_weight_decay_mask,
+  )
+  return with_adam(matrices, others, hidden, weight_dimension_numbers)
+
+
+def _size_of_adam(rows: int, columns: int) -> float:
+  """Returns what gives an orthogonal matrix the size of Adam's updates."""
+  return 0.2 * math.sqrt(max(rows, columns))

@@ -1,0 +1,1 @@
+"""Gradient transformations, one rule in each file."""
