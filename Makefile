@@ -39,7 +39,7 @@ CLIENTS ?= maxtext kauldron levanter easydel
 # Keep the marks of the clients' environments.
 .SECONDARY:
 .PHONY: help train test test-all test-rest test-oldest test-newest \
-  test-library test-slow test-clients lint docs notebooks package
+  test-slow test-clients lint docs notebooks package
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
@@ -61,14 +61,9 @@ test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(RUN) pytest -m slow $(ALONE)
 
 test-oldest: ## Run tests with the oldest jax, optax and flax supported.
-	$(MAKE) test-library \
-	  VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
+	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
+	  TESTS='$(TRAINER_TESTS) $(LIBRARY_TESTS)' \
 	  ARGS='$(FEW_EXAMPLES) $(ARGS)'
-	$(MAKE) test VENV=$(VENV)-oldest-examples \
-	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
-
-test-library: $(VENV)/.test-library
-	$(QUICK) $(PYTEST) $(wildcard $(LIBRARY_TESTS)) $(ARGS)
 
 test-newest: ## Run tests with the newest that Python 3.12 gets.
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \

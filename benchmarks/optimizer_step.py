@@ -24,10 +24,7 @@ from benchmarks.rounds import Timing, free_memory, race, ratio, write_json
 from examples.gpt2.command import columns
 from examples.gpt2.config import Config, Preset
 from examples.gpt2.devices import sharding
-from examples.gpt2.optim.optimizers import (
-  dimension_numbers,
-  muon_dimension_numbers,
-)
+from examples.gpt2.optim.optimizers import dimension_numbers
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.step import Trainer
 import merit_optax
@@ -196,8 +193,11 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
     'muon': lambda: optax.contrib.muon(
       _RATE,
       weight_decay=0.01,
-      muon_weight_dimension_numbers=functools.partial(
-        muon_dimension_numbers, qkv='fused'
+      muon_weight_dimension_numbers=lambda params: jax.tree.map(
+        lambda _, is_hidden, spec: spec if is_hidden else None,
+        params,
+        merit_optax.hidden_matrices(params),
+        specs(params),
       ),
     ),
     'whole-muon': lambda: _whole_muon(specs),

@@ -4,15 +4,11 @@ from merit_optax.diagnostics.attention import (
   AttentionStatistics,
   attention_statistics,
 )
-from merit_optax.diagnostics.describe import (
-  describe,
-  describe_hyperball,
-  describe_partition,
-)
+from merit_optax.diagnostics.describe import describe
 from merit_optax.diagnostics.merit import merit_statistics
 from merit_optax.diagnostics.updates import update_statistics
 from merit_optax.matrices.flax import flax_dimension_numbers
-from merit_optax.optimizers.hidden import hidden_matrices
+from merit_optax.optimizers.hidden import hidden_matrices, partition_hidden
 from merit_optax.optimizers.hyperball import (
   adam_hyperball,
   hyperball,
@@ -23,12 +19,11 @@ from merit_optax.optimizers.muon import muon
 from merit_optax.optimizers.starting_learning_rate import starting_learning_rate
 from merit_optax.transforms.acceleration import add_acceleration
 from merit_optax.transforms.adam import scale_by_adam
-from merit_optax.transforms.attention_heads import AttentionHeads
 from merit_optax.transforms.clip import elementwise_clip
 from merit_optax.transforms.keep_norms import keep_matrix_norms
 from merit_optax.transforms.lmo import scale_by_lmo
 from merit_optax.transforms.muon import scale_by_muon
-from merit_optax.transforms.qk_clip import qk_clip
+from merit_optax.transforms.qk_clip import AttentionHeads, qk_clip
 from merit_optax.transforms.shape import scale_by_shape
 from merit_optax.transforms.trust_ratio import (
   scale_by_l2_norm_trust_ratio,
@@ -44,8 +39,6 @@ __all__ = (
   'add_acceleration',
   'attention_statistics',
   'describe',
-  'describe_hyperball',
-  'describe_partition',
   'elementwise_clip',
   'flax_dimension_numbers',
   'hidden_matrices',
@@ -55,6 +48,7 @@ __all__ = (
   'merit_statistics',
   'muon',
   'muon_hyperball',
+  'partition_hidden',
   'qk_clip',
   'scale_by_adam',
   'scale_by_l2_norm_trust_ratio',

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import hypothesis
 import jax
-import optax
 import pytest
 
 # Its assertions say what differs, as those of tests do.
@@ -48,16 +47,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Generator[None]:
-  """Skips tests of what `merit` refuses with the oldest optax.
-
-  And those of meshes on a machine whose accelerators are too few.
-  """
+  """Skips tests of meshes on a machine whose accelerators are too few."""
   try:
     return (yield)
   except ValueError as error:
-    is_refused = 'must be a number with optax 0.2.6' in str(error)
-    if optax.__version__ == '0.2.6' and is_refused:
-      pytest.skip(str(error))
     if jax.default_backend() != 'cpu' and 'Number of devices' in str(error):
       pytest.skip(str(error))
     raise

@@ -340,7 +340,7 @@ def _default_rate(config: Any) -> float | None:
   if config.optimizer == 'lion':
     return None
   name = config.optimizer.replace('-', '_')
-  return merit_optax.starting_learning_rate(name, config.steps)
+  return merit_optax.starting_learning_rate(name, config.steps, config.width)
 
 
 def _mlp_width(config: Any) -> int:

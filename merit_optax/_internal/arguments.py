@@ -9,7 +9,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 Number: TypeAlias = float | jax.Array
 
@@ -103,14 +102,9 @@ def learning_rate(name: str, value: Any) -> Any:
 def weight_decay(name: str, value: Any) -> Any:
   """Returns a function or a number in [0, inf), or raises ``ValueError``."""
   accepted = 'a finite number >= 0 or a schedule (steps -> number)'
-  if not callable(value):
-    return number(name, value, accepted, lambda x: x >= 0)
-  if optax.__version__ == '0.2.6':
-    raise ValueError(
-      f'{name} must be a number with optax 0.2.6, which would evaluate a '
-      'schedule at step 0 forever. Any newer optax has schedules.'
-    )
-  return value
+  if callable(value):
+    return value
+  return number(name, value, accepted, lambda x: x >= 0)
 
 
 def is_integer(value: Any) -> bool:

@@ -111,8 +111,8 @@ def attention_statistics(
     lambda x: x.reshape(num_queries, batch, num_heads), measured
   )
   return AttentionStatistics(
-    max_logit=_largest(per_query.max_logit, (0, 1)),
-    max_centred_logit=_largest(per_query.max_centred_logit, (0, 1)),
+    max_logit=per_query.max_logit.max((0, 1)),
+    max_centred_logit=per_query.max_centred_logit.max((0, 1)),
     entropy=per_query.entropy.mean((0, 1)),
   )
 
@@ -120,8 +120,8 @@ def attention_statistics(
 def _measure(logits: jax.Array, visible: jax.Array) -> AttentionStatistics:
   """Returns the statistics of each query's logits, over their last axis."""
   seen = jnp.where(visible, logits, -jnp.inf)
-  largest = _largest(seen, -1)
-  # The mean of differences, since that of huge logits would be rounded.
+  largest = seen.max(-1)
+  # The mean of differences, since a mean of huge logits would be rounded.
   centred = jnp.mean(largest[..., None] - logits, -1, where=visible)
   log_p = jax.nn.log_softmax(seen)
   # A key out of sight has p = 0 and log p = -inf: no surprise. Before the
@@ -129,10 +129,6 @@ def _measure(logits: jax.Array, visible: jax.Array) -> AttentionStatistics:
   log_p = jnp.where(log_p == -jnp.inf, 0, log_p)
   surprise = jnp.where(visible, -jnp.exp(log_p) * log_p, 0)
   return AttentionStatistics(largest, centred, surprise.sum(-1))
-
-
-def _largest(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
-  return jnp.max(x, axis)
 
 
 def _to_btnh(name: str, x: jax.Array, layout: str) -> jax.Array:

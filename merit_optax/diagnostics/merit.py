@@ -1,9 +1,8 @@
 """Statistics of what MERIT does to each parameter, for diagnostics steps."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import functools
-import inspect
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,18 +10,19 @@ import optax
 
 from merit_optax._internal.dtypes import widen
 from merit_optax._internal.sharding import whole
-from merit_optax._internal.trees import numbers_as_arrays
-from merit_optax.diagnostics.state import (
-  find_merit,
-  leaves_with_moments,
-  settings_of_step,
+from merit_optax._internal.trees import (
+  numbers_as_arrays,
+  path_namer,
+  path_names,
 )
 from merit_optax.diagnostics.updates import align, by_name, update_to_weight
-from merit_optax.matrices.dimension_numbers import MatrixAxes
-from merit_optax.matrices.masks import checked, scaled_axes
+from merit_optax.matrices.dimension_numbers import (
+  MatrixAxes,
+  WeightDimensionNumbers,
+)
+from merit_optax.matrices.masks import scaled_axes
 from merit_optax.matrices.norms import RATIOS, max_norm
 from merit_optax.optimizers.merit import merit
-from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.clip import elementwise_clip
 from merit_optax.transforms.trust_ratio import (
   check_ratios,
@@ -30,67 +30,60 @@ from merit_optax.transforms.trust_ratio import (
   trust_ratios,
 )
 
-_Arguments = ParamSpec('_Arguments')
-_Statistics: TypeAlias = Callable[[Any, Any, Any], dict[str, jax.Array]]
-_OF_ADAM = (
-  *('b1', 'b2', 'eps', 'eps_root', 'mu_dtype', 'nu_dtype'),
-  'bias_correction',
-)
 
-
-def _takes_arguments_of(
-  optimizer: Callable[_Arguments, Any],
-) -> Callable[
-  [Callable[[dict[str, Any]], _Statistics]], Callable[_Arguments, _Statistics]
-]:
-  """Gives a function of settings the arguments of an optimizer."""
-  signature = inspect.signature(optimizer)
-
-  def decorate(
-    measure: Callable[[dict[str, Any]], _Statistics],
-  ) -> Callable[_Arguments, _Statistics]:
-    @functools.wraps(measure)
-    def statistics(
-      *args: _Arguments.args, **kwargs: _Arguments.kwargs
-    ) -> _Statistics:
-      given = signature.bind(*args, **kwargs)
-      given.apply_defaults()
-      optimizer(*given.args, **given.kwargs)  # Checks the arguments.
-      return measure(given.arguments)
-
-    statistics.__signature__ = signature.replace(  # type: ignore[attr-defined]
-      return_annotation=_Statistics
-    )
-    return statistics
-
-  return decorate
-
-
-@_takes_arguments_of(merit)
-def merit_statistics(  # noqa: D417
-  given: dict[str, Any],
+def merit_statistics(
+  learning_rate: optax.ScalarOrSchedule,
+  b1: jax.typing.ArrayLike = 0.9,
+  b2: jax.typing.ArrayLike = 0.95,
+  eps: jax.typing.ArrayLike = 1e-6,
+  eps_root: jax.typing.ArrayLike = 0.0,
+  weight_decay: optax.ScalarOrSchedule = 0.0,
+  mask: Any | Callable[[optax.Params], Any] | None = None,
+  *,
+  mu_dtype: jax.typing.DTypeLike | None = None,
+  nu_dtype: jax.typing.DTypeLike | None = None,
+  bias_correction: bool = False,
+  clip_threshold: jax.typing.ArrayLike | None = 1.0,
+  ratios: Collection[str] = ('weight', 'row', 'column'),
+  trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
+  min_norm: jax.typing.ArrayLike = 0.0,
+  weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
   r"""Creates a function that measures what MERIT does to each parameter.
 
-  The function recomputes the step from gradients, state and parameters, so it
+  The function computes the step again from gradients, state and parameters. It
   costs nothing on steps on which it is not called, and needs nothing in the
-  state. Numbers that ``optax.inject_hyperparams`` keeps in the state take
-  precedence over those given here, and schedules are evaluated at their counts
-  in the state.
+  state. Schedules are evaluated at their own counts in the state, or else at
+  Adam's. Numbers in the state of an ``optax.inject_hyperparams`` around
+  ``merit`` take precedence over those given here.
 
   Args:
-    *args: As given to the :func:`merit_optax.merit` to be measured.
-    **kwargs: Likewise.
+    learning_rate: As given to the :func:`merit_optax.merit` to be measured.
+    b1: As given to ``merit``.
+    b2: As given to ``merit``.
+    eps: As given to ``merit``.
+    eps_root: As given to ``merit``.
+    weight_decay: As given to ``merit``.
+    mask: As given to ``merit``.
+    mu_dtype: As given to ``merit``.
+    nu_dtype: As given to ``merit``.
+    bias_correction: As given to ``merit``.
+    clip_threshold: As given to ``merit``.
+    ratios: As given to ``merit``.
+    trust_ratio_mask: As given to ``merit``.
+    min_norm: As given to ``merit``.
+    weight_dimension_numbers: As given to ``merit``.
 
   Returns:
     A function from ``(gradients, state, params)`` to a flat dictionary of
     float32 scalars, which may be jitted. ``state`` is the state before the
-    step, of ``merit`` or of any optimizer that contains a single Adam state, or
-    a single one of ``merit`` among others, as in an :func:`optax.partition`.
-    ``gradients`` are those that reach ``merit`` (after clipping, for example).
-    Trees of ``nnx.Optimizer`` (``optimizer.opt_state`` and ``nnx.State``) work
-    too. Keys are the path of a parameter (unless it is empty, masked out or not
-    part of this branch of a partition), a slash, and
+    step, of ``merit`` or of any optimizer around it that holds a single
+    :class:`optax.ScaleByAdamState`. If there are several, as in a partition of
+    MERIT and AdamW, pass the state of MERIT's part. ``gradients`` are those
+    that reach ``merit`` (after clipping, for example). Trees of
+    ``nnx.Optimizer`` (``optimizer.opt_state`` and ``nnx.State``) work too. Keys
+    are the path of a parameter (unless it is empty, masked out or not part of
+    this branch of a partition), a slash, and
 
     - ``trust_ratio_min``, ``trust_ratio_median``, ``trust_ratio_max``: over all
       elements (the median sorts them);
@@ -103,9 +96,9 @@ def merit_statistics(  # noqa: D417
       for further measurements, with any optimizer.
 
   Raises:
-    ValueError: As in ``merit``; by the function if the state contains no Adam
-      state, or several, or one for other parameters, if gradients and
-      parameters differ in structure or shapes, or if two paths are the same
+    ValueError: As ``merit`` does; by the function if the state does not hold
+      exactly one state of Adam, or holds one for other parameters, if gradients
+      and parameters differ in structure or shapes, or if two paths are the same
       when written with slashes.
 
   Examples:
@@ -120,66 +113,86 @@ def merit_statistics(  # noqa: D417
     >>> print(measured['w/decided_by_row'], measured['w/update_to_weight'])
     0.0 0.125
   """
+  given = dict(locals())
+  merit(**given)  # Checks the arguments.
 
   def statistics(
     gradients: Any, state: Any, params: Any
   ) -> dict[str, jax.Array]:
-    found = find_merit(state)
-    settings = settings_of_step(given, found)
-    params = numbers_as_arrays(params)
-    gradients = align(gradients, params)
+    adam, injected, counts = _find_adam(state)
+    settings = given | {
+      name: number
+      for name, number in injected.items()
+      if name in given and not callable(given[name])
+    }
+    for name, count in counts.items():
+      if callable(settings[name]):
+        settings[name] = settings[name](count)
     params, gradients = (
-      leaves_with_moments(tree, found.adam.mu) for tree in (params, gradients)
+      _with_moments(numbers_as_arrays(tree), adam.mu)
+      for tree in (params, gradients)
     )
-    adam = optax.ScaleByAdamState(
-      jax.tree.leaves(found.adam.count)[0],
-      align(found.adam.mu, params),
-      align(found.adam.nu, params),
+    adam = adam._replace(mu=align(adam.mu, params), nu=align(adam.nu, params))
+    # MERIT without ratios, clip and learning rate.
+    direction = merit(
+      **settings
+      | {
+        'learning_rate': -1.0,
+        'clip_threshold': None,
+        'trust_ratio_mask': lambda _: False,
+      }
     )
-    z = _decayed_direction(settings, gradients, adam, params)
+    z, _ = direction.update(
+      align(gradients, params), (adam, *direction.init(params)[1:]), params
+    )
     axes = scaled_axes(
       settings['weight_dimension_numbers'], settings['trust_ratio_mask'], params
     )
-    return by_name(
-      params,
-      jax.tree.map(
-        lambda *leaf: _leaf_statistics(settings, *leaf), params, z, axes
-      ),
+    measure = functools.partial(
+      _leaf_statistics,
+      ratios=check_ratios(settings['ratios']),
+      min_norm=settings['min_norm'],
+      clip_threshold=settings['clip_threshold'],
+      learning_rate=settings['learning_rate'],
     )
+    return by_name(measure, params, z, axes)
 
   return statistics
 
 
+# Parameters of equal shape are traced and lowered once.
+@functools.partial(jax.jit, static_argnames=('axes', 'ratios'))
 def _leaf_statistics(
-  settings: dict[str, Any],
   param: jax.Array,
   z: jax.Array,
   axes: MatrixAxes | None,
+  *,
+  ratios: tuple[str, ...],
+  min_norm: jax.typing.ArrayLike,
+  clip_threshold: jax.typing.ArrayLike | None,
+  learning_rate: jax.typing.ArrayLike,
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
-  if param.size == 0:
-    return {}
   parts: dict[str, jax.Array] = {}
   if axes is not None:
-    ratios = check_ratios(settings['ratios'])
-    parts = trust_ratios(
-      z, param, axes, names=ratios, min_norm=settings['min_norm']
-    )
+    parts = trust_ratios(z, param, axes, names=ratios, min_norm=min_norm)
   ratio = largest_ratio(parts.values()) if parts else jnp.ones(())
   ratio = jnp.broadcast_to(ratio, param.shape)
-  update = ratio * widen(z)
-  clipped = update
-  if settings['clip_threshold'] is not None:
-    clip = elementwise_clip(settings['clip_threshold'])
+  update = clipped = ratio * widen(z)
+  if clip_threshold is not None:
+    clip = elementwise_clip(clip_threshold)
     clipped, _ = clip.update(update, optax.EmptyState())
   everywhere = tuple(range(param.ndim))
   largest_move, largest_weight = (
     widen(max_norm(x, everywhere)).squeeze()
-    for x in (settings['learning_rate'] * clipped, param)
+    for x in (learning_rate * clipped, param)
   )
+  # An array split over Explicit axes of a mesh cannot be sorted.
+  in_order = jnp.sort(whole(ratio).ravel())
+  middle = in_order[(ratio.size - 1) // 2], in_order[ratio.size // 2]
   return {
     'trust_ratio_min': jnp.min(ratio),
-    'trust_ratio_median': _median(ratio),
+    'trust_ratio_median': (middle[0] + middle[1]) / 2,
     'trust_ratio_max': jnp.max(ratio),
     **_shares(parts),
     'clipped': jnp.mean(jnp.abs(update) > jnp.abs(clipped)),
@@ -203,22 +216,67 @@ def _shares(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:
   return shares | {'fallback': jnp.mean(is_void)}
 
 
-def _decayed_direction(
-  settings: dict[str, Any],
-  gradients: Any,
-  adam: optax.ScaleByAdamState,
-  params: Any,
-) -> Any:
-  """Returns Adam's update plus the weight decay."""
-  transform = scale_by_adam(**{name: settings[name] for name in _OF_ADAM})
-  u, _ = transform.update(gradients, adam)
-  mask = settings['mask']
-  if mask is not None:
-    mask = checked('mask', mask)
-  decay = optax.add_decayed_weights(settings['weight_decay'], mask)
-  return decay.update(u, decay.init(params), params)[0]
+class _Found(NamedTuple):
+  """What the state of an optimizer says of MERIT.
+
+  Attributes:
+    adam: The state of Adam.
+    injected: Numbers that are injected around it, by name.
+    counts: Counts of steps for schedules, by argument.
+  """
+
+  adam: optax.ScaleByAdamState
+  injected: dict[str, Any]
+  counts: dict[str, Any]
 
 
-def _median(x: jax.Array) -> jax.Array:
-  """Returns the median, on a mesh of Explicit axes too, where nothing sorts."""
-  return jnp.median(whole(x))
+def _find_adam(state: Any) -> _Found:
+  """Returns the one state of Adam, and what stands around and beside it."""
+  found = optax.tree.get_all_with_path(state, 'ScaleByAdamState')
+  if len(found) != 1:
+    raise ValueError(
+      f'state must hold one optax.ScaleByAdamState, found {len(found)}. Of a '
+      "partition with several, pass the state of MERIT's part, such as "
+      "state.inner_states['matrix']."
+    )
+  ((path, adam),) = found
+  injected: dict[str, Any] = {}
+  counts = dict.fromkeys(_STATES_OF_SCHEDULES, adam.count)
+  for where, outer in optax.tree.get_all_with_path(
+    state, 'InjectStatefulHyperparamsState'
+  ):
+    if path[: len(where)] == where:
+      injected |= {name: _leaf(x) for name, x in outer.hyperparams.items()}
+      counts = dict.fromkeys(counts, outer.count)
+  chain = path[:-1]
+  for name, kind in _STATES_OF_SCHEDULES.items():
+    for where, schedule in optax.tree.get_all_with_path(state, kind):
+      if where[: len(chain)] == chain:
+        counts[name] = schedule.count
+  return _Found(
+    adam._replace(count=_leaf(adam.count)),
+    injected,
+    {name: _leaf(count) for name, count in counts.items()},
+  )
+
+
+_STATES_OF_SCHEDULES = {
+  'learning_rate': 'ScaleByScheduleState',
+  'weight_decay': 'WeightDecaySchedule',
+}
+
+
+def _leaf(x: Any) -> Any:
+  """Returns an array that may be in a box of nnx."""
+  return jax.tree.leaves(x)[0]
+
+
+def _with_moments(tree: Any, moments: Any) -> Any:
+  """Returns a tree like the parameters, less those without a moment."""
+  names = {*path_names(moments)}
+  if not names <= {*path_names(tree)}:
+    return tree  # It has other names, or is wrong.
+  name_of = path_namer(tree)
+  return jax.tree_util.tree_map_with_path(
+    lambda path, x: x if name_of(path) in names else optax.MaskedNode(), tree
+  )

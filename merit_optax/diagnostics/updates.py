@@ -1,5 +1,7 @@
 """How far an update moves each parameter, for any optimizer."""
 
+from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from merit_optax.matrices.dimension_numbers import (
   WeightDimensionNumbers,
   matrix_axes,
 )
-from merit_optax.matrices.norms import NORMS, matrix_norms
+from merit_optax.matrices.norms import l2_norm, max_norm
 
 
 def update_statistics(
@@ -65,7 +67,7 @@ def update_statistics(
   params = numbers_as_arrays(params)
   updates = align(updates, params)
   axes = matrix_axes(weight_dimension_numbers, params)
-  return by_name(params, jax.tree.map(_leaf_statistics, updates, params, axes))
+  return by_name(_leaf_statistics, params, updates, axes)
 
 
 def update_to_weight(size: jax.Array, param_size: jax.Array) -> jax.Array:
@@ -74,21 +76,24 @@ def update_to_weight(size: jax.Array, param_size: jax.Array) -> jax.Array:
   return jnp.where(size > 0, size / jnp.where(size > 0, param_size, 1), size)
 
 
-def by_name(params: Any, statistics: Any) -> dict[str, jax.Array]:
-  """Returns statistics of each parameter in one dictionary, as float32.
+def by_name(
+  measure: Callable[..., dict[str, jax.Array]], params: Any, *trees: Any
+) -> dict[str, jax.Array]:
+  """Returns the statistics of all parameters in one dictionary, as float32.
 
   Args:
+    measure: Function from a parameter, and what trees hold for it, to
+      statistics. It sees no parameter without elements.
     params: Tree of arrays.
-    statistics: Tree like it of dictionaries.
+    *trees: Trees like it.
   """
   treedef: Any = jax.tree.structure(params)
+  columns = (treedef.flatten_up_to(tree) for tree in trees)
   return {
     f'{name}/{key}': value.astype(jnp.float32)
-    for (name, param), values in zip(
-      named_leaves(params), treedef.flatten_up_to(statistics), strict=True
-    )
+    for (name, param), *rest in zip(named_leaves(params), *columns, strict=True)
     if param.size
-    for key, value in values.items()
+    for key, value in measure(param, *rest).items()
   }
 
 
@@ -131,30 +136,29 @@ def _check_places(found: list[str], names: list[str]) -> None:
     if own != name and own in known:
       raise ValueError(
         'gradients or updates, state and params must belong together, got '
-        f'{own!r} in the place of {name!r}, and other names than those of the '
-        'parameters.'
+        f'{own!r} in the place of {name!r}, and names that no parameter has.'
       )
 
 
+# Parameters of equal shape are traced and lowered once.
+@functools.partial(jax.jit, static_argnames='axes')
 def _leaf_statistics(
-  update: jax.Array, param: jax.Array, axes: MatrixAxes
+  param: jax.Array, update: jax.Array, axes: MatrixAxes
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
-  whole = MatrixAxes((), tuple(range(param.ndim)))
+  everywhere = tuple(range(param.ndim))
   result: dict[str, jax.Array] = {}
-  for prefix, norm in (('', 'max'), ('l2_', 'l2')):
-    of_all, of_each = (
-      update_to_weight(
-        *(matrix_norms(x, a, NORMS[norm]) for x in (update, param))
-      )
-      for a in (whole, axes)
+  for prefix, norm in (('', max_norm), ('l2_', l2_norm)):
+    moves, sizes = (
+      widen(norm(x, axes.rows + axes.columns)) for x in (update, param)
     )
-    smallest = jnp.min(of_each, initial=jnp.inf)
-    largest = jnp.max(of_each, initial=0)
+    of_each = update_to_weight(moves, sizes)
+    # The norm of the norms of all matrices is the norm of all elements.
+    of_all = update_to_weight(norm(moves, everywhere), norm(sizes, everywhere))
     result |= {
-      f'{prefix}update_to_weight': jnp.max(of_all),
-      f'{prefix}update_to_weight_min': smallest,
-      f'{prefix}update_to_weight_max': largest,
+      f'{prefix}update_to_weight': of_all.squeeze(),
+      f'{prefix}update_to_weight_min': jnp.min(of_each),
+      f'{prefix}update_to_weight_max': jnp.max(of_each),
     }
   moved = widen(param) + widen(update)
   stays = moved.astype(param.dtype) == param

@@ -26,8 +26,8 @@ def flax_dimension_numbers(
 
   A parameter is recognized by the last names of its path:
 
-  - ``kernel`` or ``w`` with two axes (``Dense``, ``Linear``, ``Einsum`` with
-    two): inputs are rows and outputs are columns;
+  - ``kernel``, ``w`` or ``weight`` with two axes (``Dense``, ``Linear``,
+    ``Einsum`` with two): the first axis are rows, the second are columns;
   - ``kernel`` with three axes below ``query``, ``key`` or ``value`` (also
     ``q``, ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of
     model rows and heads times head_dim columns; below ``out`` (also ``o``,
@@ -36,8 +36,8 @@ def flax_dimension_numbers(
     ``conv`` (``Conv_0``, ``conv1``, ``patch_conv``): windows and inputs are
     rows, outputs are columns;
   - ``embedding``, of shape (entries, features): a matrix;
-  - ``bias`` and ``scale``: the weight-wise ratio over all axes that are not
-    stacked.
+  - ``bias`` and ``scale``, and all with fewer than two axes: the weight-wise
+    ratio over all axes that are not stacked.
 
   A stack of layers or experts that ``stacked`` does not name can look like an
   attention or convolution kernel. The bias beside a kernel tells them apart:
@@ -221,7 +221,9 @@ def _num_row_axes(names: list[str], ndim: int) -> int | None:
   rules = (
     (leaf in VECTORS, 0),
     (leaf == 'embedding' and ndim == 2, 1),
-    (leaf in ('kernel', 'w') and ndim == 2, 1),
+    # After stacked axes, one that is left belongs to a vector.
+    (ndim < 2, 0),
+    (leaf in ('kernel', 'w', 'weight') and ndim == 2, 1),
     (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_INPUT.search(owner), 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_OUTPUT.search(owner), 2),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 import re
 from typing import Any, TypeAlias
+import warnings
 
 import jax
 import optax
@@ -10,44 +11,24 @@ import optax
 from merit_optax._internal.trees import (
   as_arrays,
   named_leaves,
-  path_namer,
-  path_names,
+  with_update,
 )
-from merit_optax.matrices.dimension_numbers import (
-  WeightDimensionNumbers,
-  matrix_axes,
-)
-from merit_optax.matrices.flax import VECTORS, specs_of_flax
+from merit_optax.matrices.flax import specs_of_flax
 from merit_optax.matrices.masks import broadcast_mask
+from merit_optax.matrices.per_parameter import NO_PARAMS_MESSAGE
+from merit_optax.matrices.roles import roles
 
 Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
-
-# Of the names along a path: embeddings of tokens, positions and patches, and
-# heads, but not the heads of an attention, such as multi_head_attention.
-_INPUT_OR_OUTPUT = re.compile(
-  r'[Ee]mb(ed|s?(_|$))|^(wte|wpe|patchify)$|^logit'
-  r'|(^|_)(logits|classifier|(?<!multi_)(?<!attention_)(?<!attn_)head)(_|$)'
-  # Linen's automatic names, such as LMHead_0.
-  r'|(LM|Output|Classification)Head(_\d+)?$|^(Logits|Classifier)(_\d+)?$'
-)
-
-# The last name before that of the parameter.
-_NORM = re.compile(r'([Nn]orm|(^|[/_])ln)[^/]*$')
 
 
 def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   """Returns which parameters are hidden matrices.
 
-  By default these are all arrays with two or more axes but biases and scales
-  (also those of stacked layers, and the ``weight`` of a norm), embeddings and
-  heads. The latter are recognized by the names along their paths: names that
-  contain ``embed`` or ``Embed``, or ``emb`` at their end or before an
-  underscore, or begin with ``logit``; ``wte``, ``wpe`` and ``patchify``;
-  ``head``, ``logits`` or ``classifier``, alone or as a part that an underscore
-  sets apart, such as ``lm_head``, but not ``multi_head`` and
-  ``attention_head``; and Linen's ``LMHead``, ``OutputHead``,
-  ``ClassificationHead``, ``Logits`` and ``Classifier``, with a number or
-  without, such as ``LMHead_0``.
+  By default these are the kernels of attentions, recurrent layers, MLPs and
+  experts, where names and shapes leave no doubt. Embeddings, heads, routers,
+  tables of positions, tokens, convolutions, and biases and scales (of stacked
+  layers too) are not. A parameter with two or more axes whose name says nothing
+  is not either: a warning names it, since a wrong guess would cost a run.
 
   Args:
     params: Tree of arrays, or of their shapes.
@@ -62,29 +43,32 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
 
   Raises:
     ValueError: If ``hidden`` is none of these or does not fit the parameters;
-      if it chooses a parameter with fewer than two axes, or none at all, though
-      there are parameters; if the paths of two are written the same.
+      if one of its expressions is found in no path; if it chooses a parameter
+      with fewer than two axes.
+
+  Warns:
+    UserWarning: If ``hidden`` is ``None`` and names do not tell what a
+      parameter is.
 
   Examples:
     >>> import jax.numpy as jnp
     >>> import merit_optax
     >>> params = {
     ...     'embedding': jnp.zeros((50, 8)),
-    ...     'layer': {'kernel': jnp.zeros((8, 8)), 'bias': jnp.zeros(8)},
+    ...     'mlp': {'up': {'kernel': jnp.ones((8, 32)), 'bias': jnp.ones(32)}},
     ... }
     >>> merit_optax.hidden_matrices(params)
-    {'embedding': False, 'layer': {'bias': False, 'kernel': True}}
+    {'embedding': False, 'mlp': {'up': {'bias': False, 'kernel': True}}}
   """
-  # Placeholders of optax.tree.map_params have no leaves.
-  if not jax.tree.leaves(params):
-    return params
   params = as_arrays(params)
-  named = named_leaves(params)
+  if hidden is None:
+    _warn_of_unknown(params)
   chosen = _chosen(params, hidden)
-  are_hidden = jax.tree.leaves(chosen)
   vectors = [
     f'{name} {param.shape}'
-    for (name, param), is_hidden in zip(named, are_hidden, strict=True)
+    for (name, param), is_hidden in zip(
+      named_leaves(params), jax.tree.leaves(chosen), strict=True
+    )
     if is_hidden and len(param.shape) < 2
   ]
   if vectors:
@@ -92,24 +76,27 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
       'hidden must choose parameters with two or more axes, got '
       f'{", ".join(vectors)}.'
     )
-  if not any(are_hidden):
-    raise ValueError(
-      'hidden must choose at least one parameter, got none of '
-      f'{", ".join(name for name, _ in named)}.'
-    )
   return chosen
 
 
-def is_vector(name: str, param: Any) -> bool:
-  """Returns whether a parameter is a bias or scale, maybe of stacked layers.
-
-  Args:
-    name: Its path, with slashes.
-    param: The parameter, or its shape.
-  """
-  owner, _, leaf = name.rpartition('/')
-  is_weight_of_norm = leaf == 'weight' and _NORM.search(owner) is not None
-  return len(param.shape) < 2 or leaf in VECTORS or is_weight_of_norm
+def _warn_of_unknown(params: Any) -> None:
+  """Warns of parameters whose role is not known."""
+  unknown = {
+    name: param.shape
+    for (name, param), role in zip(
+      named_leaves(params), jax.tree.leaves(roles(params)), strict=True
+    )
+    if role == 'unknown'
+  }
+  if unknown:
+    listed = ', '.join(f'{name} {shape}' for name, shape in unknown.items())
+    warnings.warn(
+      'Names do not tell whether these parameters are hidden matrices, so they '
+      f'are left to the other optimizer: {listed}. Choose all hidden matrices '
+      f'by expressions, such as hidden=[{next(iter(unknown))!r}]; '
+      'merit_optax.describe(params, hidden=...) shows the result.',
+      stacklevel=3,
+    )
 
 
 def check_hidden(hidden: Hidden) -> Hidden:
@@ -124,78 +111,115 @@ def check_hidden(hidden: Hidden) -> Hidden:
   return hidden
 
 
-def dimension_numbers_or_default(
-  weight_dimension_numbers: WeightDimensionNumbers,
-) -> WeightDimensionNumbers:
-  """Returns those that are given, or else those of hidden matrices."""
-  if weight_dimension_numbers is None:
-    return hidden_dimension_numbers
-  return weight_dimension_numbers
+def partition_hidden(
+  optimizer: optax.GradientTransformation,
+  others: optax.GradientTransformation,
+  *,
+  hidden: Hidden = None,
+) -> optax.GradientTransformationExtraArgs:
+  """Updates hidden matrices with one optimizer, and all else with another.
+
+  Args:
+    optimizer: Optimizer of hidden matrices. It sees the other parameters masked
+      out.
+    others: Optimizer of all other parameters.
+    hidden: Which parameters are hidden matrices, see
+      :func:`merit_optax.hidden_matrices`; ``None`` for its default.
+
+  Returns:
+    The :func:`optax.partition` into ``'hidden'`` and ``'others'``, whose
+    ``update`` needs ``params``.
+
+  Raises:
+    ValueError: If one of the two is no :class:`optax.GradientTransformation`;
+      by ``init`` if ``hidden`` does not fit the parameters; by ``update`` if it
+      is called without ``params``.
+
+  Examples:
+    >>> import jax.numpy as jnp
+    >>> import merit_optax
+    >>> import optax
+    >>> optimizer = merit_optax.partition_hidden(
+    ...     merit_optax.merit(0.02, weight_decay=0.01),
+    ...     others=optax.adam(0.004),
+    ... )
+    >>> params = {
+    ...     'embedding': jnp.ones((50, 8)),
+    ...     'mlp': {'kernel': jnp.ones((8, 8)), 'bias': jnp.zeros(8)},
+    ... }
+    >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+    >>> print(f'{updates["embedding"][0, 0]:.3f}')
+    -0.004
+    >>> print(f'{updates["mlp"]["kernel"][0, 0]:.2f}')
+    -0.02
+  """
+  for name, value in (('optimizer', optimizer), ('others', others)):
+    if not isinstance(value, optax.GradientTransformation):
+      raise ValueError(
+        f'{name} must be an optax.GradientTransformation, got {value!r}.'
+      )
+  hidden = check_hidden(hidden)
+
+  def labels(params: optax.Params) -> Any:
+    return jax.tree.map(
+      lambda is_hidden: 'hidden' if is_hidden else 'others',
+      _chosen(params, hidden),
+    )
+
+  both = optax.partition({'hidden': optimizer, 'others': others}, labels)
+
+  def init_fn(params: optax.Params) -> optax.OptState:
+    params = as_arrays(params)
+    is_hidden = jax.tree.leaves(hidden_matrices(params, hidden))
+    # Placeholders of optax.tree.map_params have no leaves.
+    if is_hidden and not any(is_hidden):
+      raise ValueError(
+        f'hidden must choose at least one parameter, got {hidden!r}, and none '
+        f'of {", ".join(name for name, _ in named_leaves(params))}.'
+      )
+    return both.init(params)
+
+  def update_fn(
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params | None = None,
+    **extra_args: Any,
+  ) -> tuple[optax.Updates, optax.OptState]:
+    if params is None:
+      raise ValueError(NO_PARAMS_MESSAGE)
+    updates = as_arrays(updates, 'updates')
+    # A partition takes no params with leaves that have no update.
+    params = with_update(params, updates)
+    updates, state = both.update(updates, state, params, **extra_args)
+    return updates, state
+
+  return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def with_others(
+  optimizer: optax.GradientTransformation,
+  others: optax.GradientTransformation | None,
+  adam: optax.GradientTransformation,
+  adam_learning_rate: optax.ScalarOrSchedule,
+  hidden: Hidden,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the partition with ``others``, by default Adam at some rate."""
+  if others is None:
+    others = optax.chain(adam, optax.scale_by_learning_rate(adam_learning_rate))
+  return partition_hidden(optimizer, others, hidden=hidden)
 
 
 def hidden_dimension_numbers(params: Any) -> Any:
   """Returns the dimension numbers of hidden matrices; others are masked out.
 
   With two axes, these are rows and columns, whatever the name. With more they
-  are those of :func:`flax_dimension_numbers`, or it raises ``ValueError``.
+  are the specs of :func:`flax_dimension_numbers`, or it raises ``ValueError``.
   """
   return specs_of_flax(params, {}, {}, are_matrices=True)
 
 
-def check_matrices(
-  params: Any,
-  hidden: Hidden,
-  weight_dimension_numbers: WeightDimensionNumbers,
-) -> tuple[Any, Any]:
-  """Returns hidden matrices and their axes; others are masked out.
-
-  Raises:
-    ValueError: If a spec does not fit its parameter or gives a hidden one no
-      rows; without specs, if the bias of a hidden matrix contradicts it.
-  """
-  if weight_dimension_numbers is None:
-    _check_names(params, hidden)
-  matrices = jax.tree.map(
-    lambda x, is_hidden: x if is_hidden else optax.MaskedNode(),
-    params,
-    hidden_matrices(params, hidden),
-  )
-  axes = matrix_axes(
-    dimension_numbers_or_default(weight_dimension_numbers), matrices
-  )
-  treedef: Any = jax.tree.structure(matrices)
-  vectors = [
-    name
-    for name, x in zip(
-      path_names(matrices), treedef.flatten_up_to(axes), strict=True
-    )
-    if not x.rows
-  ]
-  if vectors:
-    raise ValueError(
-      'weight_dimension_numbers must give hidden matrices rows and columns, '
-      f'got none for {", ".join(vectors)}. Leave these to Adam by hidden.'
-    )
-  return matrices, axes
-
-
-def _check_names(params: Any, hidden: Hidden) -> None:
-  """Raises ``ValueError`` where the bias of a hidden matrix contradicts it."""
-  name_of = path_namer(params)
-  hidden_dimension_numbers(
-    jax.tree_util.tree_map_with_path(
-      lambda path, x, is_hidden: (
-        x if is_hidden or name_of(path).endswith('bias') else optax.MaskedNode()
-      ),
-      params,
-      hidden_matrices(params, hidden),
-    )
-  )
-
-
 def _chosen(params: Any, hidden: Hidden) -> Any:
   """Returns a tree of booleans with the structure of the parameters."""
-  name_of = path_namer(params)
   patterns = _patterns(check_hidden(hidden))
   if hidden is not None and patterns is None:
     try:
@@ -205,15 +229,17 @@ def _chosen(params: Any, hidden: Hidden) -> Any:
         f'{error} It may also be a regular expression, or a sequence of them.'
       ) from None
 
-  def is_hidden(path: Any, param: Any) -> bool:
-    if patterns is not None:
-      return any(re.search(pattern, name_of(path)) for pattern in patterns)
-    name = name_of(path)
-    if is_vector(name, param):
-      return False
-    return not any(map(_INPUT_OR_OUTPUT.search, name.split('/')))
-
-  return jax.tree_util.tree_map_with_path(is_hidden, params)
+  if patterns is None:
+    return jax.tree.map(lambda role: role == 'hidden', roles(params))
+  names = [name for name, _ in named_leaves(params)]
+  for pattern in patterns:
+    if not any(re.search(pattern, name) for name in names):
+      raise ValueError(
+        f'hidden must match parameters, got {pattern!r}, found in none of '
+        f'{", ".join(names)}.'
+      )
+  found = [any(re.search(x, name) for x in patterns) for name in names]
+  return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
 def _patterns(hidden: Any) -> list[str] | None:

@@ -1,7 +1,6 @@
 """Hyperball optimizers in one call: chains of this package's transforms."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import optax
@@ -9,9 +8,12 @@ import optax
 from merit_optax._internal import arguments
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
-from merit_optax.optimizers.adam_for_others import Others, with_adam
-from merit_optax.optimizers.hidden import Hidden, dimension_numbers_or_default
-from merit_optax.transforms.adam import adam_direction, scale_by_adam
+from merit_optax.optimizers.hidden import (
+  Hidden,
+  hidden_dimension_numbers,
+  with_others,
+)
+from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.keep_norms import keep_matrix_norms
 from merit_optax.transforms.muon import scale_by_muon
 from merit_optax.transforms.newton_schulz import Coefficients
@@ -56,6 +58,9 @@ def hyperball(
       would rise.
     learning_rate: Learning rate, or a schedule from steps to learning rates.
     radius: Which norm is kept, see :func:`merit_optax.keep_matrix_norms`.
+      Inside :func:`optax.lookahead`, and before
+      :func:`optax.contrib.reduce_on_plateau`, which change steps or parameters
+      themselves, pass ``'initial'``.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`. The
       direction needs its own.
@@ -110,19 +115,11 @@ def muon_hyperball(
   learning_rate: optax.ScalarOrSchedule,
   beta: jax.typing.ArrayLike = 0.9,
   *,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
-  vector_learning_rate: optax.ScalarOrSchedule | None = None,
-  adam_b1: jax.typing.ArrayLike = 0.9,
-  adam_b2: jax.typing.ArrayLike = 0.95,
-  adam_eps: jax.typing.ArrayLike = 1e-6,
-  adam_bias_correction: bool = False,
-  adam_weight_decay: optax.ScalarOrSchedule = 0.0,
-  adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  others: optax.GradientTransformation | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
   radius: Literal['current', 'initial'] = 'current',
   mu_dtype: jax.typing.DTypeLike | None = None,
-  nu_dtype: jax.typing.DTypeLike | None = None,
   nesterov: bool = True,
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
@@ -134,10 +131,7 @@ def muon_hyperball(
   Each step turns every hidden matrix by a fraction of its norm along Muon's
   direction, and keeps its norm: :func:`merit_optax.hyperball` of
   :func:`merit_optax.scale_by_muon`. Embeddings, heads, biases and scales take
-  :func:`merit_optax.scale_by_adam`. In the documentation's study its loss was
-  0.007 to 0.010 below that of a tuned :func:`merit_optax.muon` at two of three
-  batch sizes; no difference was detected at the largest, nor at the middle one
-  with two and four times the tokens. There is no weight decay to tune.
+  :func:`merit_optax.scale_by_adam`. There is no weight decay to tune.
 
   - The norm that a matrix has at first is that of the whole run: initialize
     matrices and embeddings with a standard deviation of about
@@ -147,31 +141,17 @@ def muon_hyperball(
     :func:`merit_optax.starting_learning_rate`.
   - Put a clip of the gradient's norm in front, such as
     :func:`optax.clip_by_global_norm`, and use a warm-up.
-  - :func:`merit_optax.describe_hyperball` shows how each parameter is treated.
-
-  Given the same gradients, an update has the same bits on every mesh where
-  matrices are whole (see ``mesh_axes``).
+  - :func:`merit_optax.describe` shows how each parameter is treated.
 
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
       learning rates: the norm of a step as a fraction of that of the matrix.
     beta: Decay rate of Muon's momentum, in [0, 1). (The default of
       ``scale_by_muon`` is 0.95, as in Optax.)
-    adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for a
-      third of ``learning_rate``.
-    vector_learning_rate: Learning rate of what Adam updates and has fewer than
-      two axes, or is a bias or scale of stacked layers by its name, as in
-      :func:`merit_optax.hidden_matrices`; ``None`` for that of Adam.
-    adam_b1: Decay rate of Adam's first moment, in [0, 1).
-    adam_b2: Decay rate of Adam's second moment, in [0, 1).
-    adam_eps: Added to the root of Adam's second moment, >= 0; at zero, a zero
-      gradient gives NaN.
-    adam_bias_correction: Whether Adam's moments are corrected for their start
-      at zero.
-    adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
-      Hidden matrices have none, since their norm is kept.
-    adam_weight_decay_mask: Tree of booleans, or a function from parameters to
-      one, that selects which parameters of Adam decay; ``None`` for all.
+    others: Optimizer of all other parameters, such as ``optax.adamw(0.004)`` or
+      an :func:`optax.partition` with a rate for each group; ``None`` for
+      :func:`merit_optax.scale_by_adam` at a third of
+      ``learning_rate``.
     hidden: Which parameters are hidden matrices: regular expressions, a tree or
       a function, see :func:`merit_optax.hidden_matrices`; ``None`` for its
       default.
@@ -184,9 +164,8 @@ def muon_hyperball(
       ``functools.partial(merit_optax.flax_dimension_numbers,
       stacked={'blocks/': 1})``.
     radius: Which norm is kept, see :func:`merit_optax.keep_matrix_norms`.
-    mu_dtype: dtype of the momentum and of Adam's first moment; ``None`` for
-      that of the parameter.
-    nu_dtype: dtype of Adam's second moment; ``None`` for that of the parameter.
+    mu_dtype: dtype of the momentum, and of the first moment of the default
+      ``others``; ``None`` for the parameter's.
     nesterov: Whether Muon uses Nesterov momentum.
     ns_coeffs: Coefficients of the Newton-Schulz iterations, see
       :func:`merit_optax.scale_by_muon`.
@@ -196,10 +175,7 @@ def muon_hyperball(
       :func:`merit_optax.scale_by_muon`.
 
   Returns:
-    The corresponding :class:`optax.GradientTransformationExtraArgs`, an
-    :func:`optax.partition` into ``'hidden'``, ``'others'`` and, if they have a
-    learning rate of their own, ``'vectors'``, whose ``update`` needs
-    ``params``.
+    The corresponding :func:`merit_optax.partition_hidden`.
 
   Raises:
     ValueError: If an argument is out of range; by ``init`` and ``update`` if
@@ -213,13 +189,13 @@ def muon_hyperball(
     >>> import merit_optax
     >>> params = {
     ...     'embedding': jnp.ones((50, 8)),
-    ...     'layer': {'kernel': jnp.eye(8), 'bias': jnp.zeros(8)},
+    ...     'mlp': {'kernel': jnp.eye(8), 'bias': jnp.zeros(8)},
     ... }
     >>> optimizer = merit_optax.muon_hyperball(0.07)
     >>> state = optimizer.init(params)
     >>> gradients = jax.tree.map(jnp.ones_like, params)
     >>> updates, state = optimizer.update(gradients, state, params)
-    >>> kernel = params['layer']['kernel'] + updates['layer']['kernel']
+    >>> kernel = params['mlp']['kernel'] + updates['mlp']['kernel']
     >>> print(f'{jnp.linalg.norm(kernel):.4f} {jnp.sqrt(8):.4f}')
     2.8284 2.8284
 
@@ -230,7 +206,7 @@ def muon_hyperball(
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
-  numbers = dimension_numbers_or_default(weight_dimension_numbers)
+  numbers = weight_dimension_numbers or hidden_dimension_numbers
   direction = scale_by_muon(
     ns_coeffs,
     ns_steps,
@@ -244,22 +220,9 @@ def muon_hyperball(
   hidden_optimizer = hyperball(
     direction, learning_rate, radius=radius, weight_dimension_numbers=numbers
   )
-  others = Others(
-    adam_direction(
-      adam_b1,
-      adam_b2,
-      adam_eps,
-      mu_dtype=mu_dtype,
-      nu_dtype=nu_dtype,
-      bias_correction=adam_bias_correction,
-      prefix='adam_',
-    ),
-    _adam_rate(learning_rate, adam_learning_rate),
-    vector_learning_rate,
-    adam_weight_decay,
-    adam_weight_decay_mask,
-  )
-  return with_adam(hidden_optimizer, others, hidden, weight_dimension_numbers)
+  adam = scale_by_adam(mu_dtype=mu_dtype)
+  rate = _adam_rate(learning_rate)
+  return with_others(hidden_optimizer, others, adam, rate, hidden)
 
 
 def adam_hyperball(
@@ -269,10 +232,7 @@ def adam_hyperball(
   eps: jax.typing.ArrayLike = 1e-6,
   *,
   bias_correction: bool = False,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
-  vector_learning_rate: optax.ScalarOrSchedule | None = None,
-  adam_weight_decay: optax.ScalarOrSchedule = 0.0,
-  adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  others: optax.GradientTransformation | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
   radius: Literal['current', 'initial'] = 'current',
@@ -283,8 +243,7 @@ def adam_hyperball(
 
   As :func:`merit_optax.muon_hyperball`, with the direction of
   :func:`merit_optax.scale_by_adam` for hidden matrices. Its update takes about
-  twice as long as Adam's on a GPU, and needs no products of matrices. In the
-  documentation's study it was not better than AdamW.
+  twice as long as Adam's on a GPU, and needs no products of matrices.
 
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
@@ -294,10 +253,7 @@ def adam_hyperball(
     eps: Added to the root of the second moment, >= 0; at zero, a zero gradient
       gives NaN.
     bias_correction: Whether moments are corrected for their start at zero.
-    adam_learning_rate: As in ``muon_hyperball``.
-    vector_learning_rate: As in ``muon_hyperball``.
-    adam_weight_decay: As in ``muon_hyperball``.
-    adam_weight_decay_mask: As in ``muon_hyperball``.
+    others: As in ``muon_hyperball``.
     hidden: As in ``muon_hyperball``.
     weight_dimension_numbers: As in ``muon_hyperball``.
     radius: As in ``muon_hyperball``.
@@ -314,10 +270,10 @@ def adam_hyperball(
   Examples:
     >>> import jax.numpy as jnp
     >>> import merit_optax
-    >>> params = {'embedding': jnp.ones((50, 8)), 'kernel': jnp.eye(8)}
+    >>> params = {'embedding': jnp.ones((50, 8)), 'mlp': jnp.eye(8)}
     >>> optimizer = merit_optax.adam_hyperball(0.03)
     >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
-    >>> print(f'{jnp.linalg.norm(params["kernel"] + updates["kernel"]):.4f}')
+    >>> print(f'{jnp.linalg.norm(params["mlp"] + updates["mlp"]):.4f}')
     2.8284
 
   References:
@@ -336,27 +292,16 @@ def adam_hyperball(
     direction,
     learning_rate,
     radius=radius,
-    weight_dimension_numbers=dimension_numbers_or_default(
-      weight_dimension_numbers
+    weight_dimension_numbers=(
+      weight_dimension_numbers or hidden_dimension_numbers
     ),
   )
-  others = Others(
-    direction,
-    _adam_rate(learning_rate, adam_learning_rate),
-    vector_learning_rate,
-    adam_weight_decay,
-    adam_weight_decay_mask,
-  )
-  return with_adam(hidden_optimizer, others, hidden, weight_dimension_numbers)
+  rate = _adam_rate(learning_rate)
+  return with_others(hidden_optimizer, others, direction, rate, hidden)
 
 
-def _adam_rate(
-  learning_rate: optax.ScalarOrSchedule,
-  adam_learning_rate: optax.ScalarOrSchedule | None,
-) -> optax.ScalarOrSchedule:
-  """Returns the learning rate of Adam, a third of the other by default."""
-  if adam_learning_rate is not None:
-    return adam_learning_rate
+def _adam_rate(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+  """Returns a third of a learning rate, or of a schedule."""
   rate = arguments.learning_rate('learning_rate', learning_rate)
   if callable(rate):
     return lambda step: _ADAM_RATE * rate(step)

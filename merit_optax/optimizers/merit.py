@@ -74,8 +74,7 @@ def merit(
     eps: Added to the root of the second moment, >= 0. With both ``eps`` and
       ``eps_root`` at zero, a zero gradient gives NaN.
     eps_root: Added to the second moment inside the root, >= 0.
-    weight_decay: Weight decay, inside the trust ratio, >= 0, or a schedule of
-      it (not with optax 0.2.6).
+    weight_decay: Weight decay, inside the trust ratio, >= 0, or a schedule.
     mask: Tree of booleans (or a function from parameters to one) that selects
       the parameters to decay; ``None`` for all.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.

@@ -1,8 +1,6 @@
 """Muon in one call: a chain for hidden matrices, and Adam for all others."""
 
-from collections.abc import Callable
 import math
-from typing import Any
 
 import jax
 import optax
@@ -10,9 +8,12 @@ import optax
 from merit_optax._internal import arguments
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
-from merit_optax.optimizers.adam_for_others import Others, with_adam
-from merit_optax.optimizers.hidden import Hidden, dimension_numbers_or_default
-from merit_optax.transforms.adam import adam_direction
+from merit_optax.optimizers.hidden import (
+  Hidden,
+  hidden_dimension_numbers,
+  with_others,
+)
+from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.muon import scale_by_muon
 from merit_optax.transforms.newton_schulz import Coefficients
 from merit_optax.transforms.shape import scale_by_shape
@@ -23,18 +24,10 @@ def muon(
   beta: jax.typing.ArrayLike = 0.9,
   *,
   weight_decay: optax.ScalarOrSchedule = 0.0,
-  adam_learning_rate: optax.ScalarOrSchedule | None = None,
-  vector_learning_rate: optax.ScalarOrSchedule | None = None,
-  adam_b1: jax.typing.ArrayLike = 0.9,
-  adam_b2: jax.typing.ArrayLike = 0.95,
-  adam_eps: jax.typing.ArrayLike = 1e-6,
-  adam_bias_correction: bool = True,
-  adam_weight_decay: optax.ScalarOrSchedule = 0.0,
-  adam_weight_decay_mask: Any | Callable[[optax.Params], Any] | None = None,
+  others: optax.GradientTransformation | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
   mu_dtype: jax.typing.DTypeLike | None = None,
-  nu_dtype: jax.typing.DTypeLike | None = None,
   nesterov: bool = True,
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
@@ -56,10 +49,7 @@ def muon(
   take Adam.
 
   - For a learning rate to start at, see
-    :func:`merit_optax.starting_learning_rate`. In the documentation's study,
-    the best rate of embeddings (tied to the head) was 0.66 to 2.6 times that of
-    hidden matrices, that of biases and scales 0.33 to 0.66 times, and the
-    decay 0.01 to 0.3.
+    :func:`merit_optax.starting_learning_rate`.
   - Put a clip of the gradient's norm in front, such as
     :func:`optax.clip_by_global_norm`, and use a warm-up.
   - On GPUs and TPUs pass ``ns_dtype='bfloat16'``, unless products in float32
@@ -75,28 +65,20 @@ def muon(
   and those with ``None`` among the dimension numbers are Adam's; here
   ``hidden`` decides. The states differ.
 
-  Given the same gradients, an update has the same bits on every mesh where
-  matrices are whole (see ``mesh_axes``).
-
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
       learning rates.
     beta: Decay rate of Muon's momentum, in [0, 1). (The default of
       ``scale_by_muon`` is 0.95, as in Optax.)
     weight_decay: Weight decay of hidden matrices, >= 0, or a schedule.
-    adam_learning_rate: Learning rate of Adam, or a schedule; ``None`` for
+    others: Optimizer of all other parameters, such as ``optax.adamw(0.004)`` or
+      an :func:`optax.partition` with a rate for each group; ``None`` for
+      :func:`merit_optax.scale_by_adam` with bias correction, at
       ``learning_rate``.
-    vector_learning_rate: As in ``muon_hyperball``.
-    adam_b1: As in ``muon_hyperball``.
-    adam_b2: As in ``muon_hyperball``.
-    adam_eps: As in ``muon_hyperball``.
-    adam_bias_correction: As in ``muon_hyperball``.
-    adam_weight_decay: Weight decay of what Adam updates, >= 0, or a schedule.
-    adam_weight_decay_mask: As in ``muon_hyperball``.
     hidden: As in ``muon_hyperball``.
     weight_dimension_numbers: As in ``muon_hyperball``.
-    mu_dtype: As in ``muon_hyperball``.
-    nu_dtype: As in ``muon_hyperball``.
+    mu_dtype: dtype of the momentum, and of the first moment of the default
+      ``others``; ``None`` for the parameter's.
     nesterov: As in ``muon_hyperball``.
     ns_coeffs: As in ``muon_hyperball``.
     ns_steps: As in ``muon_hyperball``.
@@ -115,11 +97,11 @@ def muon(
     >>> import merit_optax
     >>> params = {
     ...     'embedding': jnp.ones((50, 8)),
-    ...     'layer': {'kernel': jnp.eye(8), 'bias': jnp.ones(8)},
+    ...     'mlp': {'kernel': jnp.eye(8), 'bias': jnp.ones(8)},
     ... }
     >>> optimizer = merit_optax.muon(0.02, weight_decay=0.1)
     >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
-    >>> print(f'{jnp.linalg.norm(updates["layer"]["kernel"]):.3f}')
+    >>> print(f'{jnp.linalg.norm(updates["mlp"]["kernel"]):.3f}')
     0.040
 
   References:
@@ -130,7 +112,7 @@ def muon(
     <https://arxiv.org/abs/2502.16982>`_, 2025, for the size of a step.
   """
   rate = arguments.learning_rate('learning_rate', learning_rate)
-  numbers = dimension_numbers_or_default(weight_dimension_numbers)
+  numbers = weight_dimension_numbers or hidden_dimension_numbers
   matrices = optax.chain(
     scale_by_muon(
       ns_coeffs,
@@ -148,22 +130,8 @@ def muon(
     ),
     optax.scale_by_learning_rate(rate),
   )
-  others = Others(
-    adam_direction(
-      adam_b1,
-      adam_b2,
-      adam_eps,
-      mu_dtype=mu_dtype,
-      nu_dtype=nu_dtype,
-      bias_correction=adam_bias_correction,
-      prefix='adam_',
-    ),
-    rate if adam_learning_rate is None else adam_learning_rate,
-    vector_learning_rate,
-    adam_weight_decay,
-    adam_weight_decay_mask,
-  )
-  return with_adam(matrices, others, hidden, weight_dimension_numbers)
+  adam = scale_by_adam(mu_dtype=mu_dtype, bias_correction=True)
+  return with_others(matrices, others, adam, rate, hidden)
 
 
 def _size_of_adam(rows: int, columns: int) -> float:

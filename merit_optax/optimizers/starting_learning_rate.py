@@ -10,42 +10,46 @@ _RATE_TIMES_ROOT = MappingProxyType(
   {'merit': 0.4, 'lamb': 0.45, 'muon': 0.5, 'muon_hyperball': 1.25}
 )
 _FEWEST_STEPS = 150
+_WIDTH = 64
 
 
-def starting_learning_rate(optimizer: str, steps: int) -> float:
-  r"""Returns a peak learning rate to start at, by the number of steps.
+def starting_learning_rate(
+  optimizer: str, steps: int, width: int | None = None
+) -> float:
+  r"""Returns a peak learning rate to start a search at.
 
-  It is a constant over the root of the number of steps, with two digits. The
-  constant is
+  It is a constant over the root of the number of steps, with two digits:
 
-  - 0.4 for ``'merit'``, :func:`merit_optax.merit`;
-  - 0.45 for ``'lamb'``, :func:`optax.lamb`;
-  - 0.5 for ``'muon'``, :func:`merit_optax.muon`, or :func:`optax.contrib.muon`
-    with ``consistent_rms=0.2``;
-  - 1.25 for ``'muon_hyperball'``, :func:`merit_optax.muon_hyperball`.
+  - 0.4 for ``'merit'``, :func:`merit_optax.merit`, and 0.45 for ``'lamb'``,
+    :func:`optax.lamb`: measured at a width of 64, in 153 to 2,441 steps, and
+    within a factor of 2 of the best at a width of 384, in 236 steps;
+  - 0.5 (64 / width)\ :sup:`1/4` for ``'muon'``, :func:`merit_optax.muon`:
+    measured at widths of 64 and 384, and by modded-nanogpt at 768 (0.0045 in
+    3,250 steps, in the units of :func:`merit_optax.muon`);
+  - 1.25 for ``'muon_hyperball'``, :func:`merit_optax.muon_hyperball`: measured
+    at 64, by modded-nanogpt at 768, and by Marin at 512 to 1,024.
 
-  The best rates of the documentation's study, in runs of 153 to 2,441 steps of
-  a GPT-2 with 0.2 million parameters (batches of 16 to 256 sequences of 64
-  tokens, a linear warm-up over 10 % of the steps, then a cosine to zero; a b1
-  of 0.9, with Muon and Hyperball 0.95) lie within a factor of 1.5 of it. With a
-  beta of 0.8 or a longer warm-up, those of Muon were up to twice as high, and
-  up to four times with everything tuned. Outside of that range, it is a guess:
-  fewer than 150 steps get the rate of 150.
+  Elsewhere it is a guess. Fewer than 150 steps get the rate of 150.
 
   Args:
     optimizer: Name of an optimizer, one of those above.
     steps: Number of steps of the run, >= 1.
+    width: Features of the residual stream, >= 1. Muon needs it; the other rates
+      do not depend on it.
 
   Returns:
     The learning rate at the end of the warm-up.
 
   Raises:
-    ValueError: If there is no such name, or ``steps`` is no integer >= 1.
+    ValueError: If there is no such name, if ``steps`` or ``width`` is no
+      integer >= 1, or if Muon has no ``width``.
 
   Examples:
     >>> import merit_optax
     >>> merit_optax.starting_learning_rate('muon_hyperball', 2400)
     0.026
+    >>> merit_optax.starting_learning_rate('muon', 3250, width=768)
+    0.0047
   """
   if not isinstance(optimizer, str) or optimizer not in _RATE_TIMES_ROOT:
     raise ValueError(
@@ -53,5 +57,11 @@ def starting_learning_rate(optimizer: str, steps: int) -> float:
     )
   if not is_integer(steps) or steps < 1:
     raise ValueError(f'steps must be an integer >= 1, got {steps!r}.')
-  root = math.sqrt(max(steps, _FEWEST_STEPS))
-  return float(f'{_RATE_TIMES_ROOT[optimizer] / root:.2g}')
+  if optimizer != 'muon' and width is None:
+    width = _WIDTH
+  if width is None or not is_integer(width) or width < 1:
+    raise ValueError(f'width must be an integer >= 1, got {width!r}.')
+  rate = _RATE_TIMES_ROOT[optimizer] / math.sqrt(max(steps, _FEWEST_STEPS))
+  if optimizer == 'muon':
+    rate *= (_WIDTH / width) ** 0.25
+  return float(f'{rate:.2g}')

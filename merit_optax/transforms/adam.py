@@ -101,49 +101,21 @@ def scale_by_adam(
     Kingma et al., `Adam: A Method for Stochastic Optimization
     <https://arxiv.org/abs/1412.6980>`_, 2014.
   """
-  return adam_direction(
-    b1,
-    b2,
-    eps,
-    eps_root,
-    mu_dtype=mu_dtype,
-    nu_dtype=nu_dtype,
-    bias_correction=bias_correction,
-    nesterov=nesterov,
-  )
-
-
-def adam_direction(
-  b1: jax.typing.ArrayLike,
-  b2: jax.typing.ArrayLike,
-  eps: jax.typing.ArrayLike,
-  eps_root: jax.typing.ArrayLike = 0.0,
-  *,
-  mu_dtype: jax.typing.DTypeLike | None,
-  nu_dtype: jax.typing.DTypeLike | None,
-  bias_correction: bool,
-  nesterov: bool = False,
-  prefix: str = '',
-) -> optax.GradientTransformation:
-  """Returns ``scale_by_adam``, whose errors name arguments with a prefix."""
-  b1_name, b2_name = f'{prefix}b1', f'{prefix}b2'
-  b1 = arguments.decay_rate(b1_name, b1)
-  b2 = arguments.decay_rate(b2_name, b2)
-  eps = arguments.at_least_zero(f'{prefix}eps', eps)
+  b1 = arguments.decay_rate('b1', b1)
+  b2 = arguments.decay_rate('b2', b2)
+  eps = arguments.at_least_zero('eps', eps)
   eps_root = arguments.at_least_zero('eps_root', eps_root)
-  bias_correction = arguments.boolean(
-    f'{prefix}bias_correction', bias_correction
-  )
+  bias_correction = arguments.boolean('bias_correction', bias_correction)
   nesterov = arguments.boolean('nesterov', nesterov)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   nu_dtype = moment_dtype('nu_dtype', nu_dtype)
-  check_decay(b1_name, b1, mu_dtype)
-  check_decay(b2_name, b2, nu_dtype)
+  check_decay('b1', b1, mu_dtype)
+  check_decay('b2', b2, nu_dtype)
 
   def init_fn(params: optax.Params) -> optax.ScaleByAdamState:
     params = as_arrays(params)
-    check_decay(b1_name, b1, mu_dtype, params)
-    check_decay(b2_name, b2, nu_dtype, params)
+    check_decay('b1', b1, mu_dtype, params)
+    check_decay('b2', b2, nu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     return optax.ScaleByAdamState(
       count=jnp.zeros([], jnp.int32),

@@ -236,5 +236,5 @@ def _orthogonalize(
   eps: jax.Array,
 ) -> jax.Array:
   dtype = dtype or stack.dtype
-  found = orthogonalize(stack, coefficients, eps, dtype)
+  found: jax.Array = orthogonalize(stack, coefficients, eps, dtype)
   return found.astype(stack.dtype)

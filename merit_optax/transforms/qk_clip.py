@@ -1,7 +1,8 @@
 """QK-clip: bounds attention logits by scaling the weights."""
 
 from collections.abc import Mapping
-from typing import Any
+import re
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,30 @@ from merit_optax._internal.trees import (
   path_namer,
 )
 from merit_optax.matrices.per_parameter import NO_PARAMS_MESSAGE
-from merit_optax.transforms.attention_heads import (
-  AttentionHeads,
-  MisfitError,
-  check_heads,
-  check_params,
-  matching,
-  spread,
+
+_QK = '(q|k|qk|query|key)'
+_QK_NORM = re.compile(
+  rf'(^|[/_]){_QK}_?((layer|rms|l2)_?)?(norm|ln)(/|_|$)|norm_{_QK}(/|_|$)',
+  re.IGNORECASE,
 )
+
+
+class AttentionHeads(NamedTuple):
+  """Where the heads of queries or of keys are stored in a parameter.
+
+  Attributes:
+    axis: Axis of the heads, or of the features of all heads if those of each
+      head are adjacent (a wrong axis is not detected if the number of heads
+      divides its size). Negative axes fit both a kernel and its bias.
+    layers: Axis of scanned layers, if there is one.
+    part: Axis of a fused projection that separates queries and keys, and the
+      index or slice to use along it, such as ``(-2, 0)`` or
+      ``(-1, slice(0, 768))``; ``None`` if the parameter holds nothing else.
+  """
+
+  axis: int
+  layers: int | None = None
+  part: tuple[int, int | slice] | None = None
 
 
 def qk_clip(
@@ -127,8 +144,8 @@ def qk_clip(
     <https://arxiv.org/abs/2507.20534>`_, 2025, section on QK-Clip.
   """
   threshold = arguments.above_zero('threshold', threshold)
-  check_heads('query', query)
-  check_heads('key', key)
+  _check_heads('query', query)
+  _check_heads('key', key)
   if num_key_heads is not None and not _is_count(num_key_heads):
     raise ValueError(
       'num_key_heads must be an integer >= 1 (named in static_args of '
@@ -136,7 +153,7 @@ def qk_clip(
     )
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
-    check_params(as_arrays(params), query, key)
+    _check_params(as_arrays(params), query, key)
     return optax.EmptyState()
 
   def update_fn(
@@ -160,7 +177,7 @@ def qk_clip(
       path: Any, param: jax.Array, update: jax.Array, found: Any
     ) -> jax.Array:
       name = name_of(path)
-      sides = (matching(query, name), True), (matching(key, name), False)
+      sides = (_matching(query, name), True), (_matching(key, name), False)
       if is_absent(update) or all(heads is None for heads, _ in sides):
         return update
       check_shape(name, param, update)
@@ -170,8 +187,8 @@ def qk_clip(
         for heads, is_query in sides:
           if heads is not None:
             scales = _scales(logits, threshold, num_key_heads, is_query)
-            factor = factor * spread(scales, heads, param.shape)
-      except MisfitError as error:
+            factor = factor * _spread(scales, heads, param.shape)
+      except _MisfitError as error:
         raise ValueError(
           f'max_logits must fit the parameter {name!r} of '
           f'shape {param.shape}: {error}.'
@@ -195,14 +212,14 @@ def _logits(found: Any) -> jax.Array:
   try:
     logits = jnp.asarray(found)
   except TypeError:  # Nothing is given for it, or no array.
-    raise MisfitError(
+    raise _MisfitError(
       'expected an array of shape (heads,) or (layers, heads), such as '
       '.max_logit of attention_statistics, or a tree of them with one for it'
     ) from None
   if jnp.iscomplexobj(logits):
-    raise MisfitError(f'expected real numbers, got {logits.dtype}')
+    raise _MisfitError(f'expected real numbers, got {logits.dtype}')
   if logits.ndim < 1 or not logits.size:
-    raise MisfitError(f'their shape {logits.shape} has no heads')
+    raise _MisfitError(f'their shape {logits.shape} has no heads')
   return whole(logits)
 
 
@@ -216,7 +233,7 @@ def _scales(
   *layers, num_heads = max_logits.shape
   groups = num_key_heads or num_heads
   if num_heads % groups:
-    raise MisfitError(f'{groups} key heads do not divide {num_heads} heads')
+    raise _MisfitError(f'{groups} key heads do not divide {num_heads} heads')
   largest = widen(max_logits).reshape(*layers, groups, -1).max(-1)
   is_too_large = (largest > threshold) & jnp.isfinite(largest)
   scales = jnp.sqrt(threshold / jnp.where(is_too_large, largest, threshold))
@@ -234,3 +251,171 @@ def _scaled_update(
   return jnp.where(factor == 1, widen(update), scaled).astype(
     common_dtype(param, update)
   )
+
+
+class _MisfitError(Exception):
+  """What does not fit a parameter, to follow a colon."""
+
+
+def _check_heads(name: str, patterns: Any) -> None:
+  """Raises ``ValueError`` unless patterns say where heads lie."""
+  is_mapping = isinstance(patterns, Mapping) and len(patterns)
+  if not (is_mapping and all(map(_is_heads, patterns.values()))):
+    raise ValueError(
+      f'{name} must map at least one pattern to an AttentionHeads(axis, '
+      'layers, part) of integers, the last a pair of an axis and an index or '
+      f'a slice with a positive step, got {patterns!r}.'
+    )
+  arguments.check_patterns(name, patterns)
+
+
+def _is_heads(x: Any) -> bool:
+  if not isinstance(x, AttentionHeads):
+    return False
+  axes = [x.axis] if x.layers is None else [x.axis, x.layers]
+  if x.part is not None:
+    if not isinstance(x.part, tuple) or len(x.part) != 2:
+      return False
+    axes.append(x.part[0])
+  is_where = x.part is None or _is_index_or_slice(x.part[1])
+  return is_where and all(map(arguments.is_integer, axes))
+
+
+def _is_index_or_slice(x: Any) -> bool:
+  if not isinstance(x, slice):
+    return arguments.is_integer(x)
+  given = [n for n in (x.start, x.stop) if n is not None]
+  is_step = x.step is None or (arguments.is_integer(x.step) and x.step > 0)
+  return is_step and all(map(arguments.is_integer, given))
+
+
+def _matching(
+  patterns: Mapping[str, AttentionHeads], name: str
+) -> AttentionHeads | None:
+  """Returns what is said of a parameter first, if anything is."""
+  return next((x for p, x in patterns.items() if re.search(p, name)), None)
+
+
+def _check_params(
+  params: Any,
+  query: Mapping[str, AttentionHeads],
+  key: Mapping[str, AttentionHeads],
+) -> None:
+  """Raises ``ValueError`` for what does not fit, and for QK-norm."""
+  name_of = path_namer(params)
+  leaves = [
+    (name_of(path), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+  ]
+  names = [name for name, _ in leaves]
+  if names in ([], ['']):  # A placeholder of optax.tree.map_params.
+    return
+  patterns = {*query, *key}
+  unused = [p for p in patterns if not any(re.search(p, n) for n in names)]
+  if unused:
+    raise ValueError(
+      'query and key must match a path each, got patterns that match none: '
+      f'{sorted(map(str, unused))}.'
+    )
+  norms = [name for name in names if _QK_NORM.search(name)]
+  if norms:
+    raise ValueError(
+      'qk_clip cannot bound logits behind QK-norm, where the scale of a '
+      f'projection changes nothing. These parameters look like one: {norms}. '
+      'Lower their scales instead, or do without one of the two; a norm in '
+      'front of the projections needs another name.'
+    )
+  for name, leaf in leaves:
+    _check_fit(name, leaf.shape, _matching(query, name), _matching(key, name))
+
+
+def _check_fit(
+  name: str, shape: tuple[int, ...], *sides: AttentionHeads | None
+) -> None:
+  """Raises ``ValueError`` unless axes fit a shape, and parts lie apart."""
+  given = [heads for heads in sides if heads is not None]
+  try:
+    picked = [_Places.of(heads, shape) for heads in given]
+  except _MisfitError as error:
+    raise ValueError(
+      f'query and key must fit the parameter {name!r} of shape {shape}: '
+      f'{error}.'
+    ) from None
+  if len(picked) == 2 and not picked[0].is_apart_from(picked[1]):
+    raise ValueError(
+      f'query and key must name different parts of the parameter {name!r} of '
+      f'shape {shape}, got {given[0]} and {given[1]}.'
+    )
+
+
+class _Places(NamedTuple):
+  """Axes of a parameter, and the indices of the part that is meant.
+
+  Attributes:
+    axes: Axes that count layers, if there are any, and heads.
+    part_axis: Axis of the part, None for the whole parameter.
+    indices: Indices of the part along it.
+  """
+
+  axes: tuple[int, ...]
+  part_axis: int | None
+  indices: range
+
+  @staticmethod
+  def of(heads: AttentionHeads, shape: tuple[int, ...]) -> '_Places':
+    """Returns the places of heads in a shape; raises ``_MisfitError``."""
+    named = (
+      (heads.axis,) if heads.layers is None else (heads.layers, heads.axis)
+    )
+    part_axis, where = heads.part or (0, slice(None))
+    for axis in (*named, part_axis):
+      if not -len(shape) <= axis < len(shape):
+        raise _MisfitError(f'{heads} names an axis that is not there')
+    axes = tuple(axis % len(shape) for axis in named)
+    if len(set(axes)) < len(axes):
+      raise _MisfitError(f'{heads} names an axis twice')
+    if heads.part is None:
+      return _Places(axes, None, range(0))
+    size = shape[part_axis]
+    if isinstance(where, slice):
+      is_inside = all(
+        -size <= x <= size for x in (where.start or 0, where.stop or 0)
+      )
+      indices = range(size)[where]
+    else:
+      is_inside = -size <= where < size
+      indices = range(size)[where:][:1] if is_inside else range(0)
+    if not is_inside or not indices:
+      raise _MisfitError(
+        f'{heads} has a part outside of an axis of size {size}'
+      )
+    return _Places(axes, part_axis % len(shape), indices)
+
+  def is_apart_from(self, other: '_Places') -> bool:
+    """Returns whether two parts share no element."""
+    has_axis = self.part_axis is not None and self.part_axis == other.part_axis
+    return has_axis and not set(self.indices) & set(other.indices)
+
+
+def _spread(
+  scales: jax.Array, heads: AttentionHeads, shape: tuple[int, ...]
+) -> jax.Array:
+  """Returns the factors of a parameter, of size 1 along all other axes."""
+  places = _Places.of(heads, shape)
+  named, index = places.axes, [slice(None)] * len(shape)
+  if places.part_axis is not None:
+    part = places.indices
+    index[places.part_axis] = slice(part.start, part.stop, part.step)
+  kept = {*named, places.part_axis}
+  factor = jnp.ones([n if i in kept else 1 for i, n in enumerate(shape)])
+  sizes = [factor[tuple(index)].shape[axis] for axis in named]
+  *layers, num_heads = scales.shape
+  if layers != sizes[:-1] or sizes[-1] % num_heads:
+    raise _MisfitError(
+      f'their shape {scales.shape} is not that of the heads of {heads}'
+    )
+  scales = jnp.repeat(scales, sizes[-1] // num_heads, axis=-1)
+  if list(named) != sorted(named):
+    scales = scales.T
+  others = [axis for axis in range(len(shape)) if axis not in named]
+  return factor.at[tuple(index)].set(jnp.expand_dims(scales, others))

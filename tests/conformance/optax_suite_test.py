@@ -119,7 +119,6 @@ def test_shared_tests_of_optax_pass(
   expected = {test for test in shared if re.match(pattern, test)}
   output = _run(path, _NOT_SHARED | shared - expected)
   # A test whose subtest fails is counted as passed.
-  # optax 0.2.6 has variants for several devices, and arguments in the names.
   bad = r'^(SUBFAILED|SKIPPED(?!.* Only 1 device is available)|XFAIL)'
   assert not re.search(bad, output, re.MULTILINE)
   passed = re.findall(rf'^PASSED .*::{test_class}::(\w+)', output, re.M)

@@ -59,27 +59,6 @@ def test_every_argument_reaches_its_transform():
   chex.assert_trees_all_equal(_steps(merit), _steps(chain))
 
 
-@pytest.mark.parametrize(
-  'make, name',
-  [
-    (merit_optax.merit, 'weight_decay'),
-    (merit_optax.muon, 'weight_decay'),
-    (merit_optax.muon, 'adam_weight_decay'),
-    (merit_optax.muon_hyperball, 'adam_weight_decay'),
-    (merit_optax.adam_hyperball, 'adam_weight_decay'),
-  ],
-)
-def test_weight_decay_schedules_are_refused_where_optax_ignores_them(
-  monkeypatch, make, name
-):
-  monkeypatch.setattr(optax, '__version__', '0.2.6')
-  with pytest.raises(
-    ValueError, match=rf'^{name} must be a number with optax 0\.2\.6'
-  ):
-    make(_RATE, **{name: lambda step: 0.1})
-  make(_RATE, **{name: 0.1})
-
-
 @pytest.mark.parametrize('empty', [{}, (), [], {'a': {}, 'b': None}], ids=str)
 def test_empty_trees_pass_through(empty):
   optimizer = merit_optax.merit(_RATE, weight_decay=0.1)

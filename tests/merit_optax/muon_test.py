@@ -162,6 +162,56 @@ def test_products_in_bfloat16_are_near():
   assert 1e-4 < difference < 0.03
 
 
+_polar = functools.partial(_update, ns_coeffs='polar_express', ns_steps=8)
+
+
+@pytest.mark.parametrize('shape', [(16, 16), (16, 48)])
+def test_float16_keeps_small_singular_values_that_bfloat16_loses(shape):
+  def updates(exponent):
+    matrix = _spectrum(0, shape, exponent)
+    return [
+      _polar(ns_dtype=dtype)(matrix) for dtype in (None, 'float16', 'bfloat16')
+    ]
+
+  _, *smallest = (np.linalg.svd(x, compute_uv=False)[-1] for x in updates(-3))
+  float16, bfloat16 = np.abs(np.subtract(1, smallest))
+  assert float16 < 2e-3 < bfloat16
+  # Eight iterations bring smaller ones half the way, in the right direction.
+  exact, *rounded = updates(-4)
+  float16, bfloat16 = (np.linalg.norm(x - exact, 2) for x in rounded)
+  assert float16 < 0.02
+  assert bfloat16 > 0.2
+
+
+@pytest.mark.parametrize('size', [1e-9, 1e9])
+def test_small_and_large_gradients_become_orthogonal_in_float16(size):
+  found = _polar(ns_dtype='float16')(size * normal(0, (16, 48)))
+  np.testing.assert_allclose(found @ found.T, np.eye(16), atol=0.01)
+
+
+@pytest.mark.parametrize('ns_dtype', [None, 'float16'])
+@pytest.mark.parametrize('is_relative', [False, True])
+def test_a_momentum_that_decays_takes_no_larger_steps(is_relative, ns_dtype):
+  rate, params = 0.1, normal(0, (8, 20))
+  ratio = merit_optax.scale_by_l2_norm_trust_ratio()
+  optimizer = optax.chain(
+    merit_optax.scale_by_muon(ns_dtype=ns_dtype),
+    ratio if is_relative else optax.identity(),
+    optax.scale_by_learning_rate(rate),
+  )
+
+  def step(state, gradient):
+    updates, state = optimizer.update(gradient * params, state, params)
+    return state, jnp.linalg.norm(updates, None if is_relative else 2)
+
+  # Until the momentum has vanished.
+  gradients = jnp.zeros(2500).at[0].set(1)
+  state, sizes = jax.lax.scan(step, optimizer.init(params), gradients)
+  assert jnp.all(state[0].mu == 0)
+  unit = jnp.linalg.norm(params) if is_relative else 1.25
+  assert jnp.all(sizes <= rate * unit * (1 + 1e-5))
+
+
 @_AS_OPTAX
 def test_gradients_through_an_update_are_those_of_optax():
   gradients, weights = _gradients(0)['wide'], _gradients(1)['wide']

@@ -1,6 +1,7 @@
 """Muon and Hyperball in one call: which parameters, which step, which norm."""
 
 import functools
+import warnings
 
 import chex
 import jax
@@ -10,7 +11,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import make_mesh, normal, run
+from tests.merit_optax.arrays import normal, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _SCHEDULE = optax.linear_schedule(0.1, 0.0, 5)
@@ -25,11 +26,11 @@ _MODEL = {
     'mlp': {'kernel': normal(2, (2, 8, 16))},
     'norm': {'scale': jnp.ones((2, 8))},
   },
-  'out': {'query': {'kernel': normal(3, (8, 2, 4))}},
+  'attention': {'query': {'kernel': normal(3, (8, 2, 4))}},
   'gain': jnp.ones(8),
   'lm_head': {'kernel': normal(4, (8, 20))},
 }
-_SMALL = {'kernel': normal(0, (4, 6)), 'bias': jnp.ones(6)}
+_SMALL = {'mlp_up': {'kernel': normal(0, (4, 6)), 'bias': jnp.ones(6)}}
 
 
 def _last(optimizer, params, gradients=None):
@@ -48,62 +49,23 @@ def _assert_same_steps(actual, expected, params):
 
 # Which parameters are hidden.
 
-_HIDDEN_NAMES = (
-  *('heads/0/weight', 'attention/query/kernel', 'headline/kernel', 'w1'),
-  *('MultiHeadAttention_0/kernel', 'AttentionHead_0/kernel', 'layers/0/weight'),
-  *('norm_blocks/up/weight', 'adaptive_norm/kernel', 'kiln/weight'),
-  *('multi_head_attention/query/kernel', 'attention_head/w', 'attn_head_1/w'),
-  *('ensemble/kernel', 'member/kernel'),
-)
-_OTHER_NAMES = (
-  *('wte', 'wpe', 'patchify/kernel', 'patch_embed/kernel', 'embedder/w'),
-  *('head/weight', 'policy_head/kernel', 'logits_dense/kernel', 'embed/weight'),
-  *('classifier/weight', 'PosEmbed_0/kernel', 'LMHead_0/kernel'),
-  *('OutputHead/kernel', 'ClassificationHead_1/kernel', 'Logits_0/kernel'),
-  *('Classifier/kernel', 'token/embedding', 'blocks/qkv/bias', 'norm/scale'),
-  *('logitdense/kernel', 'blocks/rms_norm/weight', 'layers/ln_1/weight'),
-  *('tok_emb/weight', 'pos_emb', 'emb_patches/kernel', 'multi_task_head/w'),
-  *('attention_classifier/kernel', 'multi_logits/kernel'),
-)
-
-
-def test_embeddings_heads_biases_scales_and_vectors_are_not_hidden():
-  params = dict.fromkeys((*_HIDDEN_NAMES, *_OTHER_NAMES), jnp.ones((3, 4)))
-  hidden = merit_optax.hidden_matrices(params | {'vector': jnp.ones(3)})
-  found = [name for name, is_hidden in hidden.items() if is_hidden]
-  assert {*found} == {*_HIDDEN_NAMES}
-
-
-# Of `muon`; Hyperball has vectors among the others.
 _PARTS = {
   'token_embedding': {'embedding': 'others'},
   'blocks': {
-    'qkv': {'kernel': 'hidden', 'bias': 'vectors'},
+    'qkv': {'kernel': 'hidden', 'bias': 'others'},
     'mlp': {'kernel': 'hidden'},
-    'norm': {'scale': 'vectors'},
+    'norm': {'scale': 'others'},
   },
-  'out': {'query': {'kernel': 'hidden'}},
-  'gain': 'vectors',
+  'attention': {'query': {'kernel': 'hidden'}},
+  'gain': 'others',
   'lm_head': {'kernel': 'others'},
 }
-
-
-def test_a_table_says_which_part_a_parameter_is_in():
-  table = merit_optax.describe_hyperball(
-    _MODEL, weight_dimension_numbers=_STACKED
-  )
-  parts = dict(x.split()[:2] for x in table.splitlines()[1:])
-  paths, _ = jax.tree.flatten_with_path(_PARTS)
-  assert parts == {
-    jax.tree_util.keystr(path, simple=True, separator='/'): x
-    for path, x in paths
-  }
 
 
 _CHOSEN = {
   'token_embedding': False,
   'blocks': {'qkv': False, 'mlp': True, 'norm': False},
-  'out': False,
+  'attention': False,
   'gain': False,
   'lm_head': True,
 }
@@ -118,28 +80,28 @@ def test_the_choice_can_be_another(hidden):
   found = merit_optax.hidden_matrices(_MODEL, hidden)
   assert found['lm_head']['kernel'] and found['blocks']['mlp']['kernel']
   assert sum(jax.tree.leaves(found)) == 2
-  table = merit_optax.describe_hyperball(
-    _MODEL, hidden=hidden, weight_dimension_numbers=_STACKED
-  )
-  assert table.count(' hidden ') == 2
 
 
 @pytest.mark.parametrize(
   'hidden, shape, message',
   [
-    ('bias', (3, 3), r'^hidden .*two or more axes, got bias \(3,\)'),
-    ('nothing', (3, 3), '^hidden .*at least one parameter, got none of bias'),
+    ('bias', (3, 3), r'^hidden .*two or more axes, got mlp/bias \(3,\)'),
+    (
+      ['mlp', 'no'],
+      (3, 3),
+      "^hidden must match .*got 'no', found",
+    ),
+    (lambda _: {'mlp': False}, (3, 3), '^hidden must choose at least one'),
     (3, (3, 3), '^hidden must be a tree of booleans.* regular expression'),
-    ({'kernel': True}, (3, 3), '^hidden must be a tree like params'),
+    ({'mlp': {'kernel': True}}, (3, 3), '^hidden must be a tree like params'),
     (None, (2, 3, 3), 'not recognized.*stacked'),
   ],
 )
 def test_what_does_not_fit_is_refused(hidden, shape, message):
-  params = {'kernel': jnp.ones(shape), 'bias': jnp.ones(3)}
+  params = {'mlp': {'kernel': jnp.ones(shape), 'bias': jnp.ones(3)}}
   for function in (
     merit_optax.muon(0.1, hidden=hidden).init,
     merit_optax.muon_hyperball(0.1, hidden=hidden).init,
-    functools.partial(merit_optax.describe_hyperball, hidden=hidden),
   ):
     with pytest.raises(ValueError, match=message):
       function(params)
@@ -151,34 +113,32 @@ def test_a_choice_that_is_no_expression_is_refused():
     merit_optax.hidden_matrices(params, '(')
 
 
-def test_hidden_matrices_without_rows_are_refused():
-  specs = {'kernel': _Spec(0, 1), 'router': {'kernel': None}}
-  params = {'kernel': jnp.eye(3), 'router': {'kernel': jnp.eye(3)}}
-  for function in (
-    merit_optax.muon(0.1, weight_dimension_numbers=specs).init,
-    merit_optax.adam_hyperball(0.1, weight_dimension_numbers=specs).init,
-    functools.partial(
-      merit_optax.describe_hyperball, weight_dimension_numbers=specs
-    ),
+def test_names_that_say_nothing_are_named_once_and_left_to_the_others():
+  params = {'mlp': {'kernel': jnp.eye(3)}, 'adapter': jnp.eye(3)}
+  optimizer = merit_optax.muon(0.1)
+  with pytest.warns(UserWarning, match=r'other optimizer: adapter \(3, 3\)'):
+    state = optimizer.init(params)
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    updates, _ = optimizer.update(params, state, params)
+    merit_optax.muon(0.1, hidden='mlp').init(params)
+  np.testing.assert_allclose(updates['adapter'], -0.1 * np.eye(3), rtol=1e-4)
+
+
+def test_a_model_without_hidden_matrices_is_refused():
+  with (
+    pytest.warns(UserWarning, match='adapter'),
+    pytest.raises(ValueError, match='^hidden must choose at least one'),
   ):
-    with pytest.raises(ValueError, match='must give .* none for router/kernel'):
-      function(params)
+    merit_optax.muon(0.1).init({'adapter': jnp.eye(3)})
 
 
 # Muon.
 
 
-def _adam(rate, decay=0.0, bias_correction=True, **settings):
+def _muon(direction):
+  """Returns what a call of `muon` stands for, of hidden matrices."""
   return optax.chain(
-    merit_optax.scale_by_adam(bias_correction=bias_correction, **settings),
-    optax.add_decayed_weights(decay),
-    optax.scale_by_learning_rate(rate),
-  )
-
-
-def _muon(direction, others, vectors):
-  """Returns what a call of `muon` for the model stands for."""
-  hidden = optax.chain(
     direction,
     merit_optax.scale_by_shape(
       lambda rows, columns: 0.2 * max(rows, columns) ** 0.5,
@@ -187,60 +147,107 @@ def _muon(direction, others, vectors):
     optax.add_decayed_weights(0.3),
     optax.scale_by_learning_rate(_SCHEDULE),
   )
-  return optax.partition(
-    {'hidden': hidden, 'others': others, 'vectors': vectors}, _PARTS
+
+
+def _hyperball(direction, radius='current'):
+  """Returns what a call of `muon_hyperball` stands for."""
+  return optax.chain(
+    direction,
+    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=_STACKED),
+    optax.scale_by_learning_rate(_SCHEDULE),
+    merit_optax.keep_matrix_norms(
+      radius=radius, weight_dimension_numbers=_STACKED
+    ),
   )
 
 
-def test_muon_is_a_partition_of_public_parts():
+def _adam(factor=1.0, **settings):
+  rate = optax.linear_schedule(0.1 * factor, 0.0, 5)
+  return optax.chain(
+    merit_optax.scale_by_adam(**settings), optax.scale_by_learning_rate(rate)
+  )
+
+
+@pytest.mark.parametrize('others', [None, optax.adamw(0.05)])
+def test_muon_is_a_partition_of_public_parts(others):
   direction = merit_optax.scale_by_muon(
     'polar_express', 4, 0.8, mu_dtype='float16', nesterov=False,
     ns_dtype='bfloat16', weight_dimension_numbers=_STACKED,
   )  # fmt: skip
-  settings = dict(
-    b1=0.7, b2=0.8, eps=0.1, mu_dtype='float16', nu_dtype='bfloat16',
-    bias_correction=False,
-  )  # fmt: skip
-  expected = _muon(
-    direction, _adam(0.05, 0.2, **settings), _adam(0.02, 0.2, **settings)
-  )
   actual = merit_optax.muon(
-    _SCHEDULE, 0.8, weight_decay=0.3, adam_learning_rate=0.05,
-    vector_learning_rate=0.02, adam_b1=0.7, adam_b2=0.8, adam_eps=0.1,
-    adam_bias_correction=False, adam_weight_decay=0.2,
-    weight_dimension_numbers=_STACKED, mu_dtype='float16', nu_dtype='bfloat16',
-    nesterov=False, ns_coeffs='polar_express', ns_steps=4,
-    ns_dtype='bfloat16',
+    _SCHEDULE, 0.8, weight_decay=0.3, others=others,
+    weight_dimension_numbers=_STACKED, mu_dtype='float16', nesterov=False,
+    ns_coeffs='polar_express', ns_steps=4, ns_dtype='bfloat16',
   )  # fmt: skip
+  adam = _adam(mu_dtype='float16', bias_correction=True)
+  expected = optax.partition(
+    {'hidden': _muon(direction), 'others': others or adam}, _PARTS
+  )
   _assert_same_steps(actual, expected, _MODEL)
 
 
-@pytest.mark.parametrize(
-  'given, rates',
-  [
-    ({}, (_SCHEDULE, _SCHEDULE)),
-    ({'adam_learning_rate': 0.05}, (0.05, 0.05)),
-    ({'vector_learning_rate': 0.02}, (_SCHEDULE, 0.02)),
-  ],
-)
-def test_a_rate_that_is_not_given_is_that_of_the_larger_group(given, rates):
+@pytest.mark.parametrize('others', [None, optax.adamw(0.05)])
+def test_muon_hyperball_is_a_partition_of_public_parts(others):
   direction = merit_optax.scale_by_muon(
-    beta=0.9, weight_dimension_numbers=_STACKED
+    'polar_express', 4, 0.8, mu_dtype='float16', nesterov=False,
+    ns_dtype='bfloat16', weight_dimension_numbers=_STACKED,
+  )  # fmt: skip
+  actual = merit_optax.muon_hyperball(
+    _SCHEDULE, 0.8, others=others, weight_dimension_numbers=_STACKED,
+    mu_dtype='float16', nesterov=False, ns_coeffs='polar_express', ns_steps=4,
+    ns_dtype='bfloat16', radius='initial',
+  )  # fmt: skip
+  expected = optax.partition(
+    {
+      'hidden': _hyperball(direction, 'initial'),
+      'others': others or _adam(1 / 3, mu_dtype='float16'),
+    },
+    _PARTS,
   )
-  # The others do not decay.
-  actual = merit_optax.muon(
-    _SCHEDULE, weight_decay=0.3, weight_dimension_numbers=_STACKED, **given
-  )
-  _assert_same_steps(actual, _muon(direction, *map(_adam, rates)), _MODEL)
+  _assert_same_steps(actual, expected, _MODEL)
 
 
-_MATRICES = {'wide': normal(0, (4, 6)), 'tall': normal(1, (9, 4))}
+@pytest.mark.parametrize('others', [None, optax.adamw(0.05)])
+def test_adam_hyperball_is_a_partition_of_public_parts(others):
+  settings = dict(
+    b1=0.8, b2=0.9, eps=0.1, mu_dtype='float16', bias_correction=True
+  )
+  actual = merit_optax.adam_hyperball(
+    _SCHEDULE, others=others, weight_dimension_numbers=_STACKED, **settings
+  )
+  direction = merit_optax.scale_by_adam(**settings)
+  expected = optax.partition(
+    {
+      'hidden': _hyperball(direction),
+      'others': others or _adam(1 / 3, **settings),
+    },
+    _PARTS,
+  )
+  _assert_same_steps(actual, expected, _MODEL)
+
+
+def test_merit_on_hidden_matrices_beside_another_optimizer():
+  merit = merit_optax.merit(0.1, weight_dimension_numbers=_STACKED)
+  others = optax.adam(0.01)
+  expected = optax.partition({'hidden': merit, 'others': others}, _PARTS)
+  actual = merit_optax.partition_hidden(merit, others)
+  _assert_same_steps(actual, expected, _MODEL)
+
+
+@pytest.mark.parametrize('name', ['optimizer', 'others'])
+def test_a_partition_is_of_optimizers(name):
+  given = {'optimizer': optax.sgd(0.1), 'others': optax.sgd(0.1)} | {name: 0.1}
+  with pytest.raises(ValueError, match=f'^{name} must be an optax.Grad.*0.1'):
+    merit_optax.partition_hidden(**given)
+
+
+_MATRICES = {'mlp_up': normal(0, (4, 6)), 'mlp_down': normal(1, (9, 4))}
 
 
 @pytest.mark.parametrize('name', _MATRICES)
 def test_a_rate_for_the_default_of_optax_is_converted_as_documented(name):
-  params = {name: _MATRICES[name]}
-  rows, columns = params[name].shape
+  params = {name: {'kernel': _MATRICES[name]}}
+  rows, columns = _MATRICES[name].shape
   factor = max(1, columns / rows) ** 0.5 / (0.2 * max(rows, columns) ** 0.5)
   ours = merit_optax.muon(0.1 * factor)
   theirs = optax.contrib.muon(0.1, beta=0.9)
@@ -248,124 +255,10 @@ def test_a_rate_for_the_default_of_optax_is_converted_as_documented(name):
   chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-# Hyperball.
-
-
-def _partition(hidden, *others):
-  """Returns what a call of a Hyperball stands for."""
-  return optax.partition(
-    {True: hidden, False: optax.chain(*others)}, merit_optax.hidden_matrices
-  )
-
-
-_A_THIRD = optax.scale_by_learning_rate(optax.linear_schedule(0.1 / 3, 0.0, 5))
-
-
-def test_muon_hyperball_is_a_partition_of_public_parts():
-  muon = merit_optax.scale_by_muon(
-    'polar_express', 4, 0.8, mu_dtype='float16', nesterov=False,
-    ns_dtype='bfloat16', weight_dimension_numbers=_STACKED,
-  )  # fmt: skip
-  hidden = optax.chain(
-    muon,
-    merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=_STACKED),
-    optax.scale_by_learning_rate(_SCHEDULE),
-    merit_optax.keep_matrix_norms(
-      radius='initial', weight_dimension_numbers=_STACKED
-    ),
-  )
-  adam = merit_optax.scale_by_adam(
-    0.7, 0.8, 0.1, mu_dtype='float16', nu_dtype='bfloat16', bias_correction=True
-  )
-  others = [
-    optax.chain(adam, optax.add_decayed_weights(0.2), rate)
-    for rate in (_A_THIRD, optax.scale_by_learning_rate(0.02))
-  ]
-  expected = optax.partition(
-    dict(zip(('hidden', 'others', 'vectors'), (hidden, *others), strict=True)),
-    _PARTS,
-  )
-  actual = merit_optax.muon_hyperball(
-    _SCHEDULE, 0.8, vector_learning_rate=0.02, adam_b1=0.7, adam_b2=0.8,
-    adam_eps=0.1, adam_bias_correction=True, adam_weight_decay=0.2,
-    weight_dimension_numbers=_STACKED, mu_dtype='float16', nu_dtype='bfloat16',
-    nesterov=False, ns_coeffs='polar_express', ns_steps=4,
-    ns_dtype='bfloat16', radius='initial',
-  )  # fmt: skip
-  _assert_same_steps(actual, expected, _MODEL)
-
-
-def test_adam_hyperball_is_a_partition_of_public_parts():
-  adam = merit_optax.scale_by_adam(
-    0.8, 0.9, 0.1, mu_dtype='float16', nu_dtype='bfloat16', bias_correction=True
-  )
-  # All others of the small model are vectors.
-  others = optax.add_decayed_weights(0.1), optax.scale_by_learning_rate(0.02)
-  expected = _partition(merit_optax.hyperball(adam, _SCHEDULE), adam, *others)
-  actual = merit_optax.adam_hyperball(
-    *(_SCHEDULE, 0.8, 0.9, 0.1),
-    bias_correction=True,
-    mu_dtype='float16',
-    nu_dtype='bfloat16',
-    adam_weight_decay=0.1,
-    adam_learning_rate=0.5,
-    vector_learning_rate=0.02,
-  )
-  _assert_same_steps(actual, expected, _SMALL)
-
-
-_OF_FLAX = {'weight_dimension_numbers': merit_optax.flax_dimension_numbers}
-
-
 @pytest.mark.parametrize(
-  'build, direction',
-  [
-    (
-      merit_optax.muon_hyperball,
-      merit_optax.scale_by_muon(beta=0.9, **_OF_FLAX),
-    ),
-    (merit_optax.adam_hyperball, merit_optax.scale_by_adam()),
-  ],
+  'build',
+  [merit_optax.muon, merit_optax.muon_hyperball, merit_optax.adam_hyperball],
 )
-def test_defaults_are_those_of_the_parts(build, direction):
-  query = {'kernel': normal(1, (8, 2, 4)), 'bias': jnp.ones((2, 4))}
-  hyperball = merit_optax.hyperball(direction, _SCHEDULE, **_OF_FLAX)
-  expected = _partition(hyperball, merit_optax.scale_by_adam(), _A_THIRD)
-  _assert_same_steps(build(_SCHEDULE), expected, _SMALL | {'query': query})
-
-
-# Both calls of Muon.
-
-_IN_ONE_CALL = pytest.mark.parametrize(
-  'build', [merit_optax.muon, merit_optax.muon_hyperball]
-)
-
-
-@_IN_ONE_CALL
-def test_what_decays_of_adam_can_be_chosen(build):
-  params = {'w': jnp.eye(3), 'a': jnp.ones(3), 'b': jnp.ones(3)}
-  optimizer = build(
-    0.3,
-    adam_learning_rate=0.1,
-    adam_weight_decay=0.5,
-    adam_weight_decay_mask={'w': True, 'a': True, 'b': False},
-  )
-  found = _last(optimizer, params, [optax.tree.zeros_like(params)])
-  expected = params | {'a': (1 - 0.1 * 0.5) * params['a']}
-  chex.assert_trees_all_close(found, expected, rtol=1e-6)
-
-
-@_IN_ONE_CALL
-def test_a_moment_of_adam_that_never_decays_is_refused(build):
-  with pytest.raises(ValueError, match='^adam_b1 must be at most 0.996'):
-    build(0.1, adam_b1=0.999, mu_dtype='bfloat16')
-  params = optax.tree.cast(_SMALL, jnp.bfloat16)
-  with pytest.raises(ValueError, match='^adam_b2 must be at most 0.996'):
-    build(0.1, adam_b2=0.999).init(params)
-  build(0.1, adam_b2=0.999, nu_dtype='float32').init(params)
-
-
-@_IN_ONE_CALL
 def test_learning_rates_can_be_injected(build):
   injected = optax.inject_hyperparams(build)(0.1)
   actual, expected = (
@@ -424,39 +317,3 @@ def test_the_radius_is_that_of_the_first_parameters():
     chex.assert_trees_all_close(
       optax.apply_updates(old, kept), params, rtol=1e-6, atol=1e-6
     )
-
-
-# What describes it.
-
-
-def test_the_table_says_where_products_are():
-  small = jax.ShapeDtypeStruct((6, 64, 64), jnp.float32)
-  params = {
-    'blocks': small,
-    'embedding': small,
-    'large': jax.ShapeDtypeStruct((2**15, 2**14), jnp.float32),
-  }
-  describe = functools.partial(
-    merit_optax.describe_hyperball,
-    params,
-    hidden='blocks|large',
-    weight_dimension_numbers=lambda _: {
-      'blocks': _Spec(1, 2),
-      'embedding': None,
-      'large': _Spec(),
-    },
-  )
-  lines = describe().splitlines()
-  assert lines[1].endswith('  on one device')
-  assert lines[2].endswith('  -')
-  assert lines[3].endswith('  on one device')
-  mesh = make_mesh(data=2, fsdp=4)
-  with jax.set_mesh(mesh):
-    lines = describe().splitlines()
-    assert lines[1].endswith('  whole, over fsdp')
-    assert lines[3].endswith('left to the compiler')
-    named = describe(mesh_axes=('data', 'fsdp'))
-    assert 'whole, over data, fsdp' in named
-    assert 'whole' not in describe(mesh_axes=None)
-    with pytest.raises(ValueError, match=r"^mesh_axes must .* got \['tp'\]"):
-      describe(mesh_axes='tp')

@@ -130,9 +130,8 @@ def test_masks_fit_by_name(argument, mask, container):
     lambda params, tree: _step(_masked('mask', tree), params),
     lambda params, tree: _step(_masked('trust_ratio_mask', tree), params),
     lambda *x: merit_optax.describe(x[0], mask=x[1], trust_ratio_mask=x[1]),
-    lambda *x: merit_optax.describe_partition(*x, {True: {}, False: None}),
   ],
-  ids=['mask', 'trust_ratio_mask', 'describe', 'describe_partition'],
+  ids=['mask', 'trust_ratio_mask', 'describe'],
 )
 def test_a_tree_of_a_models_type_is_no_function_though_one_can_call_it(take):
   params = eqx.filter(_mlp(), eqx.is_inexact_array)
@@ -182,8 +181,6 @@ def test_updates_without_parameters_are_refused(make):
   'take',
   [
     merit_optax.describe,
-    lambda params: merit_optax.describe_partition(params, 'm', {'m': None}),
-    merit_optax.describe_hyperball,
     merit_optax.muon_hyperball(0.1).init,
     lambda params: merit_optax.update_statistics(params, params),
   ],
@@ -254,7 +251,6 @@ _TAKE_TREES = {
   for name, make in _TRANSFORMS.items()
 } | {
   'describe': merit_optax.describe,
-  'describe_hyperball': merit_optax.describe_hyperball,
   'hidden_matrices': merit_optax.hidden_matrices,
   'flax_dimension_numbers': merit_optax.flax_dimension_numbers,
 }
@@ -276,10 +272,7 @@ def test_other_leaves_are_named(take):
     merit_optax.scale_by_adam,
     merit_optax.scale_by_muon,
     merit_optax.scale_by_max_norm_trust_ratio,
-    *(
-      lambda: merit_optax.clip_by_global_norm(1.0),
-      lambda: merit_optax.elementwise_clip(1.0),
-    ),
+    lambda: merit_optax.elementwise_clip(1.0),
   ],
 )
 def test_updates_of_few_bits_are_named(make):
@@ -370,7 +363,6 @@ def test_a_name_that_the_bias_contradicts_is_refused(name, kernel, bias):
   for take in (
     merit_optax.flax_dimension_numbers,
     merit_optax.muon_hyperball(0.1).init,
-    merit_optax.describe_hyperball,
   ):
     with pytest.raises(ValueError, match=f'{name}/kernel .* beside a bias'):
       take(params)
@@ -402,8 +394,6 @@ def test_a_field_named_value_keeps_its_name_in_a_partition():
   update = _step(optimizer, params)['net'].value
   alone = _step(merit_optax.muon(0.1, hidden='w'), {'w': params['net'].value})
   chex.assert_trees_all_close(update, alone['w'], rtol=1e-5)
-  parts = {'a': {}, 'z': None}
-  assert hidden in merit_optax.describe_partition(params, labels, parts)
 
 
 def test_a_field_named_value_keeps_its_name():

@@ -84,16 +84,9 @@ def with_clips(
 
 
 def describe(config: RunConfig, params: Any) -> str:
-  """Returns a table of what Muon, or else MERIT, does with each parameter."""
-  if config.optimizer.startswith('muon'):
-    return merit_optax.describe_hyperball(
-      params, weight_dimension_numbers=_specs(config)
-    )
+  """Returns a table of what Muon or MERIT does with each parameter."""
   settings = merit_settings(config)
-  shown = (
-    'weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios',
-    'weight_decay',
-  )  # fmt: skip
+  shown = ('weight_dimension_numbers', 'trust_ratio_mask', 'mask', 'ratios')
   return merit_optax.describe(
     params, **{name: settings[name] for name in shown}
   )
@@ -139,16 +132,6 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   )
 
 
-def muon_dimension_numbers(params: Any, qkv: str) -> Any:
-  """Returns those of hidden matrices, and None for what Adam updates."""
-  hidden = re.compile(r'blocks\..*\.kernel')
-  return jax.tree.map_with_path(
-    lambda path, _, spec: spec if hidden.fullmatch(path_name(path)) else None,
-    params,
-    dimension_numbers(params, qkv),
-  )
-
-
 def is_matrix(params: Any) -> Any:
   """Returns a tree of whether each parameter is a weight matrix."""
   return jax.tree.map_with_path(
@@ -182,56 +165,41 @@ def size_of_adam(rows: int, columns: int) -> float:
 
 
 def _muon(config: RunConfig) -> optax.GradientTransformation:
-  settings = _adam_settings(config)
-  rate, specs = settings['learning_rate'], _specs(config)
-  adam_rate = 1.0 if config.adam_rate is None else config.adam_rate
-  # Its state is that of optax.contrib.muon, which has a part of its own for the
-  # weight decay.
-  hidden = optax.chain(
-    merit_optax.scale_by_muon(
-      beta=config.b1,
-      ns_dtype=_ns_dtype(config),
-      weight_dimension_numbers=specs,
-    ),
-    # So that both share a learning rate.
-    merit_optax.scale_by_shape(size_of_adam, weight_dimension_numbers=specs),
-    optax.identity(),
-    optax.scale_by_learning_rate(rate),
-  )
-  others = optax.adamw(
-    lambda step: adam_rate * rate(step),
-    OTHERS_B1,
-    config.b2,
-    weight_decay=0.0,
-    nesterov=True,
-  )
-  decay = optax.add_decayed_weights(
-    lambda step: -config.weight_decay * rate(step), settings['mask']
-  )
-
-  def labels(params: Any) -> Any:
-    return jax.tree.map(
-      lambda is_hidden: 'muon' if is_hidden else 'adam',
-      merit_optax.hidden_matrices(params),
-    )
-
-  return optax.chain(
-    optax.partition({'muon': hidden, 'adam': others}, labels), decay
+  return merit_optax.muon(
+    make_schedule(config),
+    config.b1,
+    weight_decay=config.weight_decay,
+    others=_others(config, bias_correction=True),
+    weight_dimension_numbers=_specs(config),
+    ns_dtype=_ns_dtype(config),
   )
 
 
 def _muon_hyperball(config: RunConfig) -> optax.GradientTransformation:
-  rate = make_schedule(config)
   return merit_optax.muon_hyperball(
-    rate,
+    make_schedule(config),
     config.b1,
-    adam_learning_rate=lambda step: config.adam_rate * rate(step),
-    adam_b1=OTHERS_B1,
-    adam_b2=config.b2,
-    adam_weight_decay=config.weight_decay,
-    adam_weight_decay_mask=decay_mask(config),
+    others=_others(config, bias_correction=False),
     weight_dimension_numbers=_specs(config),
     ns_dtype=_ns_dtype(config),
+  )
+
+
+def _others(
+  config: RunConfig, *, bias_correction: bool
+) -> optax.GradientTransformation:
+  """Returns Adam for all but hidden matrices."""
+  rate = make_schedule(config)
+  adam_rate = 1.0 if config.adam_rate is None else config.adam_rate
+  decay, mask = config.weight_decay, decay_mask(config)
+  if config.decay == 'hidden':
+    decay, mask = 0.0, None
+  return optax.chain(
+    merit_optax.scale_by_adam(
+      OTHERS_B1, config.b2, bias_correction=bias_correction
+    ),
+    optax.add_decayed_weights(decay, mask),
+    optax.scale_by_learning_rate(lambda step: adam_rate * rate(step)),
   )
 
 
