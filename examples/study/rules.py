@@ -72,11 +72,9 @@ def make_optimizer(
     return optax.scale_by_learning_rate(schedule)
 
   adam = optax.scale_by_adam(_B1, _B2, eps=_EPS)
-  parts = {
-    True: optax.chain(_hidden_rule(rule, settings.dtype), scale(rate)),
-    False: optax.chain(adam, scale(_ADAM_RATE)),
-  }
+  hidden = optax.chain(_hidden_rule(rule, settings.dtype), scale(rate))
+  others = optax.chain(adam, scale(_ADAM_RATE))
   return optax.chain(
     optax.clip_by_global_norm(1.0),
-    optax.partition(parts, merit_optax.hidden_matrices),
+    merit_optax.partition_hidden(hidden, others),
   )

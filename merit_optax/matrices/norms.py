@@ -38,6 +38,8 @@ def l2_norm(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
   A norm below 1e-14 counts as zero; one above 1.8e19 is infinite in float32.
   """
   x = widen(x)
+  if not axis:
+    return jnp.abs(x)
   square = jnp.sum(jnp.real(x * jnp.conj(x)), axis, keepdims=True)
   is_zero = square < _SMALLEST_L2_NORM**2
   # The root has no gradient at zero.
@@ -57,8 +59,14 @@ def norms_by_name(
 ) -> dict[str, jax.Array]:
   """Returns the norms of each matrix, its rows and, if named, its columns."""
   row = norm(x, axes.columns)
-  # A matrix has the norm of the norms of its rows, as both norms allow.
-  norms = {'weight': norm(row, axes.rows), 'row': row}
+  # The maximum of the rows' maxima is the matrix's. An l2 norm of the rows'
+  # would miss those that count as zero.
+  weight = (
+    norm(row, axes.rows)
+    if norm is max_norm
+    else norm(x, axes.rows + axes.columns)
+  )
+  norms = {'weight': weight, 'row': row}
   if 'column' in names:
     norms['column'] = norm(x, axes.rows)
   return {name: widen(value) for name, value in norms.items()}

@@ -11,8 +11,10 @@ import optax
 from merit_optax._internal.trees import (
   as_arrays,
   named_leaves,
+  path_namer,
   with_update,
 )
+from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.flax import specs_of_flax
 from merit_optax.matrices.masks import broadcast_mask
 from merit_optax.matrices.per_parameter import NO_PARAMS_MESSAGE
@@ -60,6 +62,9 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
     >>> merit_optax.hidden_matrices(params)
     {'embedding': False, 'mlp': {'up': {'bias': False, 'kernel': True}}}
   """
+  # Placeholders of optax.tree.map_params have no leaves.
+  if not jax.tree.leaves(params):
+    return params
   params = as_arrays(params)
   if hidden is None:
     _warn_of_unknown(params)
@@ -171,7 +176,6 @@ def partition_hidden(
   def init_fn(params: optax.Params) -> optax.OptState:
     params = as_arrays(params)
     is_hidden = jax.tree.leaves(hidden_matrices(params, hidden))
-    # Placeholders of optax.tree.map_params have no leaves.
     if is_hidden and not any(is_hidden):
       raise ValueError(
         f'hidden must choose at least one parameter, got {hidden!r}, and none '
@@ -202,11 +206,38 @@ def with_others(
   adam: optax.GradientTransformation,
   adam_learning_rate: optax.ScalarOrSchedule,
   hidden: Hidden,
+  weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the partition with ``others``, by default Adam at some rate."""
+  """Returns the partition with ``others``, by default Adam at some rate.
+
+  Without dimension numbers, ``init`` compares the biases of hidden matrices
+  with the axes that names tell.
+  """
   if others is None:
     others = optax.chain(adam, optax.scale_by_learning_rate(adam_learning_rate))
-  return partition_hidden(optimizer, others, hidden=hidden)
+  both = partition_hidden(optimizer, others, hidden=hidden)
+
+  def init_fn(params: optax.Params) -> optax.OptState:
+    state = both.init(params)
+    if weight_dimension_numbers is None:
+      _check_biases(params, hidden)
+    return state
+
+  return optax.GradientTransformationExtraArgs(init_fn, both.update)
+
+
+def _check_biases(params: Any, hidden: Hidden) -> None:
+  """Raises ``ValueError`` where the bias of a hidden matrix contradicts it."""
+  name_of = path_namer(params)
+  hidden_dimension_numbers(
+    jax.tree_util.tree_map_with_path(
+      lambda path, x, is_hidden: (
+        x if is_hidden or name_of(path).endswith('bias') else optax.MaskedNode()
+      ),
+      params,
+      _chosen(params, hidden),
+    )
+  )
 
 
 def hidden_dimension_numbers(params: Any) -> Any:
@@ -220,6 +251,9 @@ def hidden_dimension_numbers(params: Any) -> Any:
 
 def _chosen(params: Any, hidden: Hidden) -> Any:
   """Returns a tree of booleans with the structure of the parameters."""
+  # Placeholders of optax.tree.map_params have no leaves.
+  if not jax.tree.leaves(params):
+    return params
   patterns = _patterns(check_hidden(hidden))
   if hidden is not None and patterns is None:
     try:

@@ -222,7 +222,9 @@ def muon_hyperball(
   )
   adam = scale_by_adam(mu_dtype=mu_dtype)
   rate = _adam_rate(learning_rate)
-  return with_others(hidden_optimizer, others, adam, rate, hidden)
+  return with_others(
+    hidden_optimizer, others, adam, rate, hidden, weight_dimension_numbers
+  )
 
 
 def adam_hyperball(
@@ -297,7 +299,9 @@ def adam_hyperball(
     ),
   )
   rate = _adam_rate(learning_rate)
-  return with_others(hidden_optimizer, others, direction, rate, hidden)
+  return with_others(
+    hidden_optimizer, others, direction, rate, hidden, weight_dimension_numbers
+  )
 
 
 def _adam_rate(learning_rate: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:

@@ -131,7 +131,9 @@ def muon(
     optax.scale_by_learning_rate(rate),
   )
   adam = scale_by_adam(mu_dtype=mu_dtype, bias_correction=True)
-  return with_others(matrices, others, adam, rate, hidden)
+  return with_others(
+    matrices, others, adam, rate, hidden, weight_dimension_numbers
+  )
 
 
 def _size_of_adam(rows: int, columns: int) -> float:

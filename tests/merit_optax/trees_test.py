@@ -23,12 +23,18 @@ pytestmark = pytest.mark.filterwarnings('error::UserWarning')
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _PARAMS = {'w': jnp.ones((3, 2)), 'b': jnp.ones(2)}
+
+
+def _have_rows(params):
+  return jax.tree.map(lambda x: len(x.shape) > 1, params)
+
+
 # All transforms that see parameters, one way or another.
 _TRANSFORMS = {
   'merit': lambda: merit_optax.merit(0.1, weight_decay=0.1),
-  'adam_hyperball': lambda: merit_optax.adam_hyperball(0.1),
-  'muon': lambda: merit_optax.muon(0.1),
-  'muon_hyperball': lambda: merit_optax.muon_hyperball(0.1),
+  'adam_hyperball': lambda: merit_optax.adam_hyperball(0.1, hidden=_have_rows),
+  'muon': lambda: merit_optax.muon(0.1, hidden=_have_rows),
+  'muon_hyperball': lambda: merit_optax.muon_hyperball(0.1, hidden=_have_rows),
   'initial radius': lambda: merit_optax.keep_matrix_norms(radius='initial'),
   'calibrated': lambda: merit_optax.scale_by_l2_norm_trust_ratio(
     calibrate=True
@@ -181,7 +187,7 @@ def test_updates_without_parameters_are_refused(make):
   'take',
   [
     merit_optax.describe,
-    merit_optax.muon_hyperball(0.1).init,
+    merit_optax.muon_hyperball(0.1, hidden=_have_rows).init,
     lambda params: merit_optax.update_statistics(params, params),
   ],
 )
@@ -362,7 +368,7 @@ def test_a_name_that_the_bias_contradicts_is_refused(name, kernel, bias):
   params['matrix'] = {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(4)}
   for take in (
     merit_optax.flax_dimension_numbers,
-    merit_optax.muon_hyperball(0.1).init,
+    merit_optax.muon_hyperball(0.1, hidden='kernel').init,
   ):
     with pytest.raises(ValueError, match=f'{name}/kernel .* beside a bias'):
       take(params)

@@ -65,9 +65,9 @@ def test_public_names_and_signatures_are_those_of_the_list():
 
 
 def test_nothing_else_is_public():
-  assert {x for x in dir(merit_optax) if not x.startswith('_')} == set(
-    merit_optax.__all__
-  )
+  rooms = {'diagnostics', 'matrices', 'optimizers', 'transforms'}
+  names = {x for x in dir(merit_optax) if not x.startswith('_')}
+  assert names - rooms == set(merit_optax.__all__)
 
 
 def test_the_state_is_that_of_adam_and_nothing_else():

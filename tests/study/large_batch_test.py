@@ -141,13 +141,13 @@ def test_the_schedule_rises_and_falls_on_lines():
   steps, rate = 10, 0.5
   settings = dataclasses.replace(_DRY, steps=steps)
   optimizer = rules.make_optimizer('adamw', rate, settings)
-  weights = {'kernel': jnp.zeros((1, 2, 2)), 'bias': jnp.zeros(2)}
+  weights = {'mlp': jnp.zeros((1, 2, 2)), 'bias': jnp.zeros(2)}
   state = optimizer.init(weights)
   sizes = []
   for _ in range(steps):
     ones = jax.tree.map(jnp.ones_like, weights)
     updates, state = optimizer.update(ones, state, weights)
-    sizes.append(float(-updates['kernel'][0, 0, 0]))
+    sizes.append(float(-updates['mlp'][0, 0, 0]))
   # A constant gradient gives Adam's update of 1 in each step.
   expected = rate * np.interp(range(1, steps + 1), [0, 3, 11], [0, 1, 0])
   np.testing.assert_allclose(sizes, expected, rtol=1e-4)

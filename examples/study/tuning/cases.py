@@ -13,6 +13,7 @@ from examples.study.scales import Scale
 from examples.study.trial import Trial
 from examples.study.tuning.plans import Plan, gather
 from examples.study.tuning.rates import round_rate, select
+import merit_optax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +68,15 @@ class Case:
     """The learning rate by the rule, None if the scale has none yet."""
     if self.scale.finds_rules or not self.optimizer.rule:
       return None
+    steps = self.scale.num_steps(self.batch_size)
+    if self.optimizer.rule == 'muon':
+      # The stored results began with the rule of this width.
+      return merit_optax.starting_learning_rate('muon', steps, width=64)
     config = Config(
       **self.scale.settings,
       optimizer=self.optimizer.rule,
       batch_size=self.batch_size,
-      steps=self.scale.num_steps(self.batch_size),
+      steps=steps,
     )
     return resolve(config).learning_rate
 
