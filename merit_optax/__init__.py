@@ -7,6 +7,7 @@ from merit_optax.diagnostics.attention import (
 from merit_optax.diagnostics.describe import describe
 from merit_optax.diagnostics.merit import merit_statistics
 from merit_optax.diagnostics.updates import update_statistics
+from merit_optax.matrices.dimension_numbers import FusedDimensionNumbers
 from merit_optax.matrices.flax import flax_dimension_numbers
 from merit_optax.optimizers.hidden import hidden_matrices, partition_hidden
 from merit_optax.optimizers.hyperball import (
@@ -35,6 +36,7 @@ __version__ = '0.3.0'
 __all__ = (
   'AttentionHeads',
   'AttentionStatistics',
+  'FusedDimensionNumbers',
   'adam_hyperball',
   'add_acceleration',
   'attention_statistics',

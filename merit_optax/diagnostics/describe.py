@@ -135,7 +135,7 @@ def describe(
         name,
         str(shape),
         'hidden' if is_hidden else parts.get(role, 'others'),
-        '-' if axes is None else ' x '.join(map(str, _sizes(shape, axes))),
+        '-' if axes is None else _matrices(shape, axes),
         _ratios(axes, ratios),
         'yes' if is_decayed else 'no',
         how_multiplied(shape, axes, place) if is_multiplied else '-',
@@ -156,6 +156,18 @@ def _sizes(shape: tuple[int, ...], axes: MatrixAxes) -> tuple[int, ...]:
   batch = [axis for axis in range(len(shape)) if axis not in named]
   parts = (batch, axes.rows, axes.columns) if axes.rows else (batch, named)
   return tuple(math.prod(shape[axis] for axis in part) for part in parts)
+
+
+def _matrices(shape: tuple[int, ...], axes: MatrixAxes) -> str:
+  """Returns the sizes of all matrices, also of those side by side."""
+  if not axes.parts:
+    return ' x '.join(map(str, _sizes(shape, axes)))
+  last = axes.columns[-1]
+  each = (
+    _sizes((*shape[:last], size, *shape[last + 1 :]), axes)
+    for size in axes.parts
+  )
+  return ' + '.join(' x '.join(map(str, sizes)) for sizes in each)
 
 
 def _ratios(axes: MatrixAxes | None, ratios: Collection[str]) -> str:

@@ -19,6 +19,8 @@ from merit_optax.diagnostics.updates import align, by_name, update_to_weight
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
+  join_parts,
+  split_parts,
 )
 from merit_optax.matrices.masks import scaled_axes
 from merit_optax.matrices.norms import RATIOS, max_norm
@@ -175,7 +177,7 @@ def _leaf_statistics(
   """Returns the statistics of one parameter."""
   parts: dict[str, jax.Array] = {}
   if axes is not None:
-    parts = trust_ratios(z, param, axes, names=ratios, min_norm=min_norm)
+    parts = _ratios(param, z, axes, names=ratios, min_norm=min_norm)
   ratio = largest_ratio(parts.values()) if parts else jnp.ones(())
   ratio = jnp.broadcast_to(ratio, param.shape)
   update = clipped = ratio * widen(z)
@@ -198,6 +200,22 @@ def _leaf_statistics(
     'clipped': jnp.mean(jnp.abs(update) > jnp.abs(clipped)),
     'update_to_weight': update_to_weight(largest_move, largest_weight),
   }
+
+
+def _ratios(
+  param: jax.Array, z: jax.Array, axes: MatrixAxes, **settings: Any
+) -> dict[str, jax.Array]:
+  """Returns the trust ratios of all matrices that lie side by side."""
+  one = axes._replace(parts=())
+  split = zip(split_parts(param, axes), split_parts(z, axes), strict=True)
+  found = [
+    {
+      name: jnp.broadcast_to(x, p.shape) if axes.parts else x
+      for name, x in trust_ratios(u, p, one, **settings).items()
+    }
+    for p, u in split
+  ]
+  return {name: join_parts([x[name] for x in found], axes) for name in found[0]}
 
 
 def _shares(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -1,10 +1,12 @@
 """Which axes of a parameter are the rows and the columns of its matrices."""
 
 from collections.abc import Callable, Sequence
+import itertools
 from typing import Any, NamedTuple, TypeAlias
 import warnings
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from merit_optax._internal.arguments import is_integer
@@ -25,6 +27,26 @@ WeightDimensionNumbers: TypeAlias = (
 _NOT_GIVEN = object()
 
 
+class FusedDimensionNumbers(NamedTuple):
+  """Axes of several matrices that lie side by side in one kernel.
+
+  Each of them, such as those of queries, keys and values, is a matrix of its
+  own. On its own, a part with small gradients takes steps as large as the
+  others do; in one matrix, Muon gives it small ones.
+
+  Attributes:
+    reduction_axis: Axes of the rows, as in
+      :class:`optax.contrib.MuonDimensionNumbers`.
+    output_axis: Axes of the columns, likewise.
+    parts: Number of equal parts along the last of ``output_axis``, or their
+      sizes along it, such as ``(64, 16, 16)`` for grouped queries.
+  """
+
+  reduction_axis: int | Sequence[int]
+  output_axis: int | Sequence[int]
+  parts: int | Sequence[int]
+
+
 class MatrixAxes(NamedTuple):
   """Axes of a parameter's matrices; each index of the others is a matrix.
 
@@ -32,10 +54,13 @@ class MatrixAxes(NamedTuple):
     rows: Axes that together count the rows of a matrix. If there are none, a
       matrix has the weight-wise ratio only.
     columns: Axes that together count its columns.
+    parts: Sizes along the last of ``columns`` of matrices side by side; none
+      for a single one.
   """
 
   rows: tuple[int, ...]
   columns: tuple[int, ...]
+  parts: tuple[int, ...] = ()
 
 
 def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
@@ -63,7 +88,7 @@ def _axes_of_each(specs: list[Any], params: Any) -> Any:
   axes = []
   for (path, param), spec in zip(leaves, specs, strict=True):
     try:
-      axes.append(_axes(len(param.shape), spec))
+      axes.append(_axes(tuple(param.shape), spec))
     except _SpecError as error:
       raise ValueError(
         f'weight_dimension_numbers of the parameter {name(path)!r} of '
@@ -129,11 +154,13 @@ def _specs(dimension_numbers: Any, params: Any) -> tuple[list[Any], list[str]]:
 
 
 def _is_spec(x: Any) -> bool:
-  return x is None or isinstance(x, DimensionNumbers)
+  kinds = DimensionNumbers, FusedDimensionNumbers
+  return x is None or isinstance(x, kinds)
 
 
-def _axes(ndim: int, spec: Any) -> MatrixAxes:
-  """Returns the axes that a spec means for a parameter of some rank."""
+def _axes(shape: tuple[int, ...], spec: Any) -> MatrixAxes:
+  """Returns the axes that a spec means for a parameter of some shape."""
+  ndim = len(shape)
   if spec is _NOT_GIVEN and ndim > 1:
     return MatrixAxes(rows=(ndim - 2,), columns=(ndim - 1,))
   if spec is _NOT_GIVEN or spec is None:
@@ -143,6 +170,9 @@ def _axes(ndim: int, spec: Any) -> MatrixAxes:
       'are missing: the tree of specs has no entry for it that is an '
       'optax.contrib.MuonDimensionNumbers or None'
     )
+  if isinstance(spec, FusedDimensionNumbers):
+    axes = _axes(shape, DimensionNumbers(*spec[:2]))
+    return axes._replace(parts=_sizes_of_parts(shape, axes, spec))
   if not isinstance(spec, DimensionNumbers):
     raise _SpecError(
       f'must be an optax.contrib.MuonDimensionNumbers or None, got {spec!r}'
@@ -153,6 +183,38 @@ def _axes(ndim: int, spec: Any) -> MatrixAxes:
   if len({*rows, *columns}) < len(rows + columns):
     raise _SpecError(f'must name axes, each once, got {spec}')
   return MatrixAxes(rows, columns) if columns else MatrixAxes((), rows)
+
+
+def _sizes_of_parts(
+  shape: tuple[int, ...], axes: MatrixAxes, spec: FusedDimensionNumbers
+) -> tuple[int, ...]:
+  """Returns the sizes of the parts of a fused kernel."""
+  size = shape[axes.columns[-1]] if axes.rows else 0
+  given: Any = spec.parts
+  if is_integer(given) and given > 0 and size % given == 0:
+    given = (size // given,) * int(given)
+  is_valid = isinstance(given, Sequence) and all(map(is_integer, given))
+  if not is_valid or min(given, default=0) < 1 or sum(given) != size:
+    raise _SpecError(
+      'must have parts that divide the last of its columns, or sizes that add '
+      f'up to it, got {spec}'
+    )
+  return tuple(given)
+
+
+def split_parts(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
+  """Returns the arrays of matrices that lie side by side, mostly one."""
+  if not axes.parts:
+    return [x]
+  ends = list(itertools.accumulate(axes.parts))[:-1]
+  return jnp.split(x, ends, axis=axes.columns[-1])
+
+
+def join_parts(parts: Sequence[jax.Array], axes: MatrixAxes) -> jax.Array:
+  """Returns what was split by :func:`split_parts` as one array."""
+  if not axes.parts:
+    return parts[0]
+  return jnp.concatenate(parts, axis=axes.columns[-1])
 
 
 def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:

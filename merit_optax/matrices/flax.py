@@ -8,7 +8,10 @@ import jax
 
 from merit_optax._internal.arguments import check_patterns, is_integer
 from merit_optax._internal.trees import as_arrays, has_absent, path_namer
-from merit_optax.matrices.dimension_numbers import DimensionNumbers
+from merit_optax.matrices.dimension_numbers import (
+  DimensionNumbers,
+  FusedDimensionNumbers,
+)
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
 _ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')
@@ -21,6 +24,7 @@ def flax_dimension_numbers(
   *,
   stacked: Mapping[str, int | Sequence[int]] | None = None,
   overrides: Mapping[str, DimensionNumbers | None] | None = None,
+  fused: Mapping[str, int | Sequence[int]] | None = None,
 ) -> Any:
   """Creates the dimension numbers of Flax modules (NNX or Linen).
 
@@ -36,8 +40,8 @@ def flax_dimension_numbers(
     ``conv`` (``Conv_0``, ``conv1``, ``patch_conv``): windows and inputs are
     rows, outputs are columns;
   - ``embedding``, of shape (entries, features): a matrix;
-  - ``bias`` and ``scale``, and all with fewer than two axes: the weight-wise
-    ratio over all axes that are not stacked.
+  - ``bias``, ``scale``, and ``weight`` with one axis: the weight-wise ratio
+    over all axes that are not stacked.
 
   A stack of layers or experts that ``stacked`` does not name can look like an
   attention or convolution kernel. The bias beside a kernel tells them apart:
@@ -54,6 +58,10 @@ def flax_dimension_numbers(
       if they are not leading, such as ``{'layers/': (1,)}`` for kernels of
       shape (model, layers, heads, head_dim). If several patterns match, the one
       with the most axes is used.
+    fused: Matrices that lie side by side in one kernel, by regular expressions:
+      their number, or their sizes along the last axis, such as ``{'c_attn/':
+      3}`` for queries, keys and values; see
+      :class:`merit_optax.FusedDimensionNumbers`.
     overrides: Dimension numbers by regular expressions that are searched for in
       the path, for parameters that the rules above do not fit. Their axes refer
       to the whole array.
@@ -78,9 +86,13 @@ def flax_dimension_numbers(
     >>> print(specs['attention']['query']['kernel'])
     MuonDimensionNumbers(reduction_axis=(0,), output_axis=(1, 2))
   """
-  stacked, overrides = stacked or {}, overrides or {}
+  stacked, overrides, fused = stacked or {}, overrides or {}, fused or {}
   _check_rules(stacked, overrides)
-  return specs_of_flax(params, stacked, overrides, are_matrices=False)
+  check_patterns('fused', fused)
+  specs = specs_of_flax(
+    params, {**stacked}, overrides, are_matrices=False, also=(*fused,)
+  )
+  return _with_parts(specs, params, fused)
 
 
 def specs_of_flax(
@@ -89,10 +101,12 @@ def specs_of_flax(
   overrides: Mapping[str, DimensionNumbers | None],
   *,
   are_matrices: bool,
+  also: Collection[str] = (),
 ) -> Any:
   """Returns the dimension numbers of :func:`flax_dimension_numbers`.
 
-  If ``are_matrices``, two axes are those of a matrix, whatever the name.
+  If ``are_matrices``, two axes are rows and columns, whatever the name. Each
+  pattern of ``also`` has to match a path too.
   """
   params = as_arrays(params)
   name_of = path_namer(params)
@@ -102,13 +116,13 @@ def specs_of_flax(
   }
   unused = [
     pattern
-    for pattern in (*stacked, *overrides)
+    for pattern in (*stacked, *overrides, *also)
     if not any(re.search(pattern, name) for name in shapes)
   ]
   if unused and not has_absent(params):
     raise ValueError(
-      'stacked and overrides must match a path each, got patterns that match '
-      f'none: {sorted(map(str, unused))}.'
+      'stacked, overrides and fused must match a path each, got patterns that '
+      f'match none: {sorted(map(str, unused))}.'
     )
   unknown: list[str] = []
 
@@ -141,6 +155,22 @@ def specs_of_flax(
       "the step count, name 'weight_dimension_numbers' in static_args.)"
     )
   return specs
+
+
+def _with_parts(
+  specs: Any, params: Any, fused: Mapping[str, int | Sequence[int]]
+) -> Any:
+  """Returns specs, those of fused kernels with their parts."""
+  name_of = path_namer(params)
+
+  def spec(path: tuple[Any, ...], _: Any, numbers: Any) -> Any:
+    for pattern, parts in fused.items():
+      if numbers is not None and re.search(pattern, name_of(path)):
+        rows, columns = numbers
+        return FusedDimensionNumbers(rows, columns, parts) if rows else numbers
+    return numbers
+
+  return jax.tree_util.tree_map_with_path(spec, params, specs)
 
 
 def _check_rules(stacked: Any, overrides: Any) -> None:
@@ -221,8 +251,7 @@ def _num_row_axes(names: list[str], ndim: int) -> int | None:
   rules = (
     (leaf in VECTORS, 0),
     (leaf == 'embedding' and ndim == 2, 1),
-    # After stacked axes, one that is left belongs to a vector.
-    (ndim < 2, 0),
+    (leaf == 'weight' and ndim == 1, 0),
     (leaf in ('kernel', 'w', 'weight') and ndim == 2, 1),
     (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_INPUT.search(owner), 1),

@@ -11,7 +11,9 @@ from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
   check_params,
+  join_parts,
   matrix_axes,
+  split_parts,
 )
 
 NO_PARAMS_MESSAGE = (
@@ -31,8 +33,18 @@ def per_parameter(
       update.
     weight_dimension_numbers: As the user gave them.
   """
+
+  def change_parts(
+    update: jax.Array, param: jax.Array, axes: MatrixAxes
+  ) -> jax.Array:
+    one = axes._replace(parts=())
+    parts = zip(
+      split_parts(update, axes), split_parts(param, axes), strict=True
+    )
+    return join_parts([change(u, p, one) for u, p in parts], axes)
+
   # Parameters of equal shape are traced, lowered and called as one function.
-  change_traced = jax.jit(change, static_argnums=2)
+  change_traced = jax.jit(change_parts, static_argnums=2)
 
   def init_fn(params: optax.Params) -> optax.EmptyState:
     check_params(weight_dimension_numbers, as_arrays(params))
@@ -48,7 +60,7 @@ def per_parameter(
     # optax.inject_hyperparams makes one in each step.
     leaves = jax.tree.leaves((updates, params))
     is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-    apply = change_traced if is_traced else change
+    apply = change_traced if is_traced else change_parts
     return jax.tree.map(apply, updates, params, axes), state
 
   return optax.GradientTransformation(init_fn, update_fn)

@@ -10,7 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
-from merit_optax.matrices.dimension_numbers import MatrixAxes
+from merit_optax.matrices.dimension_numbers import (
+  MatrixAxes,
+  join_parts,
+  split_parts,
+)
 
 MeshAxes: TypeAlias = str | Sequence[str] | None
 FROM_MESH = 'auto'
@@ -86,6 +90,25 @@ def map_matrices(
   Returns:
     Tree like ``updates``.
   """
+  # Matrices side by side are arrays of their own.
+  split = jax.tree.map(split_parts, updates, axes)
+  split_axes = jax.tree.map(
+    lambda _, a: [a._replace(parts=())] * max(1, len(a.parts)), updates, axes
+  )
+  mapped = _map_leaves(function, split, split_axes, mesh_axes, *args)
+  return jax.tree.map(
+    lambda _, a, parts: join_parts(parts, a), updates, axes, mapped
+  )
+
+
+def _map_leaves(
+  function: Callable[..., jax.Array],
+  updates: Any,
+  axes: Any,
+  mesh_axes: tuple[str, ...] | str,
+  *args: jax.Array,
+) -> Any:
+  """Applies a function to stacks of the matrices of all arrays."""
   treedef: Any
   leaves, treedef = jax.tree.flatten(updates)
   leaf_axes = treedef.flatten_up_to(axes)

@@ -11,7 +11,9 @@ from merit_optax._internal.trees import as_arrays, join, split
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
+  join_parts,
   matrix_axes,
+  split_parts,
 )
 from merit_optax.matrices.norms import NORMS, matrix_norms
 from merit_optax.matrices.per_parameter import aligned, per_parameter
@@ -147,9 +149,19 @@ def keep_matrix_norms(
   if radius == 'current':
     return stateless
 
+  def norms_of_parts(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
+    return [norms(part, axes) for part in split_parts(x, axes)]
+
   def all_norms(params: optax.Params) -> Any:
     axes = matrix_axes(weight_dimension_numbers, params)
-    return jax.tree.map(norms, params, axes)
+    return jax.tree.map(norms_of_parts, params, axes)
+
+  def keep_parts(
+    update: jax.Array, param: jax.Array, axes: MatrixAxes, kept: list[jax.Array]
+  ) -> jax.Array:
+    split = split_parts(update, axes), split_parts(param, axes)
+    parts = zip(*split, kept, strict=True)
+    return join_parts([keep(u, p, axes, k) for u, p, k in parts], axes)
 
   def init_fn(params: optax.Params) -> KeepMatrixNormsState:
     stateless.init(params)
@@ -166,6 +178,6 @@ def keep_matrix_norms(
   ) -> tuple[optax.Updates, KeepMatrixNormsState]:
     updates, params, axes = aligned(updates, params, weight_dimension_numbers)
     kept = split(state.radius, jax.eval_shape(all_norms, params))
-    return jax.tree.map(keep, updates, params, axes, kept), state
+    return jax.tree.map(keep_parts, updates, params, axes, kept), state
 
   return optax.GradientTransformation(init_fn, update_fn)

@@ -88,7 +88,8 @@ def scale_by_shape(
     if not update.size:
       return update
     rows, columns = (
-      math.prod(update.shape[axis] for axis in part) for part in axes
+      math.prod(update.shape[axis] for axis in part)
+      for part in (axes.rows, axes.columns)
     )
     number = arguments.number('factor(rows, columns)', factor(rows, columns))
     scaled: jax.Array = number * widen(update)

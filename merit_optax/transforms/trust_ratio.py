@@ -5,7 +5,7 @@ The rule of MERIT is :func:`trust_ratios` and :func:`largest_ratio`.
 
 from collections.abc import Callable, Collection, Iterable
 import functools
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -438,6 +438,7 @@ def _scale_by_relative_ratios(
     if not jax.tree.leaves(params):
       return CalibrationState(join(()))
     axes = matrix_axes(weight_dimension_numbers, params)
+    _refuse_parts(params, axes)
     ratios = jax.eval_shape(
       lambda x: join(jax.tree.map(ratios_of, x, x, axes)), params
     )
@@ -468,6 +469,16 @@ def _scale_by_relative_ratios(
     )
 
   return optax.GradientTransformation(init_fn, update_fn)
+
+
+def _refuse_parts(params: optax.Params, axes: Any) -> None:
+  """Raises ``ValueError`` for matrices that lie side by side in one kernel."""
+  structure: Any = jax.tree.structure(params)
+  if any(a.parts for a in structure.flatten_up_to(axes)):
+    raise ValueError(
+      'weight_dimension_numbers must not hold FusedDimensionNumbers with '
+      'calibrate=True.'
+    )
 
 
 def _first_ratios(

@@ -101,8 +101,8 @@ def test_a_run_of_an_optimizer_with_a_former_name_is_found(
 @pytest.mark.parametrize(
   ('optimizer', 'row'),
   [
-    ('merit', r'\(2, 16, 64\) +2 x 16 x 64 +weight, row, column'),
-    ('muon-hyperball', r'hidden +\(2, 16, 64\) +2 x 16 x 64 '),
+    ('merit', r'\(2, 16, 64\) +hidden +2 x 16 x 64 +weight, row, column'),
+    ('muon-hyperball', r'\(2, 16, 64\) +hidden +2 x 16 x 64 '),
   ],
 )
 def test_parameters_are_described_and_control_c_has_a_status(

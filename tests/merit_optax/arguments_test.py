@@ -75,7 +75,7 @@ _BAD = {
     *('', 'BTN', 'BBTNH', 'btnh', 'BTNK', 'BTHH', 3, None, tuple('BTNH')),
   ),
   'scale': _NO_SCHEDULES,
-  **dict.fromkeys(['stacked', 'overrides'], _NO_PATTERNS),
+  **dict.fromkeys(['stacked', 'overrides', 'fused'], _NO_PATTERNS),
 }
 _RATES = (0, 0.0, 0.9, 1 - 1e-9, np.float32(0.5), np.float64(0.5), np.int64(0))
 _NUMBERS = (
@@ -134,7 +134,7 @@ _REQUIRED = {
 _FUNCTIONS = sorted(
   set(merit_optax.__all__)
   - {'describe', 'hidden_matrices', 'partition_hidden', 'update_statistics'}
-  - {'update_statistics', 'AttentionHeads', 'AttentionStatistics'}
+  - {'AttentionHeads', 'AttentionStatistics', 'FusedDimensionNumbers'}
 )
 _TRANSFORMS = (
   *('merit', 'scale_by_adam', 'scale_by_l2_norm_trust_ratio', 'scale_by_lmo'),

@@ -158,6 +158,7 @@ _UNKNOWN = {
   'unconventional/kernel': (3, 8, 4),
   'reconv/kernel': (3, 8, 4),
   'Convert_0/kernel': (3, 8, 4),
+  'vector/kernel': (8,),
   'embed/embedding': (2, 3, 4),
   'q_proj/w': (3, 8, 4),
   'lora/lora_a': (8, 2),
