@@ -29,7 +29,7 @@ extensions = [
 ]
 exclude_patterns = ['_build', 'notebooks/*.md']
 # Their pages are elsewhere, and a build must work offline: no links to them.
-nitpick_ignore_regex = [('py:.*', r'(jax|optax)\..*')]
+nitpick_ignore_regex = [('py:.*', r'(jax|optax|collections)\..*')]
 # Notebooks that are not run count as plain Python, which has no `%pip`.
 suppress_warnings = ['misc.highlighting_failure']
 
