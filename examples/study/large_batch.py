@@ -142,9 +142,10 @@ def run(settings: Settings) -> None:
   start = time.monotonic()
   trainer = Trainer(settings)
   fixed = facts(settings, trainer.data)
-  records = read(settings.results)
   losses = {
-    Trial(**x['trial']): loss_of(x) for x in records if x['settings'] == fixed
+    Trial(**x['trial']): loss_of(x)
+    for x in read(settings.results)
+    if x['settings'] == fixed
   }
   speed = trainer.tokens_per_second()
 
@@ -169,23 +170,21 @@ def run(settings: Settings) -> None:
         'command to go on.'
       )
       return
-    records.append(
-      {
-        'trial': dataclasses.asdict(trial),
-        'rate': trial.rate(settings),
-        'settings': fixed,
-        **trainer.run(trial),
-        'corpus_tokens': trainer.corpus_tokens,
-        'device': device,
-        'versions': {
-          name: importlib.metadata.version(name)
-          for name in ('jax', 'flax', 'optax')
-        },
-        'date': datetime.date.today().isoformat(),
-      }
-    )
-    _write(settings.results, records)
-    losses[trial] = loss_of(records[-1])
+    record = {
+      'trial': dataclasses.asdict(trial),
+      'rate': trial.rate(settings),
+      'settings': fixed,
+      **trainer.run(trial),
+      'corpus_tokens': trainer.corpus_tokens,
+      'device': device,
+      'versions': {
+        name: importlib.metadata.version(name)
+        for name in ('jax', 'flax', 'optax')
+      },
+      'date': datetime.date.today().isoformat(),
+    }
+    _append(settings.results, record)
+    losses[trial] = loss_of(record)
   print(f'All trials have a line in {settings.results}.')
 
 
@@ -194,12 +193,11 @@ def loss_of(record: dict[str, Any]) -> float:
   return math.inf if record['loss'] is None else record['loss']
 
 
-def _write(path: Path, records: list[dict[str, Any]]) -> None:
-  """Replaces the file as a whole, so that a kill leaves the old one."""
+def _append(path: Path, record: dict[str, Any]) -> None:
+  """Adds a line by one system call: kills and other commands do not cut it."""
   path.parent.mkdir(parents=True, exist_ok=True)
-  new = path.with_suffix('.new')
-  new.write_text(''.join(json.dumps(x) + '\n' for x in records))
-  new.replace(path)
+  with path.open('ab', buffering=0) as file:
+    file.write(f'{json.dumps(record)}\n'.encode())
 
 
 if __name__ == '__main__':

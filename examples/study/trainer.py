@@ -165,10 +165,9 @@ class Trainer:
           f'logit {max(found["max_logits"]):.1f}'
         )
     train_losses = np.array(losses).round(4).tolist()
+    final = evaluations[-1]['loss'] if len(losses) == steps else math.nan
     return {
-      'loss': evaluations[-1]['loss']
-      if np.isfinite(train_losses).all()
-      else None,
+      'loss': final if np.isfinite([final, *train_losses]).all() else None,
       'evaluations': evaluations,
       'train_losses': train_losses,
       'seconds': round(time.perf_counter() - start, 2),
@@ -193,7 +192,8 @@ class Trainer:
   def _evaluate(self, params: Any) -> dict[str, Any]:
     """Returns the loss and the attention logits of 64 sequences."""
     loss = pretrain.eval_step(params, self._val_ABT, self._config)
-    logits_L = max_logits(params, self._val_ABT[0, :64], self._config)
+    tokens_BT = self._val_ABT.reshape(-1, self._val_ABT.shape[-1])[:64]
+    logits_L = max_logits(params, tokens_BT, self._config)
     return {
       'loss': round(float(loss), 4),
       'max_logits': [round(x, 2) for x in logits_L.tolist()],

@@ -59,9 +59,10 @@ def flax_dimension_numbers(
       shape (model, layers, heads, head_dim). If several patterns match, the one
       with the most axes is used.
     fused: Matrices that lie side by side in one kernel, by regular expressions:
-      their number, or their sizes along the last axis, such as ``{'c_attn/':
-      3}`` for queries, keys and values; see
-      :class:`merit_optax.FusedDimensionNumbers`.
+      their number, or their sizes along the last axis of the outputs, such as
+      ``{'c_attn/': 3}`` for queries, keys and values. For weights of shape
+      (outputs, inputs), give a :class:`merit_optax.FusedDimensionNumbers` by
+      ``overrides``.
     overrides: Dimension numbers by regular expressions that are searched for in
       the path, for parameters that the rules above do not fit. Their axes refer
       to the whole array.
@@ -165,9 +166,14 @@ def _with_parts(
 
   def spec(path: tuple[Any, ...], _: Any, numbers: Any) -> Any:
     for pattern, parts in fused.items():
-      if numbers is not None and re.search(pattern, name_of(path)):
+      if isinstance(numbers, DimensionNumbers) and re.search(
+        pattern, name_of(path)
+      ):
         rows, columns = numbers
-        return FusedDimensionNumbers(rows, columns, parts) if rows else numbers
+        is_vector = isinstance(rows, Sequence) and not rows
+        return (
+          numbers if is_vector else FusedDimensionNumbers(rows, columns, parts)
+        )
     return numbers
 
   return jax.tree_util.tree_map_with_path(spec, params, specs)
@@ -185,10 +191,12 @@ def _check_rules(stacked: Any, overrides: Any) -> None:
         f'of axes, got {axes!r}.'
       )
   for pattern, spec in overrides.items():
-    if spec is not None and not isinstance(spec, DimensionNumbers):
+    kinds = DimensionNumbers, FusedDimensionNumbers
+    if spec is not None and not isinstance(spec, kinds):
       raise ValueError(
-        f'overrides[{pattern!r}] must be an optax.contrib.MuonDimensionNumbers '
-        f'or None, got {spec!r}.'
+        f'overrides[{pattern!r}] must be an '
+        'optax.contrib.MuonDimensionNumbers, a FusedDimensionNumbers or None, '
+        f'got {spec!r}.'
       )
 
 

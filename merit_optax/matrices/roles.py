@@ -248,6 +248,7 @@ def _role_by_path(names: Names, shape: Shape, tree: _Tree) -> Role:
   is_square = shape[-1] == shape[-2]
   is_sure = not _is_learned_query(names, tree)
   is_mlp = is_mlp_layer = False
+  inside = names
   below: set[str] = set()
   for i in reversed(range(len(names))):
     words = {*_words(names[i])}
@@ -256,7 +257,8 @@ def _role_by_path(names: Names, shape: Shape, tree: _Tree) -> Role:
     part = _part(names[i], below)
     if part == 'table' or _is_gate_of_experts(names, i, tree):
       return 'other'
-    is_mlp = is_mlp or part == 'mlp'
+    if part == 'mlp' and not is_mlp:
+      is_mlp, inside = True, names[: i + 1]
     is_mlp_layer = is_mlp_layer or not words.isdisjoint(_MLP_LAYERS)
     is_sure = is_sure and (is_mlp or part != 'foreign')
     # An MLP, or a first layer, in a head may be its last one too.
@@ -269,7 +271,13 @@ def _role_by_path(names: Names, shape: Shape, tree: _Tree) -> Role:
     if part == 'mixer' or (is_mlp and words & _BLOCKS):
       return 'hidden' if is_sure else 'unknown'
     below |= words
-  is_hidden = is_sure and is_mlp and (is_mlp_layer or is_square)
+  # Outside of a block, layers that do not come back to their width lead from
+  # inputs to outputs.
+  others = {x[-2:] for x in tree.shapes_below[inside]} - {shape[-2:]}
+  comes_back = not others or (shape[-1], shape[-2]) in others
+  is_hidden = (
+    is_sure and is_mlp and ((is_mlp_layer and comes_back) or is_square)
+  )
   return 'hidden' if is_hidden else 'unknown'
 
 

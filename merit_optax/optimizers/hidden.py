@@ -94,11 +94,12 @@ def _warn_of_unknown(params: Any) -> None:
     if role == 'unknown'
   }
   if unknown:
+    example = f'^{re.escape(next(iter(unknown)))}$'
     listed = ', '.join(f'{name} {shape}' for name, shape in unknown.items())
     warnings.warn(
       'Names do not tell whether these parameters are hidden matrices, so they '
       f'are left to the other optimizer: {listed}. Choose all hidden matrices '
-      f'by expressions, such as hidden=[{next(iter(unknown))!r}]; '
+      f'by expressions, such as hidden=[{example!r}]; '
       'merit_optax.describe(params, hidden=...) shows the result.',
       stacklevel=3,
     )
@@ -177,9 +178,11 @@ def partition_hidden(
     params = as_arrays(params)
     is_hidden = jax.tree.leaves(hidden_matrices(params, hidden))
     if is_hidden and not any(is_hidden):
+      names = ', '.join(name for name, _ in named_leaves(params))
       raise ValueError(
-        f'hidden must choose at least one parameter, got {hidden!r}, and none '
-        f'of {", ".join(name for name, _ in named_leaves(params))}.'
+        f'hidden must choose at least one parameter, got {hidden!r}. By '
+        'default, names have to tell, and here they tell of none. Give '
+        f'expressions that are found in the paths of hidden matrices: {names}.'
       )
     return both.init(params)
 

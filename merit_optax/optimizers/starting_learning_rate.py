@@ -60,7 +60,9 @@ def starting_learning_rate(
   if optimizer != 'muon' and width is None:
     width = _WIDTH
   if width is None or not is_integer(width) or width < 1:
-    raise ValueError(f'width must be an integer >= 1, got {width!r}.')
+    raise ValueError(
+      f'width must be an integer >= 1, which muon needs, got {width!r}.'
+    )
   rate = _RATE_TIMES_ROOT[optimizer] / math.sqrt(max(steps, _FEWEST_STEPS))
   if optimizer == 'muon':
     rate *= (_WIDTH / width) ** 0.25
