@@ -59,7 +59,7 @@ PRESETS = {
     ),
   ),
   'nano': (
-    '0.03M parameters, stage A only: half an hour on two cores.',
+    '0.03M parameters, stage A only: an hour on two busy cores.',
     Settings(
       num_layers=2, num_heads=2, width=32, context_length=32, vocab_size=256,
       dtype='float32', unroll=False, data=None, large_batch=0,
