@@ -211,8 +211,7 @@ class GPT2(nnx.Module):
 
     if self.config.remat:  # In a scan, nothing could be merged anyway.
       apply = jax.checkpoint(apply, prevent_cse=False)
-    unroll = self.config.unroll
-    x_BTD, _ = jax.lax.scan(apply, x_BTD, arrays, unroll=unroll)
+    x_BTD, _ = jax.lax.scan(apply, x_BTD, arrays, unroll=self.config.unroll)
     return self.token_embedding.attend(self.final_norm(x_BTD)).astype('float32')
 
 
@@ -294,10 +293,9 @@ def train(config: Config) -> list[float]:
     raise ValueError(f'out_dir must be on a disk or gs://: {config.out_dir}')
   tokens, val_tokens = load_tokens(config)
   # These may change when a run resumes. The others decide its losses.
-  free = 'out_dir remat unroll accumulation_steps eval_every fsdp tensor '
-  free += 'distributed'
-  items = vars(config).items()
-  settings = {k: str(v) for k, v in items if k not in free.split()}
+  free = ('out_dir', 'remat', 'unroll', 'accumulation_steps', 'eval_every')
+  free += ('fsdp', 'tensor', 'distributed')
+  settings = {k: str(v) for k, v in vars(config).items() if k not in free}
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
   folder = Path(os.getcwd()) / config.out_dir  # Orbax wants absolute ones.

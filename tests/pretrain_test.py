@@ -138,6 +138,28 @@ def test_bfloat16_and_remat():
   assert losses != _losses(fsdp=8)
 
 
+def test_layers_that_are_compiled_one_by_one():
+  losses = _losses(fsdp=8, unroll=True)
+  np.testing.assert_allclose(losses, _losses(fsdp=8), rtol=0, atol=1e-5)
+
+
+def test_gradients_of_embedding_rows_are_added_up_in_float32(tmp_path):
+  config = _config(tmp_path, dtype='bfloat16')
+  params = jax.jit(pretrain.init_params, static_argnums=0)(config)
+  tokens_BT = np.full((64, 16), 3)
+
+  def total(params):
+    embedded = pretrain.make_model(params, config).embed(tokens_BT)
+    return embedded.astype('float32').sum()
+
+  grads = jax.grad(total)(params)
+  # In bfloat16 a sum of ones stops at 256.
+  found = grads['token_embedding']['embedding'][3]
+  np.testing.assert_array_equal(found, 64 * 16)
+  found = grads['position_embedding']['embedding'][:16]
+  np.testing.assert_array_equal(found, 64)
+
+
 def _write_tokens(folder: Path) -> Path:
   """Writes token files: each token is the one before it, plus 7 modulo 251."""
   for name, size in (('train.bin', 3000), ('val.bin', 500)):

@@ -68,6 +68,7 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   params = as_arrays(params)
   if hidden is None:
     _warn_of_unknown(params)
+  _check_matches(params, hidden)
   chosen = _chosen(params, hidden)
   vectors = [
     f'{name} {param.shape}'
@@ -265,18 +266,24 @@ def _chosen(params: Any, hidden: Hidden) -> Any:
       raise ValueError(
         f'{error} It may also be a regular expression, or a sequence of them.'
       ) from None
-
   if patterns is None:
     return jax.tree.map(lambda role: role == 'hidden', roles(params))
+  found = [
+    any(re.search(pattern, name) for pattern in patterns)
+    for name, _ in named_leaves(params)
+  ]
+  return jax.tree.unflatten(jax.tree.structure(params), found)
+
+
+def _check_matches(params: Any, hidden: Hidden) -> None:
+  """Raises ``ValueError`` for an expression that is found in no path."""
   names = [name for name, _ in named_leaves(params)]
-  for pattern in patterns:
+  for pattern in _patterns(check_hidden(hidden)) or ():
     if not any(re.search(pattern, name) for name in names):
       raise ValueError(
         f'hidden must match parameters, got {pattern!r}, found in none of '
         f'{", ".join(names)}.'
       )
-  found = [any(re.search(x, name) for x in patterns) for name in names]
-  return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
 def _patterns(hidden: Any) -> list[str] | None:
