@@ -102,8 +102,8 @@ def build(settings: Settings) -> None:
 def _download(settings: Settings) -> None:
   """Downloads the packages that are not in the folder."""
   packages = settings.packages.read_text().split()
-  present = {_package(path) for path in settings.wheels.glob('*.whl')}
-  missing = [x for x in packages if x.partition('==')[0] not in present]
+  present = {_requirement(path) for path in settings.wheels.glob('*.whl')}
+  missing = [x for x in packages if x not in present]
   for package in tqdm.tqdm(missing, 'packages', disable=None):
     # Wheels without compiled code are the same files for every machine.
     command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps']
@@ -119,10 +119,19 @@ def _package(wheel: Path) -> str:
   return wheel.name.split('-')[0].replace('_', '-').lower()
 
 
+def _requirement(wheel: Path) -> str:
+  """Returns the name and version of a wheel's package, as in packages.txt."""
+  return f'{_package(wheel)}=={wheel.name.split("-")[1]}'
+
+
 def _read(settings: Settings) -> Iterator[tuple[str, str]]:
   """Yields package and text of each source file that is taken."""
   seen = set()
+  listed = settings.packages.read_text().split()
   for wheel in sorted(settings.wheels.glob('*.whl')):
+    # The folder may hold other packages, and other versions.
+    if _requirement(wheel) not in listed:
+      continue
     left = settings.package_bytes
     with zipfile.ZipFile(wheel) as files:
       for name in _in_mixed_order(files.namelist()):

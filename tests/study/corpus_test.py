@@ -28,6 +28,10 @@ def settings(tmp_path):
     with zipfile.ZipFile(wheels / f'{name}-1.0-py3-none-any.whl', 'w') as wheel:
       for path, text in files.items():
         wheel.writestr(path, text)
+  # Not listed: another version, and another package.
+  for name in ('c-2.0', 'e-1.0'):
+    with zipfile.ZipFile(wheels / f'{name}-py3-none-any.whl', 'w') as wheel:
+      wheel.writestr('e/no.py', '# not listed\n' + long)
   names = tmp_path / 'packages.txt'
   names.write_text(
     ''.join(f'{name.replace("_", "-")}==1.0\n' for name in packages)
@@ -62,7 +66,8 @@ def test_tokens_are_the_text_of_whole_packages(settings):
   # Two of the first package, no copy, and four of the third one, by its size.
   assert len(train) == 2 + 0 + 4
   assert [text[:10] for text in val] == ['# held out']
-  assert not any(text.startswith(('x = 1', 'no ')) for text in train)
+  unwanted = 'x = 1', 'no ', '# not listed'
+  assert not any(text.startswith(unwanted) for text in train)
 
 
 def test_the_archive_holds_the_folder(settings, tmp_path):
