@@ -16,6 +16,7 @@ import functools
 import os
 import time
 from typing import Any, Literal
+import zlib
 
 from etils.epath import Path
 from flax import nnx
@@ -44,6 +45,8 @@ class Config:
   width: int = 128  # Features of the residual stream.
   init_std: float = 0.049  # Of most matrices. Take 0.02 * sqrt(768 / width).
   context_length: int = 128  # Tokens in a sequence.
+  qk_norm: bool = False  # Whether each query and key goes through an RMSNorm.
+  llama: bool = False  # Llama's blocks: RMSNorm, RoPE, SwiGLU, no biases.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
   remat: bool = False  # Compute each block again in the backward pass.
   unroll: bool = False  # Compile each layer: slower, but faster steps on GPUs.
@@ -70,6 +73,7 @@ MATRICES = {
   'qkv.kernel': P(None, 'fsdp', 'tensor'),  # LD(HXK)
   'out.kernel': P(None, 'tensor', 'fsdp'),  # L(HK)D
   'up.kernel': P(None, 'fsdp', 'tensor'),  # LDF
+  'gate.kernel': P(None, 'fsdp', 'tensor'),  # LDF
   'down.kernel': P(None, 'tensor', 'fsdp'),  # LFD
 }
 
@@ -115,8 +119,8 @@ def load_tokens(config: Config) -> tuple[np.ndarray, np.ndarray]:
   if (size := min(len(train), len(val))) <= config.context_length:
     raise ValueError(f'context_length must be below {size}, tokens of a part.')
   # JAX does not check indices: a larger token would make the loss NaN.
-  if val.max() >= config.vocab_size:
-    raise ValueError(f'vocab_size must be above {val.max()}, a token.')
+  if (largest := max(train.max(), val.max())) >= config.vocab_size:
+    raise ValueError(f'vocab_size must be above {largest}, a token.')
   return train, val
 
 
@@ -140,40 +144,73 @@ def make_batch(tokens: np.ndarray, config: Config, step: int) -> jax.Array:
   )
 
 
+def make_norm(config: Config, rngs: nnx.Rngs) -> nnx.Module:
+  """Returns a norm of the residual stream."""
+  kind = nnx.RMSNorm if config.llama else nnx.LayerNorm
+  return kind(config.width, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+
+
+def rotate(x_BTHK: jax.Array) -> jax.Array:
+  """Turns pairs of features by angles that grow with the position: RoPE."""
+  length, half = x_BTHK.shape[1], x_BTHK.shape[-1] // 2
+  angles_TK = np.outer(np.arange(length), 1e4 ** (-np.arange(half) / half))
+  cos, sin = jnp.cos(angles_TK)[:, None], jnp.sin(angles_TK)[:, None]
+  a, b = jnp.split(x_BTHK.astype('float32'), 2, axis=-1)
+  turned = jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+  return turned.astype(x_BTHK.dtype)
+
+
 class Block(nnx.Module):
-  """Transformer block: attention and an MLP, each after a LayerNorm."""
+  """Transformer block: attention and an MLP, each after a norm."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
     width, options = config.width, dict(dtype=config.dtype, rngs=rngs)
+    linear = functools.partial(nnx.Linear, use_bias=not config.llama, **options)
+    # SwiGLU has a third matrix, and as many parameters as GPT-2's MLP.
+    hidden = -(-width // 24) * 64 if config.llama else 4 * width
     init = normal(config.init_std)
     # What is added to the residual stream, twice a layer, starts smaller.
     small = normal(config.init_std / (2 * config.num_layers) ** 0.5)
-    self.num_heads = config.num_heads
-    self.attention_norm = nnx.LayerNorm(width, epsilon=1e-5, **options)
-    self.qkv = nnx.Linear(width, 3 * width, kernel_init=init, **options)
-    self.out = nnx.Linear(width, width, kernel_init=small, **options)
-    self.mlp_norm = nnx.LayerNorm(width, epsilon=1e-5, **options)
-    self.up = nnx.Linear(width, 4 * width, kernel_init=init, **options)
-    self.down = nnx.Linear(4 * width, width, kernel_init=small, **options)
+    self.config = config
+    self.attention_norm = make_norm(config, rngs)
+    self.qkv = linear(width, 3 * width, kernel_init=init)
+    self.out = linear(width, width, kernel_init=small)
+    self.mlp_norm = make_norm(config, rngs)
+    self.up = linear(width, hidden, kernel_init=init)
+    self.down = linear(hidden, width, kernel_init=small)
+    if config.qk_norm:
+      head_width = width // config.num_heads
+      self.query_norm = nnx.RMSNorm(head_width, **options)
+      self.key_norm = nnx.RMSNorm(head_width, **options)
+    if config.llama:
+      self.gate = linear(width, hidden, kernel_init=init)
 
-  def query_key_value(self, x_BTD: jax.Array) -> jax.Array:
-    """Returns the queries, keys and values of all heads, (X, B, T, H, K)."""
+  def query_key_value(self, x_BTD: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns the queries, keys and values of all heads, (B, T, H, K) each."""
     qkv = self.qkv(self.attention_norm(x_BTD))
     # H comes before X, so that a device of the axis tensor has whole heads.
-    qkv_BTHXK = qkv.reshape(*x_BTD.shape[:2], self.num_heads, 3, -1)
-    return jnp.moveaxis(qkv_BTHXK, 3, 0)
+    qkv_BTHXK = qkv.reshape(*x_BTD.shape[:2], self.config.num_heads, 3, -1)
+    query, key, value = jnp.moveaxis(qkv_BTHXK, 3, 0)
+    if self.config.qk_norm:
+      query, key = self.query_norm(query), self.key_norm(key)
+    if self.config.llama:
+      query, key = rotate(query), rotate(key)
+    return query, key, value
 
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """Returns the residual stream after the block."""
     qkv = self.query_key_value(x_BTD)
     # cuDNN's kernel does not store the logits, (B, H, T, T); it takes bfloat16.
-    is_fused = jax.default_backend() == 'gpu' and qkv.dtype == jnp.bfloat16
+    is_fused = jax.default_backend() == 'gpu' and x_BTD.dtype == jnp.bfloat16
     kernel = 'cudnn' if is_fused else 'xla'
     y_BTHK = jax.nn.dot_product_attention(
       *qkv, is_causal=True, implementation=kernel
     )
     x_BTD += self.out(y_BTHK.reshape(x_BTD.shape))
-    return x_BTD + self.down(jax.nn.gelu(self.up(self.mlp_norm(x_BTD))))
+    y_BTD = self.mlp_norm(x_BTD)
+    if self.config.llama:
+      return x_BTD + self.down(jax.nn.silu(self.gate(y_BTD)) * self.up(y_BTD))
+    return x_BTD + self.down(jax.nn.gelu(self.up(y_BTD)))
 
 
 class GPT2(nnx.Module):
@@ -184,16 +221,19 @@ class GPT2(nnx.Module):
     embedding = functools.partial(nnx.Embed, embedding_init=init, **options)
     self.config = config
     self.token_embedding = embedding(config.vocab_size, config.width)
-    self.position_embedding = embedding(config.context_length, config.width)
+    if not config.llama:
+      self.position_embedding = embedding(config.context_length, config.width)
     keys = jax.random.split(rngs.params(), config.num_layers)
     self.blocks = nnx.vmap(lambda key: Block(config, nnx.Rngs(key)))(keys)
-    self.final_norm = nnx.LayerNorm(config.width, epsilon=1e-5, **options)
+    self.final_norm = make_norm(config, rngs)
 
   def embed(self, tokens_BT: jax.Array) -> jax.Array:
     """Returns the residual stream before the first block, (B, T, D)."""
     # The gradient of a row is added up token by token, hence in float32:
     # bfloat16 would round each sum, and is slow on GPUs.
     tokens_BTD = self.token_embedding.embedding[tokens_BT]
+    if self.config.llama:
+      return tokens_BTD.astype(self.config.dtype)
     positions_TD = self.position_embedding.embedding[: tokens_BT.shape[1]]
     dtype = self.config.dtype
     return tokens_BTD.astype(dtype) + positions_TD.astype(dtype)
@@ -289,16 +329,20 @@ def train(config: Config) -> list[float]:
     jax.distributed.initialize()
   is_process_0 = jax.process_index() == 0
   log = functools.partial(print, flush=True) if is_process_0 else lambda _: None
+  folder = Path(os.getcwd()) / config.out_dir  # Orbax wants absolute ones.
   if str(config.out_dir).startswith('s3:'):
     raise ValueError(f'out_dir must be on a disk or gs://: {config.out_dir}')
+  if set('[]\\') & set(str(folder)):  # Orbax could not read from there.
+    raise ValueError(f'out_dir must have no brackets or backslash: {folder}')
   tokens, val_tokens = load_tokens(config)
   # These may change when a run resumes. The others decide its losses.
   free = ('out_dir', 'remat', 'unroll', 'accumulation_steps', 'eval_every')
   free += ('fsdp', 'tensor', 'distributed')
   settings = {k: str(v) for k, v in vars(config).items() if k not in free}
+  # The text itself, wherever it is.
+  settings['data'] = f'{zlib.crc32(val_tokens, zlib.crc32(tokens)):08x}'
   last_two = ocp.checkpoint_managers.LatestN(2)
   options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
-  folder = Path(os.getcwd()) / config.out_dir  # Orbax wants absolute ones.
   manager = ocp.CheckpointManager(folder, options=options)
   with jax.set_mesh(make_mesh(config)), manager:
     first = manager.latest_step() or 0

@@ -1,5 +1,6 @@
 """The file to copy: the trainer's losses, any mesh, resuming, its commands."""
 
+import dataclasses
 import functools
 from pathlib import Path
 import random
@@ -69,10 +70,23 @@ def _trainer_params(params: nnx.State, like: nnx.State) -> nnx.State:
   return found
 
 
-def test_losses_are_those_of_the_trainer(tmp_path):
-  config = _config(tmp_path)
+# Of pretrain.py and of the trainer.
+_MODELS = {
+  'GPT-2': ({}, {}),
+  'QK-norm': ({'qk_norm': True}, {'qk_norm': True}),
+  'Llama': (
+    {'llama': True},
+    {'architecture': 'llama', 'mlp_width': 64, 'norm_epsilon': 1e-5},
+  ),
+}
+
+
+@pytest.mark.parametrize('model', _MODELS)
+def test_losses_are_those_of_the_trainer(model, tmp_path):
+  ours, theirs = _MODELS[model]
+  config = _config(tmp_path, **ours)
   mesh = _one_device(config)
-  settings = resolve(Config(micro_batch_size=8, unroll=1, **_SIZES))
+  settings = resolve(Config(micro_batch_size=8, unroll=1, **_SIZES, **theirs))
   trainer = Trainer(settings, config.vocab_size, mesh)
   tokens, _ = pretrain.load_tokens(config)
   expected = []
@@ -84,7 +98,8 @@ def test_losses_are_those_of_the_trainer(tmp_path):
       state, metrics = trainer.step(state, tokens_ABT)
       expected.append(metrics['train_loss'])
   assert expected[-1] < expected[0] - 0.5
-  np.testing.assert_allclose(_losses(), expected, rtol=0, atol=1e-4)
+  found = pretrain.train(config) if ours else _losses()
+  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize('mesh', [{'fsdp': 8}, {'fsdp': 2, 'tensor': 2}])
@@ -130,6 +145,14 @@ def test_a_run_resumes_with_the_same_losses_and_settings(tmp_path):
     with pytest.raises(ValueError, match=f"holds a run with .*'{name}': '"):
       pretrain.train(_config(tmp_path, fsdp=8, **{name: value}))
   assert pretrain.train(_config(tmp_path, accumulation_steps=1)) == []
+
+
+def test_a_mesh_gives_the_losses_of_a_llama_on_one_device():
+  model = {'llama': True, 'qk_norm': True}
+  losses = _losses(fsdp=2, tensor=2, **model)
+  with mock.patch.object(pretrain, 'make_mesh', _one_device):
+    expected = _losses(**model)
+  np.testing.assert_allclose(losses, expected, rtol=0, atol=1e-5)
 
 
 def test_bfloat16_and_remat():
@@ -222,11 +245,38 @@ def test_other_token_files_are_refused(name: str, content: bytes, tmp_path):
       {'out_dir': Path('s3://bucket/run')},
       'out_dir must be on a disk or gs://',
     ),
+    ({'out_dir': Path('run[1]')}, 'out_dir must have no brackets or backs'),
+    ({'out_dir': Path('a\\b')}, 'out_dir must have no brackets or backslash'),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message, tmp_path):
   config = _config(tmp_path, data=_write_tokens(tmp_path), **settings)
   with pytest.raises(ValueError, match=message):
+    pretrain.train(config)
+
+
+@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
+def test_a_token_out_of_range_is_found_before_the_run(name: str, tmp_path):
+  file = _write_tokens(tmp_path) / name
+  tokens = np.fromfile(file, np.uint16)
+  tokens[300] = 999
+  tokens.tofile(file)
+  config = _config(tmp_path / 'run', data=tmp_path)
+  with pytest.raises(ValueError, match='vocab_size must be above 999, a token'):
+    pretrain.train(config)
+
+
+def test_a_run_resumes_with_its_text_wherever_that_is(tmp_path):
+  for name in ('first', 'copy'):
+    (tmp_path / name).mkdir()
+    _write_tokens(tmp_path / name)
+  config = _config(tmp_path / 'run', data=tmp_path / 'first', steps=2)
+  assert len(pretrain.train(config)) == 2
+  moved = dataclasses.replace(config, data=tmp_path / 'copy')
+  assert pretrain.train(moved) == []
+  tokens = np.fromfile(tmp_path / 'first' / 'train.bin', np.uint16)
+  tokens[::-1].tofile(tmp_path / 'first' / 'train.bin')
+  with pytest.raises(ValueError, match="holds a run with {'data': '"):
     pretrain.train(config)
 
 

@@ -1,12 +1,12 @@
-"""MERIT, LAMB, AdamW and Muon at a million tokens a step.
+"""The experiments of the paper: which optimizer, at which batch.
 
     python -m examples.study.large_batch dry-run   # a minute on a CPU
     python -m examples.study.large_batch gpu       # a quarter of an hour, H100
 
-Each rule updates hidden matrices only; the same Adam updates all else. Stage A
-chooses a learning rate for each rule at a small batch, stage B trains at the
-large one. A trial is a line of JSON as soon as it ends, and a trial that has a
-line is not run again: repeat a command that was stopped.
+Each rule updates hidden matrices only; the same Adam updates all else. Seed 0
+chooses a learning rate for each rule at one batch. Other seeds then train with
+it, at the same batch or others. A trial is a line of JSON as soon as it ends,
+and a trial that has a line is not run again: repeat a command that was stopped.
 """
 
 from collections.abc import Iterator
@@ -14,9 +14,13 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
+import os
 from pathlib import Path
+import platform
+import re
 import time
 from typing import Any, TypeAlias
 
@@ -24,7 +28,7 @@ import jax
 import tyro
 
 from examples import pretrain
-from examples.study.settings import PRESETS, Rule, Settings, Trial
+from examples.study.settings import PRESETS, Settings, Trial
 from examples.study.trainer import Trainer, model_config
 
 Losses: TypeAlias = dict[Trial, float]
@@ -43,25 +47,19 @@ def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
   """
   for rule in settings.rules:
     yield from _rates(settings, losses, rule)
-  if not settings.large_batch:
-    return
   best = {rule: _best(settings, losses, rule) for rule in settings.rules}
-  for seed, change, rules in (
-    (1, 0, settings.rules),
-    (1, 1, ('merit', 'muon')),
-    (2, 0, ('merit', 'adamw')),
+  for seed, change, batch_tokens, rule in itertools.product(
+    settings.seeds, settings.near, settings.batches, settings.rules
   ):
-    for rule in rules:
-      if rule in best:
-        yield Trial(rule, best[rule] + change, seed, settings.large_batch)
+    yield Trial(rule, best[rule] + change, seed, batch_tokens)
 
 
-def _rates(settings: Settings, losses: Losses, rule: Rule) -> Iterator[Trial]:
-  """Yields five rates around the middle, and more while an edge is the best."""
+def _rates(settings: Settings, losses: Losses, rule: str) -> Iterator[Trial]:
+  """Yields rates around the middle, and more while an edge is the best."""
   make = functools.partial(
-    Trial, rule, seed=0, batch_tokens=settings.small_batch
+    Trial, rule, seed=0, batch_tokens=settings.tuning_batch
   )
-  powers = [-2, -1, 0, 1, 2]
+  powers = list(settings.powers)
   for power in powers:
     yield make(power=power)
   for _ in range(4):
@@ -72,24 +70,23 @@ def _rates(settings: Settings, losses: Losses, rule: Rule) -> Iterator[Trial]:
     yield make(power=powers[-1])
 
 
-def _best(settings: Settings, losses: Losses, rule: Rule) -> int:
-  """Returns the power of two that ended lowest in stage A."""
+def _best(settings: Settings, losses: Losses, rule: str) -> int:
+  """Returns the power of two with the lowest loss of seed 0."""
   tried = {
     trial.power: loss
     for trial, loss in losses.items()
     if (trial.rule, trial.seed) == (rule, 0)
-    and trial.batch_tokens == settings.small_batch
+    and trial.batch_tokens == settings.tuning_batch
   }
   return min(tried, key=lambda power: tried[power])
 
 
 def facts(settings: Settings, data: str) -> dict[str, Any]:
   """Returns what, beside the trial, decides its losses."""
-  free = ('data', 'results', 'rules', 'minutes', 'small_batch', 'large_batch')
+  free = {'results', 'minutes'}
+  free |= {'rules', 'tuning_batch', 'powers', 'batches', 'near', 'seeds'}
+  free |= {'micro_batch', 'unroll', 'remat', 'fsdp'}  # These change rounding.
   fixed = {k: v for k, v in vars(settings).items() if k not in free}
-  # These change rounding only.
-  for name in ('micro_batch', 'unroll', 'remat', 'fsdp'):
-    del fixed[name]
   return {**fixed, 'data': data}
 
 
@@ -109,19 +106,23 @@ def main(args: list[str] | None = None) -> None:
 
 def check(settings: Settings) -> None:
   """Raises an error where sizes do not fit each other, or data are missing."""
-  for name, value, divisor in (
-    ('micro_batch', 1, 'context_length'),
-    ('small_batch', 1, 'micro_batch'),
-    ('large_batch', 1, 'micro_batch'),
+  batches = (settings.tuning_batch, *settings.batches)
+  for name, values, divisor in (
+    ('micro_batch', [settings.micro_batch], settings.context_length),
+    ('tuning_batch, batches', batches, settings.micro_batch),
     # Evaluations take four batches.
-    ('eval_tokens', 4, 'micro_batch'),
+    ('eval_tokens', [settings.eval_tokens], 4 * settings.micro_batch),
   ):
-    multiple = value * getattr(settings, divisor)
-    if getattr(settings, name) % multiple:
+    if any(x % divisor for x in values):
       raise ValueError(
-        f'{name} must be a multiple of {multiple}, got '
-        f'{getattr(settings, name)}.'
+        f'{name} must be multiples of {divisor}, got {list(values)}.'
       )
+  if settings.tokens and settings.tokens < max(batches):
+    raise ValueError(
+      f'tokens must be 0 or a batch at least, got {settings.tokens}.'
+    )
+  if not settings.powers or 0 in settings.seeds:
+    raise ValueError('powers must not be empty, nor seeds hold 0.')
   if settings.data and not (settings.data / 'train.bin').exists():
     raise FileNotFoundError(
       f'data: {settings.data} has no train.bin. To build token files: '
@@ -136,8 +137,7 @@ def run(settings: Settings) -> None:
     settings: Of the comparison.
 
   Raises:
-    ValueError: If batches are no multiples of the micro-batch.
-    FileNotFoundError: If there are no token files.
+    ValueError: If the data do not fit the settings.
   """
   start = time.monotonic()
   trainer = Trainer(settings)
@@ -150,13 +150,15 @@ def run(settings: Settings) -> None:
   speed = trainer.tokens_per_second()
 
   def minutes(batch_tokens: int) -> float:
-    return settings.steps * batch_tokens / speed / 60
+    return settings.steps_at(batch_tokens) * batch_tokens / speed / 60
 
-  device = jax.devices()[0].device_kind
+  device = device_name()
   print(
-    f'{device}: {speed:,.0f} tokens/s. {len(losses)} trials have ended. A '
-    f'trial of stage A takes {minutes(settings.small_batch):.1f} minutes, one '
-    f'of stage B {minutes(settings.large_batch):.1f}.',
+    f'{device}: {speed:,.0f} tokens/s. {len(losses)} trials have ended.',
+    *(
+      f'At {x:,} tokens a step one takes {minutes(x):.1f} minutes.'
+      for x in sorted({settings.tuning_batch, *settings.batches})
+    ),
     flush=True,
   )
   for trial in plan(settings, losses):
@@ -186,6 +188,18 @@ def run(settings: Settings) -> None:
     _append(settings.results, record)
     losses[trial] = loss_of(record)
   print(f'All trials have a line in {settings.results}.')
+
+
+def device_name() -> str:
+  """Returns the model of the GPU, or of the CPU and how many cores it has."""
+  kind = jax.devices()[0].device_kind
+  if kind != 'cpu':
+    return kind
+  file = Path('/proc/cpuinfo')
+  text = file.read_text() if file.exists() else ''
+  found = re.search(r'^model name\s*: (.*)', text, re.MULTILINE)
+  name = found[1] if found else platform.processor()
+  return f'{name or kind}, {os.cpu_count()} cores'
 
 
 def loss_of(record: dict[str, Any]) -> float:

@@ -1,16 +1,20 @@
-"""Sizes, batches and learning rates of the large-batch comparison."""
+"""Sizes, batches and learning rates of the experiments."""
 
 import dataclasses
-import math
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-Rule: TypeAlias = Literal['merit', 'muon', 'adamw', 'lamb']
+from examples.study.rules import RULES
+
+if TYPE_CHECKING:
+  RuleName: TypeAlias = str
+else:
+  RuleName = Literal[tuple(RULES)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Compares optimizers at a large batch."""
+  """Compares optimizers at large batches."""
 
   num_layers: int = 6
   num_heads: int = 6
@@ -19,6 +23,10 @@ class Settings:
   context_length: int = 256
   """Tokens in a sequence."""
   vocab_size: int = 4096
+  qk_norm: bool = False
+  """Whether each query and key goes through an RMSNorm."""
+  llama: bool = False
+  """Whether blocks are Llama's: RMSNorm, RoPE, SwiGLU, no biases."""
   dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   """dtype of activations, and of the products of Muon."""
   remat: bool = False
@@ -32,20 +40,33 @@ class Settings:
   """Folder of train.bin and val.bin. None: Python's standard library."""
   results: Path = Path('examples/study/data/large_batch.jsonl')
   """File of the trials."""
-  rules: tuple[Rule, ...] = get_args(Rule)
+  rules: tuple[RuleName, ...] = ('merit', 'muon', 'adamw', 'lamb')
   """Rules to compare."""
   steps: int = 236
   """Steps of each trial."""
-  small_batch: int = 32_768
-  """Tokens of a step in stage A."""
-  large_batch: int = 1_048_576
-  """Tokens of a step in stage B; 0: only stage A."""
+  tokens: int = 0
+  """Tokens of each trial, instead of steps: smaller batches take more steps."""
+  tuning_batch: int = 32_768
+  """Tokens of a step where learning rates are chosen, with seed 0."""
+  powers: tuple[int, ...] = (-2, -1, 0, 1, 2)
+  """Rates to try there: a rule's middle rate times these powers of two, and at
+  most four more while the lowest or highest is best."""
+  batches: tuple[int, ...] = (1_048_576,)
+  """Tokens of a step of the trials that take the chosen rates."""
+  near: tuple[int, ...] = (0, 1)
+  """Rates of these trials: the chosen one times these powers of two."""
+  seeds: tuple[int, ...] = (1,)
+  """Seeds of these trials, of initial weights and of the order of the data."""
   micro_batch: int = 32_768
   """Tokens whose gradient is computed at once."""
   eval_tokens: int = 524_288
   """Tokens to validate on."""
   minutes: float = 60 * 24
   """No trial starts that would end later than this."""
+
+  def steps_at(self, batch_tokens: int) -> int:
+    """Returns the number of steps of a trial."""
+    return self.tokens // batch_tokens if self.tokens else self.steps
 
 
 PRESETS = {
@@ -55,24 +76,26 @@ PRESETS = {
     Settings(
       num_layers=12, num_heads=12, width=768, context_length=1024,
       vocab_size=50_304, data=Path('openwebtext'), steps=2_400,
-      small_batch=65_536, results=Path('runs/large_batch_small.jsonl'),
+      tuning_batch=65_536, near=(0,),
+      results=Path('runs/large_batch_small.jsonl'),
     ),
   ),
-  'nano': (
-    '0.03M parameters, stage A only: an hour on two busy cores.',
+  'laptop': (
+    '0.03M parameters, for two cores.',
     Settings(
       num_layers=2, num_heads=2, width=32, context_length=32, vocab_size=256,
-      dtype='float32', unroll=False, data=None, large_batch=0,
-      micro_batch=8_192, eval_tokens=131_072,
-      results=Path('runs/large_batch_nano.jsonl'),
+      dtype='float32', unroll=False, data=None, steps=160, tuning_batch=4_096,
+      batches=(4_096,), powers=(0, 1, 2), near=(0,), seeds=(1, 2, 3, 4, 5),
+      micro_batch=4_096, eval_tokens=131_072,
+      results=Path('runs/large_batch_laptop.jsonl'),
     ),
   ),
   'dry-run': (
     'Everything at toy sizes: a minute on two cores.',
     Settings(
       num_layers=2, num_heads=2, width=16, context_length=16, vocab_size=256,
-      dtype='float32', unroll=False, data=None, steps=12, small_batch=256,
-      large_batch=1_024, micro_batch=256, eval_tokens=1_024,
+      dtype='float32', unroll=False, data=None, steps=12, tuning_batch=256,
+      batches=(1_024,), micro_batch=256, eval_tokens=1_024,
       results=Path('runs/large_batch_dry.jsonl'),
     ),
   ),
@@ -83,7 +106,7 @@ PRESETS = {
 class Trial:
   """A run: its rule, its learning rate as a power of two, seed and batch."""
 
-  rule: Rule
+  rule: RuleName
   power: int
   """The peak is the middle rate of the rule times 2**power."""
   seed: int
@@ -91,11 +114,6 @@ class Trial:
 
   def rate(self, settings: Settings) -> float:
     """Returns the peak of the learning rate of hidden matrices."""
-    root = math.sqrt(settings.steps)
-    middle = {
-      'merit': 0.35 / root,
-      'muon': 0.5 / root,
-      'adamw': 1 / settings.width,
-      'lamb': 0.45 / root,
-    }
-    return float(f'{middle[self.rule] * 2.0**self.power:.3g}')
+    steps = settings.steps_at(self.batch_tokens)
+    middle = RULES[self.rule].middle_rate(steps, settings.width)
+    return float(f'{middle * 2.0**self.power:.3g}')

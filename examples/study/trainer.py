@@ -18,7 +18,7 @@ import tqdm
 
 from examples import pretrain
 from examples.study.rules import make_optimizer
-from examples.study.settings import Rule, Settings, Trial
+from examples.study.settings import Settings, Trial
 import merit_optax
 
 
@@ -39,10 +39,10 @@ def init_params(config: pretrain.Config) -> Any:
   return jax.tree.map_with_path(pretrain.pin, pretrain.init_params(config))
 
 
-@functools.partial(jax.jit, static_argnames=('rule', 'settings'))
-def init_optimizer(params: Any, rule: Rule, settings: Settings) -> Any:
+@functools.partial(jax.jit, static_argnames=('rule', 'steps', 'dtype'))
+def init_optimizer(params: Any, rule: str, steps: int, dtype: str) -> Any:
   """Returns the first state of the optimizer, placed like the parameters."""
-  state = make_optimizer(rule, 0.0, settings).init(params)
+  state = make_optimizer(rule, 0.0, steps, dtype).init(params)
   return jax.tree.map_with_path(pretrain.pin, state)
 
 
@@ -61,10 +61,10 @@ def add(total: Any, other: Any) -> Any:
   return jax.tree.map(jnp.add, total, other)
 
 
-# One program for each rule serves all its rates and both batches.
+# One program for each rule serves all rates, and batches of as many steps.
 @functools.partial(
   jax.jit,
-  static_argnames=('rule', 'settings'),
+  static_argnames=('rule', 'steps', 'dtype'),
   donate_argnames=('params', 'opt_state'),
 )
 def update(
@@ -73,12 +73,13 @@ def update(
   total: Any,
   count: jax.typing.ArrayLike,
   rate: jax.typing.ArrayLike,
-  rule: Rule,
-  settings: Settings,
+  rule: str,
+  steps: int,
+  dtype: str,
 ) -> Any:
   """Returns parameters and optimizer state after a step, and its mean loss."""
   loss, grads = jax.tree.map(lambda x: x / count, total)
-  optimizer = make_optimizer(rule, rate, settings)
+  optimizer = make_optimizer(rule, rate, steps, dtype)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   params = optax.apply_updates(params, updates)
   state = jax.tree.map_with_path(pretrain.pin, (params, opt_state))
@@ -143,9 +144,10 @@ class Trainer:
       Losses of all steps and of evaluations, in nats per token, attention
       logits and seconds. A loss that is not finite ends the run.
     """
-    start, steps = time.perf_counter(), self.settings.steps
-    is_large = trial.batch_tokens == self.settings.large_batch
-    every = math.ceil(steps / (12 if is_large else 2))
+    start = time.perf_counter()
+    steps = self.settings.steps_at(trial.batch_tokens)
+    # Seed 0 chooses learning rates.
+    every = math.ceil(steps / (12 if trial.seed else 2))
     losses: list[jax.Array] = []
     evaluations: list[dict[str, Any]] = []
     name = f'{trial.rule} {trial.rate(self.settings):g}, seed {trial.seed}'
@@ -178,14 +180,16 @@ class Trainer:
     settings, rate = self.settings, trial.rate(self.settings)
     config = self._batch_config(trial.batch_tokens, trial.seed)
     params = init_params(dataclasses.replace(self._config, seed=trial.seed))
-    opt_state = init_optimizer(params, trial.rule, settings)
-    for step in range(1, settings.steps + 1):
+    steps = settings.steps_at(trial.batch_tokens)
+    optimizer = trial.rule, steps, settings.dtype
+    opt_state = init_optimizer(params, *optimizer)
+    for step in range(1, steps + 1):
       batch_ABT = pretrain.make_batch(self._tokens, config, step)
       total = loss_and_gradients(params, batch_ABT[0], self._config)
       for micro_BT in batch_ABT[1:]:
         total = add(total, loss_and_gradients(params, micro_BT, self._config))
       params, opt_state, loss = update(
-        params, opt_state, total, len(batch_ABT), rate, trial.rule, settings
+        params, opt_state, total, len(batch_ABT), rate, *optimizer
       )
       yield params, loss
 
@@ -201,7 +205,8 @@ class Trainer:
 
   def tokens_per_second(self) -> float:
     """Returns the speed of training, after compilation."""
-    trial = Trial('merit', 0, 0, self.settings.micro_batch * 8)
+    rule, batch_tokens = self.settings.rules[0], self.settings.micro_batch * 2
+    trial = Trial(rule, 0, 0, batch_tokens)
 
     def train(steps: int) -> float:
       start = time.perf_counter()
@@ -211,4 +216,4 @@ class Trainer:
       return time.perf_counter() - start
 
     train(1)
-    return 10 * trial.batch_tokens / train(10)
+    return 10 * batch_tokens / train(10)

@@ -1,6 +1,7 @@
-"""The comparison at a large batch: its plan, rules, trials and report."""
+"""The experiments at large batches: plan, rules, trials and report."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 import re
@@ -36,8 +37,8 @@ def _run_plan(settings: Settings, loss) -> dict[Trial, float]:
 
 
 @given(optimum=st.floats(-5.4, 5.4), diverges=st.integers(-2, 9))
-def test_stage_a_brackets_the_best_rate(optimum: float, diverges: int):
-  settings = dataclasses.replace(_DRY, rules=('merit',), large_batch=0)
+def test_tuning_brackets_the_best_rate(optimum: float, diverges: int):
+  settings = dataclasses.replace(_DRY, rules=('merit',), batches=())
 
   def loss(trial: Trial) -> float:
     return math.inf if trial.power > diverges else abs(trial.power - optimum)
@@ -52,18 +53,34 @@ def test_stage_a_brackets_the_best_rate(optimum: float, diverges: int):
   )
 
 
-def test_stage_b_takes_the_best_rates_in_order():
-  best = {'merit': 1, 'muon': 0, 'adamw': -1, 'lamb': 0}
-  losses = _run_plan(_DRY, lambda trial: abs(trial.power - best[trial.rule]))
-  large = [
-    (trial.rule, trial.power, trial.seed)
+def test_other_seeds_take_the_best_rates_in_order():
+  best = {'merit': 1, 'lamb': -1}
+  settings = dataclasses.replace(
+    _DRY, rules=tuple(best), batches=(256, 1024), seeds=(1, 2)
+  )
+  losses = _run_plan(
+    settings, lambda trial: abs(trial.power - best[trial.rule])
+  )
+  found = [
+    (trial.seed, trial.power, trial.batch_tokens, trial.rule)
     for trial in losses
-    if trial.batch_tokens == _DRY.large_batch
+    if trial.seed
   ]
-  assert large == [
-    ('merit', 1, 1), ('muon', 0, 1), ('adamw', -1, 1), ('lamb', 0, 1),
-    ('merit', 2, 1), ('muon', 1, 1), ('merit', 1, 2), ('adamw', -1, 2),
-  ]  # fmt: skip
+  assert found == [
+    (seed, best[rule] + change, batch, rule)
+    for seed in (1, 2)
+    for change in (0, 1)
+    for batch in (256, 1024)
+    for rule in best
+  ]
+
+
+def test_equal_tokens():
+  settings = dataclasses.replace(_DRY, tokens=4_096)
+  large_batch.check(settings)
+  assert [settings.steps_at(x) for x in (256, 1024)] == [16, 4]
+  small, large = (Trial('merit', 0, 1, x).rate(settings) for x in (256, 1024))
+  assert (small, large) == (0.0875, 0.175)
 
 
 @pytest.fixture(scope='module')
@@ -74,7 +91,7 @@ def params():
 
 def _update(rule: str, params, rate: float = 0.1):
   """Returns the second update, since the first of each Adam is a sign."""
-  optimizer = rules.make_optimizer(rule, rate, _DRY)
+  optimizer = rules.make_optimizer(rule, rate, _DRY.steps, 'float32')
 
   @jax.jit
   def steps(params):
@@ -119,35 +136,58 @@ def test_all_but_hidden_matrices_get_the_same_update(params):
   )
 
 
+def _largest(x: np.ndarray, axes) -> np.ndarray:
+  return np.abs(x).max(axes, keepdims=True)
+
+
+def _l2(x: np.ndarray, axes) -> np.ndarray:
+  return np.sqrt((x**2).sum(axes, keepdims=True))
+
+
+_AXES = {'weight': (1, 2), 'row': 2, 'column': 1}
+# Ratios, norm and threshold of the clip.
+_MERIT = {
+  'merit': ('weight row column', _largest, 1),
+  'merit-no-clip': ('weight row column', _largest, np.inf),
+  'merit-l2': ('weight row column', _l2, 1),
+  'merit-weight-only': ('weight', _largest, 1),
+  'merit-no-weight-floor': ('row column', _largest, 1),
+  'merit-clip-0.5': ('weight row column', _largest, 0.5),
+  'merit-clip-2': ('weight row column', _largest, 2),
+  'merit-clip-5': ('weight row column', _largest, 5),
+}
+
+
 def _by_hand(rule: str, gradients: list, w: np.ndarray) -> np.ndarray:
   """Returns the second direction of a stack of matrices, in NumPy."""
   m = v = np.zeros_like(w)
   for step, g in enumerate(gradients, 1):
     m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g**2
     corrected = m / (1 - 0.8**step), v / (1 - 0.95**step)
-  if rule == 'merit':
+  if rule in _MERIT:
+    parts, norm, threshold = _MERIT[rule]
     z = m / (np.sqrt(v) + 1e-6) + 0.01 * w
     ratios = [
-      np.abs(w).max(axes, keepdims=True) / np.abs(z).max(axes, keepdims=True)
-      for axes in ((1, 2), 1, 2)
+      norm(w, _AXES[part]) / norm(z, _AXES[part]) for part in parts.split()
     ]
-    z = np.clip(np.max(np.broadcast_arrays(*ratios), 0) * z, -1, 1)
+    z = np.max(np.broadcast_arrays(*ratios), 0) * z
+    z = np.clip(z, -threshold, threshold)
   else:
     z = corrected[0] / (np.sqrt(corrected[1]) + 1e-6)
     z += w * {'adamw': 0.1, 'lamb': 0.01}[rule]
     if rule == 'lamb':
-      norms = [np.sqrt((x**2).sum((1, 2), keepdims=True)) for x in (w, z)]
-      z = norms[0] / norms[1] * z
+      z = _l2(w, (1, 2)) / _l2(z, (1, 2)) * z
   return z
 
 
-@pytest.mark.parametrize('rule', ['merit', 'lamb', 'adamw'])
+@pytest.mark.parametrize('rule', sorted(set(rules.RULES) - {'muon'}))
 @pytest.mark.parametrize('size', [0.01, 100.0])
 def test_updates_are_those_of_the_formulas(rule: str, size: float):
   rng = np.random.default_rng(0)
-  w = 3 * rng.standard_normal((2, 4, 6))
+  # Columns of many sizes, so that all ratios and thresholds matter.
+  w = rng.standard_normal((2, 4, 6)) * np.geomspace(0.05, 9, 6)
   gradients = [size * k * rng.standard_normal(w.shape) for k in (1, 3)]
-  optimizer = rules.make_optimizer(rule, 0.1, _DRY)
+  optimizer = rules.make_optimizer(rule, 0.1, _DRY.steps, 'float32')
   params = {'mlp_up': jnp.asarray(w), 'bias': jnp.zeros(3)}
   state = optimizer.init(params)
   clipped = []
@@ -157,7 +197,9 @@ def test_updates_are_those_of_the_formulas(rule: str, size: float):
     clipped.append(gradient / max(1, norm))
     updates, state = optimizer.update(tree, state, params)
   rate = 2 / (0.3 * _DRY.steps)
-  expected = -0.1 * rate * _by_hand(rule, clipped, w)
+  directions = {x: _by_hand(x, clipped, w) for x in (rule, *_MERIT)}
+  assert len({x.tobytes() for x in directions.values()}) == len(directions)
+  expected = -0.1 * rate * directions[rule]
   np.testing.assert_allclose(updates['mlp_up'], expected, rtol=1e-4, atol=1e-7)
   # Equal gradients of the clipped sizes 1 and 1/3: Adam's step is about 1.
   assert 0.5 * 0.004 * rate < -updates['bias'][0] < 1.2 * 0.004 * rate
@@ -182,8 +224,7 @@ def test_sizes_of_updates(params):
 
 def test_the_schedule_rises_and_falls_on_lines():
   steps, rate = 10, 0.5
-  settings = dataclasses.replace(_DRY, steps=steps)
-  optimizer = rules.make_optimizer('adamw', rate, settings)
+  optimizer = rules.make_optimizer('adamw', rate, steps, 'float32')
   weights = {'mlp': jnp.zeros((1, 2, 2)), 'bias': jnp.zeros(2)}
   state = optimizer.init(weights)
   sizes = []
@@ -241,10 +282,13 @@ def test_a_run_that_diverges_ends_and_is_told_so():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'micro_batch': 100}, 'micro_batch must be a multiple of 16, got 100'),
-    ({'small_batch': 300}, 'small_batch must be a multiple of 256, got 300'),
-    ({'large_batch': 300}, 'large_batch must be a multiple of 256, got 300'),
-    ({'eval_tokens': 512}, 'eval_tokens must be a multiple of 1024, got 512'),
+    ({'micro_batch': 100}, r'micro_batch must be multiples of 16, got \[100'),
+    ({'tuning_batch': 300}, r'batches must be multiples of 256, got \[300, 1'),
+    ({'batches': (256, 300)}, 'batches must be multiples of 256, got'),
+    ({'eval_tokens': 512}, r'eval_tokens must be multiples of 1024, got \[5'),
+    ({'tokens': 512}, 'tokens must be 0 or a batch at least, got 512'),
+    ({'seeds': (0, 1)}, 'powers must not be empty, nor seeds hold 0'),
+    ({'powers': ()}, 'powers must not be empty'),
     ({'data': Path('nowhere')}, 'nowhere has no train.bin. To build'),
   ],
 )
@@ -285,27 +329,81 @@ def test_a_killed_plan_goes_on_where_it_stopped(tmp_path):
   assert len(first.splitlines()) < len(_losses(whole))
   assert _losses(killed) == _losses(whole)
   page = tmp_path / 'page.md'
-  report.main(['--results', str(killed), '--out', str(page)])
-  assert page.read_text().endswith('## Not run yet\n\nNothing.\n')
-  assert (tmp_path / 'figures' / 'page.png').stat().st_size > 10_000
+  report.main(['--results', str(killed), '--page', str(page)])
+  assert 'has not run' not in page.read_text()
+  for name in ('page', 'page_logits'):
+    assert (tmp_path / 'figures' / f'{name}.png').stat().st_size > 10_000
 
 
-def test_a_page_of_stage_a_alone_and_of_mixed_settings(tmp_path):
+def _record(trial: Trial, loss: float, **settings) -> str:
+  """Returns a line, the loss of which falls to this one."""
+  return json.dumps(
+    {
+      'trial': dataclasses.asdict(trial),
+      'rate': trial.rate(_DRY),
+      'settings': large_batch.facts(_DRY, 'some') | settings,
+      'loss': loss,
+      'evaluations': [
+        {'step': 6, 'loss': loss + 1, 'max_logits': [9, 7.0]},
+        {'step': 12, 'loss': loss, 'max_logits': [5.0, 6]},
+      ],
+      'train_losses': [loss - 0.25] * 12,
+      'corpus_tokens': 1000,
+      'device': 'a CPU',
+      'versions': {'jax': '0'},
+    }
+  )
+
+
+def test_a_page_compares_seeds_one_by_one_and_settings(tmp_path):
   results, page = tmp_path / 'results.jsonl', tmp_path / 'page.md'
-  lines = PRESETS['gpu'][1].results.read_text().splitlines(True)
-  results.write_text(''.join(lines[:6]))
-  report.main(['--results', str(results), '--out', str(page)])
-  assert 'Stage A' in page.read_text() and 'Stage B' not in page.read_text()
-  results.write_text(lines[0] + lines[1].replace('"steps": 236', '"steps": 9'))
-  with pytest.raises(ValueError, match='^results must hold trials of the same'):
-    report.main(['--results', str(results), '--out', str(page)])
+  lines = [
+    _record(Trial('merit', 0, 0, 256), 2.5),
+    _record(Trial('merit', 1, 0, 256), 2.6),
+    _record(Trial('lamb', 0, 0, 256), 2.7),
+    *(_record(Trial('merit', 0, x, 1024), 2 + x) for x in (1, 2)),
+    *(_record(Trial('lamb', 0, x, 1024), 2.1 + 1.25 * x) for x in (1, 2)),
+    _record(Trial('merit', 0, 1, 1024), 2.9, qk_norm=True),
+  ]
+  results.write_text('\n'.join(lines))
+  report.main(['--results', str(results), '--page', str(page)])
+  text = page.read_text()
+  assert '| `merit` | 256 | 0.101 | **2.500** | 2.600 |' in text
+  row = '| 1,024 | 0.101 | 2 | 3.500 |  |'
+  assert f'| `merit` {row}' in text
+  assert '| 0.13 | 2 | 3.975 | +0.475 ± 0.177 |' in text
+  assert (
+    '| `merit, qk_norm=True` | 1,024 | 0.101 | 1 | 2.900 | -0.100 |' in text
+  )
+  assert 'Validation losses are 0.25 to 0.25 above' in text
+  assert '| `merit` | 5 | 6 |' in text
+  results.write_text('\n'.join(lines[:3]))
+  report.main(['--results', str(results), '--page', str(page)])
+  assert '## Losses' not in page.read_text()
+  assert '`lamb` has not run with the chosen rate' in page.read_text()
 
 
 def test_the_page_is_what_the_trials_say(tmp_path):
   page = tmp_path / 'large_batch.md'
-  report.main(['--out', str(page)])
+  report.main(['--page', str(page)])
   committed = _ROOT / 'examples' / 'study' / 'LARGE_BATCH.md'
   assert page.read_text() == committed.read_text()
+
+
+def test_the_rule_in_the_readme_runs(tmp_path, monkeypatch):
+  text = (_ROOT / 'examples' / 'study' / 'README.md').read_text()
+  (code,) = re.findall(r'^```py\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
+  ((name, rule),) = eval(f'{{{code}}}', dict(vars(rules))).items()
+  monkeypatch.setitem(rules.RULES, name, rule)
+  settings = dataclasses.replace(
+    _DRY, rules=(name,), powers=(0, 1), results=tmp_path / 'results.jsonl'
+  )
+  with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
+    large_batch.run(settings)
+  first, *_ = large_batch.read(settings.results)
+  assert first['trial']['rule'] == name
+  assert first['train_losses'][-1] < first['train_losses'][0] - 0.1
+  assert first['device'].endswith('cores') or jax.default_backend() != 'cpu'
 
 
 @pytest.mark.parametrize('module', [large_batch, corpus, report])

@@ -1,4 +1,4 @@
-"""Writes the page and the picture of the comparison at a large batch.
+"""Writes a page and pictures from the trials of ``large_batch``.
 
 python -m examples.study.analysis.large_batch
 """
@@ -10,318 +10,429 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 import numpy as np
 import tyro
 
-from examples.study.large_batch import Losses, loss_of, plan, read
-from examples.study.settings import PRESETS, Rule, Settings, Trial
-
-_NAMES = {'merit': 'MERIT', 'muon': 'Muon', 'adamw': 'AdamW', 'lamb': 'LAMB'}
-_COLORS = {
-  'merit': '#d62728', 'muon': '#1f77b4', 'adamw': '#7f7f7f', 'lamb': '#2ca02c',
-}  # fmt: skip
-Records = dict[Trial, dict[str, Any]]
+from examples.study.large_batch import loss_of, read
+from examples.study.settings import PRESETS, Trial
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Writes a page of tables and a picture from the trials."""
+  """Writes a page of tables, and pictures, from the trials."""
 
   results: Path = PRESETS['gpu'][1].results
   """File of the trials."""
 
-  out: Path = Path('examples/study/LARGE_BATCH.md')
-  """The page. The picture gets its name, in the folder figures beside it."""
+  page: Path = Path('examples/study/LARGE_BATCH.md')
+  """The page. Pictures get its name, in the folder figures beside it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+  """A trial and what it measured.
+
+  Attributes:
+    label: Its rule, and settings in which it differs from the first line.
+    trial: The trial.
+    record: Its line.
+  """
+
+  label: str
+  trial: Trial
+  record: dict[str, Any]
+
+  @property
+  def loss(self) -> float:
+    """Final loss, infinite where the run diverged."""
+    return loss_of(self.record)
+
+  @property
+  def steps(self) -> list[int]:
+    """Steps of the evaluations."""
+    return [x['step'] for x in self.record['evaluations']]
+
+  @property
+  def losses(self) -> list[float]:
+    """Losses of the evaluations."""
+    return [x['loss'] for x in self.record['evaluations']]
+
+  @property
+  def logits_EL(self) -> np.ndarray:
+    """Largest attention logits, (evaluations, layers)."""
+    return np.array([x['max_logits'] for x in self.record['evaluations']])
+
+
+Group = list[Run]
+"""Runs of a label, a batch and a learning rate: one for each seed."""
 
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   options = tyro.cli(Options, args=args)
   lines = read(options.results)
-  # A trial that was run again counts as it was run last.
-  records = {Trial(**x['trial']): x for x in lines}
-  if not records:
+  if not lines:
     raise FileNotFoundError(f'results: {options.results} holds no trial.')
-  settings = _settings(lines)
-  picture = options.out.parent / 'figures' / f'{options.out.stem.lower()}.png'
-  picture.parent.mkdir(parents=True, exist_ok=True)
-  _draw(settings, records, picture)
-  options.out.write_text(_page(settings, records, lines, picture.name))
-  print(f'wrote {options.out} and {picture}')
+  runs = _runs(lines)
+  folder, name = options.page.parent / 'figures', options.page.stem.lower()
+  folder.mkdir(parents=True, exist_ok=True)
+  pictures = {f'{name}.png': _draw}
+  if _at_largest_batch(runs):
+    pictures[f'{name}_logits.png'] = _draw_logits
+  for file, draw in pictures.items():
+    figure = draw(runs)
+    figure.savefig(folder / file, dpi=120)
+    plt.close(figure)
+  options.page.write_text(_page(runs, lines, options.results, list(pictures)))
+  print(f'wrote {options.page} and {", ".join(pictures)} in {folder}')
 
 
-def _settings(lines: list[dict[str, Any]]) -> Settings:
-  """Returns the settings that all trials share, and their two batches."""
-  shared = [x['settings'] for x in lines]
-  batches = sorted({x['trial']['batch_tokens'] for x in lines})
-  if any(x != shared[0] for x in shared) or len(batches) > 2:
-    raise ValueError(
-      'results must hold trials of the same settings and of two batches at '
-      'most; give each comparison a file of its own.'
-    )
-  fields = {k: v for k, v in shared[0].items() if k != 'data'}
-  return Settings(
-    **fields,
-    rules=tuple(dict.fromkeys(x['trial']['rule'] for x in lines)),
-    small_batch=batches[0],
-    large_batch=batches[-1] if len(batches) > 1 else 0,
-  )
+def _runs(lines: list[dict[str, Any]]) -> list[Run]:
+  """Returns the runs; one that was run again counts as it was run last."""
+  first = lines[0]['settings']
+  found = {}
+  for x in lines:
+    other = [f'{k}={v}' for k, v in x['settings'].items() if v != first.get(k)]
+    run = Run(', '.join([x['trial']['rule'], *other]), Trial(**x['trial']), x)
+    found[run.label, run.trial] = run
+  return list(found.values())
 
 
-def _large(settings: Settings, records: Records) -> Records:
-  return {
-    trial: x
-    for trial, x in records.items()
-    if trial.batch_tokens == settings.large_batch
-  }
+def _groups(runs: list[Run]) -> list[Group]:
+  """Returns the runs with the chosen rates, those of seeds together."""
+  groups = collections.defaultdict(list)
+  for run in runs:
+    if run.trial.seed:
+      key = run.label, run.trial.batch_tokens, run.trial.power
+      groups[key].append(run)
+  return list(groups.values())
+
+
+def _loss(group: Group) -> float:
+  return float(np.mean([run.loss for run in group]))
+
+
+def _at_largest_batch(runs: list[Run]) -> list[Group]:
+  """Returns the groups of the largest batch, the best of each label."""
+  groups = _groups(runs)
+  largest = max((x[0].trial.batch_tokens for x in groups), default=0)
+  best: dict[str, Group] = {}
+  for group in groups:
+    label = group[0].label
+    if group[0].trial.batch_tokens == largest and (
+      label not in best or _loss(group) < _loss(best[label])
+    ):
+      best[label] = group
+  return list(best.values())
 
 
 def _page(
-  settings: Settings,
-  records: Records,
+  runs: list[Run],
   lines: list[dict[str, Any]],
-  picture: str,
+  results: Path,
+  pictures: list[str],
 ) -> str:
   """Returns the page."""
-  some = next(iter(records.values()))
-  width, layers = settings.width, settings.num_layers
-  table = settings.vocab_size + settings.context_length
-  parameters = 12 * layers * width**2 + table * width
-  tokens = settings.steps * (settings.large_batch or settings.small_batch)
-  large = _large(settings, records)
+  largest = max(run.trial.batch_tokens for run in runs)
   return '\n'.join(
     [
-      '# At a million tokens a step\n',
+      f'# At {largest:,} tokens a step\n',
       'Written by `python -m examples.study.analysis.large_batch` from '
-      '[the trials](data/large_batch.jsonl).\n',
-      f'![Loss over tokens, attention logits, and learning rates of stage A]'
-      f'(figures/{picture})\n',
-      f'GPT-2 with {parameters / 1e6:.1f}M parameters ({layers} layers of '
-      f'width {width}, context {settings.context_length}, '
-      f'{settings.vocab_size:,} byte pairs, {settings.dtype} activations), '
-      f'{settings.steps} steps of '
-      f'{settings.large_batch:,} tokens: {tokens / 1e6:.0f}M tokens, '
-      f'{tokens / parameters:.0f} a parameter, '
-      f'{tokens / some["corpus_tokens"]:.1f} times the '
-      f'{some["corpus_tokens"] / 1e6:.0f}M tokens of source text of Python '
-      f'packages. Validation is on whole packages that were held out. '
-      f'{_machines(records)}.\n',
+      f'{results.name}.\n',
+      f'![Loss over tokens, attention logits, and learning rates]'
+      f'(figures/{pictures[0]})\n',
+      _description(runs[0], largest),
       _PROTOCOL,
-      *(_stage_b(settings, large) if large else ()),
-      '## Stage A: learning rates at the small batch\n',
-      f'Final validation loss after {settings.steps} steps of '
-      f'{settings.small_batch:,} tokens; lowest in bold.\n',
-      _table(_rows_of_rates(settings, records)),
-      _notes(records, lines),
-      '## Not run yet\n',
-      _not_run(settings, records),
+      _after_training(runs),
+      *(_chosen(runs, pictures[-1]) if _groups(runs) else ()),
+      '## Choice of learning rates\n',
+      'Final loss of seed 0 at multiples of the middle rate; lowest in bold.\n',
+      _table(_rows_of_rates(runs)),
+      _notes(runs, lines),
     ]
   )
 
 
 _PROTOCOL = """\
-Each rule updates hidden matrices only: MERIT with its clip and LAMB's l2 ratio,
-for each matrix, with a decay of 0.01 inside the ratio; AdamW and Muon with a
-decay of 0.1. All else takes the same Adam, at 0.004, without decay. Everywhere
-b1 is 0.8 (Muon's momentum too), b2 0.95, eps 1e-6, the warm-up 30 %, then a
-line to zero, and gradients are clipped to a global norm of 1. Initial weights
-and batches of a seed are the same for all rules.
+Each rule updates hidden matrices only: MERIT and LAMB with a decay of 0.01
+inside the ratio of each matrix, AdamW and Muon with a decay of 0.1. All else
+takes the same Adam, at 0.004, without decay. Everywhere b1 is 0.8 (Muon's
+momentum too), b2 0.95, eps 1e-6, the warm-up 30 %, then a line to zero, and
+gradients are clipped to a global norm of 1. Initial weights and batches of a
+seed are the same for all rules.
 
 What this does not show:
 
-- Only the learning rate was chosen, in factors of 2 by one seed, and stage B
-  takes it from a smaller batch: a factor of 2 from the best costs up to 0.37 in
-  stage A. Differences below 0.05 are not reported as differences; larger ones
-  have no interval.
-- Decay, warm-up, `b1` and Adam's rate were tuned for no rule.
+- Only the learning rate was chosen, in factors of 2 by one seed. Decay,
+  warm-up, `b1` and Adam's rate were tuned for no rule.
 - Queries, keys and values are one matrix for each rule.
-- Validation is on other packages: its losses are 0.4 to 0.5 above those of the
-  last batches.
+- Losses repeat to about 0.003 only, from one CPU to another. A difference of
+  one seed has no interval: we report none below 0.05.\
 """
 
 
-def _machines(records: Records) -> str:
-  """Returns the devices and versions of jax that trials ran on."""
-  found = {
-    f'{x["device"]}, jax {x["versions"]["jax"]}' for x in records.values()
-  }
-  return '; '.join(sorted(found))
+def _description(run: Run, largest: int) -> str:
+  """Returns what was trained, by the first line of the results."""
+  x = run.record['settings']
+  width, layers, steps = x['width'], x['num_layers'], x['steps']
+  table = x['vocab_size'] + x['context_length']
+  parameters = 12 * layers * width**2 + table * width
+  tokens = x['tokens'] or steps * largest
+  corpus = run.record['corpus_tokens']
+  return (
+    f'{"Llama" if x["llama"] else "GPT-2"} with {parameters / 1e6:.3g}M '
+    f'parameters ({layers} layers of width {width}, context '
+    f'{x["context_length"]}, a vocabulary of {x["vocab_size"]:,}, '
+    f'{x["dtype"]} activations). At {largest:,} tokens a step it sees '
+    f'{tokens / 1e6:.3g} million tokens in {tokens // largest:,} steps, '
+    f'{tokens / parameters:.0f} a parameter and {tokens / corpus:.1f} times '
+    f'the corpus. {run.record["device"]}, jax {run.record["versions"]["jax"]}.'
+    '\n'
+  )
 
 
-def _stage_b(settings: Settings, large: Records) -> list[str]:
-  """Returns the parts of the page on the large batch."""
+def _after_training(runs: list[Run]) -> str:
+  """Returns how far validation losses are above those of training."""
+  gaps = [
+    run.loss - np.mean(run.record['train_losses'][-10:])
+    for run in runs
+    if run.trial.seed and np.isfinite(run.loss)
+  ]
+  if not gaps:
+    return ''
+  return (
+    f'- Validation losses are {min(gaps):.2f} to {max(gaps):.2f} above those '
+    'of the last ten batches.\n'
+  )
+
+
+def _chosen(runs: list[Run], picture: str) -> list[str]:
+  """Returns the parts of the page on the trials with the chosen rates."""
+  groups = _at_largest_batch(runs)
+  steps = groups[0][0].steps[-1]
   return [
-    '## Stage B: the large batch\n',
-    _table(_rows_of_large(settings, large)),
-    'Tokens to the highest final loss are interpolated between evaluations, '
-    'which favours the rule that ended there: only its learning rate had come '
-    'to zero. The attention logit is the largest of the first 64 held-out '
+    '## Losses\n',
+    _table(_rows_of_losses(runs)),
+    'Means of seeds. Differences are taken seed by seed, with their standard '
+    'deviation. Tokens to a loss are interpolated between evaluations, which '
+    'favours a rule that ended there: only its learning rate had come to '
+    'zero. The attention logit is the largest of the first 64 held-out '
     'sequences.\n',
-    '## Largest attention logit of each layer at the end\n',
-    _table(_rows_of_logits(large)),
+    '## Largest attention logit of each layer\n',
+    f'![Largest attention logit over tokens](figures/{picture})\n',
+    f'After step {steps}, at the best rate; the largest of all seeds.\n',
+    _table(
+      [
+        {'': f'`{group[0].label}`'}
+        | {
+          f'layer {i}': f'{x:.0f}'
+          for i, x in enumerate(
+            np.max([run.logits_EL[-1] for run in group], axis=0), 1
+          )
+        }
+        for group in groups
+      ]
+    ),
   ]
 
 
 def _table(rows: list[dict[str, str]]) -> str:
   """Returns a table in Markdown."""
-  lines = [rows[0].keys(), ['---'] * len(rows[0]), *(x.values() for x in rows)]
+  names = list(dict.fromkeys(name for row in rows for name in row))
+  cells = [[row.get(name, '') for name in names] for row in rows]
+  lines = [names, ['---'] * len(names), *cells]
   return ''.join(f'| {" | ".join(line)} |\n' for line in lines)
 
 
-def _rows_of_large(settings: Settings, large: Records) -> list[dict[str, str]]:
-  ended = [x['loss'] for x in large.values() if x['loss'] is not None]
-  target = max(ended, default=math.nan)
+def _rows_of_losses(runs: list[Run]) -> list[dict[str, str]]:
+  """Returns a row for each rule, batch and learning rate."""
+  groups = _groups(runs)
+  first = groups[0][0].label
   rows = []
-  for trial, x in sorted(large.items(), key=lambda item: loss_of(item[1])):
-    tokens = _tokens_to(target, x) * settings.large_batch / 1e6
-    logits = [max(y['max_logits']) for y in x['evaluations']]
-    rows.append(
-      {
-        'hidden matrices': _NAMES[trial.rule],
-        'learning rate': f'{x["rate"]:g}',
-        'seed': str(trial.seed),
-        'final loss': 'diverged' if x['loss'] is None else f'{x["loss"]:.3f}',
-        f'million tokens to {target:.3f}': f'{tokens:.0f}',
-        'largest logit, any time': f'{max(logits):.0f}',
-        'at the end': f'{logits[-1]:.0f}',
-      }
+  for batch in sorted({x[0].trial.batch_tokens for x in groups}):
+    here = [x for x in groups if x[0].trial.batch_tokens == batch]
+    target = max(
+      (run.loss for x in here for run in x if np.isfinite(run.loss)),
+      default=math.nan,
     )
+    base = min((x for x in here if x[0].label == first), key=_loss, default=[])
+    for group in sorted(here, key=_loss):
+      tokens = np.mean([_steps_to(target, x) for x in group]) * batch / 1e6
+      rows.append(
+        {
+          'hidden matrices': f'`{group[0].label}`',
+          'tokens a step': f'{batch:,}',
+          'learning rate': f'{group[0].record["rate"]:g}',
+          'seeds': f'{len(group)}',
+          'final loss': _format(_loss(group)),
+          f'minus `{first}`': '' if group is base else _difference(group, base),
+          'million tokens to the highest': f'{tokens:.3g}',
+          'largest logit': f'{max(x.logits_EL.max() for x in group):.0f}',
+          'at the end': f'{max(x.logits_EL[-1].max() for x in group):.0f}',
+        }
+      )
   return rows
 
 
-def _tokens_to(target: float, record: dict[str, Any]) -> float:
+def _format(loss: float) -> str:
+  return f'{loss:.3f}' if np.isfinite(loss) else 'diverged'
+
+
+def _difference(group: Group, base: Group) -> str:
+  """Returns the mean difference of seeds, and its standard deviation."""
+  losses = {run.trial.seed: run.loss for run in base}
+  found = [
+    run.loss - losses[run.trial.seed]
+    for run in group
+    if run.trial.seed in losses
+  ]
+  if not found or not np.isfinite(found).all():
+    return ''
+  spread = f' ± {np.std(found, ddof=1):.3f}' if len(found) > 1 else ''
+  return f'{np.mean(found):+.3f}{spread}'
+
+
+def _steps_to(target: float, run: Run) -> float:
   """Returns the first step at which the evaluations reach a loss."""
-  steps = [x['step'] for x in record['evaluations']]
-  losses = [x['loss'] for x in record['evaluations']]
-  first = next((i for i, x in enumerate(losses) if x <= target), None)
+  first = next((i for i, x in enumerate(run.losses) if x <= target), None)
   if not first:
-    return float('nan') if first is None else steps[0]
+    return math.nan if first is None else run.steps[0]
   near = slice(first - 1, first + 1)
-  return float(np.interp(-target, -np.array(losses[near]), steps[near]))
+  return float(np.interp(-target, -np.array(run.losses[near]), run.steps[near]))
 
 
-def _rows_of_logits(large: Records) -> list[dict[str, str]]:
-  rows = []
-  for trial, x in large.items():
-    logits = x['evaluations'][-1]['max_logits']
-    cells = {f'layer {i}': f'{y:.0f}' for i, y in enumerate(logits, 1)}
-    name = f'{_NAMES[trial.rule]} {x["rate"]:g}, seed {trial.seed}'
-    rows.append({'': name, **cells})
-  return rows
+def _by_power(runs: list[Run]) -> dict[tuple[str, int], dict[int, Run]]:
+  """Returns the runs of seed 0 by label and batch, then by power of two."""
+  found: dict[tuple[str, int], dict[int, Run]] = collections.defaultdict(dict)
+  for run in sorted(runs, key=lambda run: run.trial.power):
+    if run.trial.seed == 0:
+      found[run.label, run.trial.batch_tokens][run.trial.power] = run
+  order = {run.label: i for i, run in enumerate(reversed(runs))}
+  return dict(sorted(found.items(), key=lambda x: -order[x[0][0]]))
 
 
-def _small(
-  settings: Settings, records: Records
-) -> dict[Rule, dict[int, dict[str, Any]]]:
-  """Returns the trials of stage A by rule and power of two."""
-  found: dict[Rule, dict[int, dict[str, Any]]] = {}
-  for trial, x in records.items():
-    if trial.batch_tokens == settings.small_batch and trial.seed == 0:
-      found.setdefault(trial.rule, {})[trial.power] = x
-  return {rule: dict(sorted(by.items())) for rule, by in found.items()}
-
-
-def _rows_of_rates(
-  settings: Settings, records: Records
-) -> list[dict[str, str]]:
-  found = _small(settings, records)
+def _rows_of_rates(runs: list[Run]) -> list[dict[str, str]]:
+  found = _by_power(runs)
   powers = sorted({power for by in found.values() for power in by})
   rows = []
-  for rule, by in found.items():
-    best = min(by, key=lambda power: loss_of(by[power]))
-    middle = Trial(rule, 0, 0, settings.small_batch)
-    row = {'': _NAMES[rule], 'middle rate': f'{middle.rate(settings):g}'}
+  for (label, batch), by in found.items():
+    best = min(by.values(), key=lambda run: run.loss)
+    row = {
+      '': f'`{label}`',
+      'tokens a step': f'{batch:,}',
+      'best rate': f'{best.record["rate"]:g}',
+    }
     for power in powers:
-      text = f'{loss_of(by[power]):.3f}' if power in by else ''
-      row[f'× {2.0**power:g}'] = f'**{text}**' if power == best else text
+      text = _format(by[power].loss) if power in by else ''
+      is_best = power in by and by[power] is best
+      row[f'× {2.0**power:g}'] = f'**{text}**' if is_best else text
     rows.append(row)
   return rows
 
 
-def _notes(records: Records, lines: list[dict[str, Any]]) -> str:
-  """Returns the notes of trials, and losses of those that were run again."""
+def _notes(runs: list[Run], lines: list[dict[str, Any]]) -> str:
+  """Returns what is missing, notes, and losses of trials that ran again."""
   counts = collections.Counter(
-    x['note'] for x in records.values() if 'note' in x
+    run.record['note'] for run in runs if 'note' in run.record
   )
-  again = [
-    f'- {_name(trial, x)}: {x["loss"]:.3f} with it, '
-    f'{records[trial]["loss"]:.3f} when run again without.'
-    for x in lines
-    if records[trial := Trial(**x['trial'])] is not x
-  ]
   notes = [
-    f'- {count} of the {len(records)} trials ran with {note}.'
+    f'- {count} of the {len(runs)} trials ran with {note}.'
     for note, count in counts.items()
   ]
-  return '\n'.join(['## Notes\n', *notes, *again]) + '\n' if notes else ''
+  done = {group[0].label for group in _groups(runs)}
+  for label in dict.fromkeys(run.label for run in runs):
+    if label not in done:
+      notes.append(f'- `{label}` has not run with the chosen rate.')
+  last = {(run.trial, str(run.record['settings'])): run for run in runs}
+  for x in lines:
+    run = last[Trial(**x['trial']), str(x['settings'])]
+    if run.record is not x:
+      notes.append(
+        f'- `{run.label}` {x["rate"]:g}, seed {run.trial.seed}, '
+        f'{run.trial.batch_tokens:,} tokens a step: {_format(loss_of(x))} with '
+        f'it, {_format(run.loss)} when run again without.'
+      )
+  return '\n'.join(['## Notes\n', *notes]) + '\n' if notes else ''
 
 
-def _name(trial: Trial, record: dict[str, Any]) -> str:
-  batch = f'{trial.batch_tokens:,} tokens a step'
-  return f'{_NAMES[trial.rule]} {record["rate"]:g}, seed {trial.seed}, {batch}'
-
-
-def _not_run(settings: Settings, records: Records) -> str:
-  """Returns the trials of the plan that have no line."""
-  losses: Losses = {trial: loss_of(x) for trial, x in records.items()}
-  missing = []
-  try:
-    missing = [
-      f'- {_name(x, {"rate": x.rate(settings)})}'
-      for x in plan(settings, losses)
-      if x not in losses
-    ]
-  except ValueError:  # Without stage A, the rates of stage B are not known.
-    missing = ['- Stage A of some rules, and all that follows from it.']
-  return '\n'.join(missing or ['Nothing.']) + '\n'
-
-
-def _draw(settings: Settings, records: Records, path: Path) -> None:
+def _draw(runs: list[Run]) -> Figure:
   """Draws losses and attention logits over tokens, and losses over rates."""
   figure, (curves, logits, rates) = plt.subplots(
     1, 3, figsize=(12, 3.8), layout='constrained'
   )
-  for trial, x in _large(settings, records).items():
-    steps = np.array([y['step'] for y in x['evaluations']])
-    tokens = steps * settings.large_batch / 1e6
-    style = {'color': _COLORS[trial.rule], 'marker': 'o', 'ms': 3}
-    label = f'{_NAMES[trial.rule]} {x["rate"]:g}'
-    if trial.seed != 1:
-      style |= {'linestyle': '--'}
-      label += f', seed {trial.seed}'
-    curves.plot(
-      tokens, [y['loss'] for y in x['evaluations']], label=label, **style
-    )
-    logits.plot(
-      tokens, [max(y['max_logits']) for y in x['evaluations']], **style
-    )
+  colors = _colors(runs)
+  for group in _at_largest_batch(runs):
+    for i, run in enumerate(group):
+      tokens = np.array(run.steps) * run.trial.batch_tokens / 1e6
+      style = {'color': colors[run.label], 'marker': 'o', 'ms': 3}
+      label = f'{run.label} {run.record["rate"]:g}'
+      curves.plot(tokens, run.losses, label=None if i else label, **style)
+      logits.plot(tokens, run.logits_EL.max(1), **style)
   curves.set(
     title='Validation loss', xlabel='million tokens', ylabel='nats per token'
   )
   logits.set(
     title='Largest attention logit', xlabel='million tokens', ylim=(0, None)
   )
-  for rule, by in _small(settings, records).items():
+  found = _by_power(runs)
+  batches = {batch for _, batch in found}
+  for (label, batch), by in found.items():
     rates.plot(
       [2.0**power for power in by],
-      [loss_of(x) for x in by.values()],
-      color=_COLORS[rule], marker='o', ms=3, label=_NAMES[rule],
+      [run.loss for run in by.values()],
+      color=colors[label], marker='o', ms=3,
+      label=label if len(batches) == 1 else f'{label}, {batch:,}',
     )  # fmt: skip
   rates.set(
-    title=f'Stage A: {settings.small_batch:,} tokens a step',
+    title=f'{min(batches):,} tokens a step' if len(batches) == 1 else '',
     xlabel='learning rate over the middle one',
     ylabel='final loss',
     xscale='log',
-  )  # fmt: skip
-  rates.set_xticks([0.25, 0.5, 1, 2, 4], ['1/4', '1/2', '1', '2', '4'])
+  )
+  powers = sorted({power for by in found.values() for power in by})
+  rates.set_xticks([2.0**x for x in powers], [f'{2.0**x:g}' for x in powers])
   rates.minorticks_off()
   for axes in (curves, rates):
     if axes.lines:
       axes.legend(frameon=False)
   for axes in (curves, logits, rates):
     axes.spines[['top', 'right']].set_visible(False)
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
+  return figure
+
+
+def _draw_logits(runs: list[Run]) -> Figure:
+  """Draws the largest attention logit over tokens, a panel for each layer."""
+  groups, colors = _at_largest_batch(runs), _colors(runs)
+  num_layers = max(group[0].logits_EL.shape[1] for group in groups)
+  columns = min(num_layers, 4)
+  rows = math.ceil(num_layers / columns)
+  figure, grid = plt.subplots(
+    rows, columns, figsize=(3 * columns, 2.4 * rows), layout='constrained',
+    sharex=True, sharey=True, squeeze=False,
+  )  # fmt: skip
+  for layer, axes in enumerate(grid.flat):
+    axes.spines[['top', 'right']].set_visible(False)
+    if layer >= num_layers:
+      axes.set_axis_off()
+      continue
+    axes.set_title(f'layer {layer + 1}')
+    for group in groups:
+      for i, run in enumerate(group):
+        tokens = np.array(run.steps) * run.trial.batch_tokens / 1e6
+        axes.plot(
+          tokens, run.logits_EL[:, layer], color=colors[run.label],
+          label=None if i else run.label,
+        )  # fmt: skip
+  grid[0, 0].legend(frameon=False)
+  figure.supxlabel('million tokens')
+  figure.supylabel('largest attention logit')
+  return figure
+
+
+def _colors(runs: list[Run]) -> dict[str, str]:
+  labels = dict.fromkeys(run.label for run in runs)
+  return {label: f'C{i}' for i, label in enumerate(labels)}
 
 
 if __name__ == '__main__':

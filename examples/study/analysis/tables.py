@@ -1,240 +1,210 @@
-"""Tables of points: what is in a cell, and which cells there are."""
+"""Tables of points, as ``data/experiments.json`` describes them."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import math
+from collections.abc import Callable
 import statistics
-from typing import Any, TypeAlias
+from typing import Any
 
-from examples.study.analysis.intervals import (
-  Difference,
-  difference,
-  paired_difference,
-)
-from examples.study.optimizers import HYPERBALL, PAIRS, WITH_RATIOS
-from examples.study.points import Point
+from scipy import stats
 
-Rows: TypeAlias = list[dict[str, str]]
+from examples.study.analysis import lengths
+from examples.study.analysis.data import Point, Points, select, values
+
+Rows = list[dict[str, str]]
 """Rows of a table: cells by the name of the column."""
-Tables: TypeAlias = dict[str, Rows]
-"""Tables by name."""
 
 
-def select(points: Iterable[Point], **labels: Any) -> list[Point]:
-  """Returns the points that have some labels."""
-  return [
-    point
-    for point in points
-    if all(point.labels.get(name) == x for name, x in labels.items())
-  ]
-
-
-def values(points: Iterable[Point], label: str) -> list[Any]:
-  """Returns the values of a label, each once, in order."""
-  return list(dict.fromkeys(point[label] for point in points))
-
-
-def format_loss(loss: float) -> str:
-  """Returns a loss as text."""
-  if not math.isfinite(loss):
-    return 'diverged'
-  return f'{loss:.3f}' if loss < 100 else f'{loss:.0e}'
-
-
-def format_sample(
-  sample: Sequence[float], form: Callable[[float], str] = format_loss
-) -> str:
-  """Returns mean and standard deviation of a sample, as far as there are."""
-  mean = statistics.mean(sample)
-  if not math.isfinite(mean):
-    failed = [x for x in sample if not math.isfinite(x)]
-    return f'{len(failed)} of {len(sample)} diverged'
-  if len(sample) < 2:
-    return f'{form(mean)} (one seed)'
-  # Losses of some image models are a thousandth themselves.
-  if form is format_loss and mean < 0.01:
-    form = '{:.4f}'.format
-  return f'{form(mean)} ± {form(statistics.stdev(sample))}'
-
-
-def format_number(x: float) -> str:
-  """Returns a number with three digits, or as a whole one."""
-  return f'{x:,.0f}' if x >= 100 else f'{x:.3g}'
-
-
-def loss(point: Point) -> str:
-  """Returns mean and standard deviation over seeds as text."""
-  return format_sample(point.losses)
-
-
-def rate(point: Point) -> str:
-  """Returns the learning rate chosen, marked if it is at the edge.
-
-  A better one that was not chosen since it is unstable is named. If it is the
-  only one that was tried, nothing was tuned.
-  """
-  tuned = point.tuned
-  if len(tuned.by_seed) == 1:
-    return f'{tuned.learning_rate:g}, not tuned'
-  text = f'{tuned.learning_rate:g}' + (' (edge)' if tuned.is_at_edge else '')
-  if tuned.unstable_rate is None:
-    return text
-  return f'{text}; {tuned.unstable_rate:g} is unstable'
-
-
-def tuned_loss_and_rate(point: Point) -> str:
-  """Returns the loss of the tuning as text, and the learning rate."""
-  return f'{format_loss(point.tuned.loss)} ({rate(point)})'
-
-
-def label(name: str) -> Callable[[Point], str]:
-  """Returns the cell with the value of a label."""
-  return lambda point: _format_label(point[name])
-
-
-def by_rate(point: Point) -> str:
-  """Returns the losses of the tuning as text, each after its rate."""
-  return ', '.join(
-    f'{x:g}: {format_loss(y)}' for x, y in point.tuned.losses.items()
-  )
-
-
-TUNING = {'learning rate': rate, 'by learning rate': by_rate}
-"""Cells of a table of tunings."""
-
-
-def pivot(
-  points: Iterable[Point],
-  rows: Sequence[str],
-  columns: str | None = None,
-  cells: Mapping[str, Callable[[Point], str]] | None = None,
-) -> Rows:
-  """Returns a table with a row for each value of some labels.
+def make_table(spec: dict[str, Any], points: Points) -> Rows:
+  """Returns a table.
 
   Args:
-    points: The points.
-    rows: Labels of a row.
-    columns: Label with a column for each value; by default columns are those of
-      ``cells``.
-    cells: What is shown of a point, by name; the losses by default.
+    spec: Its description. ``'cell'`` names what a cell shows; ``'rows'`` and
+      ``'columns'`` are labels; ``'only'`` has the values of labels to show;
+      ``'pairs'`` are optimizers, the second subtracted from the first.
+    points: The points of the experiment.
   """
+  points = without_tried(points)
+  if 'pairs' in spec:
+    return _differences(points, spec['pairs'], spec['columns'])
+  if spec['cell'] in _WHOLE:
+    return _WHOLE[spec['cell']](points)
+  for label, allowed in spec.get('only', {}).items():
+    points = [x for x in points if x.labels[label] in allowed]
+  cell = _CELLS[spec['cell']]
+  return _pivot(points, spec['rows'], spec['columns'], cell)
+
+
+def without_tried(points: Points) -> Points:
+  """Returns the points that are shown, not those that only tuned."""
+  return [x for x in points if 'tried' not in x.labels]
+
+
+def _pivot(
+  points: Points, rows: list[str], columns: str, cell: Callable[[Point], str]
+) -> Rows:
+  if columns in ('steps', 'value'):
+    points = sorted(points, key=lambda x: float(x.labels[columns]))
+  headers = dict.fromkeys(_header(x, columns) for x in points)
   found: dict[tuple[str, ...], dict[str, str]] = {}
-  headers = list(rows)
+  for name in dict.fromkeys(tuple(x.labels[y] for y in rows) for x in points):
+    found[name] = dict(zip(rows, name, strict=True)) | dict.fromkeys(
+      headers, ''
+    )
   for point in points:
-    key = tuple(_format_label(point[name]) for name in rows)
-    row = found.setdefault(key, dict(zip(rows, key, strict=True)))
-    for name, cell in (cells or {'loss': loss}).items():
-      header = _column(columns, point[columns]) if columns else name
-      if header in row:
-        raise ValueError(f'Two points of {row}: name what tells them apart.')
-      headers.append(header)
-      row[header] = cell(point)
-  return [
-    {x: row.get(x, '') for x in dict.fromkeys(headers)}
-    for row in found.values()
-  ]
+    row = found[tuple(point.labels[y] for y in rows)]
+    header = _header(point, columns)
+    if row[header]:
+      raise ValueError(f'Two points of {row}, {header}.')
+    row[header] = cell(point)
+  return list(found.values())
 
 
-def _format_label(value: Any) -> str:
-  return value if isinstance(value, str) else f'{value:g}'
-
-
-def _column(label: str, value: Any) -> str:
+def _header(point: Point, label: str) -> str:
+  value = point.labels[label]
+  if label == 'batch':
+    return f'batch {value} ({point.labels["batch tokens"]:,} tokens)'
   return value if isinstance(value, str) else f'{label} {value:g}'
 
 
-def losses(points: Iterable[Point], columns: str = 'batch') -> Tables:
-  """Returns losses of optimizers, and the differences of ``PAIRS``."""
-  points = list(points)
-  names = [(x.name, y.name) for x, y in PAIRS]
-  return {
-    'losses': pivot(points, ['optimizer'], columns),
-    **compare(points, names, columns),
-  }
+def _differences(points: Points, pairs: list[list[str]], columns: str) -> Rows:
+  headers = dict.fromkeys(_header(x, columns) for x in points)
+  rows = []
+  for pair in pairs:
+    row = {'difference': ' − '.join(pair)} | dict.fromkeys(headers, '')
+    for value in values(points, columns):
+      both = [select(points, optimizer=x, **{columns: value}) for x in pair]
+      if all(both):
+        (first,), (second,) = both
+        row[_header(first, columns)] = format_difference(first, second)
+    rows.append(row)
+  return rows
 
 
-def compare(
-  points: Iterable[Point], pairs: Iterable[tuple[str, str]], across: str
-) -> Tables:
-  """Returns differences of losses with their intervals.
+def interval(first: Point, second: Point) -> tuple[float, float, float]:
+  """Returns the difference of mean losses, and its interval of 95 % (Welch)."""
+  found = stats.ttest_ind(first.losses, second.losses, equal_var=False)
+  low, high = found.confidence_interval(0.95)
+  return first.mean - second.mean, float(low), float(high)
 
-  Hyperball with MERIT's ratios and without are compared seed by seed.
+
+def format_difference(first: Point, second: Point) -> str:
+  """Returns the difference with its interval as text."""
+  mean, low, high = interval(first, second)
+  return f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]'
+
+
+def _loss(point: Point) -> str:
+  if len(point.losses) == 1:
+    return f'{point.mean:.3f}'
+  return f'{point.mean:.3f} ± {statistics.stdev(point.losses):.3f}'
+
+
+def _logit(point: Point) -> str:
+  """Returns the largest logit of all seeds."""
+  logit = max(x.logit for x in point.fresh if x.logit is not None)
+  return f'{logit:,.0f}' if logit < 1e6 else f'{logit:.0e}'
+
+
+def _chosen(point: Point) -> str:
+  settings = point.labels['chosen']
+  rate = f'rate={point.rate:g}'
+  return f'{rate}, {settings}' if '=' in settings else rate
+
+
+def _share(point: Point) -> str:
+  return f'{max(x.clipped or 0.0 for x in point.fresh):.1%}'
+
+
+_CELLS: dict[str, Callable[[Point], str]] = {
+  'loss': _loss,
+  'rate': lambda x: f'{x.rate:g}',
+  'tuned': lambda x: f'{x.mean:.3f} ({x.rate:g})',
+  'chosen': _chosen,
+  'logit': _logit,
+  'loss and logit': lambda x: f'{x.mean:.3f} ({_logit(x)})',
+  'loss and share': lambda x: f'{x.mean:.3f} ({_share(x)})',
+}
+
+
+def cost(point: Point, points: Points) -> float:
+  """Returns the loss minus that of the same optimizer at the best rate."""
+  name = point.labels['optimizer']
+  (best,) = select(points, optimizer=name, factor=1.0)
+  return point.mean - best.mean
+
+
+def _costs(points: Points) -> Rows:
+  wrong = [x for x in points if x.labels['factor'] != 1]
+  return _pivot(
+    wrong, ['optimizer'], 'factor', lambda x: f'{cost(x, points):+z.3f}'
+  )
+
+
+def _steps(points: Points) -> Rows:
+  """Returns the steps that end at the target, of each seed and their mean."""
+  rows = []
+  for name in values(points, 'optimizer'):
+    row = {'optimizer': name}
+    for batch in values(points, 'batch'):
+      lengths_tried = select(points, optimizer=name, batch=batch)
+      steps = lengths.steps_by_seed(lengths_tried)
+      each = ', '.join(f'{x:,.0f}' for x in steps)
+      header = _header(lengths_tried[0], 'batch')
+      row[header] = f'{statistics.mean(steps):,.0f} ({each})'
+    rows.append(row)
+  return rows
+
+
+def _tokens(points: Points) -> Rows:
+  """Returns Muon's tokens over those of Hyperball for the same loss."""
+  muon, hyperball = (
+    select(points, optimizer=f'{x}, rest tuned') for x in ('Muon', 'Hyperball')
+  )
+  steps_for = lengths.steps_by_loss(hyperball)
+  row = {'': 'Muon, rest tuned over Hyperball, rest tuned'}
+  for first, second in zip(muon, hyperball, strict=True):
+    own = first.fresh[0].steps
+    mean, low, high = (
+      own / steps_for(second.mean + x) for x in interval(first, second)
+    )
+    row[first.labels['tokens']] = f'{mean:.2f} [{low:.2f}, {high:.2f}]'
+  return [row]
+
+
+_WHOLE: dict[str, Callable[[Points], Rows]] = {
+  'costs': _costs,
+  'steps': _steps,
+  'tokens': _tokens,
+}
+"""Tables that are not one cell for each point."""
+
+
+def tuning_trials(spec: dict[str, Any], found: dict[str, Points]) -> Rows:
+  """Returns how many trials chose the settings of each row of a table.
 
   Args:
-    points: The points.
-    pairs: Names of optimizers, the second subtracted from the first.
-    across: Label whose values are the columns.
-
-  Returns:
-    A table ``'differences'``, and ``'detectable differences'`` with those that
-    80 % of such experiments would have detected.
+    spec: ``'rows'`` has by row the rows whose settings it began with, and
+      ``'experiments'`` where these were tuned.
+    found: Points by experiment.
   """
-  found = by_cell(points, across)
-  columns = {y: _column(across, y) for _, y in found}
-  rows, detectable = [], []
-  for pair in pairs:
-    compared = {
-      column: _difference(found[pair[0], value], found[pair[1], value])
-      for value, column in columns.items()
-      if all((x, value) in found for x in pair)
-    }
-    if not compared:
-      continue
-    name = {'difference': f'{pair[0]} − {pair[1]}'}
-    empty = dict.fromkeys(columns.values(), '')
-    texts = {column: str(x) for column, x in compared.items()}
-    limits = {column: format_detectable(x) for column, x in compared.items()}
-    rows.append(name | empty | texts)
-    if any(limits.values()):
-      detectable.append(name | empty | limits)
-  return {'differences': rows, 'detectable differences': detectable}
+  points = [x for name in spec['experiments'] for x in found[name]]
+  rows = []
+  for name, begun in spec['rows'].items():
+    row = {'optimizer': name}
+    for shown in select(without_tried(found['relatives']), optimizer=name):
+      batch = shown.labels['batch']
+      own = [
+        x
+        for y in (name, *begun)
+        for x in select(points, optimizer=y, batch=batch)
+      ]
+      keys = {trial.key for x in own for trial in x.tuning}
+      row[_header(shown, 'batch')] = str(len(keys))
+    rows.append(row)
+  return rows
 
 
-def searched(
-  points: Iterable[Point], pairs: Iterable[tuple[str, str]]
-) -> Tables:
-  """Returns losses, their differences, and the values that were tried.
-
-  The points are those of :func:`examples.study.tuning.coordinates.improve_all`.
-  """
-  points = list(points)
-  found = select(points, role='best')
-  return {
-    'losses': pivot(found, ['optimizer'], 'batch'),
-    **compare(found, pairs, 'batch'),
-    'chosen': pivot(
-      [x for x in found if x['chosen']],
-      ['batch', 'optimizer'],
-      cells={'values': label('chosen'), 'learning rate': rate},
-    ),
-    'tried': pivot(
-      select(points, role='tried'),
-      ['batch', 'optimizer', 'setting', 'value'],
-      cells={'loss': tuned_loss_and_rate},
-    ),
-  }
-
-
-def by_cell(
-  points: Iterable[Point], across: str
-) -> dict[tuple[str, Any], Point]:
-  """Returns points by optimizer and the value of a label."""
-  found: dict[tuple[str, Any], Point] = {}
-  for point in points:
-    cell = point['optimizer'], point[across]
-    if cell in found:
-      raise ValueError(f'Two points of {cell}: give them labels that differ.')
-    found[cell] = point
-  return found
-
-
-def _difference(first: Point, second: Point) -> Difference:
-  is_paired = {first['optimizer'], second['optimizer']} == {
-    HYPERBALL.name,
-    WITH_RATIOS.name,
-  }
-  return (paired_difference if is_paired else difference)(first, second)
-
-
-def format_detectable(found: Difference) -> str:
-  """Returns the smallest difference that is seen in 80 % of cases."""
-  return '' if math.isnan(found.detectable) else f'{found.detectable:.3f}'
+def markdown(rows: Rows) -> str:
+  """Returns a table of rows that have the first one's keys."""
+  head, *lines = [' | '.join(x) for x in (rows[0], *(y.values() for y in rows))]
+  ruler = '---|' * len(rows[0])
+  return '\n'.join([f'| {head} |', f'|{ruler}', *(f'| {x} |' for x in lines)])

@@ -1,23 +1,16 @@
-"""The results that are committed, and the pages that quote them."""
+"""The committed results, and the pages that quote them."""
 
 import itertools
-import math
 from pathlib import Path
+import re
 
 import pytest
 
-from examples.study import scales
-from examples.study.analysis import report, tables
-from examples.study.analysis.lengths import steps_to
-from examples.study.analysis.logits import costs, peak
-from examples.study.archive import cells
-from examples.study.experiments import EXPERIMENTS
-from examples.study.points import Point
-from examples.study.training.store import Store
-from examples.study.trial import Result
-from examples.study.tuning.plans import execute
+from examples.study.analysis import report
+from examples.study.analysis.data import FOLDER, read_json, read_points, select
+from examples.study.analysis.tables import tuning_trials
 
-_STUDY = Path(report.__file__).parents[1]
+_STUDY = FOLDER.parent
 _ROOT = _STUDY.parents[1]
 # And how many tables they quote.
 _PAGES = {
@@ -26,58 +19,40 @@ _PAGES = {
 
 
 @pytest.fixture(scope='module')
-def nano() -> Store:
-  """The committed trials."""
-  return Store(_STUDY / 'results/nano.jsonl')
+def found():
+  return read_points()
 
 
-def _read(store: Store) -> report.Found:
-  return report.read_points(store.path.with_suffix(''), store)
+def test_the_page_is_what_the_report_writes(found):
+  text = (_STUDY / 'RESULTS.md').read_text()
+  assert text == report.page(found)
+  assert len(text.split()) <= 6000
 
 
-@pytest.mark.parametrize(
-  ('scale', 'page'),
-  [('nano', 'RESULTS.md'), ('mini', 'results/mini/RESULTS.md')],
-)
-def test_the_committed_results_are_up_to_date(scale, page):
-  store = Store(_STUDY / f'results/{scale}.jsonl')
-  found = _read(store)
-  assert (_STUDY / page).read_text() == report.text(scale, found, store)
-  # The points are those that the plans lead to.
-  for name, points in found.items():
-    plan = EXPERIMENTS[name].plan(scales.SCALES[scale])
-    assert [x.line for x in execute(plan, store.results)] == [
-      x.line for x in points
-    ]
+@pytest.mark.parametrize('name', ['points', 'trials'])
+def test_archives_have_no_time(name):
+  # So that the same lines are the same bytes.
+  assert (FOLDER / f'{name}.jsonl.gz').read_bytes()[4:8] == bytes(4)
 
 
-def test_the_archived_results_are_made_of_stored_trials(nano):
-  text = report.archive_text(nano.records)
-  assert (_STUDY / 'archive/RESULTS.md').read_text() == text
-  for name in cells.NAMES:
-    assert (_STUDY / f'archive/figures/{name}.png').is_file()
+def test_the_page_says_how_much_more_muon_was_tuned(found):
+  spec = read_json('experiments')['tuning trials']
+  trials = {x.pop('optimizer'): x for x in tuning_trials(spec, found)}
+  more = [
+    int(trials['Muon, tuned again'][batch]) / int(count)
+    for name in ('AdamW', 'LAMB', 'MERIT')
+    for batch, count in trials[f'{name}, tuned again'].items()
+  ]
+  assert (round(min(more), 1), round(max(more), 1)) == (1.6, 3.0)
+  assert 'Muon got 1.6 to 3 times' in (FOLDER / 'protocol.md').read_text()
 
 
-def _tables(store: Store) -> dict[str, list[dict[str, str]]]:
-  """Returns all tables by the name of the experiment and their own."""
-  mini = Store(store.path.with_name('mini.jsonl'))
-  found = {
-    **report.all_tables(_read(store)),
-    **{x: cells.read(x, store.records)[2] for x in cells.NAMES},
-    **{f'mini {x}': y for x, y in report.all_tables(_read(mini)).items()},
-  }
-  return {
-    f'{experiment}: {name}': rows
-    for experiment, tables in found.items()
-    for name, rows in tables.items()
-  }
-
-
-def _read_markdown(text: str) -> list[dict[str, str]]:
-  """Returns the rows of a table, by the names of the columns."""
+def _read_table(lines: list[str]) -> list[dict[str, str]]:
+  """Returns the rows of the first table, by the names of the columns."""
+  start = next(i for i, x in enumerate(lines) if x.startswith('|'))
+  table = itertools.takewhile(lambda x: x.startswith('|'), lines[start:])
   names, _, *rows = [
-    [cell.strip() for cell in line.strip('|').split('|')]
-    for line in text.splitlines()
+    [cell.strip() for cell in line.strip('|').split('|')] for line in table
   ]
   return [dict(zip(names, row, strict=True)) for row in rows]
 
@@ -92,18 +67,19 @@ def _quoted(page: str):
   for i, line in enumerate(lines):
     if line.startswith('<!-- study '):
       name = line.removeprefix('<!-- study ').removesuffix(' -->')
-      table = itertools.takewhile(
-        lambda x: x.startswith('|'), lines[i + 1 + (not lines[i + 1]) :]
-      )
-      yield name, _read_markdown('\n'.join(table))
+      yield name, _read_table(lines[i:])
 
 
 @pytest.mark.parametrize(('page', 'count'), _PAGES.items())
-def test_pages_say_what_the_tables_say(nano, page, count):
-  stored, quoted = _tables(nano), list(_quoted(page))
+def test_pages_say_what_the_tables_say(found, page, count):
+  stored = {
+    f'{experiment}: {name}': rows
+    for experiment, tables in report.all_tables(found).items()
+    for name, rows in tables.items()
+  }
+  quoted = list(_quoted(page))
   assert len(quoted) == count
   for name, rows in quoted:
-    assert name in stored, name
     for row in rows:
       _assert_quoted(row, stored[name])
 
@@ -112,68 +88,77 @@ def _assert_quoted(row: dict[str, str], table: list[dict[str, str]]) -> None:
   """Asserts that a row has the cells that a row of a table has."""
   first, *others = row
   names = first.split(' and ')
-  key = _plain(row[first])
-  (found,) = [
-    x for x in table if key == ', '.join(filter(None, (x[y] for y in names)))
+  (same,) = [
+    x
+    for x in table
+    if _plain(row[first]) == ', '.join(filter(None, (x[y] for y in names)))
   ]
   for name in others:
-    assert row[name] == found[name], (key, name)
+    assert row[name] == same[name], (row[first], name)
 
 
 def _plain(cell: str) -> str:
-  """Returns the text of a cell that may be a link."""
-  return cell[1:].partition('](')[0] if cell.startswith('[') else cell
+  """Returns the text of a cell that may begin with a link."""
+  return re.sub(r'^\[(.*?)\]\(.*?\)', r'\1', cell)
 
 
-def test_points_of_what_is_not_complete_are_removed(nano, tmp_path):
-  found = _read(nano)
-  report.write_points(tmp_path, found)
-  assert report.read_points(tmp_path, nano) == found
-  report.write_points(tmp_path, {'llama': found['llama']})
-  assert [x.name for x in tmp_path.iterdir()] == ['llama.jsonl']
-  # And figures.
-  figure = tmp_path / 'figures/rate-tolerance.png'
-  figure.parent.mkdir()
-  figure.touch()
-  report.write(tmp_path, 'nano', {'llama': found['llama']}, nano)
-  assert not figure.exists()
+def test_tables_of_losses_say_what_they_quote():
+  for page in [_ROOT / 'README.md', *(_ROOT / 'docs').glob('*.md')]:
+    # Those of the benchmarks are not the study's.
+    blocks = page.read_text().split('\n\n') if page.stem != 'benchmarks' else []
+    for before, block in itertools.pairwise(['', *blocks]):
+      if re.search(
+        r'^\|.*(\d\.\d{3} ±|\[[+-]\d\.\d{3}, )', block, re.MULTILINE
+      ):
+        start = block if block.startswith('<!--') else before
+        assert start.startswith('<!-- study '), (page.name, block)
 
 
-def test_a_loss_that_is_not_reached_has_no_steps():
-  assert steps_to({100: 3.0, 200: 2.5}, 1.0) == math.inf
-  assert steps_to({100: 3.0, 200: 2.5}, 4.0) == 0
-  assert steps_to({100: math.inf, 400: 2.0}, 2.5) == 200
+_NAMES = {'Muon Hyperball': 'Hyperball, MERIT’s ratios'}
 
 
-def _point(factor, *losses, logits=(1.0,)):
-  seen = {'max_attention_logit': [[x] for x in logits]}
-  results = [Result('', 0.1, i, 9, x, seen) for i, x in enumerate(losses)]
-  return Point({'optimizer': 'x', 'factor': factor}, None, tuple(results))
+def test_rates_over_the_rules_are_those_of_the_study(found):
+  lines = (_ROOT / 'docs/learning_rates.md').read_text().splitlines()
+  rows = _read_table(lines[lines.index('## The number of steps') :])
+  for optimizer, rule, *shown in map(dict.values, rows):
+    name = _plain(optimizer).partition(' (')[0]
+    for varied, text in zip(('batch', 'length'), shown, strict=True):
+      points = select(
+        found['hyperparameters'],
+        optimizer=_NAMES.get(name, name),
+        varied=varied,
+      )
+      over = {
+        x.labels['steps']: x.rate * x.labels['steps'] ** 0.5
+        for x in points
+        if (varied, x.labels['value']) != ('length', 1)
+      }
+      constant = float(rule.split()[0])
+      expected = [f'{over[x] / constant:.1f}' for x in sorted(over)]
+      assert text.split(', ') == expected, (name, varied)
 
 
-@pytest.mark.parametrize(
-  'table',
-  [
-    lambda points: tables.compare(points, [('x', 'y')], 'factor'),
-    lambda points: tables.pivot(points, ['optimizer'], 'factor'),
-    lambda points: tables.pivot(points, ['factor']),
-  ],
-)
-def test_two_points_of_one_cell_are_an_error(table):
-  table([_point(1, 2.0), _point(2, 3.0)])
-  with pytest.raises(ValueError, match='Two points of'):
-    table([_point(1, 2.0), _point(1, 3.0)])
+def test_stale_rows_are_those_of_the_study():
+  tables = read_json('closed')['stale-rows']['tables']
+  lines = (_ROOT / 'docs/algorithm.md').read_text().splitlines()
+  start = next(i for i, x in enumerate(lines) if 'never seen: final' in x)
+  shown = [list(x.values())[1:] for x in _read_table(lines[start:])]
+  names = [
+    'MERIT as published', 'min_norm 0.01', 'min_norm 0.1',
+    'decay outside the ratio', 'decay outside the ratio, λ = 0.1',
+    'MERIT as published, λ = 0', 'min_norm 0.01, λ = 0', 'AdamW',
+  ]  # fmt: skip
+  losses, rows = (
+    {x['optimizer']: x for x in tables[name]}
+    for name in ('losses', 'rows of the embedding')
+  )
+  for name, cells in zip(names, shown, strict=True):
+    loss = losses[name]['loss'].split()[0]
+    never = float(rows[name]['never'].split()[0])
+    rare = float(re.findall(r'([\d.]+) of live', rows[name]['rare'])[0])
+    assert cells == [loss, f'{never:.2g}', f'{rare:.2g}'], name
 
 
-def test_costs_are_those_over_the_rate_chosen():
-  points = [_point(1, 2.0, 3.0), _point(2, 2.2, 3.4), _point(4, 3.0, math.inf)]
-  found = costs(points)
-  assert found['x', 1] == 0
-  assert found['x', 2] == pytest.approx(0.3)
-  assert found['x', 4] == math.inf
-
-
-def test_the_largest_logit_of_a_run_that_diverged_is_not_finite():
-  assert peak(_point(1, 2.0, 3.0, logits=(5.0, 7.0, 6.0))) == 7
-  assert peak(_point(1, 2.0, logits=(5.0, None))) == math.inf
-  assert peak(_point(1, 2.0, math.inf)) == math.inf
+def test_figures_are_there():
+  for name in ('summary', 'hyperparameters'):
+    assert Path(_STUDY / f'figures/{name}.png').is_file()

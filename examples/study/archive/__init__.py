@@ -1,1 +1,0 @@
-"""Experiments that are closed: points, and the tables made of them."""

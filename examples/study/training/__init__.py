@@ -1,1 +1,0 @@
-"""Trains trials, several at once, and stores what came out."""
