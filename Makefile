@@ -14,7 +14,7 @@ ARGS ?=
 TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
   tests/conformance merit_optax tests/merit_optax tests/release \
   tests/docs/references_test.py tests/notebooks_test.py \
-  tests/gpt2/presets_test.py tests/gpt2/data tests/gpt2/devices
+  tests/gpt2/config_test.py tests/gpt2/data tests/gpt2/devices
 # What depends on the versions of jax, optax, flax and orbax.
 LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
 TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
@@ -29,8 +29,7 @@ PYTEST := $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
 # devices that wait for each other give up when they are starved.
 ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
   tests/gpt2/run/checkpoints_test.py tests/gpt2/run/folder_test.py \
-  tests/gpt2/run/resume_test.py tests/study/main_test.py \
-  tests/study/training/train_test.py
+  tests/gpt2/run/resume_test.py
 
 # Frameworks that examples/clients has a recipe for.
 CLIENTS ?= maxtext kauldron levanter easydel

@@ -25,7 +25,7 @@ from examples.gpt2.storage import write_whole
 Part = Literal[
   'trajectories', 'optax-suite', 'library', 'resume',
   'update-small', 'update-medium', 'update-large', 'update-xl',
-  'train-small', 'train-medium', 'study-nano', 'study-micro',
+  'train-small', 'train-medium',
 ]  # fmt: skip
 # Tests of meshes take eight devices.
 _SEVERAL_DEVICES = (
@@ -35,7 +35,7 @@ _SEVERAL_DEVICES = (
 # A run that is killed, slow tests included, on one device.
 _ON_ONE = (
   '-m', 'slow or not slow',
-  '-k', 'goes_on_from_its or signal_saves or fresh_starts or any_moment',
+  '-k', 'goes_on_from_its or signal_saves or any_moment',
 )  # fmt: skip
 # Seconds from the request to end until a part is killed.
 _GRACE = 30
@@ -43,11 +43,10 @@ _GRACE = 30
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-  """Runs tests, benchmarks and the study on an accelerator, part by part.
+  """Runs tests and benchmarks on an accelerator, part by part.
 
-  Parts that are done are not repeated. Of the others, those of the study go on
-  where they were, and the rest start again: call it until all are done.
-  Results, logs and a table are in the folder of results.
+  Parts that are done are not repeated, and the others start again: call it
+  until all are done. Results, logs and a table are in the folder of results.
   """
 
   parts: tuple[Part, ...] = get_args(Part)
@@ -111,7 +110,6 @@ def command(settings: Settings, part: Part) -> list[str]:
     'resume': lambda: _pytest('gpt2/run/resume_test.py', *_ON_ONE),
     'update': lambda: _update(size, is_dry) + ['--out', out],
     'train': lambda: _train(size, is_dry) + ['--out', out],
-    'study': lambda: _study(size, settings),
   }
   return ['-m', *commands[kind]()]
 
@@ -137,7 +135,7 @@ def _train(preset: str, is_dry: bool) -> list[str]:
   sizes = (
     ['--batch-size', '8', '--rounds', '1', '--steps', '1']
     if is_dry
-    # The default micro-batch is for one trainer on the device.
+    # PyTorch takes the same micro-batches.
     else ['--preset', preset, '--batch-size', '128', '--dtype', 'bfloat16']
     + ['--micro-batch-size', '16', '--steps', '2', '--rounds', '5']
   )
@@ -147,18 +145,6 @@ def _train(preset: str, is_dry: bool) -> list[str]:
     'medium': ['adamw', 'muon-hyperball', '--no-peer'],
   }[preset]
   return ['benchmarks.train_step', '--optimizers', *candidates, *sizes]
-
-
-def _study(scale: str, settings: Settings) -> list[str]:
-  sizes = ['--steps', '2'] if settings.dry_run else []
-  # Activations of as many runs are in memory at once.
-  together = {'nano': '16', 'micro': '4'}[scale]
-  return [
-    'examples.study', 'batch-scaling', '--scale', scale,
-    '--jobs', '1', '--together', together,
-    '--results', str(settings.out / 'study'),
-    '--work', str(settings.out / 'runs'), *sizes,
-  ]  # fmt: skip
 
 
 def _run(settings: Settings, part: Part, machine: dict[str, Any]) -> None:

@@ -14,13 +14,13 @@ import tyro
 
 from benchmarks.rounds import write_json
 from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import Config, Optimizer, Preset
+from examples.gpt2.config import Config, Optimizer
 from examples.gpt2.devices import sharding
-from examples.gpt2.presets import resolve
-from examples.gpt2.run.memory import fit
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.presets import parse
 from examples.plan import hlo, programs
 from examples.plan.collectives import Collective, by_kind, collectives
+
+_PROG = 'benchmarks.communication'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +28,9 @@ class Settings:
   """Compiles training steps for emulated CPU devices, and runs none.
 
   The compiler for CPU combines and places collectives unlike that for TPU, and
-  MERIT reduces twice as many numbers there: see examples.plan for TPUs.
+  MERIT reduces twice as many numbers there: see examples.plan for TPUs. The
+  model is that of the trainer's flags, such as --preset and --num-layers.
   """
-
-  preset: Preset = 'demo'
-  """Sizes of the model."""
-
-  num_layers: int | None = None
-  """Blocks. Default: the preset's."""
 
   optimizers: tuple[Optimizer, ...] = ('merit', 'lamb', 'adamw')
   """Optimizers to compile."""
@@ -55,42 +50,39 @@ class Settings:
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
-  settings = tyro.cli(Settings, args=args, prog='benchmarks.communication')
+  settings, others = tyro.cli(
+    Settings, args=args, prog=_PROG, return_unknown_args=True
+  )
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_num_cpu_devices', settings.devices)
   cases = [(m, o) for m in settings.meshes for o in settings.optimizers]
   with exit_on_error():
+    model = parse(others, _PROG)
     rows = [
-      _row(settings, mesh, optimizer)
+      _row(settings, dataclasses.replace(model, mesh=mesh, optimizer=optimizer))
       for mesh, optimizer in tqdm.tqdm(cases, 'compiling', leave=False)
     ]
   print(_table(rows))
-  values = dataclasses.asdict(settings)
+  sizes = {name: getattr(model, name) for name in ('preset', 'num_layers')}
+  values = dataclasses.asdict(settings) | sizes
   write_json(settings.out, {'settings': values, 'rows': rows})
 
 
-def _row(
-  settings: Settings, mesh_text: str, optimizer: Optimizer
-) -> dict[str, Any]:
+def _row(settings: Settings, config: Config) -> dict[str, Any]:
   """Returns what a step and its update alone send."""
-  mesh = sharding.make_mesh(mesh_text)
-  config = resolve(
-    Config(
-      preset=settings.preset,
-      num_layers=settings.num_layers,
-      optimizer=optimizer,
-      batch_size=settings.devices * settings.micro_batches,
-      micro_batch_size=settings.devices // sharding.num_batch_shards(mesh),
-      unroll=1,
-    )
+  shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
+  config = dataclasses.replace(
+    config,
+    batch_size=settings.devices * settings.micro_batches,
+    micro_batch_size=settings.devices // shards,
+    unroll=1,
   )
-  config = fit(config, mesh)
-  trainer = Trainer(config, config.vocab_size, mesh)
-  step = _collectives(programs.compile_step(config, trainer))
+  fitted, trainer = programs.make_trainer(config, jax.devices())
+  step = _collectives(programs.compile_step(fitted, trainer))
   update = _collectives(programs.compile_update(trainer))
   return {
-    'mesh': mesh_text,
-    'optimizer': optimizer,
+    'mesh': config.mesh,
+    'optimizer': config.optimizer,
     'step': by_kind(step),
     'step_bytes': _sent(step),
     'update': by_kind(update),

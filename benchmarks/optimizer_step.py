@@ -19,23 +19,21 @@ import optax
 import tqdm
 import tyro
 
-from benchmarks.pod_update import FORMER_NAMES
 from benchmarks.rounds import Timing, free_memory, race, ratio, write_json
-from examples.gpt2.command import columns
-from examples.gpt2.config import Config, Preset
+from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.devices import sharding
 from examples.gpt2.optim.optimizers import dimension_numbers
-from examples.gpt2.presets import resolve
+from examples.gpt2.presets import parse, resolve
 from examples.gpt2.run.step import Trainer
 import merit_optax
 
 # muon is Optax's, whole-muon the same with ours; products of -bfloat16 are so.
-# The last two are former names.
 Name = Literal[
   'adamw', 'lamb', 'merit', 'muon', 'whole-muon', 'adam-hyperball',
-  'muon-hyperball', 'muon-hyperball-bfloat16', 'adam-kept', 'muon-kept',
+  'muon-hyperball', 'muon-hyperball-bfloat16',
 ]  # fmt: skip
 _RATE = 1e-3
+_PROG = 'benchmarks.optimizer_step'
 
 
 Layers = Literal['stacked', 'unstacked']
@@ -49,7 +47,7 @@ class Settings:
   steps are compiled only.
   """
 
-  presets: tuple[Preset, ...] = ('small',)
+  presets: tuple[str, ...] = ('small',)
   """Models whose parameters to update."""
 
   layers: tuple[Layers, ...] = ('stacked', 'unstacked')
@@ -104,21 +102,24 @@ class Program:
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
-  settings = tyro.cli(Settings, args=args, prog='benchmarks.optimizer_step')
+  settings = tyro.cli(Settings, args=args, prog=_PROG)
   rows = []
   for preset, layers, depth in itertools.product(
     settings.presets, settings.layers, settings.num_layers or (None,)
   ):
-    rows += _measure(make_case(preset, layers, depth), settings)
+    with exit_on_error():
+      case = make_case(preset, layers, depth)
+    rows += _measure(case, settings)
   values = dataclasses.asdict(settings)
   write_json(settings.out, {'settings': values, 'rows': rows})
   _draw(rows, settings.out.with_suffix('.png'))
   print(f'wrote {settings.out} and {settings.out.with_suffix(".png")}')
 
 
-def make_case(preset: Preset, layers: Layers, num_layers: int | None) -> Case:
+def make_case(preset: str, layers: Layers, num_layers: int | None) -> Case:
   """Returns the parameters of a preset's model."""
-  config = resolve(Config(preset=preset, num_layers=num_layers))
+  depth = ['--num-layers', str(num_layers)] if num_layers else []
+  config = resolve(parse(['--preset', preset, *depth], _PROG))
   state = Trainer(config, config.vocab_size, sharding.make_mesh('')).shapes
   params = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(state.params)
@@ -210,7 +211,7 @@ def make_optimizer(name: Name) -> optax.GradientTransformation:
     'muon-hyperball-bfloat16': lambda: merit_optax.muon_hyperball(
       _RATE, ns_dtype='bfloat16', weight_dimension_numbers=specs
     ),
-  }[FORMER_NAMES.get(name, name)]()
+  }[name]()
 
 
 def _whole_muon(specs: Callable[[Any], Any]) -> optax.GradientTransformation:

@@ -46,8 +46,7 @@ _MAKERS: dict[str, _Make] = {
     weight_dimension_numbers=specs,
   ),
 }
-FORMER_NAMES = {'adam-kept': 'adam-hyperball', 'muon-kept': 'muon-hyperball'}
-_Name = Literal[*_MAKERS, *FORMER_NAMES]  # type: ignore[valid-type]
+_Name = Literal[*_MAKERS]  # type: ignore[valid-type]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Settings:
   """Slices, or hosts x GPUs such as h100:1x8, to compile for."""
 
   optimizers: tuple[_Name, ...] = ('adamw', 'lamb', 'merit')
-  """Optimizers to compile; muon is Optax's, the last two are former names."""
+  """Optimizers to compile; muon is Optax's."""
 
   rows: int = 32768
   """Rows of a device's shard of one matrix, which is split along both axes."""
@@ -170,8 +169,7 @@ def _mesh(devices: list[jax.Device]) -> Mesh:
 def _compile(name: str, weights: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
   """Compiles an optimizer's update and its application."""
   axes = len(weights.shape)
-  make = _MAKERS[FORMER_NAMES.get(name, name)]
-  optimizer = make(1e-3, MuonDimensionNumbers(axes - 2, axes - 1))
+  optimizer = _MAKERS[name](1e-3, MuonDimensionNumbers(axes - 2, axes - 1))
 
   def step(
     param: jax.Array, state: Any, gradient: jax.Array

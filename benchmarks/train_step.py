@@ -10,7 +10,7 @@ import math
 import os
 from pathlib import Path
 import tempfile
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,19 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2.config import Config, FittedConfig, Optimizer, Preset, Remat
-from examples.gpt2.data.batches import batch_shape, training_batch
-from examples.gpt2.data.mixture import Mixture
-from examples.gpt2.data.shards import open_files
+from examples.gpt2.command import exit_on_error
+from examples.gpt2.config import Config, FittedConfig, Optimizer
+from examples.gpt2.data.batches import Mixture, batch_shape, training_batch
+from examples.gpt2.data.token_files import open_files
 from examples.gpt2.devices import chips, hardware, sharding
 from examples.gpt2.model.config import padded_vocab_size
-from examples.gpt2.presets import resolve
+from examples.gpt2.presets import parse, resolve, to_json
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.memory import fit, needed_bytes
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.plan import programs
 
+_PROG = 'benchmarks.train_step'
 _PEER = 'transformers, PyTorch'
 _DIAGNOSTICS = 'one diagnostics step, merit'
 _UPDATE = 'update of one step, merit'
@@ -44,29 +45,17 @@ class Settings:
   The peer is the GPT-2 of transformers with AdamW and clipping, of the same
   sizes, precision and batch, on the same threads or GPU (there compiled, with
   fused AdamW). It is left out where torch or transformers is missing.
-  """
 
-  preset: Preset = 'demo'
-  """Sizes of model and batch."""
+  Sizes and precision are those of the trainer's flags, such as --preset,
+  --batch-size (a preset's is for many devices), --dtype, --remat and --unroll.
+  """
 
   optimizers: tuple[Optimizer, ...] = ('adamw', 'lamb', 'merit')
   """Optimizers of our trainer."""
 
-  batch_size: int | None = None
-  """Sequences in a step. Default: the preset's, which is for many devices."""
-
   micro_batch_size: int | None = None
-  """Sequences that a device processes at once. Default: our trainer's choice,
-  and the whole batch in PyTorch."""
-
-  dtype: Literal['float32', 'bfloat16'] = 'float32'
-  """Data type of activations."""
-
-  remat: Remat = 'none'
-  """What our backward pass recomputes."""
-
-  unroll: int | None = None
-  """Layers that we compile one by one."""
+  """Sequences that a device processes at once. Default: the preset's, and the
+  whole batch in PyTorch."""
 
   peer: bool = True
   """Whether to time the peer. It and all optimizers are in memory at once."""
@@ -83,10 +72,18 @@ class Settings:
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
-  settings = tyro.cli(Settings, args=args, prog='benchmarks.train_step')
-  config = _config(settings, 'merit')
+  settings, others = tyro.cli(
+    Settings, args=args, prog=_PROG, return_unknown_args=True
+  )
+  with exit_on_error():
+    sizes = parse(others, _PROG)
+    configs = {
+      _title(name): _config(settings, sizes, name)
+      for name in (*settings.optimizers, 'merit')
+    }
+  config = configs[_title('merit')]
   candidates = {
-    _title(name): _ours(_config(settings, name), settings)
+    _title(name): _ours(configs[_title(name)], settings)
     for name in settings.optimizers
   }
   candidates[_DIAGNOSTICS] = _diagnostics(config)
@@ -103,24 +100,26 @@ def main(args: list[str] | None = None) -> None:
   }
   rows = _rows(timings, config, settings)
   # What was measured is kept if what follows runs out of time or memory.
-  _write(settings, rows, parts)
-  plans = {
-    _title(name): _plan(_config(settings, name)) for name in settings.optimizers
-  }
-  rows = [row | plans.get(row['name'], {}) for row in rows]
+  _write(settings, sizes, rows, parts)
+  rows = [
+    row | (_plan(configs[row['name']]) if row['name'] in configs else {})
+    for row in rows
+  ]
   _print(rows, config)
   for name, seconds in zip((_UPDATE, _READING), parts.values(), strict=True):
     share = seconds / rows[0]['seconds_per_step']
     print(f'{name}: {1e3 * seconds:.2f} ms, {share:.2%} of a step')
-  _write(settings, rows, parts)
+  _write(settings, sizes, rows, parts)
 
 
 def _write(
-  settings: Settings, rows: list[dict[str, Any]], parts: dict[str, float]
+  settings: Settings,
+  sizes: Config,
+  rows: list[dict[str, Any]],
+  parts: dict[str, float],
 ) -> None:
-  results = {'rows': rows} | parts
-  values = dataclasses.asdict(settings)
-  write_json(settings.out, {'settings': values} | results)
+  values = to_json(sizes) | dataclasses.asdict(settings)
+  write_json(settings.out, {'settings': values, 'rows': rows} | parts)
 
 
 def _title(optimizer: Optimizer) -> str:
@@ -144,13 +143,15 @@ def _plan(config: FittedConfig) -> dict[str, float]:
   }
 
 
-def _config(settings: Settings, optimizer: Optimizer) -> FittedConfig:
-  names = (
-    'preset', 'batch_size', 'micro_batch_size', 'dtype', 'remat', 'unroll',
-  )  # fmt: skip
-  values = {name: getattr(settings, name) for name in names}
-  config = resolve(Config(optimizer=optimizer, **values))
-  return fit(config, sharding.make_mesh(''))
+def _config(
+  settings: Settings, sizes: Config, optimizer: Optimizer
+) -> FittedConfig:
+  config = dataclasses.replace(
+    sizes,
+    optimizer=optimizer,
+    micro_batch_size=settings.micro_batch_size or sizes.micro_batch_size,
+  )
+  return fit(resolve(config), sharding.make_mesh(''))
 
 
 def _tokens(config: FittedConfig) -> np.ndarray:
@@ -225,7 +226,7 @@ def _reading(config: FittedConfig, folder: Path) -> Callable[[], None]:
   sources = [
     open_files(some, config.vocab_size) for some in (paths[:2], paths[2:])
   ]
-  mixture = Mixture(sources, (0.7, 0.3), with_replacement=False)
+  mixture = Mixture(sources, (0.7, 0.3))
   mesh = sharding.make_mesh('')
   steps = itertools.count(1)
 

@@ -21,11 +21,7 @@ from examples.gpt2.data.tokenizer import (
 )
 from examples.gpt2.model import files, hugging_face
 from examples.gpt2.model.config import padded_vocab_size
-from examples.gpt2.model.export import (
-  MAX_SHARD_SIZE,
-  WEIGHTS,
-  write_hugging_face,
-)
+from examples.gpt2.model.hugging_face import MAX_SHARD_SIZE, WEIGHTS
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path, new_folder
 
@@ -63,7 +59,7 @@ def export_model(
   """
   with new_folder(as_path(out)) as scratch:
     model = load_model(folder, step=step)
-    write_hugging_face(scratch, model, dtype, max_shard_size)
+    hugging_face.write_hugging_face(scratch, model, dtype, max_shard_size)
 
 
 def import_model(

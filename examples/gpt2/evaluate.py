@@ -16,23 +16,22 @@ import tqdm
 import tyro
 
 from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import Config, UsageError, check_at_least
+from examples.gpt2.config import UsageError, check_at_least
 from examples.gpt2.data.batches import make_batch, spread
 from examples.gpt2.data.corpus import load_corpus
-from examples.gpt2.data.counts import check_length
-from examples.gpt2.data.evaluation import load_evaluation
-from examples.gpt2.data.shards import (
+from examples.gpt2.data.token_files import (
   TOKEN_SUFFIXES,
   TokenFiles,
   has_token_files,
 )
-from examples.gpt2.data.tokenizer import END_OF_LINE, Encoder
+from examples.gpt2.data.tokenizer import encode
+from examples.gpt2.data.tokens import check_length, load_evaluation
 from examples.gpt2.devices.sharding import make_mesh, num_batch_shards
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model
 from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
-from examples.gpt2.run.folder import recorded
+from examples.gpt2.run.folder import trained_on
 from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path
 
@@ -122,11 +121,10 @@ def evaluate(
   model = load_model(folder, devices, step)
   length = context_length or model.config.context_length
   _check_context(model.config, length, stride, sequences)
-  config = Config(text_field=text_field)
-  tokens, num_bytes = _read(data, held_out, model, config, folder)
+  tokens, num_bytes = _read(data, held_out, model, text_field, folder)
   if context_length is None:
     length = min(length, len(tokens) - 1)
-  check_length('validation', tokens, max(length, 1))
+  check_length('val', tokens, max(length, 1))
   if sequences is None:
     windows = _all_windows(len(tokens), length, stride or length)
   else:
@@ -162,7 +160,7 @@ def _check_context(
 
 
 def _read(
-  data: str, held_out: bool, model: Model, config: Config, folder: Path
+  data: str, held_out: bool, model: Model, text_field: str, folder: Path
 ) -> tuple[TokenFiles | np.ndarray, int]:
   """Returns tokens, and the bytes of their text or 0."""
   if held_out and as_path(data).suffix in TOKEN_SUFFIXES:
@@ -172,48 +170,38 @@ def _read(
     )
   is_split = held_out and not has_token_files(as_path(data))
   if is_split or data == 'stdlib':
-    return _held_out(data, model, config, folder)
-  tokens, num_bytes, _ = load_evaluation(
-    data, model.num_tokens, model.tokenizer, model.end_token, config
+    return _held_out(data, model, folder)
+  found = load_evaluation(
+    data, model.num_tokens, model.tokenizer, model.end_token, text_field
   )
-  if num_bytes and data in _corpus(folder)['data']:
+  if found.num_bytes and data in trained_on(folder).get('data', ()):
     print(
       f'{data} is what the model was trained on: --held-out measures the '
       'part that it was not.',
       file=sys.stderr,
     )
-  return tokens, num_bytes
+  return found.tokens, found.num_bytes
 
 
-def _held_out(
-  data: str, model: Model, config: Config, folder: Path
-) -> tuple[np.ndarray, int]:
+def _held_out(data: str, model: Model, folder: Path) -> tuple[np.ndarray, int]:
   """Returns what the trainer holds out of a text, and the number of bytes."""
   if model.tokenizer is None or model.end_token is None:
     raise UsageError(
       f'--data {data}: there is no tokenizer for text that names the token '
       'after each document; give --data tokens.'
     )
-  corpus = load_corpus(data, config.text_field)
-  known = _corpus(folder)
-  if known['data'] and known.get('sha256') != corpus.sha256:
-    trained_on = ' '.join(known['data'])
+  corpus = load_corpus([data])
+  known = trained_on(folder)
+  if known and known['sha256'] != corpus.sha256:
     print(
-      f'The model was trained on --data {trained_on}, not on {data} as it is '
-      'now, and may have seen what is held out of it here. For a run on token '
-      'files, --data with their folder measures the part that they hold out.',
+      f'The model was trained on --data {" ".join(known["data"])}, not on '
+      f'{data} as it is now, and may have seen what is held out of it here. '
+      'For a run on token files, --data with their folder measures the part '
+      'that they hold out.',
       file=sys.stderr,
     )
-  num_bytes = sum(len(text.encode()) for text in corpus.validation)
-  encode = Encoder(model.tokenizer, model.end_token, END_OF_LINE)
-  return encode(corpus.validation), num_bytes
-
-
-def _corpus(folder: Path) -> dict[str, Any]:
-  """Returns what a run was trained on; without settings, no ``data``."""
-  found = recorded(folder, 'corpus')
-  data = found.get('data', [])
-  return found | {'data': data if isinstance(data, list) else [data]}
+  tokens = encode(model.tokenizer, model.end_token, corpus.texts('val'))
+  return np.concatenate([*tokens]), corpus.num_bytes('val')
 
 
 def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:

@@ -1,6 +1,8 @@
 """Pictures of runs: python -m examples.gpt2.plot RUN [RUN ...] --out FILE."""
 
 import collections
+import contextlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -8,17 +10,19 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 import numpy as np
 import tyro
 
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError
-from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.metrics import read_metrics
 from examples.gpt2.storage import as_path, whole_file
 
 _FORMATS = ('.png', '.pdf', '.svg')
+_LOSS = 'loss (nats per token)'
 _PANELS = {
-  'loss (nats per token)': ('unigram_entropy', 'train_loss', 'val_loss'),
+  _LOSS: ('unigram_entropy', 'train_loss', 'val_loss'),
   'max attention logit': ('max_attention_logit',),
   'attention entropy (nats)': ('attention_entropy',),
   'gradient norm': ('gradient_norm', 'layers/gradient_norm'),
@@ -59,19 +63,13 @@ def plot_runs(
 
 
 def _read(run: Path) -> Series:
-  folder = RunFolder(run)
-  try:
-    lines, settings = folder.read_metrics(), folder.read_settings()
-  except FileNotFoundError as error:
-    raise UsageError(f'{run} holds no run: {error}.') from error
-  except ValueError as error:
-    raise UsageError(f'{run} has damaged settings: {error}.') from error
+  lines = read_metrics(run / 'metrics.jsonl')
   if not lines:
-    raise UsageError(f'{run} has not logged a step yet.')
-  try:
-    entropy = {'unigram_entropy': settings['corpus']['unigram_entropy']}
-  except (TypeError, KeyError) as error:
-    raise UsageError(f'{run} has settings of no run of the trainer.') from error
+    raise UsageError(f'{run} holds no run that has logged a step.')
+  entropy = {}
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    corpus = json.loads((run / 'config.json').read_text())['corpus']
+    entropy['unigram_entropy'] = float(corpus['unigram_entropy'])
   series: Series = collections.defaultdict(dict)
   for line in lines:
     layers = {f'layers/{k}': v for k, v in line.get('layers', {}).items()}
@@ -84,20 +82,53 @@ def _figure(runs: dict[str, Series]) -> Figure:
   panels = {
     label: metrics
     for label, metrics in _PANELS.items()
-    if any(metric in series for metric in metrics for series in runs.values())
+    # Without a clip, or with an optimizer that has none, all shares are 0.
+    if label == _LOSS
+    or any(
+      np.any(np.nan_to_num(_values(series[metric])))
+      for metric in metrics
+      for series in runs.values()
+      if metric in series
+    )
   }
   rows = math.ceil(len(panels) / 3)
   columns = math.ceil(len(panels) / rows)
   figure = Figure((5 * columns, 3.5 * rows), layout='constrained')
   if len(runs) == 1:
     figure.suptitle(*runs)
+  first = None
   for i, (label, metrics) in enumerate(panels.items(), start=1):
-    axes = figure.add_subplot(rows, columns, i, xlabel='step', ylabel=label)
+    axes = figure.add_subplot(
+      rows, columns, i, xlabel='step', ylabel=label, sharex=first
+    )
+    first = first or axes
     _draw(axes, runs, metrics)
-    axes.set_yscale('log' if label in _LOGARITHMIC else 'linear')
+    _scale(axes, label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
   return figure
+
+
+def _values(points: dict[int, Any]) -> np.ndarray:
+  """Returns values by step; null, which was not finite, is NaN: a gap."""
+  return np.array([*points.values()], float)
+
+
+def _scale(axes: Axes, label: str) -> None:
+  """Lets an axis begin at 0, so that a small change looks small.
+
+  Losses do not; and values of two decades, of which a logarithmic axis has two
+  ticks, may be of that kind.
+  """
+  if label == _LOSS:
+    return
+  values = np.concatenate([line.get_ydata() for line in axes.lines])
+  positive = values[values > 0]
+  if label in _LOGARITHMIC and positive.max() > 100 * positive.min():
+    axes.set_yscale('log')
+  else:
+    axes.set_ylim(0, 1.05 * positive.max())
 
 
 def _draw(
@@ -106,8 +137,7 @@ def _draw(
   for i, (run, series) in enumerate(runs.items()):
     present = [metric for metric in metrics if metric in series]
     for metric in present:
-      # Null, which was not finite, becomes NaN: a gap.
-      values = np.array([*series[metric].values()], float)
+      values = _values(series[metric])
       if len(runs) > 1:
         values = np.fmax.reduce(np.atleast_2d(values.T))
         label = run if metric == present[-1] else ''

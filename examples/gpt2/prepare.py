@@ -1,54 +1,65 @@
-"""Makes token files from text: python -m examples.gpt2.prepare --help."""
+"""Makes token files from text: python -m examples.gpt2.prepare --help.
 
-import collections
+Documents are read and tokenized by Hugging Face Datasets, in parts that become
+a token file each.
+"""
+
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-import contextlib
 import dataclasses
 import hashlib
-import heapq
+import itertools
+import json
+import math
 import os
 from pathlib import Path
 from typing import Any
-import unicodedata
 
+import datasets
 import numpy as np
+import pyarrow as pa
 import tokenizers
+import tqdm
 import tyro
 
 from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import UsageError, check_at_least, digest
-from examples.gpt2.data import files
-from examples.gpt2.data.documents import DocumentReader
-from examples.gpt2.data.shards import PARTS, PROGRESS
+from examples.gpt2.config import (
+  UsageError,
+  check_at_least,
+  describe_changes,
+  digest,
+)
+from examples.gpt2.data.corpus import cache_folder
+from examples.gpt2.data.documents import load_documents
+from examples.gpt2.data.files import find_files
+from examples.gpt2.data.token_files import (
+  PARTS,
+  PROGRESS,
+  token_dtype,
+  token_writer,
+  write_index,
+)
 from examples.gpt2.data.tokenizer import (
-  COMPANIONS,
   END_OF_TEXT,
-  Encoder,
   find_end_token,
-  grouped,
+  num_identifiers,
   read_companions,
   read_tokenizer,
   train_tokenizer,
   with_end_token,
 )
-from examples.gpt2.data.writer import ShardWriter
-from examples.gpt2.run.claim import LOCK, claim, is_claim
 from examples.gpt2.storage import (
   as_path,
+  file_system,
   is_remote,
   make_folder,
   write_whole,
 )
 
 _GPT2_VOCAB_SIZE = 50257
-# All characters of up to two bytes, many of more: each byte that UTF-8 has.
-_PROBE = ''.join(map(chr, [*range(0xD800), *range(0xE000, 0x110000, 999)]))
-# What SentencePiece has for a space.
-_BLOCK = '\u2581'
+_SAMPLE_BYTES = 100_000_000
+_BYTES_IN_TOKEN = 4  # Of English text, about.
+_BATCH_BYTES = 1 << 20
 _TOKENIZER = 'tokenizer.json'
-# Groups of documents that are tokenized while others are read and written.
-_AHEAD = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +68,13 @@ class PrepareConfig:
 
   Lines of .jsonl files (and .ndjson, .jsonlines, .json), or the items of one
   array, and rows of .parquet files are documents. Other files are a document
-  each, or more with lines '<|endoftext|>' between them; long ones are cut every
-  131,072 bytes, at the end of a line. Files ending in .gz, .zst, .bz2 and .xz
-  are unpacked. An end-of-text token follows each document. The same text gives
-  the same files, on any number of cores. What was killed goes on where it was,
-  with the same command.
+  each, or more with lines '<|endoftext|>' between them; long ones are cut.
+  Files ending in .gz, .zst, .bz2 and .xz are unpacked. An end-of-text token
+  follows each document. What was killed goes on with the same command.
   """
 
-  data: tuple[Path, ...]
-  """Files, and folders of files, to read in this order."""
+  data: tuple[str, ...]
+  """Files, and folders of files, to read in this order, text last."""
 
   out_dir: Path
   """Folder of the results: a new or an empty one, or that of the same command,
@@ -77,7 +86,7 @@ class PrepareConfig:
   tokenizer: Path | None = None
   """Vocabulary to use: a tokenizer.json, or a folder with it or with GPT-2's
   vocab.json and merges.txt (or encoder.json and vocab.bpe). Without, a
-  byte-level byte-pair vocabulary is trained on the text."""
+  byte-level byte-pair vocabulary is trained on up to 100 MB of the text."""
 
   end_token: str | None = None
   """Token of --tokenizer that follows each document. Default: what the files
@@ -87,22 +96,20 @@ class PrepareConfig:
   vocab_size: int | None = None
   """Size of the vocabulary to train, at the most. Default: 50257."""
 
-  sample_bytes: int = 100_000_000
-  """Text to train the vocabulary on, at the most: the training documents with
-  the smallest hashes."""
-
   validation_share: float = 0.005
   """Share of the documents to hold out: those whose SHA-256 hash, as a fraction
   of the largest, is below it. Equal documents fall into the same part."""
 
   shard_tokens: int = 100_000_000
-  """Tokens of a file, at the least; it ends with a document. A kill loses what
-  was made since the last file."""
+  """Tokens of a file, about: of four bytes each. A kill loses what was made
+  since the last file."""
 
-  skip_bad: bool = False
-  """Leave out, and count, documents that are not UTF-8 or not JSON with the
-  field, and files of other formats, instead of stopping at the first. A few
-  bytes of a text that are no UTF-8 are replaced by U+FFFD."""
+  num_proc: int = dataclasses.field(default_factory=lambda: os.cpu_count() or 1)
+  """Processes that tokenize. Default: one for each core."""
+
+  cache_dir: Path = Path('~/.cache/merit_optax')
+  """Folder on a disk that keeps the documents as Arrow files, in 'datasets'. It
+  can be deleted afterwards."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -110,7 +117,6 @@ def main(args: list[str] | None = None) -> None:
   config = tyro.cli(
     PrepareConfig, args=args, prog='python -m examples.gpt2.prepare'
   )
-  os.environ['TOKENIZERS_PARALLELISM'] = 'true'
   with exit_on_error():
     print(table(prepare(config)))
 
@@ -118,46 +124,53 @@ def main(args: list[str] | None = None) -> None:
 def prepare(config: PrepareConfig) -> dict[str, str]:
   """Makes the token files of a corpus, or goes on with them after a kill.
 
-  Returns what was made, as names and values for people. Raises ``UsageError``
-  if settings or text are wrong, or a part would be empty, and ``OSError`` if a
-  file cannot be read or written, or ``--out-dir`` is not empty.
+  Returns what was made, as names and values for people.
+
+  Raises:
+    UsageError: If settings or text are wrong, or a part would be empty.
+    OSError: If a file cannot be read or written, or ``--out-dir`` holds
+      something else.
   """
   _check(config)
-  reader = DocumentReader(config.data, config.text_field, config.skip_bad)
   folder = as_path(config.out_dir)
   folder = folder if is_remote(folder) else folder.resolve()
-  settings = _settings(config, reader)
-  _check_is_free(folder)  # Nothing is written to a folder of others.
-  make_folder(folder)
-  with contextlib.closing(claim(folder)) as owner:
-    _check_is_free(folder)  # Whoever had it may have finished.
-    with ShardWriter(
-      folder, settings, config.shard_tokens, (_TOKENIZER, *COMPANIONS, LOCK)
-    ) as writer:
-      encode = _make_encoder(reader, config, folder)
-      for parts, place in _tokenize(reader, encode, config, writer.place):
-        writer.add(parts, place)
-      counts = [writer.num_documents(part) for part in PARTS]
-      if not all(counts):
-        writer.discard()
-        raise UsageError(
-          'Of the {} documents to train on and {} to hold out one part is '
-          'empty: give more text to --data, or another --validation-share than '
-          '{}.{}'.format(
-            *counts, config.validation_share, reader.describe_left_out()
-          )
-        )
-    made = _describe(writer, reader, encode, config)
-    # Whoever has lost the folder leaves what is there.
-    owner.check()
-    writer.finish(
-      {
-        'vocab_size': encode.num_tokens,
-        'end_token': encode.end_token,
-        'text_bytes': reader.num_bytes,
-      }
+  cache = cache_folder(config.cache_dir).absolute()
+  paths = find_files(config.data, [folder, cache])
+  _start(folder, _settings(config, paths))
+  documents = load_documents(paths, config.text_field, cache / 'datasets')
+  try:
+    tokenizer, end_token = _tokenizer(documents, config, folder)
+    count = math.ceil(
+      documents.data.nbytes / _BYTES_IN_TOKEN / config.shard_tokens
     )
-  return made
+    count = max(min(count, len(documents)), 1)
+    rows = [
+      _make_shard(documents, i, count, tokenizer, end_token, config, folder)
+      for i in tqdm.trange(count, desc='tokenizing', unit=' files')
+    ]
+    _check_parts(rows, config)
+  except UsageError:
+    _discard(folder)
+    raise
+  shards = {x: [row[x] for row in rows if x in row] for x in PARTS}
+  sizes = {
+    'documents': sum(row['documents'] for row in rows),
+    'text_bytes': sum(row['bytes'] for row in rows),
+  }
+  vocab_size = num_identifiers(tokenizer)
+  described = {'vocab_size': vocab_size, 'end_token': end_token, **sizes}
+  write_index(folder, shards, described)
+  for path in [folder / PROGRESS, *_progress(folder, count)]:
+    path.unlink(missing_ok=True)
+  tokens = [sum(x['tokens'] for x in shards[part]) for part in PARTS]
+  return {
+    'documents': f'{sizes["documents"]:,}',
+    'tokens': '{:,} to train on, {:,} held out'.format(*tokens),
+    'text': f'{sizes["text_bytes"]:,} bytes, '
+    f'{sizes["text_bytes"] / sum(tokens):.2f} bytes per token',
+    'vocabulary': f'{vocab_size:,} tokens, {end_token} after each document',
+    'results': str(config.out_dir),
+  }
 
 
 def _check(config: PrepareConfig) -> None:
@@ -176,159 +189,207 @@ def _check(config: PrepareConfig) -> None:
   if not 0 < share < 1:
     raise UsageError(f'--validation-share must be in (0, 1), got {share}.')
   check_at_least(257, vocab_size=size)
-  check_at_least(
-    1, sample_bytes=config.sample_bytes, shard_tokens=config.shard_tokens
-  )
+  check_at_least(1, shard_tokens=config.shard_tokens, num_proc=config.num_proc)
 
 
-def _check_is_free(folder: Path) -> None:
-  """Raises ``OSError`` where a folder holds what no writer left unfinished."""
-  if (folder / PROGRESS).is_file() or not folder.exists():
+def _settings(config: PrepareConfig, paths: list[Path]) -> dict[str, Any]:
+  """Returns what must be the same where a run goes on."""
+  names = ('tokenizer', 'end_token', 'text_field', 'vocab_size')
+  shares = config.validation_share, config.shard_tokens
+  versions = [file_system(x).ukey(os.fspath(x)) for x in paths]
+  return {
+    **{x: str(getattr(config, x)) for x in names},
+    **dict(zip(('validation_share', 'shard_tokens'), shares, strict=True)),
+    'files': digest(list(map(str, paths)), versions),
+  }
+
+
+def _start(folder: Path, settings: dict[str, Any]) -> None:
+  """Begins in a folder, or goes on with what the same settings left there."""
+  progress = folder / PROGRESS
+  if progress.is_file():
+    changes = describe_changes(json.loads(progress.read_text()), settings)
+    if changes:
+      raise UsageError(
+        f'{folder} holds a part of tokens of other settings or files '
+        f'({changes}): choose another folder, or delete it.'
+      )
     return
-  if not all(map(is_claim, folder.iterdir())):
+  if folder.exists() and any(folder.iterdir()):
     raise FileExistsError(
       f'{folder} is there and not empty: choose another folder, or delete it.'
     )
+  make_folder(folder)
+  write_whole(progress, json.dumps(settings).encode())
 
 
-def _settings(config: PrepareConfig, reader: DocumentReader) -> dict[str, Any]:
-  """Returns what must be the same where a run goes on."""
-  chosen = {
-    name: str(value) if isinstance(value, os.PathLike) else value
-    for name, value in vars(config).items()
-    if name not in ('data', 'out_dir', 'skip_bad')
-  }
-  found = [(str(x), files.file_size(x)) for x in reader.find_files()]
-  return chosen | {
-    'files': digest(found)[:16],
-    'tokenizers': tokenizers.__version__,
-  }
+def _discard(folder: Path) -> None:
+  """Deletes a folder, in which all is of this command."""
+  file_system(folder).rm(os.fspath(folder), recursive=True)
 
 
-def _tokenize(
-  reader: DocumentReader,
-  encode: Encoder,
-  config: PrepareConfig,
-  place: dict[str, Any] | None,
-) -> Iterator[tuple[dict[str, tuple[np.ndarray, np.ndarray]], Any]]:
-  """Yields tokens by part with their lengths, and the place after them.
-
-  Reading, tokenizing and writing go on at the same time; the tokenizer uses
-  all cores by itself, and other threads while it does.
-  """
-
-  def work(texts: list[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    parts: dict[str, list[str]] = {part: [] for part in PARTS}
-    for text in texts:
-      is_held_out = _hash(text)[0] < config.validation_share
-      parts['val' if is_held_out else 'train'].append(text)
-    return {part: encode.documents(x) for part, x in parts.items() if x}
-
-  waiting: collections.deque[Any] = collections.deque()
-  with ThreadPoolExecutor(2) as pool:
-    for texts in grouped(reader.read('tokenizing', place)):
-      waiting.append((pool.submit(work, texts), reader.place()))
-      if len(waiting) == _AHEAD:
-        made, after = waiting.popleft()
-        yield made.result(), after
-    for made, after in waiting:
-      yield made.result(), after
-
-
-def _describe(
-  writer: ShardWriter,
-  reader: DocumentReader,
-  encode: Encoder,
-  config: PrepareConfig,
-) -> dict[str, str]:
-  documents, tokens = (
-    [count(part) for part in PARTS]
-    for count in (writer.num_documents, writer.num_tokens)
-  )
-  counts = '{:,} to train on, {:,} held out'
-  return {
-    'documents': counts.format(*documents)
-    + f', {reader.num_skipped:,} left out as not readable'
-    + reader.describe_left_out(),
-    'tokens': counts.format(*tokens),
-    'text': f'{reader.num_bytes:,} bytes, '
-    f'{reader.num_bytes / sum(tokens):.2f} bytes per token',
-    'vocabulary': f'{encode.num_tokens:,} tokens, {encode.end_token} after '
-    'each document',
-    'results': str(config.out_dir),
-  }
-
-
-def _make_encoder(
-  reader: DocumentReader, config: PrepareConfig, folder: Path
-) -> Encoder:
+def _tokenizer(
+  documents: datasets.Dataset, config: PrepareConfig, folder: Path
+) -> tuple[tokenizers.Tokenizer, str]:
   """Reads the tokenizer that the settings name, or trains and writes one."""
   path = folder / _TOKENIZER
   if not path.exists():
-    tokenizer, companions = _make_tokenizer(reader, config)
+    if config.tokenizer is None:
+      size = config.vocab_size or _GPT2_VOCAB_SIZE
+      tokenizer = train_tokenizer(_sample(documents, config), size)
+      companions = with_end_token({}, END_OF_TEXT)
+    else:
+      source = as_path(config.tokenizer)
+      tokenizer = read_tokenizer(source)
+      end_token = find_end_token(source, tokenizer, config.end_token)
+      tokenizer.add_special_tokens([end_token])
+      companions = with_end_token(read_companions(source), end_token)
     for name, content in companions.items():
       write_whole(folder / name, content)
     write_whole(path, tokenizer.to_str(pretty=True).encode())
   tokenizer = read_tokenizer(path)
-  # A document that spells the end-of-text token out does not end there.
+  return tokenizer, find_end_token(folder, tokenizer)
+
+
+def _sample(
+  documents: datasets.Dataset, config: PrepareConfig
+) -> Iterator[str]:
+  """Yields training documents that are spread evenly, 100 MB at the most."""
+  share = _SAMPLE_BYTES / max(1, documents.data.nbytes)
+  chosen = documents.select(range(0, len(documents), math.ceil(1 / share)))
+  left = _SAMPLE_BYTES
+  for row in tqdm.tqdm(chosen, 'reading text for the vocabulary'):
+    text = row['text'] or ''
+    left -= len(text.encode())
+    if left < 0:
+      return
+    if _fraction(text) >= config.validation_share:
+      yield text
+
+
+def _progress(folder: Path, count: int) -> list[Path]:
+  """Returns the files that say that a part is done, and what it holds."""
+  return [folder / f'progress-{i:05}.json' for i in range(count)]
+
+
+def _make_shard(
+  documents: datasets.Dataset,
+  number: int,
+  count: int,
+  tokenizer: tokenizers.Tokenizer,
+  end_token: str,
+  config: PrepareConfig,
+  folder: Path,
+) -> dict[str, Any]:
+  """Tokenizes a part of the documents, unless that is done."""
+  done = _progress(folder, count)[number]
+  if done.is_file():
+    return json.loads(done.read_text())
+  part = documents.shard(count, number, contiguous=True)
+  size = math.ceil(part.data.nbytes / max(1, len(part)))
+  dtype = token_dtype(num_identifiers(tokenizer)).name
+  features = {
+    'tokens': datasets.List(datasets.Value(dtype)),
+    'bytes': datasets.Value('int64'),
+    'fraction': datasets.Value('float64'),
+  }
+  key = digest(part._fingerprint, tokenizer.to_str(), end_token)
+  made = part.with_format('arrow').map(
+    _tokenize,
+    batched=True,
+    batch_size=min(max(_BATCH_BYTES // max(size, 1), 1), 1000),
+    num_proc=config.num_proc if config.num_proc > 1 else None,
+    remove_columns=['text'],
+    features=datasets.Features(features),
+    fn_kwargs={'tokenizer': tokenizer, 'end_token': end_token},
+    # What was tokenized before a kill is found by this.
+    new_fingerprint=key[:32],
+    desc=f'file {number + 1} of {count}',
+  )
+  row = _write(made, number, count, config, folder)
+  write_whole(done, json.dumps(row).encode())
+  files = [x['filename'] for x in made.cache_files]
+  del made
+  for file in files:
+    Path(file).unlink(missing_ok=True)
+  return row
+
+
+def _tokenize(
+  batch: pa.Table, tokenizer: tokenizers.Tokenizer, end_token: str
+) -> pa.Table:
+  """Tokenizes documents; of an empty one, there is nothing."""
+  # Threads do not survive in a process that was forked.
+  os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+  texts = [x for x in batch['text'].to_pylist() if x]
   tokenizer.encode_special_tokens = True
-  return Encoder(tokenizer, find_end_token(folder, tokenizer))
+  end = tokenizer.token_to_id(end_token)
+  dtype = token_dtype(num_identifiers(tokenizer))
+  found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+  ids = [encoding.ids for encoding in found]
+  offsets = np.cumsum([0, *(len(x) + 1 for x in ids)], dtype=np.int32)
+  values = np.fromiter(
+    itertools.chain.from_iterable((*x, end) for x in ids), dtype
+  )
+  return pa.table(
+    {
+      'tokens': pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)),
+      'bytes': pa.array([len(x.encode()) for x in texts], pa.int64()),
+      'fraction': pa.array([_fraction(x) for x in texts], pa.float64()),
+    }
+  )
 
 
-def _make_tokenizer(
-  reader: DocumentReader, config: PrepareConfig
-) -> tuple[tokenizers.Tokenizer, dict[str, bytes]]:
-  """Returns a tokenizer, and the files beside it, which name its end token."""
-  if config.tokenizer is None:
-    vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
-    sample = _sample(reader, config)
-    return train_tokenizer(sample, vocab_size), with_end_token({}, END_OF_TEXT)
-  path = as_path(config.tokenizer)
-  tokenizer = read_tokenizer(path)
-  end_token = find_end_token(path, tokenizer, config.end_token)
-  tokenizer.add_special_tokens([end_token])
-  tokenizer.encode_special_tokens = True
-  _check_tokenizer(tokenizer, config.tokenizer)
-  return tokenizer, with_end_token(read_companions(path), end_token)
-
-
-def _check_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
-  """Raises ``UsageError`` for a tokenizer that loses text."""
-  ids = tokenizer.encode(_PROBE, add_special_tokens=False).ids
-  if _canonical(tokenizer.decode(ids)) != _canonical(_PROBE):
-    raise UsageError(
-      f'--tokenizer {path} does not give back each text that it takes: '
-      "expected a byte-level one, as GPT-2's, or one with bytes to fall back "
-      "on, as Llama 2's."
-    )
-
-
-def _canonical(text: str) -> str:
-  """Returns what tokenizers may make equal: composed characters, and spaces."""
-  return unicodedata.normalize('NFC', text).replace(_BLOCK, ' ')
-
-
-def _sample(reader: DocumentReader, config: PrepareConfig) -> list[str]:
-  """Returns the training documents of the smallest hashes, in their order."""
-  heap: list[tuple[float, int, str]] = []
-  total = 0
-  for text in reader.read('choosing text for the vocabulary'):
-    split, order = _hash(text)
-    if split < config.validation_share:
-      continue
-    size = len(text.encode())
-    heapq.heappush(heap, (-order, size, text))
-    total += size
-    while total > config.sample_bytes and len(heap) > 1:
-      total -= heapq.heappop(heap)[1]
-  return [text for *_, text in sorted(heap, reverse=True)]
-
-
-def _hash(text: str) -> tuple[float, float]:
-  """Returns two numbers in [0, 1], for the split and for the sample."""
+def _fraction(text: str) -> float:
+  """Returns the hash of a text, as a fraction of the largest."""
   digest = hashlib.sha256(text.encode()).digest()
-  split, sample = (int.from_bytes(digest[i : i + 8]) for i in (0, 8))
-  return split / 2**64, sample / 2**64
+  return int.from_bytes(digest[:8]) / 2**64
+
+
+def _write(
+  made: datasets.Dataset,
+  number: int,
+  count: int,
+  config: PrepareConfig,
+  folder: Path,
+) -> dict[str, Any]:
+  """Writes the token files of a part; returns what is known of them."""
+  fractions = np.array(made.data['fraction'])
+  row: dict[str, Any] = {
+    'documents': len(fractions),
+    'bytes': int(np.sum(np.array(made.data['bytes']))),
+    'fractions': [fractions.min(initial=1), fractions.max(initial=0)],
+  }
+  for part in PARTS:
+    held_out = fractions < config.validation_share
+    chosen = np.flatnonzero(held_out if part == 'val' else ~held_out)
+    if not len(chosen):
+      continue
+    name = f'{part}-{number:05}.bin' if count > 1 else f'{part}.bin'
+    row[part] = {'documents': len(chosen)}
+    with token_writer(folder / name, row[part]) as write:
+      for some in made.select(chosen).with_format('arrow').iter(1000):
+        write(some['tokens'].combine_chunks().flatten().to_numpy())
+  return row
+
+
+def _check_parts(rows: list[dict[str, Any]], config: PrepareConfig) -> None:
+  """Raises ``UsageError`` if there is no document in one of the parts."""
+  if all(any(part in row for row in rows) for part in PARTS):
+    return
+  count = sum(row['documents'] for row in rows)
+  least = min((row['fractions'][0] for row in rows), default=1)
+  most = max((row['fractions'][1] for row in rows), default=0)
+  share = f'{least + (most - least) / max(count, 2):.2g}'
+  hint = (
+    f'--validation-share {share} would hold some out and leave some'
+    if count > 1 and least < float(share) < most
+    else 'give more documents to --data'
+  )
+  raise UsageError(
+    f'--validation-share {config.validation_share} of {count} documents leaves '
+    f'one part empty: {hint}.'
+  )
 
 
 if __name__ == '__main__':

@@ -4,17 +4,14 @@ Paths of stores have the methods of ``pathlib``. What goes beyond them, because
 a store keeps whole objects and has neither folders nor locks, is here.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 import contextlib
 import importlib.util
-import itertools
 import os
 from pathlib import Path
 import re
 import shutil
-import sys
 import tempfile
-import time
 
 from etils import epath
 import fsspec
@@ -23,13 +20,6 @@ from examples.gpt2.config import UsageError
 
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
-
-_PAUSES = (1.0, 4.0, 16.0, 64.0)
-"""Seconds until a read that has failed is tried again.
-
-The libraries try again themselves, for a few seconds (s3fs) or half a minute
-(gcsfs). A run that would end by it loses what it did since its last checkpoint.
-"""
 
 _LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
 
@@ -108,70 +98,6 @@ def os_errors() -> Iterator[None]:
     raise OSError(f'{type(error).__name__}: {error}') from error
 
 
-def read_ranges(
-  paths: Sequence[Path], offsets: Sequence[int], sizes: Sequence[int]
-) -> list[bytes]:
-  """Reads parts of files, all at the same time from an object store.
-
-  Args:
-    paths: A file for each part, all on disks or all in stores of one scheme.
-    offsets: Where each part begins, in bytes.
-    sizes: Bytes of each part.
-
-  Returns:
-    The parts.
-
-  Raises:
-    OSError: If a part cannot be read whole; from a store, after minutes of
-      trying.
-  """
-  if not paths:
-    return []
-  ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-  names = [os.fspath(path) for path in paths]
-
-  def read() -> list[bytes]:
-    with os_errors():
-      return file_system(paths[0]).cat_ranges(
-        names, list(offsets), ends, on_error='raise'
-      )
-
-  parts = _persist(read) if is_remote(paths[0]) else read()
-  for path, part, offset, size in zip(
-    paths, parts, offsets, sizes, strict=True
-  ):
-    if len(part) != size:
-      raise OSError(
-        f'{path} ends within bytes {offset} to {offset + size}: {len(part)} of '
-        f'{size} could be read.'
-      )
-  return parts
-
-
-def _persist(read: Callable[[], list[bytes]]) -> list[bytes]:
-  """Reads, again if it fails by what may pass."""
-  for pause in _PAUSES:
-    try:
-      return read()
-    except (FileNotFoundError, PermissionError):
-      raise
-    except OSError as error:
-      # Not as a warning, which is shown once.
-      print(
-        f'A read from a store has failed ({error}); it is tried again in '
-        f'{pause:.0f} s.',
-        file=sys.stderr,
-      )
-      time.sleep(pause)
-  return read()
-
-
-def read_bytes(path: Path) -> bytes:
-  """Reads a file at once, which another process may be replacing."""
-  with os_errors():
-    return file_system(path).cat_file(os.fspath(path))
-
-
 def make_folder(path: Path) -> None:
   """Makes a folder on a disk; a store has none, and buckets are not made."""
   if not is_remote(path):
@@ -192,12 +118,6 @@ def move(path: Path, target: Path) -> None:
     source, goal = (os.fspath(x).partition('://')[2] for x in (path, target))
     store.copy(objects, [goal + name.removeprefix(source) for name in objects])
     store.rm(objects)
-
-
-def create(path: Path, content: bytes) -> None:
-  """Writes an object of a store; ``FileExistsError`` if it is there."""
-  with os_errors():
-    file_system(path).pipe_file(os.fspath(path), content, mode='create')
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -279,26 +199,6 @@ def upload(folder: Path, path: Path) -> None:
       file_system(path).put_file(str(file), os.fspath(target))
 
 
-class Mirror:
-  """A folder for libraries that only write to a disk.
-
-  Attributes:
-    folder: Where they write: the folder itself, or, for one in a store, a
-      scratch folder.
-  """
-
-  def __init__(self, path: Path):
-    self.folder, self._path = path, None
-    if is_remote(path):
-      self._scratch = tempfile.TemporaryDirectory()
-      self.folder, self._path = Path(self._scratch.name), path
-
-  def upload(self) -> None:
-    """Copies what has been written to the store, if it is to be there."""
-    if self._path is not None:
-      upload(self.folder, self._path)
-
-
 @contextlib.contextmanager
 def on_disk(path: Path) -> Iterator[Path]:
   """Gives a file on a disk: the file itself, or a copy of one in a store."""
@@ -310,9 +210,3 @@ def on_disk(path: Path) -> Iterator[Path]:
     with os_errors():
       file_system(path).get_file(os.fspath(path), str(copy))
     yield copy
-
-
-def unused_path(path: Path) -> Path:
-  """Returns a path that is free: with '-1' at its end, or the next number."""
-  paths = (path.with_name(f'{path.name}-{i}') for i in itertools.count(1))
-  return next(path for path in paths if not path.exists())

@@ -5,11 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
-import tyro
 
 from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import Config, FittedConfig, digest, flag
+from examples.gpt2.config import (
+  FIELDS,
+  Config,
+  FittedConfig,
+  RunConfig,
+  UsageError,
+  digest,
+  fact,
+  flag,
+  identity,
+)
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.processes import (
@@ -20,29 +28,16 @@ from examples.gpt2.devices.processes import (
   print_once,
 )
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import Model, write_description, write_weights
-from examples.gpt2.optim.optimizers import describe
+from examples.gpt2.model.files import write_description, write_weights
 from examples.gpt2.plot import plot_runs
-from examples.gpt2.presets import identity, resolve
+from examples.gpt2.presets import parse, resolve, to_json
 from examples.gpt2.run import loop, memory, report
 from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.proof import prove
-from examples.gpt2.run.start import (
-  initial_state,
-  origin,
-  with_model,
-  with_vocabulary,
-)
-from examples.gpt2.run.step import Trainer, TrainState
-from examples.gpt2.run.wandb_run import check_login
+from examples.gpt2.run.signals import StopRequest
+from examples.gpt2.run.start import with_model, with_vocabulary
+from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.weights import describe_model
-
-# Settings that may differ between processes: where data is, of which what it
-# holds is compared, how a process meets the others, and what it alone writes.
-_OF_A_PROCESS = (
-  'data', 'eval_data', 'cache_dir', 'process_id', 'coordinator', 'distributed',
-  'profile', 'describe', 'tensorboard',
-)  # fmt: skip
+from examples.gpt2.storage import as_path
 
 
 def main(args: list[str] | None = None) -> None:
@@ -51,17 +46,20 @@ def main(args: list[str] | None = None) -> None:
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
       cannot be read or written, 3 if a loss or gradient was not finite, 4 if a
-      device ran out of memory, 5 if three checkpoints in a row could not be
-      saved, and 128 + the number of the signal (SIGTERM: 143, SIGUSR1: 138,
+      device ran out of memory, 5 if a checkpoint could not be saved, and 128 +
+      the number of the signal (SIGTERM: 143, SIGUSR1: 138, SIGHUP: 129,
       control-C: 130) after one.
   """
-  config = tyro.cli(Config, args=args, prog='python -m examples.gpt2.train')
-  with exit_on_error():
-    train(config)
+  with exit_on_error(), StopRequest() as stop:
+    train(parse(args, 'python -m examples.gpt2.train'), stop)
 
 
-def train(config: Config) -> RunFolder:
+def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
   """Trains a model, unless this very run has been done, and reports it.
+
+  Args:
+    config: Settings.
+    stop: What notes signals; by default nothing does.
 
   Returns:
     The folder of the finished run.
@@ -70,61 +68,62 @@ def train(config: Config) -> RunFolder:
     UsageError: If settings or data are wrong; nothing has been compiled then.
     NotFiniteError: If a loss or gradient is infinite or not a number.
     OutOfMemoryError: If a device has too little memory.
-    UnsavedError: If three checkpoints in a row could not be saved.
+    UnsavedError: If a checkpoint could not be saved.
     StoppedError: After a signal; a checkpoint has been saved.
   """
+  _check_data(config)
+  given = to_json(config)
   config, source = with_model(config)
   resolved = resolve(config)
-  connect(resolved)
-  check_same(
-    {
-      flag(name): str(value)
-      for name, value in vars(resolved).items()
-      if name not in _OF_A_PROCESS
-    }
-  )
-  if config.wandb is not None:
-    on_process_0(check_login, config.wandb)
+  _connect(resolved)
   mesh = sharding.make_mesh(config.mesh)
-  return _train_fitted(memory.fit(resolved, mesh), source, mesh)
-
-
-def _train_fitted(
-  config: FittedConfig, source: Model | None, mesh: Mesh
-) -> RunFolder:
-  tokens = with_vocabulary(config, load_tokens(config), source)
-  trainer = Trainer(config, tokens.vocab_size, mesh)
-  settings = _settings(config, tokens, trainer)
-  path = config.out_dir or default_folder(config, settings)
-  with RunFolder(path) as folder, memory.advice(config, trainer):
-    start = None
-    if not folder.open(settings, from_scratch=config.from_scratch):
-      # What cannot be started from leaves the folder as it is.
-      with jax.set_mesh(mesh):
-        start = initial_state(config, trainer, source)
-    folder.start(settings, from_scratch=config.from_scratch)
+  fitted = memory.fit(resolved, mesh)
+  tokens = with_vocabulary(fitted, load_tokens(fitted), source)
+  trainer = Trainer(fitted, tokens.vocab_size, mesh)
+  known_by = identity(fitted) | {'corpus_sha256': tokens.sha256} | tokens.order
+  path = config.out_dir or default_folder(fitted, known_by)
+  with RunFolder(path) as folder, memory.advice(fitted, trainer):
+    facts = _facts(fitted, tokens, trainer)
+    folder.start(fitted, known_by, {'settings': given, **facts})
     if folder.finished:
       print_once(f'This run has been done: {path}')
     else:
-      print_once(report.before(config, tokens, trainer, folder))
-      prove(folder.checkpoints, trainer.shapes)
-      if config.describe:
-        print_once(f'\n{describe(config, trainer.shapes.params)}\n')
-      _train(trainer, config, tokens, folder, start)
+      print_once(report.before(fitted, tokens, trainer, folder))
+      _train(trainer, fitted, tokens, folder, stop or StopRequest())
     if is_process_0():
       print(report.after(folder))
   return folder
 
 
-def _settings(
+def _check_data(config: Config) -> None:
+  if config.preset != 'demo' and config.data == Config.data:
+    raise UsageError(
+      f"--preset {config.preset} needs --data: the text of Python's standard "
+      'library is for the demo.'
+    )
+  if config.out_dir is not None and str(config.out_dir).startswith('s3:'):
+    raise UsageError(
+      f'--out-dir must be on a disk or in gs://, where Orbax can write, got '
+      f'{config.out_dir}.'
+    )
+
+
+def _connect(config: RunConfig) -> None:
+  """Joins the processes of the run, which must have the same settings."""
+  connect(config)
+  if config.compile_cache is not None and jax.default_backend() != 'cpu':
+    # Programs for CPUs may not run on another one.
+    folder = str(as_path(config.compile_cache))
+    jax.config.update('jax_compilation_cache_dir', folder)
+  shared = [name for name in FIELDS if not fact(name, 'is_local')]
+  check_same({flag(name): str(getattr(config, name)) for name in shared})
+
+
+def _facts(
   config: FittedConfig, tokens: Tokens, trainer: Trainer
 ) -> dict[str, Any]:
-  """Returns what config.json holds."""
+  """Returns what config.json holds beside the settings."""
   return {
-    'config': identity(config)
-    | {'corpus_sha256': tokens.sha256}
-    | origin(config)
-    | tokens.order,
     'corpus': {
       'data': config.data,
       'source': tokens.source,
@@ -136,21 +135,15 @@ def _settings(
       'unigram_entropy': tokens.unigram_entropy,
     },
     'parameters': trainer.num_params,
-    'micro_batch_size': config.micro_batch_size,
     'mesh': dict(trainer.mesh.shape),
     **hardware.versions(),
   }
 
 
-def default_folder(config: Config, settings: dict[str, Any]) -> Path:
+def default_folder(config: Config, known_by: dict[str, Any]) -> Path:
   """Returns the folder of a run, named after what decides its numbers."""
-  end = digest(settings['config'])[:8]
-  former, named = (
-    Path('runs') / f'{config.preset}-{optimizer}-{end}'
-    for optimizer in (settings['config']['optimizer'], config.optimizer)
-  )
-  # A run from before its optimizer got its name goes on where it is.
-  return former if former.exists() else named
+  end = digest(known_by)[:8]
+  return Path('runs') / f'{config.preset}-{config.optimizer}-{end}'
 
 
 def _train(
@@ -158,15 +151,14 @@ def _train(
   config: FittedConfig,
   tokens: Tokens,
   folder: RunFolder,
-  start: TrainState | None,
+  stop: StopRequest,
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
   model = describe_model(trainer, tokens)
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):
-    params = loop.run(trainer, config, tokens, folder, start).params
-  folder.flush()  # Or a run could be finished that lacks its last lines.
+    params = loop.run(trainer, config, tokens, folder, stop).params
   arrays = jax.tree.map(sharding.to_host, params)
 
   def write() -> None:

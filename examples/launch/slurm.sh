@@ -1,5 +1,6 @@
 #!/bin/bash
-# Trains under Slurm. Before the time limit the run saves and is queued again:
+# Trains under Slurm. Before the time limit the run saves and is queued again, if
+# it has made a step since it began:
 #   sbatch examples/launch/slurm.sh --optimizer muon --preset medium \
 #     --data /shared/tokens --dtype bfloat16 --mesh fsdp=16 --out-dir /shared/run
 # Set nodes, GPUs and time here or as flags of sbatch, which come first.
@@ -13,21 +14,30 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@120
 
+out=$(printf '%s\n' "$@" | sed -nE 's/^--out[-_]dir=//p; /^--out[-_]dir$/{n;p}')
+if [[ ! $out || $out = *://* ]]; then
+  echo 'slurm.sh: needs an --out-dir on a disk, to look for checkpoints.' >&2
+  exit 2
+fi
+last_step() {
+  find "$out/checkpoints" -maxdepth 1 -regex '.*/[0-9]+' -printf '%f\n' \
+    2>/dev/null | sort -n | tail -n 1
+}
+before=$(last_step)
+
 # The first signal counts, which srun hands on to all processes.
-asked=''
-trap 'trap "" USR1; asked=yes; kill -USR1 "$srun"' USR1
+trap 'trap "" USR1; kill -USR1 "$srun"' USR1
 
 srun .venv/bin/python -m examples.gpt2.train "$@" &
 srun=$!
+wait "$srun" # Until the end or the signal.
 wait "$srun"
 status=$?
-if [ "$asked" ]; then # The signal has ended the wait, not the run.
-  wait "$srun"
-  status=$?
-fi
 
-# 128 + SIGUSR1: a checkpoint has been saved.
-if [ "$status" -eq 138 ]; then
-  exec scontrol requeue "$SLURM_JOB_ID"
+if [ "$status" -eq 138 ]; then # 128 + SIGUSR1.
+  if [[ $(last_step) -gt $before ]]; then
+    exec scontrol requeue "$SLURM_JOB_ID"
+  fi
+  echo 'slurm.sh: not queued again, since no step was taken in time.' >&2
 fi
 exit "$status"

@@ -14,14 +14,15 @@ import jax
 import tyro
 
 from examples.gpt2.command import exit_on_error, format_bytes
-from examples.gpt2.config import Config, FittedConfig, UsageError
-from examples.gpt2.devices import chips, sharding
+from examples.gpt2.config import Config, UsageError
+from examples.gpt2.devices import chips
 from examples.gpt2.devices.chips import Chip
-from examples.gpt2.presets import resolve
+from examples.gpt2.presets import parse, resolve
 from examples.gpt2.run import memory
-from examples.gpt2.run.step import Trainer
 from examples.gpt2.storage import as_path, make_folder, write_whole
 from examples.plan import programs, report, sweep, topology
+
+_PROG = 'python -m examples.plan'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +30,16 @@ class Settings:
   """Compiles the training step for TPUs or GPUs, without any.
 
   It prints memory, collectives and a roofline's estimate of the time of a step
-  of examples.gpt2.train, whose flags it takes.
+  of examples.gpt2.train, and takes all of its flags too, such as --preset,
+  --mesh, --dtype and --remat: see python -m examples.gpt2.train --help.
   """
 
   # Kind of chip, and extents of the slice, such as v5e:16x16 or v5p:4x8x8, or
   # hosts x GPUs of each, such as h100:8x8; a100, h200 and b200 too.
   topology: str = 'v5e:16x16'
   # Try every mesh that the model's sizes allow, the rematerialization of
-  # --remat or more, and the largest micro-batch that fits, and rank them.
+  # --remat or more, and the largest micro-batch up to --micro-batch-size that
+  # fits, and rank them.
   sweep: bool = False
   # Let the compiler make the least effort: several times quicker, with less
   # overlap of communication and other traffic. Good for --sweep.
@@ -48,10 +51,6 @@ class Settings:
   network: float | None = None
   # JSON file of the results.
   out: Path | None = None
-  # Flags of examples.gpt2.train.
-  config: tyro.conf.OmitArgPrefixes[Config] = dataclasses.field(
-    default_factory=Config
-  )
 
 
 def main(args: list[str] | None = None) -> None:
@@ -61,19 +60,26 @@ def main(args: list[str] | None = None) -> None:
     SystemExit: With status 2 for a mistake in the settings or a missing
       compiler, and 4 if the step does not fit into the memory of a device.
   """
-  settings = tyro.cli(Settings, args=args, prog='python -m examples.plan')
   with exit_on_error():
-    _plan(settings)
+    _plan(*read(args))
 
 
-def _plan(settings: Settings) -> None:
+def read(args: list[str] | None) -> tuple[Settings, Config]:
+  """Returns the planner's settings and the trainer's."""
+  settings, others = tyro.cli(
+    Settings, args=args, prog=_PROG, return_unknown_args=True
+  )
+  return settings, parse(others, _PROG)
+
+
+def _plan(settings: Settings, config: Config) -> None:
   """Compiles for one mesh, or for all of them, prints tables, writes JSON."""
-  if settings.sweep and settings.config.mesh:
+  if settings.sweep and config.mesh:
     raise UsageError(
       '--sweep tries every mesh, so --mesh cannot be given, got --mesh '
-      f'{settings.config.mesh}.'
+      f'{config.mesh}.'
     )
-  resolve(settings.config)  # Mistakes that another mesh does not mend.
+  resolve(config)  # Mistakes that another mesh does not mend.
   out = settings.out and as_path(settings.out)
   if out:
     make_folder(out.parent)
@@ -81,8 +87,9 @@ def _plan(settings: Settings) -> None:
   chip = _chip(settings, devices[0].device_kind)
   # Nothing that was compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
-  measure = _sweep if settings.sweep else _one
-  show = report.sweep if settings.sweep else report.one
+  measure = functools.partial(
+    programs.measure_step, chip=chip, quick=settings.quick
+  )
   results: dict[str, Any] = {
     'topology': settings.topology,
     'devices': len(devices),
@@ -90,8 +97,13 @@ def _plan(settings: Settings) -> None:
     'quick': settings.quick,
     'jax': jax.__version__,
     **topology.compiler(settings.topology),
-  } | measure(settings, devices, chip)
-  print(show(results))
+  }
+  if settings.sweep:
+    results |= sweep.measure_all(config, devices, measure)
+    print(report.sweep(results))
+  else:
+    results |= _one(config, devices, chip, measure)
+    print(report.one(results))
   if out:
     write_whole(out, (json.dumps(results, indent=2) + '\n').encode())
   # The compiler for GPUs compiles what does not fit too.
@@ -126,12 +138,15 @@ def _chip(settings: Settings, kind: str) -> Chip:
 
 
 def _one(
-  settings: Settings, devices: list[jax.Device], chip: Chip
+  config: Config,
+  devices: list[jax.Device],
+  chip: Chip,
+  measure: sweep.Measure,
 ) -> dict[str, Any]:
   """Returns the measurements of one mesh."""
-  config, trainer = _trainer(settings.config, devices)
-  with memory.advice(config, trainer):
-    step = programs.measure_step(config, trainer, chip, quick=settings.quick)
+  fitted, trainer = programs.make_trainer(config, devices)
+  with memory.advice(fitted, trainer):
+    step = measure(fitted, trainer)
   update = programs.measure_update(trainer, chip)
   return step | {
     'update': update,
@@ -140,30 +155,6 @@ def _one(
       4 * update['hbm_bytes'] / step['memory']['parameters']
     ),
   }
-
-
-def _sweep(
-  settings: Settings, devices: list[jax.Device], chip: Chip
-) -> dict[str, Any]:
-  """Returns the measurements of all ways to run the step, the best first."""
-  return sweep.measure_all(
-    settings.config,
-    len(devices),
-    make=lambda config: _trainer(config, devices),
-    measure=functools.partial(
-      programs.measure_step, chip=chip, quick=settings.quick
-    ),
-  )
-
-
-def _trainer(
-  config: Config, devices: list[jax.Device]
-) -> tuple[FittedConfig, Trainer]:
-  """Returns settings and trainer as examples.gpt2.train makes them."""
-  resolved = resolve(config)
-  mesh = sharding.make_mesh(config.mesh, devices)
-  fitted = memory.fit(resolved, mesh)
-  return fitted, Trainer(fitted, fitted.vocab_size, mesh)
 
 
 if __name__ == '__main__':

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.config import FittedConfig
+from examples.gpt2.config import Config, FittedConfig
 from examples.gpt2.data.batches import batch_shape
-from examples.gpt2.devices import hardware
+from examples.gpt2.devices import hardware, sharding
 from examples.gpt2.devices.chips import Chip
+from examples.gpt2.presets import resolve
 from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
 from examples.plan import flops, hlo, roofline
@@ -28,6 +29,15 @@ _LEAST_EFFORT: Any = {'exec_time_optimization_effort': -1.0}
 _DTYPES = {'float32': 'f32', 'bfloat16': 'bf16'}
 
 
+def make_trainer(
+  config: Config, devices: list[jax.Device]
+) -> tuple[FittedConfig, Trainer]:
+  """Returns settings and trainer as examples.gpt2.train makes them."""
+  mesh = sharding.make_mesh(config.mesh, devices)
+  fitted = memory.fit(resolve(config), mesh)
+  return fitted, Trainer(fitted, fitted.vocab_size, mesh)
+
+
 def compile_step(
   config: FittedConfig, trainer: Trainer, *, quick: bool = False
 ) -> jax.stages.Compiled:
@@ -38,20 +48,16 @@ def compile_step(
     return lowered.compile(compiler_options=_LEAST_EFFORT if quick else None)
 
 
-def lower_update(trainer: Trainer) -> jax.stages.Lowered:
-  """Lowers the optimizer's part of a step: the update and its application."""
-  model, shapes = trainer.model_config, trainer.shapes
-  # Only QK-clip reads it.
-  logits = jax.ShapeDtypeStruct((model.num_layers, model.num_heads), 'float32')
-  with jax.set_mesh(trainer.mesh):
-    return trainer.update.lower(shapes, shapes.params, logits)
-
-
 # The step wants its products, and then it is measured itself.
 @functools.lru_cache(maxsize=1)
 def compile_update(trainer: Trainer) -> jax.stages.Compiled:
   """Compiles the optimizer's part of a step: the update and its application."""
-  return lower_update(trainer).compile()
+  return _lower_update(trainer).compile()
+
+
+def _lower_update(trainer: Trainer) -> jax.stages.Lowered:
+  with jax.set_mesh(trainer.mesh):
+    return trainer.update.lower(trainer.shapes, trainer.shapes.params)
 
 
 def measure_step(
@@ -106,7 +112,7 @@ def _model_product(config: FittedConfig, trainer: Trainer) -> Product:
 def _update_products(trainer: Trainer) -> list[Product]:
   """Returns the matrix products of the update, as compiled."""
   # No compiler adds one, so without any there is nothing to wait for.
-  if 'dot_general' not in lower_update(trainer).as_text():
+  if 'dot_general' not in _lower_update(trainer).as_text():
     return []
   return flops.products(_parse(compile_update(trainer)))
 

@@ -11,15 +11,14 @@ import tqdm
 from examples.gpt2.config import Config, FittedConfig, Remat, UsageError
 from examples.gpt2.run import memory
 from examples.gpt2.run.step import Trainer
+from examples.plan import programs
 
-Make = Callable[[Config], tuple[FittedConfig, Trainer]]
-"""Function from settings to those that the trainer completes, and a trainer."""
 Measure = Callable[[FittedConfig, Trainer], dict[str, Any]]
 """Function to the measurements of a step."""
 
 
 def measure_all(
-  config: Config, num_devices: int, make: Make, measure: Measure
+  config: Config, devices: list[jax.Device], measure: Measure
 ) -> dict[str, Any]:
   """Returns the measurements of all ways, the quickest first.
 
@@ -29,9 +28,9 @@ def measure_all(
   """
   rows: list[dict[str, Any]] = []
   left_out: dict[str, list[str]] = {}
-  for way in tqdm.tqdm(ways(config, num_devices), 'compiling', leave=False):
+  for way in tqdm.tqdm(ways(config, len(devices)), 'compiling', leave=False):
     try:
-      rows.append(_measure_largest(way, make, measure))
+      rows.append(_measure_largest(way, devices, measure))
     except (UsageError, jax.errors.JaxRuntimeError) as error:
       is_refused = isinstance(error, UsageError)
       name = way.mesh if is_refused else f'{way.mesh} {way.remat}'
@@ -63,36 +62,22 @@ def meshes(num_devices: int) -> list[str]:
 
 
 def _measure_largest(
-  config: Config, make: Make, measure: Measure
+  config: Config, devices: list[jax.Device], measure: Measure
 ) -> dict[str, Any]:
-  """Measures the default micro-batch or, if it does not fit, a smaller one.
-
-  One that is given is the only one.
-  """
-  completed, trainer = make(config)
-  found = _try(completed, trainer, measure)
-  size = completed.micro_batch_size
-  while not _fits(found) and config.micro_batch_size is None and size > 1:
-    sizes = memory.micro_batch_sizes(completed, trainer.mesh)
-    size = sizes[sizes.index(size) - 1]
-    completed = dataclasses.replace(completed, micro_batch_size=size)
-    found = _try(completed, trainer, measure)
-  if isinstance(found, Exception):
-    raise found
-  return found
-
-
-def _try(
-  config: FittedConfig, trainer: Trainer, measure: Measure
-) -> dict[str, Any] | jax.errors.JaxRuntimeError:
-  """Returns the measurements, or the error of a step that does not fit."""
-  try:
-    return measure(config, trainer)
-  except jax.errors.JaxRuntimeError as error:
-    if not memory.is_too_little(error):
-      raise
-    return error
-
-
-def _fits(found: dict[str, Any] | Exception) -> bool:
-  return isinstance(found, dict) and found['fits']
+  """Measures the largest micro-batch that fits, up to the setting."""
+  fitted, trainer = programs.make_trainer(config, devices)
+  sizes = [
+    n
+    for n in memory.micro_batch_sizes(fitted, trainer.mesh)
+    if n <= fitted.micro_batch_size
+  ]
+  while True:
+    smaller = dataclasses.replace(fitted, micro_batch_size=sizes.pop())
+    try:
+      found = measure(smaller, trainer)
+    except jax.errors.JaxRuntimeError as error:
+      if not sizes or not memory.is_too_little(error):
+        raise
+      continue
+    if found['fits'] or not sizes:
+      return found

@@ -77,7 +77,7 @@ def _write_text(folder: Path) -> Path:
 
 def _tiny(folder: Path) -> Config:
   config = Config(
-    data=str(_write_text(folder)),
+    data=(str(_write_text(folder)),),
     out_dir=folder / 'run',
     cache_dir=folder / 'cache',
     **TINY,

@@ -10,7 +10,11 @@ import pytest
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.data.corpus import load_corpus
-from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
+from examples.gpt2.data.tokenizer import (
+  END_OF_TEXT,
+  encode,
+  train_tokenizer,
+)
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import Model, load_model, save_model
@@ -50,9 +54,8 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _held_out(folder: Path, text: Path) -> np.ndarray:
   """Returns the tokens of the held-out part."""
   tokenizer = load_model(folder).tokenizer
-  (document,) = load_corpus(str(text)).validation
-  end = tokenizer.token_to_id(END_OF_TEXT)
-  return np.uint16([*tokenizer.encode(document).ids, end])
+  texts = load_corpus([str(text)]).texts('val')
+  return np.concatenate([*encode(tokenizer, END_OF_TEXT, texts)])
 
 
 def _write_token_files(folder: Path, tokens: np.ndarray) -> str:
@@ -100,7 +103,7 @@ def test_loss_is_that_of_the_held_out_text(
 def test_bits_per_byte_count_the_bytes_of_the_text(folder: Path, text: Path):
   evaluation = evaluate(folder, str(text), held_out=True)
   tokens = _held_out(folder, text)
-  (document,) = load_corpus(str(text)).validation
+  document = ''.join(load_corpus([str(text)]).texts('val'))
   assert len(document.encode()) > len(document)
   expected = evaluation.loss * len(tokens) / len(document.encode())
   assert evaluation.bits_per_byte == pytest.approx(expected / math.log(2))
@@ -136,12 +139,12 @@ def test_every_token_counts_once(folder, tmp_path, stride, count):
 
 
 def test_the_text_of_the_run_is_named(finished, capsys):
-  evaluate(finished.out_dir, finished.data)
+  evaluate(finished.out_dir, finished.data[0])
   assert '--held-out measures' in capsys.readouterr().err
-  part = Path(finished.data).with_name('text')  # A part of the name.
-  part.write_text(Path(finished.data).read_text())
+  part = Path(finished.data[0]).with_name('text')  # A part of the name.
+  part.write_text(Path(finished.data[0]).read_text())
   evaluate(finished.out_dir, str(part))
-  evaluate(finished.out_dir, finished.data, held_out=True)
+  evaluate(finished.out_dir, finished.data[0], held_out=True)
   found = capsys.readouterr().err
   assert '--held-out measures' not in found
   assert 'may have seen' not in found
@@ -156,13 +159,14 @@ def test_a_text_beside_files_of_others_is_a_text(finished: Config, tmp_path):
   shutil.copytree(finished.out_dir, run)
   texts = tmp_path / 'texts'
   texts.mkdir()
-  shutil.copy(finished.data, texts / 'text.txt')
+  shutil.copy(finished.data[0], texts / 'text.txt')
   (texts / 'index.json').write_text('{"pages": []}')
   expected = evaluate(run, str(texts), held_out=True)
   for content in ('', '[]', '{"corpus": null}'):
     (run / 'config.json').write_text(content)
     assert evaluate(run, str(texts), held_out=True) == expected
-  assert evaluate(run, str(texts)).num_tokens > expected.num_tokens
+  whole = evaluate(run, str(texts / 'text.txt'))
+  assert whole.num_tokens > expected.num_tokens
 
 
 def test_a_longer_context_needs_rotary_positions(folder, text, tmp_path):
@@ -195,8 +199,8 @@ def test_the_result_is_printed(folder, text, capsys):
     ([], {'stride': 9}, 'at most the context length 8, got 9'),
     ([], {'stride': 2, 'sequences': 2}, 'leave out one'),
     ([270] * 20, {}, 'holds the token 270, .* has 270'),
-    ([1] * 8, {'context_length': 8}, 'validation .* 8 tokens, too few .* 8'),
-    ([1], {}, 'validation .* 1 tokens, too few'),
+    ([1] * 8, {'context_length': 8}, 'val .* 8 tokens, too few .* 8'),
+    ([1], {}, 'val .* 1 tokens, too few'),
   ],
 )
 def test_settings_and_tokens_that_do_not_fit_are_refused(

@@ -253,14 +253,28 @@ signal.signal(signal.SIGUSR1, forward)
 statuses = [task.wait() for task in tasks]
 sys.exit(max(128 - x if x < 0 else x for x in statuses))
 """
-# A VM that is there at the second look, and is preempted when the file is.
+# A VM that is there at the second look, and is preempted when the file is. The
+# bucket "local" is a folder. The network fails as often as a file says.
 _GCLOUD = """
 import pathlib, subprocess, sys, time
 calls, state = pathlib.Path('calls'), pathlib.Path('state')
+away = pathlib.Path('away')
+left = int(away.read_text()) if away.exists() else 0
+if left:
+  away.write_text(str(left - 1))
+  sys.exit('ERROR: network is unreachable')
+if sys.argv[1] == 'storage':
+  if sys.argv[3].startswith('gs://local/'):
+    folder = pathlib.Path(sys.argv[3].removeprefix('gs://'))
+  else:
+    from etils import epath
+    folder = epath.Path(sys.argv[3])
+  print(*(f'{path}/' for path in folder.iterdir()), sep='\\n')
+  sys.exit()
 _, _, kind, verb, *rest = sys.argv[1:]
 if verb == 'describe':
   if not state.exists():
-    sys.exit('NOT_FOUND')
+    sys.exit('ERROR: NOT_FOUND: Resource')
   print(state.read_text())
   if state.read_text() == 'PROVISIONING':
     state.write_text('ACTIVE')
@@ -286,29 +300,36 @@ else:
     state.write_text('SUSPENDED')
   sys.exit(vm.returncode)
 """
+_SCONTROL = 'import sys; print(*sys.argv[1:], file=open("queue", "a"))'
 
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch) -> Path:
-  """A folder with tokens, in which the programs of clusters are emulated."""
-  _write_tokens(tmp_path / 'tokens')
+  """The working folder, with the programs of clusters emulated."""
+  python = tmp_path / 'merit_optax/.venv/bin/python'
   (tmp_path / 'bin').mkdir()
-  for name, program in {
-    'srun': _SRUN,
-    'gcloud': _GCLOUD,
-    'scontrol': 'import sys; print(*sys.argv[1:], file=open("queue", "a"))',
+  python.parent.mkdir(parents=True)
+  for path, program in {
+    tmp_path / 'bin/srun': f'{sys.executable}\n{_SRUN}',
+    tmp_path / 'bin/gcloud': f'{sys.executable}\n{_GCLOUD}',
+    tmp_path / 'bin/scontrol': f'{sys.executable}\n{_SCONTROL}',
+    python: f'/bin/sh\nexec {sys.executable} "$@"',
   }.items():
-    path = tmp_path / 'bin' / name
-    path.write_text(f'#!{sys.executable}\n{program}')
+    path.write_text(f'#!{program}')
     path.chmod(0o755)
-  monkeypatch.setenv('PATH', f'{tmp_path / "bin"}:{os.environ["PATH"]}')
-  monkeypatch.setenv('PYTHONPATH', str(_ROOT))
-  monkeypatch.setenv('JAX_PLATFORMS', 'cpu')
+  for name, value in {
+    'PATH': f'{tmp_path / "bin"}:{os.environ["PATH"]}',
+    'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu',
+    'JAX_NUM_CPU_DEVICES': '2', 'SLURM_JOB_ID': '7',
+    'NAME': 'vm', 'ZONE': 'zone', 'TYPE': 'v5litepod-4', 'VERSION': 'v2',
+    'SETUP': 'true', 'PAUSE': '0.02',
+  }.items():  # fmt: skip
+    monkeypatch.setenv(name, value)
   monkeypatch.chdir(tmp_path)
   return tmp_path
 
 
-def _launch(script: str, place: str, *flags: str) -> subprocess.Popen:
+def _launch(script: str, place: str) -> subprocess.Popen:
   """Starts a script as the documentation does, at a tiny size."""
   (text,) = re.findall(
     rf'```sh\n([^`]*examples/launch/{script} [^`]*)```',
@@ -319,13 +340,16 @@ def _launch(script: str, place: str, *flags: str) -> subprocess.Popen:
     word.replace(_BUCKET, place).replace('/shared', place)
     for word in words[words.index(f'examples/launch/{script}') + 1 :]
   ]
+  return _run_script(script, *documented, *_RESTARTED)
+
+
+def _run_script(script: str, *flags: str) -> subprocess.Popen:
   with Path('log.txt').open('a') as log:
     return subprocess.Popen(
-      ['bash', str(_ROOT / 'examples/launch' / script), *documented,
-       *_RESTARTED, *flags],
+      ['bash', str(_ROOT / 'examples/launch' / script), *flags],
       stdout=log,
       stderr=log,
-    )  # fmt: skip
+    )
 
 
 def _wait_for_a_checkpoint(run: Path, process: subprocess.Popen) -> None:
@@ -346,50 +370,52 @@ def _assert_whole(run: Path) -> None:
 def test_a_slurm_job_saves_before_its_time_is_up_and_is_queued_again(
   machine: Path, monkeypatch
 ):
+  _write_tokens(machine / 'tokens')
   tasks = _slurm('--nodes=2 --ntasks-per-node=1', _RESTARTED)
   Path('tasks.json').write_text(json.dumps(tasks))
-  job = tasks[0]['SLURM_JOB_ID']
-  monkeypatch.setenv('SLURM_JOB_ID', job)
-  run = machine / 'run'
-  process = _launch('slurm.sh', '.', '--from-scratch')
-  _wait_for_a_checkpoint(run, process)
+  process = _launch('slurm.sh', '.')
+  _wait_for_a_checkpoint(machine / 'run', process)
   process.send_signal(signal.SIGUSR1)  # Slurm's B: only to the shell.
   assert process.wait() == 0
   log = Path('log.txt').read_text()
-  assert Path('queue').read_text() == f'requeue {job}\n', log
-  assert not (run / 'sample.txt').exists()
-  monkeypatch.setenv('SLURM_RESTART_COUNT', '1')
-  assert _launch('slurm.sh', '.', '--from-scratch').wait() == 0
-  _assert_whole(run)
-  assert Path('queue').read_text() == f'requeue {job}\n'
+  assert Path('queue').read_text() == 'requeue 7\n', log
+  assert not (machine / 'run/sample.txt').exists()
+  assert _launch('slurm.sh', '.').wait() == 0
+  _assert_whole(machine / 'run')
+  assert Path('queue').read_text() == 'requeue 7\n'
 
 
-def test_a_slurm_job_that_fails_is_not_queued_again(machine: Path, monkeypatch):
-  monkeypatch.setenv('SLURM_JOB_ID', '7')
-  Path('tasks.json').write_text('[{}]')
-  assert _launch('slurm.sh', '.', '--steps', '0').wait() == 2
-  assert '--steps must be at least 1' in Path('log.txt').read_text()
-  assert not Path('queue').exists()
-
-
-def _as_tpu(monkeypatch, machine: Path, setup: str) -> None:
-  values = {
-    'NAME': 'vm', 'ZONE': 'zone', 'TYPE': 'v5litepod-4', 'VERSION': 'v2',
-    'SETUP': setup, 'PAUSE': '0.1', 'JAX_NUM_CPU_DEVICES': '2',
-  }  # fmt: skip
-  for name, value in values.items():
-    monkeypatch.setenv(name, value)
-  python = machine / 'merit_optax/.venv/bin/python'
-  python.parent.mkdir(parents=True)
-  python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"')
-  python.chmod(0o755)
+@pytest.mark.parametrize(
+  ('status', 'before', 'after', 'is_queued'),
+  [
+    (138, [], [], False),  # The tokenization took all the time,
+    (138, [], ['0'], False),  # or the compilation.
+    (138, [], ['0', '10.orbax-checkpoint-tmp'], False),
+    (138, ['80', '90'], ['90'], False),
+    (138, ['80', '90'], ['90', '100'], True),
+    (1, [], ['0', '10'], False),
+  ],
+)
+def test_a_slurm_job_is_queued_again_after_progress_only(
+  machine: Path, status, before, after, is_queued
+):
+  checkpoints = machine / 'run/checkpoints'
+  for name in before:
+    (checkpoints / name).mkdir(parents=True)
+  made = ' '.join(str(checkpoints / name) for name in after)
+  (machine / 'bin/srun').write_text(
+    f'#!/bin/sh\nrm -rf {checkpoints}; mkdir -p run {made}; exit {status}'
+  )
+  flags = ['--out-dir=run'] if is_queued else ['--out-dir', 'run']
+  returned = _run_script('slurm.sh', *flags).wait()
+  assert returned == (0 if is_queued else status)
+  assert Path('queue').exists() == is_queued
 
 
 @pytest.mark.slow
 def test_a_preempted_tpu_is_asked_for_again_and_goes_on(
-  machine: Path, monkeypatch, make_bucket
+  machine: Path, make_bucket
 ):
-  _as_tpu(monkeypatch, machine, 'true')
   place = make_bucket('gs')
   _write_tokens(as_path(place) / 'tokens')
   run = as_path(place) / 'run'
@@ -402,31 +428,57 @@ def test_a_preempted_tpu_is_asked_for_again_and_goes_on(
   assert Path('calls').read_text().splitlines() == 2 * once
 
 
-def test_a_tpu_whose_command_fails_is_given_back(machine: Path, monkeypatch):
-  _as_tpu(monkeypatch, machine, 'exit 2')
-  assert _launch('tpu.sh', '.').wait() == 1
-  assert 'three failures without a preemption' in Path('log.txt').read_text()
-  calls = Path('calls').read_text().splitlines()
-  assert calls == [
+@pytest.mark.parametrize(
+  ('setup', 'status', 'num_starts', 'is_given_back'),
+  [
+    ('exit 2', 1, 3, True),
+    # The connection breaks: the VMs may be healthy.
+    ('exit 255', 1, 3, False),
+    # It breaks again and again, but there is a new checkpoint each time.
+    (
+      'n=$(ls local/run/checkpoints | wc -l); [ $n -eq 4 ] && exit 0; '
+      'mkdir local/run/checkpoints/${n}0; exit 255',
+      0, 5, True,
+    ),
+    # The network is away.
+    ('[ -e away ] && exit 0; echo 6 > away; exit 255', 0, 2, True),
+  ],
+  ids=['command', 'connection', 'progress', 'network'],
+)  # fmt: skip
+def test_a_tpu_is_given_back_after_three_failures_without_progress(
+  machine: Path, monkeypatch, setup, status, num_starts, is_given_back
+):
+  monkeypatch.setenv('SETUP', setup)
+  (machine / 'local/run/checkpoints').mkdir(parents=True)
+  returned = _launch('tpu.sh', 'gs://local').wait()
+  log = Path('log.txt').read_text()
+  assert returned == status, log
+  assert ('three failures without a new checkpoint' in log) == (status == 1)
+  assert Path('calls').read_text().splitlines() == [
     'queued-resources create',
-    *(3 * ['tpu-vm ssh']),
-    'queued-resources delete',
+    *(num_starts * ['tpu-vm ssh']),
+    *(is_given_back * ['queued-resources delete']),
   ]
 
 
-def test_a_tpu_that_is_refused_is_not_asked_for_for_ever(
-  machine: Path, monkeypatch
-):
-  _as_tpu(monkeypatch, machine, 'true')
+def test_a_tpu_that_is_refused_is_not_asked_for_for_ever(machine: Path):
   Path('refused').touch()
-  assert _launch('tpu.sh', '.').wait() == 1
+  assert _launch('tpu.sh', 'gs://local').wait() == 1
   calls = Path('calls').read_text().splitlines()
-  assert calls.count('queued-resources create') == 3
-  assert not Path('state').exists()
+  assert calls == 3 * ['queued-resources create', 'queued-resources delete']
 
 
-def test_a_tpu_does_not_start_over_after_a_preemption(machine, monkeypatch):
-  _as_tpu(monkeypatch, machine, 'true')
-  assert _launch('tpu.sh', '.', '--from-scratch').wait() == 2
-  assert '--from-scratch' in Path('log.txt').read_text()
+@pytest.mark.parametrize(
+  ('script', 'flags'),
+  [
+    ('slurm.sh', []),
+    ('slurm.sh', ['--out-dir', 'gs://bucket/run']),
+    ('tpu.sh', ['--out-dir', 'run']),
+  ],
+)
+def test_scripts_need_a_folder_in_which_they_see_progress(
+  machine, script, flags
+):
+  assert _run_script(script, '--steps', '9', *flags).wait() == 2
+  assert 'needs an --out-dir' in Path('log.txt').read_text()
   assert not Path('calls').exists()

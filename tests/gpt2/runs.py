@@ -9,7 +9,6 @@ from unittest import mock
 
 from examples.gpt2.config import Config, flag
 from examples.gpt2.data import batches
-from examples.gpt2.run.claim import is_claim
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import MEASURED
 from examples.gpt2.storage import file_system
@@ -24,8 +23,9 @@ TINY = dict(
 
 def as_flags(config: Config) -> list[str]:
   """Returns the flags of settings such as ``tiny``."""
-  names = ('data', 'out_dir', 'cache_dir', *TINY)
-  return [f'{flag(name)}={getattr(config, name)}' for name in names]
+  names = ('out_dir', 'cache_dir', *TINY)
+  flags = [f'{flag(name)}={getattr(config, name)}' for name in names]
+  return ['--data', *config.data, *flags]
 
 
 class Killed(BaseException):
@@ -84,5 +84,5 @@ def contents(folder: Path) -> dict[str, bytes]:
   return {
     name.removeprefix(f'{root}/'): store.cat_file(name)
     for name in store.find(root)
-    if not is_claim(Path(name))
+    if not name.endswith('/.lock')
   }

@@ -1,8 +1,5 @@
 from pathlib import Path
-from types import SimpleNamespace
 
-import hypothesis
-from hypothesis import strategies as st
 import pytest
 
 from examples.gpt2 import storage
@@ -49,61 +46,6 @@ def test_a_missing_package_is_named(monkeypatch):
   monkeypatch.setattr('importlib.util.find_spec', lambda _: None)
   with pytest.raises(UsageError, match=r"pip install 'merit_optax\[cloud\]'"):
     as_path('gs://bucket/x')
-
-
-@hypothesis.given(
-  st.lists(
-    st.tuples(st.integers(0, 1), st.integers(0, 1000), st.integers(1, 200)),
-    max_size=20,
-  )
-)
-@hypothesis.settings(
-  suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture]
-)
-def test_ranges_are_what_was_written(place, parts):
-  contents = [bytes(i * j % 256 for i in range(1200)) for j in (1, 7)]
-  for i, content in enumerate(contents):
-    if not (place / str(i)).exists():
-      storage.write_whole(place / str(i), content)
-  files, offsets, sizes = zip(*parts, strict=True) if parts else ([], [], [])
-  found = storage.read_ranges([place / str(i) for i in files], offsets, sizes)
-  assert found == [contents[i][o : o + size] for i, o, size in parts]
-
-
-def test_a_read_waits_for_a_store_that_fails(
-  bucket: str, proxy, monkeypatch, capsys
-):
-  path = as_path(bucket) / 'a'
-  storage.write_whole(path, b'abc')
-  # Else the library itself would wait for half a minute.
-  monkeypatch.setattr('gcsfs.retry.is_retriable', lambda error: False)
-  proxy.status = 503
-  pauses = []
-
-  def heal_later(pause: float) -> None:
-    pauses.append(pause)
-    if len(pauses) == 2:
-      proxy.heal()
-
-  monkeypatch.setattr(storage, 'time', SimpleNamespace(sleep=heal_later))
-  assert storage.read_ranges([path], [1], [2]) == [b'bc']
-  assert 'tried again in 4 s' in capsys.readouterr().err
-  assert pauses == [1.0, 4.0]
-
-
-def test_a_range_that_is_not_there_is_an_error(place: Path):
-  storage.write_whole(place / 'a', b'abc')
-  for name, offset, size in (('a', 1, 3), ('none', 0, 1)):
-    with pytest.raises(OSError):
-      storage.read_ranges([place / name], [offset], [size])
-
-
-def test_an_object_is_created_once(bucket: str):
-  path = as_path(bucket) / 'run' / 'claim'
-  storage.create(path, b'1')
-  with pytest.raises(FileExistsError):
-    storage.create(path, b'2')
-  assert path.read_bytes() == b'1'
 
 
 def test_a_file_is_written_whole_or_not_at_all(place: Path):

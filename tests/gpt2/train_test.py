@@ -1,9 +1,7 @@
-import dataclasses
 import errno
 import importlib.util
 import json
 from pathlib import Path
-import re
 from unittest import mock
 
 import jax
@@ -15,13 +13,11 @@ from examples import gpt2
 from examples.gpt2.config import Config
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.model import files
-from examples.gpt2.presets import identity, resolve
-from examples.gpt2.run import loop
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.weights import load_model
-from examples.gpt2.train import default_folder, main
-from tests.gpt2.runs import as_flags
+from examples.gpt2.train import main
+from tests.gpt2.runs import as_flags, assert_same_run
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
@@ -49,7 +45,7 @@ def test_a_run_leaves_all_its_files(finished: Config):
   assert settings['config']['steps'] == 6
   assert {'jax', 'flax', 'optax', 'python'} <= set(settings['versions'])
   assert len(settings['devices']) == jax.device_count()
-  assert settings['corpus']['bytes'] == Path(finished.data).stat().st_size
+  assert settings['corpus']['bytes'] == Path(finished.data[0]).stat().st_size
   picture = image.imread(finished.out_dir / 'curves.png')
   assert picture[..., :3].std() > 0.05
   weights = safetensors.numpy.load_file(
@@ -74,7 +70,7 @@ def test_a_full_disk_at_the_end_leaves_a_run_to_read(tiny, monkeypatch):
 def test_saved_weights_give_the_reported_loss(finished: Config):
   evaluation = evaluate(
     finished.out_dir,
-    finished.data,
+    finished.data[0],
     held_out=True,
     sequences=finished.eval_sequences,
   )
@@ -82,45 +78,12 @@ def test_saved_weights_give_the_reported_loss(finished: Config):
   assert evaluation.loss == pytest.approx(reported, abs=1e-5)
 
 
-def test_a_run_of_an_optimizer_with_a_former_name_is_found(
-  tmp_path, monkeypatch
-):
-  monkeypatch.chdir(tmp_path)
-  config = resolve(Config(optimizer='muon-kept'))
-  settings = {'config': identity(config)}
-  found = default_folder(config, settings)
-  assert found.name.startswith('demo-muon-hyperball-')
-  former = found.with_name(found.name.replace('hyperball', 'kept'))
-  former.mkdir(parents=True)
-  assert default_folder(config, settings) == former
-  other = identity(dataclasses.replace(config, seed=1))
-  others = default_folder(config, {'config': other})
-  assert others.name not in (found.name, former.name)
-
-
-@pytest.mark.parametrize(
-  ('optimizer', 'row'),
-  [
-    ('merit', r'\(2, 16, 64\) +hidden +2 x 16 x 64 +weight, row, column'),
-    ('muon-hyperball', r'\(2, 16, 64\) +hidden +2 x 16 x 64 '),
-  ],
-)
-def test_parameters_are_described_and_control_c_has_a_status(
-  tiny: Config, monkeypatch, capsys, optimizer: str, row: str
-):
-  monkeypatch.setattr(loop, 'run', mock.Mock(side_effect=KeyboardInterrupt))
-  with pytest.raises(SystemExit) as stop:
-    main([*as_flags(tiny), '--describe', f'--optimizer={optimizer}'])
-  assert stop.value.code == 130
-  assert re.search(f'blocks/mlp/up/kernel +{row}', capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
   ('mistake', 'message'),
   [
     ('--data=/no/such/path', 'does not exist'),
     ('--steps=0', '--steps must be at least 1'),
-    ('--steps=7', 'steps: 6 -> 7'),  # Another run is in the folder.
+    ('--steps=7', 'steps: 6 -> 7'),  # Its cosine would be another one.
     ('--mesh=fsdp=3', '--mesh'),
     ('--context-length=100000', 'too few'),
     ('--out-dir=/dev/null/x', '--out-dir'),
@@ -134,3 +97,15 @@ def test_mistakes_are_told_before_compiling(
     main([*as_flags(finished), mistake])
   assert stop.value.code == 2
   assert message in capsys.readouterr().err
+
+
+def test_a_larger_preset_needs_data(capsys):
+  with pytest.raises(SystemExit, match='2'):
+    main(['--preset', 'small'])
+  assert '--preset small needs --data' in capsys.readouterr().err
+
+
+def test_a_run_is_made_again_from_its_settings(finished: Config, tmp_path):
+  settings = str(finished.out_dir / 'config.json')
+  main(['--config', settings, '--out-dir', str(tmp_path / 'again')])
+  assert_same_run(tmp_path / 'again', finished.out_dir)

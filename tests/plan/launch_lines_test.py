@@ -5,9 +5,7 @@ import math
 from pathlib import Path
 import re
 
-import tyro
-
-from examples.plan.__main__ import Settings
+from examples.plan.__main__ import read
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = ('*.md', 'docs/*.md', 'examples/*/README.md')
@@ -17,38 +15,32 @@ _COMMAND = re.compile(
 # On emulated devices that have the memory of a v5e chip.
 _TRACE = """
 import json, sys
-import jax, tyro
-from examples.gpt2.config import Config
+import jax
 from examples.gpt2.data.batches import batch_shape
-from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.presets import resolve
-from examples.gpt2.run import memory
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.devices import hardware
+from examples.plan.__main__ import read
+from examples.plan.programs import make_trainer
 
 hardware.memory_bytes = lambda _: 15.75 * 2**30
 for flags, num_devices in json.loads(sys.argv[1]).items():
-  config = resolve(tyro.cli(Config, args=flags.split()))
-  mesh = sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
-  config = memory.fit(config, mesh)
-  Trainer(config, config.vocab_size, mesh)
-  micro_batches, rows, _ = batch_shape(config, mesh).shape
+  _, config = read(flags.split())
+  config, trainer = make_trainer(config, jax.devices()[:num_devices])
+  micro_batches, rows, _ = batch_shape(config, trainer.mesh).shape
   print(micro_batches * rows - config.batch_size)
 """
 
 
 def _launches() -> dict[str, int]:
-  """Returns the trainer's flags in the documentation, and how many devices."""
+  """Returns the flags in the documentation, and how many devices they take."""
   launches = {}
   for path in (path for page in _PAGES for path in _ROOT.glob(page)):
     for flags in _COMMAND.findall(path.read_text().replace('\\\n', ' ')):
-      settings = tyro.cli(Settings, args=flags.split())
-      sizes = settings.config.mesh
+      settings, config = read(flags.split())
+      sizes = config.mesh
       if '--topology' in flags:
         sizes = settings.topology.partition(':')[2]
-      if settings.config.mesh:
-        # What is left are flags of the trainer.
-        trainers = re.sub(r'--(topology \S+|out \S+|quick)', '', flags)
-        launches[trainers] = math.prod(map(int, re.findall(r'\d+', sizes)))
+      if config.mesh:
+        launches[flags] = math.prod(map(int, re.findall(r'\d+', sizes)))
   return launches
 
 

@@ -113,13 +113,10 @@ def test_stacked_matrices_are_split_as_fsdp_splits_them(
 # The compiler takes a minute for products in float32.
 @pytest.mark.slow
 def test_whole_matrices_take_fewer_flops_and_bytes(updates_of_stacked_matrices):
-  # One of them by its former name.
-  names = 'muon', 'muon-hyperball', 'adam-hyperball', 'adam-kept'
-  found = updates_of_stacked_matrices(*names)['rows']
-  for row in found[2:]:
-    assert row['FLOPs per parameter'] == 0
-    assert row['bytes sent per parameter'] < 0.001
-  muon, hyperball = found[:2]
+  names = 'muon', 'muon-hyperball', 'adam-hyperball'
+  muon, hyperball, adam = updates_of_stacked_matrices(*names)['rows']
+  assert adam['FLOPs per parameter'] == 0
+  assert adam['bytes sent per parameter'] < 0.001
   assert hyperball['collectives'] == 'all-reduce, all-to-all'
   assert 0 < hyperball['FLOPs per parameter'] < muon['FLOPs per parameter']
   sent = [row['bytes sent per parameter'] for row in (hyperball, muon)]

@@ -1,11 +1,11 @@
+import dataclasses
 import types
 
 import pytest
 
-from examples.gpt2.config import Config
 from examples.gpt2.devices import chips
 from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.presets import resolve
+from examples.gpt2.presets import PRESETS, resolve
 from examples.gpt2.run.step import make_model_config
 from examples.plan import roofline
 from examples.plan.collectives import Collective
@@ -75,7 +75,7 @@ def test_the_longest_time_binds(bound: str):
 
 
 def _model_config(remat: str) -> ModelConfig:
-  config = resolve(Config(preset='small', remat=remat))
+  config = resolve(dataclasses.replace(PRESETS['small'], remat=remat))
   return make_model_config(config, config.vocab_size)
 
 

@@ -5,16 +5,31 @@ devices, processes and micro-batches. Each process reads only the sequences of
 its own devices.
 """
 
+from collections.abc import Sequence
+import functools
 import math
 
+import grain
 import jax
 from jax.sharding import Mesh
 import numpy as np
 
 from examples.gpt2.config import FittedConfig
-from examples.gpt2.data.mixture import Mixture
-from examples.gpt2.data.shards import TokenFiles, read_windows
+from examples.gpt2.data.token_files import TokenFiles
 from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
+
+
+class Mixture(TokenFiles):
+  """Tokens of several sources, one after the other, with weights.
+
+  ``weights`` are shares of the sequences, of which the proportions count.
+  """
+
+  def __init__(self, sources: Sequence[TokenFiles], weights: Sequence[float]):
+    shards = [shard for source in sources for shard in source.shards]
+    super().__init__(shards, sources[0].vocab_size)
+    self.sizes = tuple(len(source) for source in sources)
+    self.weights = tuple(weights)
 
 
 def batch_shape(config: FittedConfig, mesh: Mesh) -> jax.ShapeDtypeStruct:
@@ -34,17 +49,54 @@ def batch_shape(config: FittedConfig, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def training_batch(
   tokens: TokenFiles | np.ndarray, config: FittedConfig, step: int, mesh: Mesh
 ) -> jax.Array:
-  """Makes the batch of a step: windows by seed and step alone.
-
-  Those of a mixture are drawn as it says, others with replacement.
-  """
+  """Makes the batch of a step, of number 1 for the first."""
   length, size = config.context_length, config.batch_size
-  if isinstance(tokens, Mixture):
-    starts = tokens.starts(config.seed, step, size, length)
-  else:
-    generator = np.random.default_rng((config.seed, step))
-    starts = generator.integers(len(tokens) - length, size=size)
+  sizes = getattr(tokens, 'sizes', (len(tokens),))
+  weights = getattr(tokens, 'weights', (1.0,))
+  draw = _draw(sizes, weights, config.sampling, config.seed, length)
+  first = max(step - 1, 0) * size
+  starts = np.array([draw[i] for i in range(first, first + size)])
   return make_batch(tokens, starts, length, _rows(config, mesh), mesh)
+
+
+@functools.lru_cache(maxsize=8)
+def _draw(
+  sizes: tuple[int, ...],
+  weights: tuple[float, ...],
+  sampling: str,
+  seed: int,
+  length: int,
+) -> grain.MapDataset:
+  """Returns where each sequence of a run begins, by its number.
+
+  Without replacement, an epoch of a source has each of its sequences once:
+  those that begin at multiples of the length. Each epoch has another order.
+
+  Args:
+    sizes: Tokens of each source.
+    weights: Of each source.
+    sampling: Setting of that name.
+    seed: Seed of the run.
+    length: Tokens of a sequence, without its last target.
+  """
+  datasets, first = [], 0
+  for size in sizes:
+    if sampling == 'with-replacement':
+      draw = functools.partial(_anywhere, first, first + size - length)
+      dataset = grain.MapDataset.source([0]).seed(seed).repeat()
+      datasets.append(dataset.random_map(draw))
+    else:
+      starts = range(first, first + (size - 1) // length * length, length)
+      dataset = grain.MapDataset.source(starts).seed(seed)
+      datasets.append(dataset.shuffle().repeat())
+    first += size
+  return grain.MapDataset.mix(datasets, list(weights))
+
+
+def _anywhere(
+  first: int, end: int, _: object, generator: np.random.Generator
+) -> int:
+  return int(generator.integers(first, end))
 
 
 def validation_batch(
@@ -99,6 +151,13 @@ def make_batch(
   for index in sharding.addressable_devices_indices_map(shape).values():
     is_read_AB[index[:2]] = True  # type: ignore[index]
   tokens_ABT = np.zeros(shape, np.int32)
-  windows = read_windows(tokens, starts_AB[is_read_AB], length + 1)
-  tokens_ABT[is_read_AB] = windows
+  tokens_ABT[is_read_AB] = _windows(tokens, starts_AB[is_read_AB], length + 1)
   return jax.make_array_from_callback(shape, sharding, tokens_ABT.__getitem__)
+
+
+def _windows(
+  tokens: TokenFiles | np.ndarray, starts: np.ndarray, length: int
+) -> np.ndarray:
+  if isinstance(tokens, TokenFiles):
+    return tokens.windows(starts.tolist(), length)
+  return np.lib.stride_tricks.sliding_window_view(tokens, length)[starts]

@@ -5,15 +5,13 @@ import contextlib
 import itertools
 import json
 from pathlib import Path
-import re
 from typing import Any
 
 import numpy as np
 import tokenizers
-import tqdm
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.shards import token_dtype
+from examples.gpt2.data.token_files import token_dtype
 from examples.gpt2.storage import on_disk
 
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
@@ -25,20 +23,18 @@ COMPANIONS = (
 """Files that say how a tokenizer is used, and stay beside it."""
 
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
-# Where long texts are cut: between a letter or digit and the end of its line,
-# which no token of the tokenizers in use joins. Runs on text itself have it cut
-# after the end of any line, which can change a token, and keep their bits.
-_BETWEEN_TOKENS = re.compile(r'(?<=[^\W_])(?=\r?\n)')
-END_OF_LINE = re.compile(r'\n')
-_NOWHERE = re.compile(r'(?!)')
-_CHARACTERS_IN_PIECE = 1 << 17
-_CHARACTERS_AT_ONCE = 1 << 20
+# Without an end, the time to train would grow with the square of a word.
+_LONGEST_WORD = 256
+_TEXTS_AT_ONCE = 64
 
 
 def train_tokenizer(
-  documents: Iterable[str], vocab_size: int
+  texts: Iterable[str], vocab_size: int
 ) -> tokenizers.Tokenizer:
-  """Trains byte-level byte-pair encoding as GPT-2's, of at least 257 tokens."""
+  """Trains byte-level byte-pair encoding as GPT-2's, of at least 257 tokens.
+
+  Texts are streamed. Words of more than 256 bytes count as several.
+  """
   tokenizer = _byte_level(tokenizers.models.BPE())
   trainer = tokenizers.trainers.BpeTrainer(
     vocab_size=vocab_size,
@@ -46,12 +42,34 @@ def train_tokenizer(
     special_tokens=[END_OF_TEXT],
     show_progress=False,
   )
-  pieces = [
-    piece for document in documents for piece in _pieces(document, END_OF_LINE)
-  ]
-  progress = tqdm.tqdm(pieces, 'training the tokenizer')
-  tokenizer.train_from_iterator(progress, trainer)
+  words = tokenizer.pre_tokenizer
+  tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+    [words, tokenizers.pre_tokenizers.FixedLength(_LONGEST_WORD)]
+  )
+  tokenizer.train_from_iterator(texts, trainer)
+  tokenizer.pre_tokenizer = words
   return tokenizer
+
+
+def encode(
+  tokenizer: tokenizers.Tokenizer, end_token: str, texts: Iterable[str]
+) -> Iterator[np.ndarray]:
+  """Yields tokens of texts on all cores, uint16 or uint32, on one axis.
+
+  An empty text becomes the end token. Text that spells a special token out does
+  not become that token.
+  """
+  tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+  tokenizer.encode_special_tokens = True
+  end = tokenizer.token_to_id(end_token)
+  dtype = token_dtype(num_identifiers(tokenizer))
+  texts = iter(texts)
+  while group := list(itertools.islice(texts, _TEXTS_AT_ONCE)):
+    found = tokenizer.encode_batch_fast(group, add_special_tokens=False)
+    ids = [
+      x.ids if text else [end] for text, x in zip(group, found, strict=True)
+    ]
+    yield np.fromiter(itertools.chain.from_iterable(ids), dtype)
 
 
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
@@ -182,11 +200,11 @@ def end_token_of_folder(
 ) -> str | None:
   """Returns the token that ends a document in a folder of this trainer.
 
-  Those of former releases do not name it: it was GPT-2's. Returns None if the
-  vocabulary does not have it.
+  Returns None if nothing tells, or the vocabulary does not have it.
   """
-  named = named_end_token(path, tokenizer) or END_OF_TEXT
-  return named if tokenizer.token_to_id(named) is not None else None
+  named = named_end_token(path, tokenizer)
+  is_known = named is not None and tokenizer.token_to_id(named) is not None
+  return named if is_known else None
 
 
 def _special_tokens(tokenizer: tokenizers.Tokenizer) -> list[str]:
@@ -226,79 +244,3 @@ def _content(token: Any) -> str | None:
   """Returns a token that is given as text or as an object."""
   content = token.get('content') if isinstance(token, dict) else token
   return content if content and isinstance(content, str) else None
-
-
-class Encoder:
-  """Turns documents into tokens, with an end-of-text token after each."""
-
-  def __init__(
-    self,
-    tokenizer: tokenizers.Tokenizer,
-    end_token: str,
-    cut: re.Pattern[str] = _BETWEEN_TOKENS,
-  ):
-    self.tokenizer = tokenizer
-    self.end_token = end_token
-    self.num_tokens = num_identifiers(tokenizer)
-    self._end = tokenizer.token_to_id(end_token)
-    # Some put a space before each text that they get, so also before pieces.
-    text = 'a line\nand more'
-    pieces = list(_pieces(text, cut, least=1))
-    whole, *parts = (x.ids for x in self._encode([text, *pieces]))
-    self._cut = cut if whole == list(itertools.chain(*parts)) else _NOWHERE
-
-  def _encode(self, texts: list[str]) -> list[tokenizers.Encoding]:
-    return self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-
-  def __call__(self, documents: Iterable[str]) -> np.ndarray:
-    """Tokenizes documents on all cores, long ones in pieces if possible.
-
-    Pieces end where a line does. Returns tokens on one axis, uint16 or, of a
-    larger vocabulary, uint32.
-    """
-    # An empty piece marks the end of a document.
-    pieces = [
-      piece for text in documents for piece in (*_pieces(text, self._cut), '')
-    ]
-    ids = (
-      encoding.ids if piece else [self._end]
-      for piece, encoding in zip(pieces, self._encode(pieces), strict=True)
-    )
-    dtype = token_dtype(self.num_tokens)
-    return np.fromiter(itertools.chain.from_iterable(ids), dtype)
-
-  def documents(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns tokens, and the number of those of each document."""
-    tokens = self(texts)
-    lengths = np.diff(np.flatnonzero(tokens == self._end), prepend=-1)
-    if len(lengths) != len(texts):
-      raise UsageError(
-        f'--end-token {self.end_token} does not tell where documents end: it '
-        'is also what their text becomes.'
-      )
-    return tokens, lengths
-
-
-def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
-  """Groups texts, so that those of a group are worth sharing out to cores."""
-  group, size = [], 0
-  for text in texts:
-    group.append(text)
-    size += len(text)
-    if size >= _CHARACTERS_AT_ONCE:
-      yield group
-      group, size = [], 0
-  if group:
-    yield group
-
-
-def _pieces(
-  text: str, at: re.Pattern[str], least: int | None = None
-) -> Iterator[str]:
-  """Cuts text to pieces that the tokenizer can take in parallel."""
-  start = 0
-  while start < len(text):
-    cut = at.search(text, start + (least or _CHARACTERS_IN_PIECE))
-    end = cut.end() if cut else len(text)
-    yield text[start:end]
-    start = end

@@ -1,54 +1,45 @@
-"""Token files, and the tokens of a run: text is tokenized once and cached."""
+"""The tokens of a run: what --data and --eval-data name."""
 
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
+import hashlib
 import json
 import math
-import operator
 from pathlib import Path, PurePath
-import shutil
+import tempfile
 from typing import Any, NamedTuple
-import warnings
 
 import jax
 import numpy as np
 import tokenizers
-import tqdm
 
 from examples.gpt2.config import RunConfig, UsageError, digest
-from examples.gpt2.data.corpus import Corpus, load_corpus
-from examples.gpt2.data.counts import (
-  cached_statistics,
-  check_largest,
-  check_length,
-  count_tokens,
-)
-from examples.gpt2.data.evaluation import load_evaluation
-from examples.gpt2.data.mixture import Mixture, parse_sources
-from examples.gpt2.data.shards import (
+from examples.gpt2.data.batches import Mixture
+from examples.gpt2.data.corpus import cache_folder, fill_cache, load_corpus
+from examples.gpt2.data.files import find_files
+from examples.gpt2.data.token_files import (
   PARTS,
+  TOKEN_SUFFIXES,
   TokenFiles,
+  check_token,
+  entropy,
+  has_token_files,
   open_files,
   open_parts,
   read_index,
 )
 from examples.gpt2.data.tokenizer import (
-  END_OF_LINE,
-  END_OF_TEXT,
-  Encoder,
+  encode,
   end_token_of_folder,
-  grouped,
   num_identifiers,
   read_companions,
   read_tokenizer,
-  train_tokenizer,
 )
 from examples.gpt2.devices.processes import check_same, on_process_0
-from examples.gpt2.storage import as_path, is_remote, new_folder
+from examples.gpt2.storage import as_path
 
 _TOKENIZER = 'tokenizer.json'
-_STATISTICS = 'statistics.json'
 
 
 class EvaluationSet(NamedTuple):
@@ -58,6 +49,7 @@ class EvaluationSet(NamedTuple):
   tokens: TokenFiles | np.ndarray
   weight: float  # Of its loss in the validation loss; may be 0.
   sha256: str  # Hash of what was given by itself, or ''.
+  num_bytes: int = 0  # Of the text, 0 where that is not known.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,28 +63,36 @@ class Tokens:
   validation: TokenFiles  # Of the first source.
   tokenizer: tokenizers.Tokenizer | None  # Of the text, where there is one.
   vocab_size: int  # Number that all token identifiers are below.
-  # Of the frequencies of all tokens, nats a token: the loss of the best model
-  # that ignores the context. Of several sources, the mean.
+  # Of the frequencies of training tokens, nats a token: the loss of the best
+  # model that ignores the context. Of several sources, the mean; of more than
+  # 2**30 tokens without an index, by so many.
   unigram_entropy: float
   end_token: str | None = None  # Follows each document, where that is known.
   # Files beside the tokenizer that say how it is used.
   companions: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
-  has_index: bool = False  # Whether they were counted when they were written.
-  # What decides, beside the seed, which sequences a step takes, as JSON values;
-  # empty where that is as in former releases.
+  # What decides, beside the seed, which sequences a step takes, as JSON values.
   order: dict[str, Any] = dataclasses.field(default_factory=dict)
   evaluations: Sequence[EvaluationSet] = ()
+
+
+class Source(NamedTuple):
+  """A source of tokens."""
+
+  path: str
+  weight: float | None  # Share of the sequences, as a multiple of any unit.
 
 
 def load_tokens(config: RunConfig) -> Tokens:
   """Reads the tokens that the settings name, tokenizing text the first time.
 
-  Token files are read in whole, to count and hash the tokens, only the first
-  time too: ``--cache-dir`` keeps what was found until the files change. Of
-  several processes, the first does this work for all that see its cache.
+  Of several processes, the first does this for all that see its cache. Token
+  files without an index are read, up to 2**30 tokens of each part, to find
+  tokens that are not in the vocabulary.
 
-  Raises ``UsageError`` if the data is missing, empty, not text, too short for a
-  sequence in one of its parts, or not the same in all processes.
+  Raises:
+    UsageError: If the data is missing, empty, not text, too short for a
+      sequence in one of its parts, not of the vocabulary, or not the same in
+      all processes.
   """
   if jax.process_count() > 1:
     on_process_0(lambda: _load(config).sha256)
@@ -111,40 +111,64 @@ def load_tokens(config: RunConfig) -> Tokens:
   return tokens
 
 
+def parse_sources(data: str | Sequence[str]) -> list[Source]:
+  """Parses paths, such as ``'tokens/web:0.7'``.
+
+  Raises ``UsageError`` unless all of several have a weight above 0, or none.
+  """
+  texts = [data] if isinstance(data, str) else list(data)
+  sources = [_parse(text) for text in texts]
+  given = [source.weight for source in sources if source.weight is not None]
+  is_each = len(given) in (0, len(sources))
+  if not sources or not is_each or not all(0 < x < math.inf for x in given):
+    raise UsageError(
+      '--data must name sources, each with a weight above 0, as in '
+      f'tokens/web:0.7 tokens/code:0.3, or none, got {" ".join(texts)!r}.'
+    )
+  return sources
+
+
+def _parse(text: str) -> Source:
+  path, _, weight = text.rpartition(':')
+  if Path(text).exists():  # A name with a colon.
+    return Source(text, None)
+  try:
+    return Source(path, float(weight)) if path else Source(text, None)
+  except ValueError:  # As in gs://bucket.
+    return Source(text, None)
+
+
 def _load(config: RunConfig) -> Tokens:
   sources = parse_sources(config.data)
-  loaded = []
-  for source in sources:
-    with _named('--data', source.path):
-      loaded.append(_load_source(source.path, config))
-  tokens = _mix(loaded, [source.weight for source in sources], config)
-  names = [PurePath(source.path).name for source in sources]
-  if len(set(names)) < len(names):
-    names = [source.path for source in sources]
+  paths = [source.path for source in sources]
+  texts = [x for x in paths if x == 'stdlib' or not has_token_files(as_path(x))]
+  if not texts:
+    loaded = []
+    for path in paths:
+      with _named('--data', path):
+        loaded.append(_open_folder(as_path(path), config))
+    tokens = _mix(loaded, [source.weight for source in sources], config)
+  elif len(texts) < len(paths) or sources[0].weight is not None:
+    tokenizer = next((x for x in paths if x not in texts), 'FOLDER')
+    raise UsageError(
+      f'--data {texts[0]} holds no token files, which can be mixed and have '
+      'weights: make them by python -m examples.gpt2.prepare --data '
+      f'{texts[0]} --tokenizer {tokenizer} --out-dir OTHER.'
+    )
+  else:
+    loaded = [_load_text(texts, config)]
+    tokens = _mix(loaded, [None], config)
+    paths = paths if len(paths) == 1 else ['text']
+  names = [PurePath(path).name for path in paths]
+  names = names if len({*names}) == len(names) else paths
   weights = tokens.order.get('weights', [1.0])
   evaluations = [
     EvaluationSet(name, part.validation, weight, '')
     for name, part, weight in zip(names, loaded, weights, strict=True)
   ]
   for text in config.eval_data:
-    name, separator, path = text.partition('=')
-    if not separator:
-      name, path = PurePath(text).name or text, text
-    if not name or not path:
-      raise UsageError(
-        f'--eval-data must be a path or name=path, got {text!r}.'
-      )
-    if name in [evaluation.name for evaluation in evaluations]:
-      raise UsageError(
-        f'--eval-data {text} has the name of another set, {name}: give each a '
-        'name of its own, as in name=path.'
-      )
-    with _named('--eval-data', text):
-      found = load_evaluation(
-        path, tokens.vocab_size, tokens.tokenizer, tokens.end_token, config
-      )
-      check_length('validation', found.tokens, config.context_length)
-    evaluations.append(EvaluationSet(name, found.tokens, 0.0, found.sha256))
+    known = [x.name for x in evaluations]
+    evaluations.append(_named_evaluation(text, known, tokens, config))
   return dataclasses.replace(tokens, evaluations=evaluations)
 
 
@@ -161,12 +185,9 @@ def _mix(
   parts: list[Tokens], weights: list[float | None], config: RunConfig
 ) -> Tokens:
   """Returns the tokens of all sources, and the order of their sequences."""
-  first, is_single = parts[0], len(parts) == 1
-  is_former = is_single and not first.has_index
-  default = 'with-replacement' if is_former else 'without-replacement'
-  sampling = config.sampling or default
-  if is_single and sampling == 'with-replacement':
-    return first
+  first, order = parts[0], {'sampling': config.sampling}
+  if len(parts) == 1:
+    return dataclasses.replace(first, order=order)
   made_by = {x.tokenizer.to_str() for x in parts if x.tokenizer}
   if len(made_by) > 1 or len({x.vocab_size for x in parts}) > 1:
     raise UsageError(
@@ -176,121 +197,154 @@ def _mix(
     )
   found = [x for x in weights if x] or [float(len(x.train)) for x in parts]
   shares = [weight / math.fsum(found) for weight in found]
-  order: dict[str, Any] = {'sampling': sampling}
-  if not is_single:
-    order |= {'weights': shares}
-  entropies = [x.unigram_entropy for x in parts]
+  pairs = zip(shares, parts, strict=True)
   return dataclasses.replace(
     first,
     source=', '.join(x.source for x in parts),
     num_bytes=sum(x.num_bytes for x in parts),
-    sha256=first.sha256 if is_single else digest([x.sha256 for x in parts]),
-    train=Mixture(
-      [x.train for x in parts], shares, sampling == 'with-replacement'
-    ),
-    unigram_entropy=math.fsum(map(operator.mul, shares, entropies)),
-    order=order,
+    sha256=digest([x.sha256 for x in parts]),
+    train=Mixture([x.train for x in parts], shares),
+    unigram_entropy=math.fsum(x * part.unigram_entropy for x, part in pairs),
+    order={**order, 'weights': shares},
   )
 
 
-def _load_source(data: str, config: RunConfig) -> Tokens:
-  tokens = _open_folder(as_path(data), config)
-  if tokens is not None:
-    return tokens
-  corpus = load_corpus(data, config.text_field)
-  key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
-  folder = as_path(config.cache_dir) / key[:16]
-  _fill_cache(folder, corpus, config)
-  made = _open_folder(folder, config)
-  assert made is not None
-  return dataclasses.replace(
-    made,
-    source=corpus.source,
-    num_bytes=corpus.num_bytes,
-    sha256=corpus.sha256,
-  )
+def _load_text(data: list[str], config: RunConfig) -> Tokens:
+  """Reads a text, from the cache where it has been tokenized before."""
+  cache = cache_folder(config.cache_dir)
+  with _named('--data', ' '.join(data)):
+    corpus = load_corpus(data, [cache.absolute()])
+    key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
+    folder = cache / key[:16]
+    if read_index(folder) is None:
+      fill_cache(folder, corpus, config.vocab_size)
+    return dataclasses.replace(
+      _open_folder(folder, config),
+      source=corpus.source,
+      num_bytes=corpus.num_bytes(*PARTS),
+      sha256=corpus.sha256,
+    )
 
 
-def _open_folder(folder: Path, config: RunConfig) -> Tokens | None:
-  """Opens a folder with token files, if it has some, perhaps a tokenizer."""
+def _open_folder(folder: Path, config: RunConfig) -> Tokens:
+  """Opens a folder with token files, perhaps with a tokenizer."""
   vocab_size, tokenizer, companions = config.vocab_size, None, {}
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     companions = read_companions(folder)
     vocab_size = num_identifiers(tokenizer)
   index = read_index(folder)
-  has_index = index is not None
   parts = open_parts(folder, vocab_size, index)
-  missing = [part for part in PARTS if part not in parts]
-  if len(missing) == len(PARTS):
-    return None
-  if missing:
-    raise UsageError(f'{folder} holds token files, but no {missing[0]}.bin.')
-  train, validation = (parts[part] for part in PARTS)
-  check_length('training', train, config.context_length)
-  check_length('validation', validation, config.context_length)
-  if index is None:
-    index = cached_statistics([train, validation], vocab_size, config)
-    sha256 = index['sha256']
+  for part in PARTS:
+    if part not in parts:
+      raise UsageError(f'{folder} holds token files, but no {part}.bin.')
+    check_length(part, parts[part], config.context_length)
+  if index is not None:
+    check_token(index['vocab_size'] - 1, vocab_size, folder)
+    sha256, mean = digest(index['shards']), index['unigram_entropy']
   else:
-    sha256 = digest(index['shards'])
-  check_largest(index['largest_token'], vocab_size, folder)
+    counts, hashes = zip(*(parts[x].count() for x in PARTS), strict=True)
+    sha256, mean = digest(hashes), entropy(counts[0])
   return Tokens(
     source=str(folder),
-    num_bytes=train.num_bytes + validation.num_bytes,
+    num_bytes=sum(x.num_bytes for x in parts.values()),
     sha256=sha256,
-    train=train,
-    validation=validation,
+    train=parts['train'],
+    validation=parts['val'],
     tokenizer=tokenizer,
     vocab_size=vocab_size,
-    unigram_entropy=index['unigram_entropy'],
+    unigram_entropy=mean,
     end_token=tokenizer and end_token_of_folder(folder / _TOKENIZER, tokenizer),
     companions=companions,
-    has_index=has_index,
   )
 
 
-def _fill_cache(folder: Path, corpus: Corpus, config: RunConfig) -> None:
-  """Tokenizes a corpus, all or nothing, unless the folder has its tokens."""
-  if _is_whole(folder, config):
-    return
-  # Releases before 0.2.0 wrote no such file.
-  if (folder / _STATISTICS).exists():
-    warnings.warn(f'{folder} is damaged, and is made again.', stacklevel=2)
-  is_in_store = is_remote(folder)
-  if folder.exists() and not is_in_store:
-    shutil.rmtree(folder)
-  try:
-    # In a store, another run may be writing its files, which are the same ones.
-    with new_folder(folder, replace=is_in_store) as scratch:
-      tokenizer = train_tokenizer(corpus.train, config.vocab_size)
-      tokenizer.save(str(scratch / _TOKENIZER))
-      encode = Encoder(tokenizer, END_OF_TEXT, END_OF_LINE)
-      for part, texts in (('train', corpus.train), ('val', corpus.validation)):
-        with (scratch / f'{part}.bin').open('wb') as file:
-          for group in grouped(tqdm.tqdm(texts, f'tokenizing for {part}')):
-            encode(group).tofile(file)
-      written = json.dumps(count_tokens(*_open_cached(scratch)))
-      (scratch / _STATISTICS).write_text(written)
-  except OSError:
-    # On a disk, another run may have been quicker.
-    if is_in_store or not folder.is_dir():
-      raise
+def check_length(
+  part: str, tokens: TokenFiles | np.ndarray, length: int
+) -> None:
+  """Raises ``UsageError`` where tokens are too few for a sequence."""
+  if len(tokens) <= length:
+    raise UsageError(
+      f'The {part} part of the data has {len(tokens)} tokens, too few for a '
+      f'sequence of --context-length {length} and its last target: give more '
+      'text or a shorter context.'
+    )
 
 
-def _open_cached(folder: Path) -> tuple[list[TokenFiles], int]:
-  """Opens both parts of a folder of the cache, and counts its vocabulary."""
-  size = num_identifiers(read_tokenizer(folder / _TOKENIZER))
-  return [open_files([folder / f'{x}.bin'], size) for x in PARTS], size
+def _named_evaluation(
+  text: str, known: list[str], tokens: Tokens, config: RunConfig
+) -> EvaluationSet:
+  """Opens a set of ``--eval-data``."""
+  name, separator, path = text.partition('=')
+  if not separator:
+    name, path = PurePath(text).name or text, text
+  if not name or not path:
+    raise UsageError(f'--eval-data must be a path or name=path, got {text!r}.')
+  if name in known:
+    raise UsageError(
+      f'--eval-data {text} has the name of another set, {name}: give each a '
+      'name of its own, as in name=path.'
+    )
+  with _named('--eval-data', text):
+    found = load_evaluation(
+      path, tokens.vocab_size, tokens.tokenizer, tokens.end_token
+    )
+    check_length('val', found.tokens, config.context_length)
+  return found._replace(name=name)
 
 
-def _is_whole(folder: Path, config: RunConfig) -> bool:
-  """Returns whether a cached folder holds what was written to it.
+def load_evaluation(
+  data: str,
+  vocab_size: int,
+  tokenizer: tokenizers.Tokenizer | None,
+  end_token: str | None,
+  text_field: str = 'text',
+) -> EvaluationSet:
+  """Opens token files, or tokenizes documents as examples.gpt2.prepare does.
 
-  An error of the disk is raised: it is no damage, and the cache is shared.
+  Args:
+    data: Token file, folder with those to validate on, or text, JSON lines or
+      Parquet, a file or a folder of files.
+    vocab_size: Number that all tokens have to be below.
+    tokenizer: Of text.
+    end_token: Follows each document of text.
+    text_field: Field of the text in JSON, column in Parquet.
+
+  Returns:
+    A set with neither name nor weight.
+
+  Raises:
+    UsageError: If there is no such data, or it does not fit the vocabulary.
   """
-  try:
-    written = json.loads((folder / _STATISTICS).read_text())
-    return written == cached_statistics(*_open_cached(folder), config)
-  except (FileNotFoundError, ValueError):
-    return False
+  path = as_path(data)
+  is_file = path.suffix in TOKEN_SUFFIXES and path.is_file()
+  if is_file or has_token_files(path):
+    index = None if is_file else read_index(path)
+    parts = (
+      {'val': open_files([path], vocab_size)}
+      if is_file
+      else open_parts(path, vocab_size, index)
+    )
+    if 'val' not in parts:
+      raise UsageError(f'{path} holds token files, but no val.bin.')
+    if index is not None:
+      check_token(index['vocab_size'] - 1, vocab_size, path)
+    _, sha256 = parts['val'].count()
+    return EvaluationSet('', parts['val'], 0.0, sha256)
+  if tokenizer is None or end_token is None:
+    raise UsageError(
+      f'{data} holds no token files to validate on, and there is no tokenizer '
+      'for text that names the token after each document: expected a token '
+      'file, or a folder with val.bin.'
+    )
+  # Slow to import, and needed here alone.
+  from examples.gpt2.data.documents import load_documents  # noqa: PLC0415
+
+  with tempfile.TemporaryDirectory() as folder:
+    documents = load_documents(find_files([data]), text_field, Path(folder))
+    texts = [text for text in documents['text'] if text]
+  found = encode(tokenizer, end_token, (x for y in texts for x in (y, '')))
+  tokens = np.concatenate([*found, np.zeros(0, np.uint16)])
+  sha256 = hashlib.sha256(tokens.tobytes()).hexdigest()
+  num_bytes = sum(len(text.encode()) for text in texts)
+  return EvaluationSet('', tokens, 0.0, sha256, num_bytes)

@@ -35,6 +35,7 @@ def connect(config: Config) -> None:
       config.coordinator,
       config.num_processes,
       config.process_id,
+      initialization_timeout=round(60 * config.connect_minutes),
       # A process that failed alone waits so long for the others to leave.
       shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )

@@ -172,49 +172,22 @@ def has_fsdp() -> bool:
   return not mesh.empty and mesh.shape['fsdp'] > 1
 
 
-def gather_parameters(
-  params: Any, dtype: jnp.dtype, reduce_dtype: jnp.dtype
-) -> Any:
-  """Gathers the parameters of a layer that lie on the fsdp axis.
+def gather_parameters(params: Any, dtype: jnp.dtype) -> Any:
+  """Gathers the parameters of a layer that lie on the fsdp axis, in a dtype.
 
-  They are sent in ``dtype`` and returned in ``reduce_dtype``, in which their
-  gradients are summed over the batch, then scattered. Left to itself, the
-  compiler for TPU sends the shards of large products round a ring, and reads
-  and writes activations as often as there are shards. Without such an axis,
-  returns them as they are.
+  Their gradients are summed over the batch in that dtype, then scattered. Left
+  to itself, the compiler for TPU sends the shards of large products round a
+  ring, and reads and writes activations as often as there are shards. Without
+  such an axis, returns them as they are.
   """
   if not has_fsdp():
     return params
 
   def gather(path: tuple[Any, ...], param: jax.Array) -> jax.Array:
     spec = _parameter_spec(path)
-    is_split = 'fsdp' in spec
-    return _gather(param, spec, dtype, reduce_dtype) if is_split else param
+    return _replicate(param.astype(dtype), spec) if 'fsdp' in spec else param
 
   return jax.tree.map_with_path(gather, params)
-
-
-def _convert_and_gather(
-  param: jax.Array, spec: P, dtype: jnp.dtype, reduce_dtype: jnp.dtype
-) -> jax.Array:
-  return _replicate(param.astype(dtype), spec).astype(reduce_dtype)
-
-
-_gather = jax.custom_jvp(_convert_and_gather, nondiff_argnums=(1, 2, 3))
-
-
-@_gather.defjvp
-def _gather_jvp(
-  spec: P,
-  dtype: jnp.dtype,
-  reduce_dtype: jnp.dtype,
-  primals: tuple[jax.Array],
-  tangents: tuple[jax.Array],
-) -> tuple[jax.Array, jax.Array]:
-  gathered = _convert_and_gather(*primals, spec, dtype, reduce_dtype)
-  # The gradient goes back along the tangent: it is summed, then cut, which the
-  # compiler for GPUs makes one reduce-scatter if no conversion lies between.
-  return gathered, _replicate(tangents[0].astype(reduce_dtype), spec)
 
 
 def _replicate(shard: jax.Array, spec: P) -> jax.Array:

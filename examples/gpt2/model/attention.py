@@ -2,7 +2,7 @@
 
 Axes: B sequences, T tokens, S source tokens, D features, H heads, G groups of
 heads (each with a key and a value of its own), K features of a head, X queries,
-key and value of a group, C queries of a chunk.
+key and value of a group.
 """
 
 from collections.abc import Callable
@@ -18,9 +18,6 @@ from examples.gpt2.devices.sharding import constrain
 from examples.gpt2.model import splash
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.layers import by_token, linear
-
-# Queries for which logits exist at once where they are computed to be measured.
-_QUERIES_AT_ONCE = 128
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """Function from queries, (B, T, H, K), keys and values, (B, T, G, K), to what
@@ -80,7 +77,7 @@ def causal_attention(
   """Attends from each token to itself and those before it; measures nothing."""
   platform = _platform()
   if platform == 'cpu':
-    return _attention_on_cpu(query, key, value)[0], None
+    return _attention_on_cpu(query, key, value), None
   is_fused = has_kernel(platform, query.shape[1], query.dtype)
   if is_fused and platform == 'tpu':
     return splash.splash_attention(query, key, value), None
@@ -105,64 +102,18 @@ def has_kernel(platform: str, length: int, dtype: jnp.dtype) -> bool:
   return platform == 'gpu' and dtype == jnp.bfloat16
 
 
-def measured_attention(
-  query: jax.Array,
-  key: jax.Array,
-  value: jax.Array,
-  *,
-  is_due: jax.typing.ArrayLike = True,
-) -> tuple[jax.Array, jax.Array]:
-  """Attends, and measures the largest logit of each sequence and head, (B, H).
-
-  It has no gradient, and is NaN where it is not due: of a kernel that keeps its
-  logits to itself it costs a product of queries and keys.
-  """
-  if _platform() == 'cpu':
-    y_BTHK, largest_BHT1 = _attention_on_cpu(query, key, value)
-    return y_BTHK, jnp.where(is_due, largest_BHT1.max((2, 3)), jnp.nan)
-  largest_BH = jax.lax.cond(
-    is_due,
-    _max_logit,
-    lambda query, _: jnp.full_like(query[:, 0, :, 0], jnp.nan, jnp.float32),
-    *jax.lax.stop_gradient((query, key)),
-  )
-  return causal_attention(query, key, value)[0], largest_BH
-
-
 def _platform() -> str:
   """Returns that of the mesh, for which a program may be compiled elsewhere."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return (device and device.platform) or jax.default_backend()
 
 
-def _max_logit(query: jax.Array, key: jax.Array) -> jax.Array:
-  """Returns the largest logits, float32, shape (B, H)."""
-  batch, length, *head = query.shape
-  key = _by_head(key, query)
-  chunk = math.gcd(length, _QUERIES_AT_ONCE)
-
-  def measure(part: tuple[jax.Array, jax.Array]) -> jax.Array:
-    query_BCHK, positions_C = part
-    logits_BHCS = jnp.einsum(
-      'BCHK,BSHK->BHCS', query_BCHK, key, preferred_element_type=jnp.float32
-    )
-    visible_CS = jnp.arange(length) <= positions_C[:, None]
-    return jnp.max(logits_BHCS, (2, 3), initial=-jnp.inf, where=visible_CS)
-
-  queries = jnp.moveaxis(query.reshape(batch, -1, chunk, *head), 1, 0)
-  largest = jax.lax.map(
-    measure, (queries, jnp.arange(length).reshape(-1, chunk))
-  )
-  return largest.max(0) * head[-1] ** -0.5
-
-
 def _attention_on_cpu(
   query: jax.Array, key: jax.Array, value: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Attends, and returns the largest logit of each query too, (B, H, T, 1).
+) -> jax.Array:
+  """Attends, and normalizes after the product with the values.
 
-  Weights are normalized after the product with the values, which is
-  quicker on CPU: those have fewer elements.
+  That is quicker on CPU: the product has fewer elements than the weights.
   """
   length, head_width = query.shape[1], query.shape[-1]
   key, value = _by_head(key, query), _by_head(value, query)
@@ -178,8 +129,7 @@ def _attention_on_cpu(
   exp_BHTS = jnp.exp(logits_BHTS - largest_BHT1)
   y_BHTK = einsum('BHTS,BHSK->BHTK', exp_BHTS.astype(value.dtype), value)
   y_BHTK /= exp_BHTS.sum(-1, keepdims=True)
-  y_BTHK = jnp.swapaxes(y_BHTK, 1, 2).astype(query.dtype)
-  return y_BTHK, largest_BHT1
+  return jnp.swapaxes(y_BHTK, 1, 2).astype(query.dtype)
 
 
 def _by_head(x_BTGK: jax.Array, query_BTHK: jax.Array) -> jax.Array:

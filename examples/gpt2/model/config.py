@@ -1,12 +1,12 @@
 """What a model is, checked."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 import dataclasses
 import math
 import typing
 from typing import Any, Literal, NamedTuple
 
-from examples.gpt2.config import Remat, UsageError
+from examples.gpt2.config import ROPE_SCALING, Remat, UsageError
 
 NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 ROPE_THETA = 10_000.0
@@ -65,8 +65,6 @@ class ModelConfig:
   qk_norm: bool = False  # Whether queries and keys go through an RMSNorm.
   untied_head: bool = False  # Whether the head has a matrix of its own.
   dtype: Literal['float32', 'bfloat16'] = 'float32'  # Of activations.
-  # In which gradients are summed over tokens and devices.
-  reduce_dtype: Literal['float32', 'bfloat16'] = 'float32'
   # What the backward pass recomputes: nothing, all but matrix products with
   # weights, or all within a block.
   remat: Remat = 'none'
@@ -99,8 +97,8 @@ def check_entry(name: str, value: Any, field: str) -> None:
   elif hint is bool:
     accepted, fits = 'true or false', type(value) is bool
   elif hint == RopeScaling | None:
-    accepted = 'None or four numbers above 0, the second below the third'
-    fits = value is None or is_scaling(value)
+    accepted = f'None or {ROPE_SCALING.text}'
+    fits = value is None or ROPE_SCALING.holds(value)
   else:
     # It is filled in after the check.
     is_optional = getattr(ModelConfig, field, 0) is None
@@ -110,12 +108,6 @@ def check_entry(name: str, value: Any, field: str) -> None:
     fits = is_number or (is_optional and value is None)
   if not fits:
     raise UsageError(f'{name} must be {accepted}, got {value!r}.')
-
-
-def is_scaling(value: Sequence[float]) -> bool:
-  """Whether numbers can be a :class:`RopeScaling`."""
-  _, low, high, _ = value
-  return low < high and all(0 < x < math.inf for x in value)
 
 
 def attention_defaults(config: Any) -> dict[str, Any]:

@@ -35,7 +35,7 @@ from examples.gpt2.storage import (
 )
 
 TOKENIZER = 'tokenizer.json'
-_MODEL = 'model.json'
+DESCRIPTION = 'model.json'
 WEIGHTS = 'weights.safetensors'
 
 
@@ -66,7 +66,7 @@ def save_model(folder: Path, model: Model) -> None:
     OSError: If a file cannot be written.
   """
   make_folder(folder)
-  _remove(folder, [_MODEL])
+  _remove(folder, [DESCRIPTION])
   write_weights(folder, model.params)
   write_description(folder, model)
 
@@ -89,7 +89,7 @@ def write_description(folder: Path, model: Model) -> None:
     'num_tokens': model.num_tokens,
     'config': dataclasses.asdict(model.config),
   }
-  write_whole(folder / _MODEL, json.dumps(settings, indent=2).encode())
+  write_whole(folder / DESCRIPTION, json.dumps(settings, indent=2).encode())
 
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
@@ -128,13 +128,26 @@ def read_description(folder: Path) -> Model:
   """Reads what the model in a folder is, without its weights."""
   folder = as_path(folder)
   with os_errors():
-    is_folder = folder.is_dir()
-  if not is_folder:
-    raise UsageError(f'{folder} is no folder: expected one with {_MODEL}.')
-  with naming(folder / _MODEL):
-    config, num_tokens = _parse(**read_json(folder / _MODEL))
+    if not folder.is_dir():
+      raise UsageError(f'{folder} is no folder of a run or of a model.')
+    if not (folder / DESCRIPTION).exists():
+      _check_is_not_theirs(folder)
+  with naming(folder / DESCRIPTION):
+    config, num_tokens = _parse(**read_json(folder / DESCRIPTION))
   vocabulary = _read_vocabulary(folder, num_tokens)
   return Model(config, num_tokens, None, *vocabulary)
+
+
+def _check_is_not_theirs(folder: Path) -> None:
+  """Raises ``UsageError`` for a folder of Hugging Face."""
+  settings = {}
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    settings = read_json(folder / 'config.json')
+  if 'model_type' in settings:
+    raise UsageError(
+      f'{folder} holds a model of Hugging Face: import it first, by '
+      f'python -m examples.gpt2.convert import {folder} OUT'
+    )
 
 
 def _read_vocabulary(

@@ -1,4 +1,4 @@
-"""What Hugging Face calls the settings and parameters of GPT-2 and Llama.
+"""Models of Hugging Face: GPT2LMHeadModel and LlamaForCausalLM.
 
 Axes: L layers, D features, G groups of heads that share a key, K features of a
 head, X queries, key and value of a group.
@@ -7,11 +7,16 @@ head, X queries, key and value of a group.
 from collections.abc import Mapping
 import dataclasses
 import functools
+import json
+from pathlib import Path
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
+import huggingface_hub
 import jax
+import jax.numpy as jnp
 import numpy as np
+import tqdm
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import (
@@ -21,95 +26,174 @@ from examples.gpt2.data.tokenizer import (
   with_end_token,
 )
 from examples.gpt2.devices.sharding import by_path, path_name
+from examples.gpt2.model import files
 from examples.gpt2.model.config import (
   ModelConfig,
   RopeScaling,
   check_entry,
   padded_vocab_size,
 )
-from examples.gpt2.model.files import Model, check_arrays
 from examples.gpt2.model.transformer import shapes
 
-_HEAD = 'lm_head.weight'
+WEIGHTS = 'model.safetensors'
+MAX_SHARD_SIZE = '5GB'
 
-# What the tables below have in their columns.
-_ARCHITECTURES = ('gpt2', 'llama')
-_CLASSES = ('GPT2LMHeadModel', 'LlamaForCausalLM')
-# Of the names of all arrays but the head's; models without a head lack it.
-_PREFIXES = ('transformer.', 'model.')
-_ENTRIES = {
-  'vocab_size': ('vocab_size', 'vocab_size'),
-  'context_length': ('n_positions', 'max_position_embeddings'),
-  'num_layers': ('n_layer', 'num_hidden_layers'),
-  'num_heads': ('n_head', 'num_attention_heads'),
-  'num_kv_heads': ('', 'num_key_value_heads'),
-  'head_width': ('', 'head_dim'),
-  'width': ('n_embd', 'hidden_size'),
-  'mlp_width': ('n_inner', 'intermediate_size'),
-  'norm_epsilon': ('layer_norm_epsilon', 'rms_norm_eps'),
+
+class _Architecture(NamedTuple):
+  """What Hugging Face calls the settings and arrays of an architecture."""
+
+  model_class: str
+  prefix: str  # Of all arrays but the head's; models without a head lack it.
+  entries: dict[str, str]  # Of config.json.
+  modules: dict[str, str]  # {} is the number of the layer, * is q, k and v.
+  # What our models always have, and what an entry that is not there means.
+  fixed: dict[str, Any]
+  written: dict[str, Any]  # More entries to write.
+
+
+_ARCHITECTURES = {
+  'gpt2': _Architecture(
+    model_class='GPT2LMHeadModel',
+    prefix='transformer.',
+    entries=dict(
+      vocab_size='vocab_size',
+      context_length='n_positions',
+      width='n_embd',
+      num_layers='n_layer',
+      num_heads='n_head',
+      mlp_width='n_inner',
+      norm_epsilon='layer_norm_epsilon',
+    ),  # fmt: skip
+    modules={
+      'token_embedding': 'wte',
+      'position_embedding': 'wpe',
+      'blocks.attention_norm': 'h.{}.ln_1',
+      'blocks.attention.qkv': 'h.{}.attn.c_attn',
+      'blocks.attention.out': 'h.{}.attn.c_proj',
+      'blocks.mlp_norm': 'h.{}.ln_2',
+      'blocks.mlp.up': 'h.{}.mlp.c_fc',
+      'blocks.mlp.down': 'h.{}.mlp.c_proj',
+      'final_norm': 'ln_f',
+    },
+    fixed={
+      'activation_function': 'gelu_new',
+      'scale_attn_weights': True,
+      'scale_attn_by_inverse_layer_idx': False,
+      'add_cross_attention': False,
+    },
+    written={'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0},
+  ),
+  'llama': _Architecture(
+    model_class='LlamaForCausalLM',
+    prefix='model.',
+    entries=dict(
+      vocab_size='vocab_size',
+      context_length='max_position_embeddings',
+      width='hidden_size',
+      num_layers='num_hidden_layers',
+      num_heads='num_attention_heads',
+      num_kv_heads='num_key_value_heads',
+      head_width='head_dim',
+      mlp_width='intermediate_size',
+      norm_epsilon='rms_norm_eps',
+    ),  # fmt: skip
+    modules={
+      'token_embedding': 'embed_tokens',
+      'blocks.attention_norm': 'layers.{}.input_layernorm',
+      'blocks.attention.qkv': 'layers.{}.self_attn.*_proj',
+      'blocks.attention.out': 'layers.{}.self_attn.o_proj',
+      'blocks.mlp_norm': 'layers.{}.post_attention_layernorm',
+      'blocks.mlp.gate': 'layers.{}.mlp.gate_proj',
+      'blocks.mlp.up': 'layers.{}.mlp.up_proj',
+      'blocks.mlp.down': 'layers.{}.mlp.down_proj',
+      'final_norm': 'norm',
+    },
+    fixed={'hidden_act': 'silu', 'attention_bias': False, 'mlp_bias': False},
+    written={},
+  ),
 }
-# Braces stand for the number of the layer, the star for q, k and v.
-_MODULES = {
-  'token_embedding': ('wte', 'embed_tokens'),
-  'position_embedding': ('wpe', ''),
-  'blocks.attention_norm': ('h.{}.ln_1', 'layers.{}.input_layernorm'),
-  'blocks.attention.qkv': ('h.{}.attn.c_attn', 'layers.{}.self_attn.*_proj'),
-  'blocks.attention.out': ('h.{}.attn.c_proj', 'layers.{}.self_attn.o_proj'),
-  'blocks.mlp_norm': ('h.{}.ln_2', 'layers.{}.post_attention_layernorm'),
-  'blocks.mlp.gate': ('', 'layers.{}.mlp.gate_proj'),
-  'blocks.mlp.up': ('h.{}.mlp.c_fc', 'layers.{}.mlp.up_proj'),
-  'blocks.mlp.down': ('h.{}.mlp.c_proj', 'layers.{}.mlp.down_proj'),
-  'final_norm': ('ln_f', 'norm'),
-  'head': ('lm_head', 'lm_head'),
-}
-# What our models always have; it is also what an entry that is not there means.
-_FIXED: tuple[dict[str, Any], ...] = (
-  {
-    'activation_function': 'gelu_new',
-    'scale_attn_weights': True,
-    'scale_attn_by_inverse_layer_idx': False,
-    'add_cross_attention': False,
-  },
-  {
-    'hidden_act': 'silu',
-    'attention_bias': False,
-    'mlp_bias': False,
-  },
-)
+_HEAD = 'lm_head.weight'
+_VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
 # Another name of the same function.
 _SAME = {'gelu_pytorch_tanh': 'gelu_new'}
-_ROPE_SCALING = (
-  'factor', 'low_freq_factor', 'high_freq_factor',
-  'original_max_position_embeddings',
-)  # fmt: skip
-_OPTIONAL = ('norm_epsilon', 'num_kv_heads', 'head_width')
-_SPECIAL_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
-# Further entries, for dropout, which GPT-2 has unless told.
-_WRITTEN: tuple[dict[str, Any], ...] = (
-  {'attn_pdrop': 0.0, 'embd_pdrop': 0.0, 'resid_pdrop': 0.0},
-  {},
-)
 # Constants that old versions saved beside the weights.
 _CONSTANTS = re.compile(
   r'.*h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'
 )
-_VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
+_OPTIONAL = ('norm_epsilon', 'num_kv_heads', 'head_width')
+_ROPE_SCALING = (
+  'factor', 'low_freq_factor', 'high_freq_factor',
+  'original_max_position_embeddings',
+)  # fmt: skip
+_OF_TRANSFORMERS_5 = ('backend', 'is_local', 'local_files_only')
+_SPECIAL_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 
-def to_settings(model: Model, dtype: str) -> dict[str, Any]:
+def write_hugging_face(
+  folder: Path,
+  model: files.Model,
+  dtype: str = 'float32',
+  max_shard_size: str = MAX_SHARD_SIZE,
+) -> None:
+  """Writes a model for Hugging Face into a folder on a disk.
+
+  Its weights get a data type, in files of at most a size such as '5GB'. Raises
+  ``UsageError`` if Hugging Face has no such model, or if there is no such size.
+  """
+  if model.config.qk_norm:
+    raise UsageError(
+      'Neither GPT2LMHeadModel nor LlamaForCausalLM has qk_norm: only a model '
+      'without it can be exported.'
+    )
+  arrays = to_arrays(model.config, model.num_tokens, model.params)
+  found = {'config.json': to_settings(model, dtype)}
+  found |= _write_weights(folder, arrays, dtype, max_shard_size)
+  found[GENERATION] = generation_settings(model)
+  for name, content in model.companions.items():
+    (folder / name).write_bytes(content)
+  if model.tokenizer is not None:
+    model.tokenizer.save(str(folder / files.TOKENIZER))
+    found[SETTINGS] = _tokenizer_settings(model)
+  for name, values in found.items():
+    if values:
+      (folder / name).write_text(json.dumps(values, indent=2) + '\n')
+
+
+def _write_weights(
+  folder: Path, arrays: dict[str, Any], dtype: str, max_shard_size: str
+) -> dict[str, dict[str, Any]]:
+  """Writes model.safetensors or its parts, and returns the index of those."""
+  size = jnp.dtype(dtype).itemsize
+  try:
+    split = huggingface_hub.split_state_dict_into_shards_factory(
+      arrays,
+      get_storage_size=lambda x: x.size * size,
+      filename_pattern='model{suffix}.safetensors',
+      max_shard_size=max_shard_size,
+    )
+  except ValueError as error:
+    raise UsageError(f'--max-shard-size {max_shard_size}: {error}') from error
+  parts = split.filename_to_tensors.items()
+  for part, names in tqdm.tqdm(parts, 'writing', delay=2):
+    shard = {name: arrays[name].astype(dtype, copy=False) for name in names}
+    # Some versions of transformers insist on the entry.
+    files.write_arrays(folder / part, shard, {'format': 'pt'})
+  if not split.is_sharded:
+    return {}
+  index = {'metadata': split.metadata, 'weight_map': split.tensor_to_filename}
+  return {f'{WEIGHTS}.index.json': index}
+
+
+def to_settings(model: files.Model, dtype: str) -> dict[str, Any]:
   """Returns the entries of config.json for a model, with weights of a dtype."""
-  config, column = model.config, _column(model.config)
-  ids = generation_settings(model)
+  config = model.config
+  theirs, ids = _ARCHITECTURES[config.architecture], generation_settings(model)
   return {
     'model_type': config.architecture,
-    'architectures': [_CLASSES[column]],
-    **{
-      names[column]: getattr(config, name)
-      for name, names in _ENTRIES.items()
-      if names[column]
-    },
-    **_FIXED[column],
-    **_WRITTEN[column],
+    'architectures': [theirs.model_class],
+    **{entry: getattr(config, x) for x, entry in theirs.entries.items()},
+    **theirs.fixed,
+    **theirs.written,
     **_rope_settings(config),
     'vocab_size': model.num_tokens,
     'tie_word_embeddings': not config.untied_head,
@@ -131,7 +215,7 @@ def _rope_settings(config: ModelConfig) -> dict[str, Any]:
   return theta | {'rope_scaling': scaling, 'rope_parameters': parameters}
 
 
-def generation_settings(model: Model) -> dict[str, Any]:
+def generation_settings(model: files.Model) -> dict[str, Any]:
   """Returns the entries of generation_config.json.
 
   They are those that the model came with, else its end-of-text token is the one
@@ -160,13 +244,20 @@ def special_ids(
   return found | json_object(companions.get(GENERATION))
 
 
-def tokenizer_settings(model: Model) -> dict[str, Any]:
+def _tokenizer_settings(model: files.Model) -> dict[str, Any]:
   """Returns what AutoTokenizer needs beside tokenizer.json.
 
-  They are the entries that the tokenizer came with, if it did.
+  They are the entries that the tokenizer came with, if it did, with a class
+  that transformers 4 has too.
   """
-  files = with_end_token(model.companions, model.end_token)
-  found = json_object(files.get(SETTINGS))
+  companions = with_end_token(model.companions, model.end_token)
+  found = json_object(companions.get(SETTINGS))
+  if found.get('tokenizer_class') == 'TokenizersBackend':
+    # Transformers 4 knows neither the class nor, as a list, the tokens.
+    found['tokenizer_class'] = 'PreTrainedTokenizerFast'
+    if isinstance(found.get('extra_special_tokens'), list):
+      found['additional_special_tokens'] = found.pop('extra_special_tokens')
+    return {k: x for k, x in found.items() if k not in _OF_TRANSFORMERS_5}
   if found.keys() - {'eos_token'}:
     return found
   return {
@@ -186,9 +277,15 @@ def from_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
   kind = settings.get('model_type')
   if kind not in _ARCHITECTURES:
     raise UsageError(f'model_type must be gpt2 or llama, got {kind!r}.')
+  theirs = _ARCHITECTURES[kind]
+  for name, value in theirs.fixed.items():
+    got = settings.get(name)
+    if got is not None and got != value and _SAME.get(str(got)) != value:
+      raise UsageError(
+        f'{name} must be {value!r}, which our models have, got {got!r}.'
+      )
   values: dict[str, Any] = {}
-  for name, columns in _ENTRIES.items():
-    entry = columns[_ARCHITECTURES.index(kind)]
+  for name, entry in theirs.entries.items():
     value = settings.get(entry)
     if value is None and entry == 'n_inner':
       value = 4 * values['width']
@@ -202,19 +299,29 @@ def from_settings(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
     values |= _rope_values(settings)
   is_tied = settings.get('tie_word_embeddings', kind == 'gpt2')
   config = ModelConfig(**values, architecture=kind, untied_head=not is_tied)
-  _check_fixed(settings, config)
   return config, num_rows
 
 
 def _rope_values(settings: dict[str, Any]) -> dict[str, Any]:
-  """Returns what rotary positions are, as transformers 4 or 5 have written."""
-  found = settings.get('rope_scaling') or settings.get('rope_parameters') or {}
-  found = {'rope_theta': settings.get('rope_theta'), **found}
-  kind = found.get('rope_type', found.get('type', 'default'))
+  """Returns what rotary positions are, from all places that may say it."""
+  found: dict[str, Any] = {}
+  for place in (
+    {'rope_theta': settings.get('rope_theta')},
+    dict(settings.get('rope_scaling') or {}),  # Of transformers 4.
+    dict(settings.get('rope_parameters') or {}),  # Of transformers 5.
+  ):
+    for entry, value in place.items():
+      name = 'rope_type' if entry == 'type' else entry
+      if value is not None and found.setdefault(name, value) != value:
+        raise UsageError(
+          f'{name} is {found[name]!r} in one place and {value!r} in another: '
+          'make rope_theta, rope_scaling and rope_parameters agree.'
+        )
+  kind = found.get('rope_type', 'default')
   if kind not in ('default', 'llama3'):
     raise UsageError(f'rope_type must be default or llama3, got {kind!r}.')
   values: dict[str, Any] = {}
-  if found['rope_theta'] is not None:
+  if 'rope_theta' in found:
     values['rope_theta'] = _number('rope_theta', found['rope_theta'])
   if kind == 'llama3':
     values['rope_scaling'] = RopeScaling(
@@ -227,16 +334,6 @@ def _number(name: str, value: Any) -> float:
   if type(value) not in (int, float):
     raise UsageError(f'{name} must be a number above 0, got {value!r}.')
   return float(value)
-
-
-def _check_fixed(settings: dict[str, Any], config: ModelConfig) -> None:
-  """Raises ``UsageError`` for an option that our models do not have."""
-  for name, value in _FIXED[_column(config)].items():
-    got = settings.get(name)
-    if got is not None and got != value and _SAME.get(str(got)) != value:
-      raise UsageError(
-        f'{name} must be {value!r}, which our models have, got {got!r}.'
-      )
 
 
 def to_arrays(
@@ -268,7 +365,7 @@ def from_arrays(
   config = dataclasses.replace(config, vocab_size=num_rows)
   arrays, ours = _relevant(arrays, config), shapes(config)
   theirs = jax.eval_shape(lambda x: to_arrays(config, num_rows, x), ours)
-  check_arrays(arrays, theirs, ('F32', 'F16', 'BF16'))
+  files.check_arrays(arrays, theirs, ('F32', 'F16', 'BF16'))
 
   def join(path: tuple[Any, ...], like: jax.ShapeDtypeStruct) -> np.ndarray:
     name = path_name(path)
@@ -318,9 +415,9 @@ def _projections(x_GXK: Any, is_llama: bool) -> list[Any]:
 
 def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
   """Returns the arrays that count, by the names of a model with a head."""
-  prefixes = _HEAD, _PREFIXES[_column(config)]
+  prefix = _ARCHITECTURES[config.architecture].prefix
   arrays = {
-    name if name.startswith(prefixes) else prefixes[1] + name: x
+    name if name.startswith((_HEAD, prefix)) else prefix + name: x
     for name, x in arrays.items()
     if not _CONSTANTS.fullmatch(name)
   }
@@ -336,15 +433,12 @@ def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
 
 def _names(config: ModelConfig, path: str) -> list[list[str]]:
   """Returns the names of a parameter's arrays, of each layer after layer."""
+  if path == 'head.kernel':
+    return [[_HEAD]]
   module, _, kind = path.rpartition('.')
-  column = _column(config)
-  name = '' if module == 'head' else _PREFIXES[column]
-  name += _MODULES[module][column]
+  theirs = _ARCHITECTURES[config.architecture]
+  name = theirs.prefix + theirs.modules[module]
   name += '.bias' if kind == 'bias' else '.weight'
   parts = [name.replace('*', x) for x in 'qkv'] if '*' in name else [name]
   layers = range(config.num_layers if path.startswith('blocks.') else 1)
   return [[part.format(layer) for layer in layers] for part in parts]
-
-
-def _column(config: ModelConfig) -> int:
-  return _ARCHITECTURES.index(config.architecture)

@@ -12,7 +12,6 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.model import sums
 from examples.gpt2.model.config import ModelConfig
 
 
@@ -60,12 +59,7 @@ def linear(
   # GPT-2 divides by the root of the number of residual branches.
   branches = 2 * config.num_layers if residual else 1
   stddev = config.init_std / math.sqrt(branches)
-  make: Callable[..., nnx.LinearGeneral] = nnx.LinearGeneral
-  if config.dtype != 'float32':
-    make = functools.partial(
-      sums.Linear, reduce_dtype=jnp.dtype(config.reduce_dtype)
-    )
-  return make(
+  return nnx.LinearGeneral(
     inputs,
     outputs,
     use_bias=use_bias and config.architecture == 'gpt2',
@@ -75,13 +69,55 @@ def linear(
   )
 
 
-def embedding(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> nnx.Embed:
+class Embedding(nnx.Embed):
+  """Table of features, whose gradient is added up in float32.
+
+  The gradient of a row is added up token by token, of which a common one has
+  thousands. Flax's table adds in the dtype of the activations: bfloat16 would
+  round each sum, and is slow on GPUs.
+  """
+
+  def __call__(self, tokens: jax.Array) -> jax.Array:  # type: ignore[override]
+    """Returns the rows of tokens in the layer's dtype, (*tokens.shape, D)."""
+    return _look_up(self.embedding.get_value(), tokens, self.dtype)
+
+
+# Devices send the table in the dtype of the activations. A lookup in float32
+# that is rounded afterwards would have them send twice as much, once more for
+# each micro-batch.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _look_up(
+  table_VD: jax.Array, tokens: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+  return jnp.take(table_VD.astype(dtype), tokens, axis=0)
+
+
+def _look_up_forward(
+  table_VD: jax.Array, tokens: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+  return _look_up(table_VD, tokens, dtype), (table_VD, tokens)
+
+
+def _look_up_backward(
+  dtype: jnp.dtype, residuals: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, None]:
+  table_VD, tokens = residuals
+  gradient_VD = jnp.zeros_like(table_VD).at[tokens].add(g.astype(jnp.float32))
+  if dtype != table_VD.dtype:
+    # Else XLA adds to the gradient of a tied head, which it gathers for that.
+    gradient_VD = jax.lax.optimization_barrier(gradient_VD)
+  return gradient_VD, None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+def embedding(config: ModelConfig, rows: int, rngs: nnx.Rngs) -> Embedding:
   """Makes a table of features, shape (rows, width)."""
-  return sums.Embed(
+  return Embedding(
     rows,
     config.width,
     dtype=jnp.dtype(config.dtype),
-    reduce_dtype=jnp.promote_types(config.dtype, config.reduce_dtype),
     embedding_init=nnx.initializers.normal(config.init_std),
     rngs=rngs,
   )

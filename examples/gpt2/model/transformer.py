@@ -1,9 +1,5 @@
 """A decoder of language, GPT-2 or Llama, in Flax NNX, with scanned layers.
 
-With activations in bfloat16, gradients are summed over tokens and devices in
-float32; with ``reduce_dtype`` bfloat16, those of embeddings and of the matrices
-and biases of layers in bfloat16. Micro-batches are added in float32.
-
 Axes: B sequences, T tokens, D features, V vocabulary, L layers.
 """
 
@@ -112,8 +108,6 @@ class Transformer(nnx.Module):
     x_BTD = self.token_embedding(tokens_BT)
     if self.config.architecture == 'gpt2':
       x_BTD += self.position_embedding(positions_T)
-    x_BTD = x_BTD.astype(self.config.dtype)
-    reduce_dtype = jnp.promote_types(x_BTD.dtype, self.config.reduce_dtype)
     graphdef, blocks = nnx.split(self.blocks)
     blocks = nnx.as_pure(blocks)
 
@@ -121,7 +115,7 @@ class Transformer(nnx.Module):
       params, given = layer
       if tokens_BT.shape[1] > 1:
         # Not for each token that is generated, which is less than a layer.
-        params = gather_parameters(params, x_BTD.dtype, reduce_dtype)
+        params = gather_parameters(params, x_BTD.dtype)
       block = nnx.merge(graphdef, params)
       return block(x_BTD, positions_T, lambda *qkv: attend(*qkv, *given))
 

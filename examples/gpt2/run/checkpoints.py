@@ -1,199 +1,239 @@
-"""Checkpoints of a run: written while it goes on, checked when read back.
+"""Checkpoints of a run, on Orbax's manager, each array with a checksum.
 
-Orbax writes them, and makes each appear whole or not at all. It does not see a
-bit that a disk or a copy has flipped: it restores the wrong number without a
-word, and training goes on from it. So every array is saved with a checksum,
-which is taken on its devices before the save and again after the restore.
+Orbax makes each checkpoint appear whole or not at all. It does not see a bit
+that a disk or a copy has flipped: it restores the wrong number without a word.
+So the checksum of every array is saved with it, and compared after the restore.
 """
 
-from collections.abc import Callable
-import contextlib
+import functools
+import logging
 import math
 from pathlib import Path
-from typing import Any
+import textwrap
+from typing import Any, Self
 import warnings
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
 
 from examples.gpt2.command import CommandError
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices.processes import any_failed, on_process_0
+from examples.gpt2.devices.processes import on_process_0
 from examples.gpt2.devices.sharding import by_path
-from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checksums import checksums
-from examples.gpt2.run.orbax_io import describe, make_writer
-from examples.gpt2.run.restore import DamagedError, restore, types
+from examples.gpt2.storage import is_remote, move
 
-MOST_FAILURES = 3
-"""Saves that fail in a row before the run ends."""
+# Orbax warns of each folder that it opens to read.
+logging.getLogger('absl').setLevel(logging.ERROR)
+
+# How errors of a store begin that do not say that its objects are damaged.
+_AWAY = (
+  'ABORTED', 'CANCELLED', 'DEADLINE_EXCEEDED', 'INTERNAL', 'PERMISSION_DENIED',
+  'RESOURCE_EXHAUSTED', 'UNAUTHENTICATED', 'UNAVAILABLE',
+)  # fmt: skip
 
 
 class UnsavedError(CommandError):
-  """Several checkpoints in a row could not be saved."""
+  """A checkpoint could not be saved."""
 
   status = 5
 
 
 class Checkpoints:
-  """The last few checkpoints of a run, and the one of the smallest loss.
+  """The checkpoints of a run: the newest, the best, and some in between.
 
   As a context, it waits at its end for the save under way. All processes make
   the same calls.
   """
 
   def __init__(
-    self, folder: Path, max_to_keep: int, keep_period: int | None = None
+    self,
+    folder: Path,
+    max_to_keep: int | None = None,
+    keep_period: int | None = None,
+    *,
+    read_only: bool = False,
   ):
-    """Makes a folder, or clears it of what a killed run left unfinished."""
-    self._folder = CheckpointFolder(folder, max_to_keep, keep_period)
-    self._saving: tuple[int, ocp.AsyncCheckpointer] | None = None
-    self._num_failures = 0  # In a row.
-    on_process_0(self._folder.clean_up)
+    """Opens a folder.
 
-  def __enter__(self) -> 'Checkpoints':
+    Args:
+      folder: Folder of checkpoints, made if need be.
+      max_to_keep: How many of the newest to keep; ``None`` for all. The best by
+        validation loss is kept too.
+      keep_period: Keeps each checkpoint whose step is a multiple of it.
+      read_only: Whether nothing is to be changed.
+    """
+    self._folder = epath.Path(
+      folder if is_remote(folder) else folder.absolute()
+    )
+    kept: list[policies.PreservationPolicy] = [policies.LatestN(max_to_keep)]
+    kept.append(
+      policies.BestN(
+        get_metric_fn=_val_loss,
+        reverse=True,  # The smallest loss.
+        n=1,
+      )
+    )
+    if keep_period is not None:
+      kept.append(policies.EveryNSteps(keep_period))
+    self._manager = ocp.CheckpointManager(
+      self._folder,
+      item_handlers=ocp.PyTreeCheckpointHandler(),
+      options=ocp.CheckpointManagerOptions(
+        preservation_policy=policies.AnyPreservationPolicy(kept),
+        best_fn=_val_loss,
+        best_mode='min',
+        create=not read_only,
+        read_only=read_only,
+        cleanup_tmp_directories=not read_only,
+      ),
+    )
+
+  def __enter__(self) -> Self:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
     if kind is None:
       self.wait()
-    elif self._saving:
-      # Other processes may have no error, and would not answer.
-      with contextlib.suppress(Exception):
-        self._saving[1].close()
+    self._manager.close()
 
-  def save(self, step: int, state: Any, loss: float | None = None) -> bool:
-    """Starts a save, once the one before it is over.
+  def steps(self) -> list[int]:
+    """Returns the steps that have a checkpoint, in order."""
+    return sorted(self._manager.all_steps())
 
-    A save that fails is a warning, so that a store or disk that is away for a
-    while does not end the run, but after three in a row there is an error.
+  def save(self, step: int, state: Any, val_loss: float | None = None) -> None:
+    """Starts a save, after the end of the one before; the state may be donated.
 
-    The state may be donated as soon as this returns. Checkpoints that are no
-    longer kept are deleted once the new one is whole; the best, of the smallest
-    finite loss, is.
-
-    Returns:
-      False, after a warning, if the state holds a number that is not finite or
-      if the save cannot start.
+    Args:
+      step: Steps done.
+      state: Tree of arrays.
+      val_loss: Validation loss, if the step was evaluated.
 
     Raises:
-      UnsavedError: If this is the third save in a row that has failed.
+      UnsavedError: If the state holds a number that is not finite, or if the
+        save cannot start, or the one before has failed.
     """
-    self.wait()
     arrays = by_path(state)
     for name, is_finite in jax.device_get(_are_finite(arrays)).items():
       if not is_finite:
-        return self.fail(step, f'{name} is not finite')
-    if loss is None or not math.isfinite(loss):
-      loss = math.inf
-    record = {
-      'loss': float(loss),
-      'types': types(arrays),
-      'checksums': checksums(arrays),
-    }
-    items = ocp.args.Composite(
-      state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
+        raise UnsavedError(
+          f'{name} is not finite after step {step}, which is not saved.'
+        )
+    metrics = {'val_loss': math.inf if val_loss is None else val_loss}
+    self._try(
+      functools.partial(
+        self._manager.save,
+        step,
+        args=ocp.args.PyTreeSave(arrays),
+        metrics=metrics,
+        custom_metadata={'checksums': checksums(arrays)},
+        force=True,
+      ),
+      step,
     )
-    writer = make_writer(self._folder.root)
-    self._saving = step, writer
-    return self._try(writer.save, self._folder.path(step), args=items)
 
-  def fail(self, step: int, reason: str) -> bool:
-    """Warns that a step is not saved, and returns False.
+  def wait(self) -> None:
+    """Waits until the save under way is durable; raises ``UnsavedError``."""
+    self._try(self._manager.wait_until_finished, self._manager.latest_step())
 
-    All processes must call it. Raises ``UnsavedError`` the third time in a row.
-    """
-    self._num_failures += 1
-    _warn(
-      f'The checkpoint of step {step} is not saved: {reason}. The run goes on, '
-      'and the checkpoints before it are kept.'
-    )
-    if self._num_failures >= MOST_FAILURES:
-      raise UnsavedError(
-        f'the last {self._num_failures} checkpoints could not be saved in '
-        f'{self._folder.root}; once they can, the same command goes on from '
-        'the one before them.'
-      )
-    return False
-
-  def wait(self) -> bool:
-    """Waits until the save under way is durable; warns if it is not.
-
-    Raises ``UnsavedError`` the third time in a row. If it failed in some of
-    several processes, the others give up after 20 minutes.
-    """
-    if not self._saving:
-      return True
-    if not self._try(self._saving[1].close):
-      return False
-    self._saving = None
-    self._num_failures = 0
+  def _try(self, action: Any, step: int | None) -> None:
     try:
-      on_process_0(self._folder.delete_old)
-    except OSError as error:
-      _warn(f'Old checkpoints are not deleted: {error}')
-    return True
-
-  def _try(self, action: Callable[..., Any], *args: Any, **named: Any) -> bool:
-    """Does a part of the save; if it fails in a process, fails in all."""
-    assert self._saving is not None
-    step, writer = self._saving
-    reason = ''
-    try:
-      action(*args, **named)
+      action()
     except Exception as error:
-      reason = describe(error)
-    if not any_failed(bool(reason)):
-      return True
-    self._saving = None
-    with contextlib.suppress(Exception):
-      # Where the save has started, it fails for want of the other processes.
-      writer.close()
-    with contextlib.suppress(OSError):
-      on_process_0(self._folder.clean_up)
-    return self.fail(step, reason or 'another process failed')
+      raise UnsavedError(
+        f'the checkpoint of step {step} cannot be saved in {self._folder}: '
+        f'{_describe(error)}. The one before it is sound.'
+      ) from error
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
-    """Restores the newest checkpoint that is sound, on any mesh.
+    """Restores the newest sound checkpoint, on any mesh.
 
-    Newer ones are moved, with a warning, to a folder beside this one. ``like``
-    has the shapes and the shardings to restore to.
+    Newer ones, which are damaged, are set aside with a warning: in a folder
+    beside this one.
+
+    Args:
+      like: Tree of the shapes and shardings to restore to.
 
     Returns:
-      Step and state, None if there is no checkpoint.
+      Step and state, ``None`` if there is no checkpoint.
 
     Raises:
-      UsageError: If there are some but none is sound; they stay in the folder.
-      OSError: If a file cannot be read, which does not say that it is damaged.
+      UsageError: If there are some but none is sound; they stay where they are.
+      OSError: If a store is away, which does not say that they are damaged.
     """
-    self.wait()
-    # Their text alone: a traceback would keep the arrays on the devices.
     damaged: dict[int, str] = {}
-    for step in reversed(on_process_0(self._folder.steps)):
+    for step in reversed(self.steps()):
       try:
-        state = restore(self._folder, step, like)
-      except DamagedError as error:
+        state = self.read(step, like)
+      except UsageError as error:
         damaged[step] = str(error)
         continue
-      self._set_aside(damaged)
+      for bad, reason in damaged.items():
+        path = on_process_0(self._set_aside, bad)
+        warnings.warn(
+          f'{reason} One before it is used, and it is in {path} now.',
+          RuntimeWarning,
+          stacklevel=2,
+        )
+      self._manager.reload()
       return step, state
-    if not damaged:
-      return None
-    raise UsageError(
-      f'No checkpoint in {self._folder.root} can be used; --from-scratch '
-      'starts over. '
-      + ' '.join(f'Step {step}: {error}.' for step, error in damaged.items())
-    )
+    if damaged:
+      raise UsageError(' '.join(damaged.values()))
+    return None
 
-  def _set_aside(self, damaged: dict[int, str]) -> None:
-    """Moves checkpoints away, so that their steps can be saved again."""
-    for step, error in damaged.items():
-      path = on_process_0(self._folder.set_aside, step)
-      _warn(
-        f'The checkpoint of step {step} in {self._folder.root} is damaged, so '
-        f'one before it is used, and it is moved to {path}: {error}.'
+  def _set_aside(self, step: int) -> str:
+    path = self._folder.parent / f'damaged-{step}'
+    move(self._folder / str(step), path)
+    return str(path)
+
+  def read(self, step: int, like: Any) -> Any:
+    """Reads a checkpoint, or a part of it.
+
+    Args:
+      step: Its step.
+      like: Tree of the shapes and shardings to restore to; it may lack some
+        arrays of the checkpoint.
+
+    Returns:
+      Tree of arrays.
+
+    Raises:
+      UsageError: If the checkpoint is damaged, or does not hold such arrays.
+      OSError: If a store is away.
+    """
+    targets = by_path(like)
+    try:
+      saved = self._manager.metadata(step).custom_metadata['checksums']
+      if missing := [name for name in targets if name not in saved]:
+        raise ValueError(f'it has no {", ".join(missing)}')
+      arrays = self._manager.restore(
+        step,
+        args=ocp.args.PyTreeRestore(
+          targets,
+          restore_args=ocp.checkpoint_utils.construct_restore_args(targets),
+          partial_restore=True,
+        ),
       )
+      found = checksums(arrays)
+      wrong = [name for name, x in found.items() if x != saved[name]]
+      reason = f'{", ".join(wrong)} is not as it was saved' if wrong else ''
+    except Exception as error:
+      if _is_away(error):
+        raise OSError(_describe(error)) from error
+      reason = _describe(error)
+    if reason:
+      raise UsageError(
+        f'The checkpoint of step {step} in {self._folder} is damaged: {reason}.'
+      )
+    leaves = [arrays[name] for name in targets]
+    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+
+def _val_loss(metrics: Any) -> float:
+  return float(metrics['val_loss'])
 
 
 @jax.jit
@@ -201,5 +241,16 @@ def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
   return jax.tree.map(lambda x: jnp.isfinite(x).all(), arrays)
 
 
-def _warn(text: str) -> None:
-  warnings.warn(text, RuntimeWarning, stacklevel=3)
+def _is_away(error: Exception) -> bool:
+  """Returns whether an error says that a disk or store cannot be reached."""
+  if isinstance(error, OSError):
+    return not isinstance(error, FileNotFoundError)
+  return isinstance(error, ValueError) and str(error).startswith(_AWAY)
+
+
+def _describe(error: BaseException) -> str:
+  """Returns what an error comes from, as a line of text."""
+  while error.__cause__:
+    error = error.__cause__
+  # Errors of TensorStore go on for pages.
+  return textwrap.shorten(f'{type(error).__name__}: {error}', 300)

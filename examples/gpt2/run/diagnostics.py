@@ -124,9 +124,7 @@ class Diagnostics:
     count, small, _ = parts_ABT.shape
 
     def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, jax.Array]:
-      gradients, _ = jax.grad(self._trainer.loss, has_aux=True)(
-        params, tokens_BT
-      )
+      gradients = jax.grad(self._trainer.loss)(params, tokens_BT)
       total = jax.tree.map(jnp.add, total, gradients)
       return total, optax.tree.norm(gradients, squared=True)
 
@@ -148,7 +146,8 @@ class Diagnostics:
     """Returns what the optimizer does, by layer and by other parameter."""
     params, opt_state = state.params, state.opt_state
     updates, _ = self._trainer.optimizer.update(gradients, opt_state, params)
-    if self._config.optimizer != 'merit':
+    # Of MERIT beside Adam, only some parameters have ratios.
+    if self._config.optimizer != 'merit' or self._config.others == 'adam':
       return _by_group(_norms, params, gradients, updates)
     clip = optax.clip_by_global_norm(self._config.max_gradient_norm)
     clipped, _ = clip.update(gradients, clip.init(gradients))

@@ -1,4 +1,4 @@
-"""Logs a run: metrics.jsonl, TensorBoard, W&B and the progress bar."""
+"""Logs a run: metrics, dashboards and the progress bar."""
 
 from collections.abc import Iterator
 import contextlib
@@ -14,15 +14,16 @@ import tqdm
 from examples.gpt2.command import CommandError
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.processes import is_process_0
+from examples.gpt2.devices.processes import is_process_0, print_once
 from examples.gpt2.optim.optimizers import make_schedule
-from examples.gpt2.run.events import Events
 from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.run.metrics import Dashboards
 from examples.gpt2.run.step import Trainer
-from examples.gpt2.run.wandb_run import WandbRun
 
 MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 """Metrics that differ between two runs of the same settings."""
+_SECONDS = 30.0
+"""How often there is a line, at least, where the output is no terminal."""
 
 
 class NotFiniteError(CommandError):
@@ -35,7 +36,7 @@ class StepLog(contextlib.ExitStack):
   """Logs one line a step, and leaves the device no time to wait.
 
   The metrics of a step are fetched after the next one has been dispatched. As a
-  context, it closes the progress bar and what else it has opened at its end.
+  context, it closes what it has opened at its end.
   """
 
   def __init__(
@@ -43,16 +44,16 @@ class StepLog(contextlib.ExitStack):
     config: FittedConfig,
     trainer: Trainer,
     folder: RunFolder,
-    done: int = 0,
-    tokens_done: int | None = None,
+    done: int,
+    tokens_done: int,
   ):
-    """Takes the steps that are done, and their tokens where these are known."""
+    """Takes the steps that are done, and their tokens, 0 if not known."""
     super().__init__()
     self._config, self._folder = config, folder
     self._tokens_per_step = config.batch_size * config.context_length
     # A fork may have taken its first steps with another batch size.
     usual = done * self._tokens_per_step
-    self._excess = 0 if tokens_done is None else tokens_done - usual
+    self._excess = tokens_done - usual if tokens_done else 0
     self._peak_tokens_per_second = (
       hardware.peak_flops(jax.devices()[0])
       * jax.device_count()
@@ -61,30 +62,28 @@ class StepLog(contextlib.ExitStack):
     self._learning_rates = np.asarray(
       jax.vmap(make_schedule(config))(np.arange(config.steps))
     )
-    self._others: list[Events | WandbRun] = []
-    if config.tensorboard and is_process_0():
-      events = Events(folder.path / 'tensorboard', done)
-      self._others.append(self.enter_context(events))
-    if config.wandb and is_process_0():
-      wandb_run = WandbRun(config.wandb, folder)
-      self._others.append(self.enter_context(wandb_run))
+    self._dashboards: Dashboards | None = None
+    if is_process_0():
+      self._dashboards = self.enter_context(
+        Dashboards(config, folder.path, folder.read_metrics())
+      )
+    is_terminal = sys.stderr.isatty()
     self._bar = self.enter_context(
       tqdm.tqdm(
         total=config.steps,
         initial=done,
         unit='step',
-        mininterval=0.5 if sys.stderr.isatty() else 10,
+        mininterval=0.5 if is_terminal else _SECONDS,
+        # A line for each, where the output is no terminal.
+        bar_format=None
+        if is_terminal
+        else '{desc}{n_fmt}/{total_fmt} steps, {remaining} left{postfix}\n',
         disable=not is_process_0(),
       )
     )
     self._evaluation = 'none'
     self._running: Any = None
     self._since = time.perf_counter()
-
-  def upload(self) -> None:
-    """Copies the files of TensorBoard and wandb to a run in a store."""
-    for other in self._others:
-      other.upload()
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -122,13 +121,14 @@ class StepLog(contextlib.ExitStack):
     values = {k: x.tolist() for k, x in jax.device_get(arrays).items()}
     metrics = self._measure(step, waited) | values | diagnostics
     metrics |= evaluation or {}
-    watched = {k: values[k] for k in ('train_loss', 'gradient_norm')}
-    if not all(map(math.isfinite, watched.values())):
-      self._stop_unless_skipping(step, watched)
+    if not all(map(math.isfinite, values.values())):
+      self._stop_unless_skipping(step, values)
       metrics['skipped'] = True
     if evaluation:
       self._evaluation = _describe(metrics)
-    self._folder.log(metrics)
+    if self._dashboards is not None:
+      self._folder.metrics.add(metrics)
+      self._dashboards.add(metrics)
     self._show(metrics)
 
   def _measure(self, step: int, waited: float) -> dict[str, Any]:
@@ -166,9 +166,9 @@ class StepLog(contextlib.ExitStack):
     self._bar.set_postfix(shown, refresh=False)
     self._bar.update()
     if 'val_loss' in metrics and is_process_0():
-      self._bar.write(_describe(metrics))
-    for other in self._others:
-      other.add(metrics)
+      # Through the bar, which would be in the way on a terminal.
+      write = self._bar.write if sys.stderr.isatty() else print_once
+      write(_describe(metrics))
 
 
 def _describe(metrics: dict[str, Any]) -> str:

@@ -1,16 +1,14 @@
 """The steps of a run: compiles, resumes, evaluates, saves, stops."""
 
 from collections.abc import Callable, Sequence
-import contextlib
 import dataclasses
 import functools
 import math
 import signal
+import threading
 import time
 from typing import Any, NamedTuple
-import warnings
 
-from etils import epath
 import jax
 import numpy as np
 
@@ -18,21 +16,24 @@ from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices import sharding
-from examples.gpt2.devices.processes import on_process_0, print_once
-from examples.gpt2.model.export import write_hugging_face
-from examples.gpt2.model.files import Model
+from examples.gpt2.devices.processes import (
+  is_process_0,
+  on_process_0,
+  print_once,
+)
 from examples.gpt2.run import memory
-from examples.gpt2.run.checkpoint_folder import CheckpointFolder
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError, StepLog
-from examples.gpt2.run.profile import Profile
 from examples.gpt2.run.signals import StopRequest
+from examples.gpt2.run.start import initial_state
 from examples.gpt2.run.step import Trainer, TrainState
-from examples.gpt2.run.weights import describe_model
-from examples.gpt2.storage import new_folder
+
+_TRACED = (10, 15)
+"""First and last step of a trace, after those that were done before."""
+_COMPILING_SECONDS = 20.0
+"""How often there is a line while programs are compiled."""
 
 
 class StoppedError(CommandError):
@@ -78,21 +79,21 @@ def run(
   config: FittedConfig,
   tokens: Tokens,
   folder: RunFolder,
-  start: TrainState | None = None,
+  stop: StopRequest,
 ) -> TrainState:
   """Takes the steps of a run that are left, and returns the final state.
 
-  They go on from the newest sound checkpoint, else from ``start``, else from
-  the state of the seed.
-
-  All programs are compiled first, so that what does not fit fails at the start.
+  They go on from the newest sound checkpoint. Without one, the first state is
+  saved before the first step, which proves the folder for all processes. All
+  programs are compiled first, so that what does not fit fails at the start.
 
   Raises:
     NotFiniteError: If a loss or gradient is not finite and that is to stop
       the run; the last checkpoint is from before.
     StoppedError: If a signal came; a checkpoint has been saved.
-    UnsavedError: If three checkpoints in a row could not be saved.
-    UsageError: If there are checkpoints but none is sound.
+    UnsavedError: If a checkpoint could not be saved.
+    UsageError: If there are checkpoints but none is sound, or if what the run
+      is to start from cannot be used.
   """
   evaluations = [
     _Evaluation(
@@ -102,45 +103,76 @@ def run(
     )
     for x in tokens.evaluations
   ]
-  programs = _compile(trainer, config, evaluations)
-  with contextlib.ExitStack() as stack:
-    checkpoints = stack.enter_context(
-      Checkpoints(folder.checkpoints, config.max_to_keep, config.keep_period)
-    )
-    found = checkpoints.restore(trainer.shapes)
-    if found is not None:
-      print_once(f'going on after step {found[0]}, from its checkpoint')
-      state = found[1]
-    else:
-      state = trainer.init() if start is None else start
-    done = int(state.step)
-    tokens_done = folder.keep_metrics(done, config.fork_from, config.fork_step)
-    log = StepLog(config, trainer, folder, done, tokens_done)
-    stack.enter_context(log)
-    stop = stack.enter_context(StopRequest())
+  with Checkpoints(
+    folder.checkpoints, config.max_to_keep, config.keep_period
+  ) as checkpoints:
+    done, state = _first(trainer, config, checkpoints)
+    programs = _compile(trainer, config, evaluations)
+    tokens_done = folder.keep_metrics(done, config.fork_from)
     make_batch = functools.partial(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
     )
-    steps = _Steps(
-      config=config,
-      programs=programs,
-      evaluations=evaluations,
-      model=describe_model(trainer, tokens),
-      make_batch=make_batch,
-      folder=folder,
-      checkpoints=checkpoints,
-      log=log,
-      stop=stop,
-      state=state,
-      taken=done,
-    )
-    return steps.take()
+    with StepLog(config, trainer, folder, done, tokens_done) as log:
+      steps = _Steps(
+        config=config,
+        programs=programs,
+        evaluations=evaluations,
+        make_batch=make_batch,
+        folder=folder,
+        checkpoints=checkpoints,
+        log=log,
+        stop=stop,
+        state=state,
+        taken=done,
+      )
+      return steps.take()
+
+
+def _first(
+  trainer: Trainer, config: FittedConfig, checkpoints: Checkpoints
+) -> tuple[int, TrainState]:
+  """Returns the steps that are done, and the state after them."""
+  found = checkpoints.restore(trainer.shapes)
+  if found is not None:
+    print_once(f'going on after step {found[0]}, from its checkpoint')
+    return found
+  state = initial_state(config, trainer)
+  done = int(state.step)
+  checkpoints.save(done, state)
+  checkpoints.wait()
+  return done, state
 
 
 def _compile(
   trainer: Trainer, config: FittedConfig, evaluations: Sequence[_Evaluation]
 ) -> _Programs:
   start = time.perf_counter()
+  ended = threading.Event()
+  threading.Thread(target=_say_compiling, args=(ended,), daemon=True).start()
+  try:
+    programs, temporary = _compile_all(trainer, config, evaluations)
+  finally:
+    ended.set()
+  print_once(
+    f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
+    f'moments a step needs {format_bytes(temporary)} on each device'
+  )
+  return programs
+
+
+def _say_compiling(ended: threading.Event) -> None:
+  """Prints a line from time to time, since compilation may take minutes."""
+  start = time.perf_counter()
+  while not ended.wait(_COMPILING_SECONDS):
+    if is_process_0():
+      seconds = time.perf_counter() - start
+      print(f'compiling the step for {seconds:.0f} s', flush=True)
+
+
+def _compile_all(
+  trainer: Trainer, config: FittedConfig, evaluations: Sequence[_Evaluation]
+) -> tuple[_Programs, int]:
+  """Returns the programs, and the temporary bytes of a step on a device."""
   batch = batches.batch_shape(config, trainer.mesh)
   step = trainer.step.lower(trainer.shapes, batch).compile()
   memory.check(step, trainer.mesh)
@@ -160,11 +192,7 @@ def _compile(
       'a step with diagnostics (none: --diagnostics-every 0)',
     )
   temporary = step.memory_analysis().temp_size_in_bytes
-  print_once(
-    f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
-    f'moments a step needs {format_bytes(temporary)} on each device'
-  )
-  return _Programs(step, sequence_losses, diagnostics)
+  return _Programs(step, sequence_losses, diagnostics), temporary
 
 
 @dataclasses.dataclass
@@ -174,7 +202,6 @@ class _Steps:
   config: FittedConfig
   programs: _Programs
   evaluations: Sequence[_Evaluation]
-  model: Model  # Without weights.
   make_batch: Callable[[int], jax.Array]  # From the number of a step.
   folder: RunFolder
   checkpoints: Checkpoints
@@ -182,42 +209,30 @@ class _Steps:
   stop: StopRequest
   state: TrainState
   taken: int  # Steps.
-  is_saved: bool = True
-  saved_at: float = dataclasses.field(default_factory=time.monotonic)
 
   def take(self) -> TrainState:
     """Takes the steps that are left, and returns the last state."""
     done = self.taken
-    if done and self._is_export_due(done):
-      # A signal or a kill may have come between the checkpoint and the export.
-      self._export(done)
-    with self._profile(done) as profile:
-      try:
-        batch: Any = self.make_batch(done + 1)
-        for step in range(done + 1, self.config.steps + 1):
-          if profile is not None:
-            profile.before(step)
-          batch = self._step(step, batch)
-        self.checkpoints.wait()
-        self._stop_if_asked(self.config.steps, self.stop.received())
-      except NotFiniteError as error:
-        with contextlib.suppress(OSError):  # A full disk is not what stops it.
-          self.folder.flush()
-        raise self._explained(error) from error
+    self._stop_if_asked(done, self.stop.received())
+    try:
+      batch: Any = self.make_batch(done + 1)
+      for step in range(done + 1, self.config.steps + 1):
+        if self.config.profile:
+          self._trace(step - done)
+        batch = self._step(step, batch)
+      self.checkpoints.wait()
+    except NotFiniteError as error:
+      raise self._explained(error) from error
     return self.state
 
-  def _profile(self, done: int) -> contextlib.AbstractContextManager[Any]:
-    if self.config.profile:
-      folder = self.folder.path / 'profile'
-      profile = Profile(folder, done, lambda: jax.block_until_ready(self.state))
-      if profile.first > self.config.steps:
-        warnings.warn(
-          f'--profile: there is no trace, which begins with step '
-          f'{profile.first}, of a run that has {self.config.steps}.',
-          stacklevel=2,
-        )
-      return profile
-    return contextlib.nullcontext()
+  def _trace(self, number: int) -> None:
+    """Starts or ends a trace before a step, by its number in this process."""
+    if number == _TRACED[0]:
+      jax.profiler.start_trace(str(self.folder.path / 'profile'))
+    elif number == _TRACED[1] + 1:
+      # A trace that ends while a step is under way can crash the process.
+      jax.block_until_ready(self.state)
+      jax.profiler.stop_trace()
 
   def _step(self, step: int, batch: jax.Array) -> jax.Array | None:
     """Takes a step, does what is due after it, and returns the next batch."""
@@ -243,57 +258,18 @@ class _Steps:
     if received or self._is_save_due(step):
       self.log.finish_step()
       with self.log.paused():
-        self.is_saved = self._save(step, loss)
-    # After a signal there may be little time: the run exports when it goes on.
-    if received is None and self._is_export_due(step):
-      self._export(step)
+        # Lines first, so that a checkpoint never misses one.
+        on_process_0(self.folder.metrics.flush)
+        self.checkpoints.save(step, self.state, loss)
     self._stop_if_asked(step, received)
-
-  def _is_export_due(self, step: int) -> bool:
-    every = self.config.hf_every
-    return every is not None and self._is_due(step, every)
-
-  def _export(self, step: int) -> None:
-    """Writes the weights for Hugging Face."""
-    self.log.finish_step()
-    with self.log.paused():
-      arrays = jax.tree.map(sharding.to_host, self.state.params)
-      try:
-        on_process_0(self._write_export, step, arrays)
-      except OSError as error:
-        warnings.warn(
-          f'The export of step {step} failed: {error}. python -m '
-          'examples.gpt2.convert export makes it of a checkpoint.',
-          RuntimeWarning,
-          stacklevel=2,
-        )
-
-  def _write_export(self, step: int, arrays: Any) -> None:
-    folder = self.folder.path / 'hf'
-    for unfinished in epath.Path(folder).glob('partial-step-*'):
-      unfinished.rmtree()  # What a kill has cut short.
-    # Of a step that is taken again, it is there.
-    with new_folder(folder / f'step-{step}', replace=True) as scratch:
-      write_hugging_face(
-        scratch, dataclasses.replace(self.model, params=arrays)
-      )
 
   def _is_due(self, step: int, every: int) -> bool:
     return step % every == 0 or step == self.config.steps
 
   def _is_save_due(self, step: int) -> bool:
-    if self._is_due(step, self.config.checkpoint_every):
-      return True
     period = self.config.keep_period
-    if period is not None and step % period == 0:
-      return True
-    minutes = self.config.checkpoint_minutes
-    if minutes is None:
-      return False
-    # All processes save after the same step.
-    return on_process_0(
-      lambda: time.monotonic() - self.saved_at >= 60 * minutes
-    )
+    is_kept = period is not None and step % period == 0
+    return is_kept or self._is_due(step, self.config.checkpoint_every)
 
   def _measure(self, step: int, batch: jax.Array) -> dict[str, Any]:
     """Returns the diagnostics of a step, nothing if none are due."""
@@ -322,26 +298,15 @@ class _Steps:
       raise NotFiniteError(f'at step {step} the validation loss is {loss}.')
     return loss
 
-  def _save(self, step: int, val_loss: float | None) -> bool:
-    self.saved_at = time.monotonic()
-    self.log.upload()
-    # Lines on the disk first, so that a checkpoint never misses one.
-    try:
-      self.folder.flush()
-    except OSError as error:
-      return self.checkpoints.fail(step, str(error))
-    return self.checkpoints.save(step, self.state, val_loss)
-
   def _stop_if_asked(self, step: int, received: int | None) -> None:
     """Raises ``StoppedError`` if there was a signal."""
     if received is None:
       return
-    self.is_saved = self.checkpoints.wait() and self.is_saved
-    name, saved = signal.Signals(received).name, 'no checkpoint could be saved'
-    if self.is_saved:
-      saved = f'a checkpoint of step {step} has been saved'
+    self.checkpoints.wait()
     raise StoppedError(
-      f'{name}: {saved}; the same command goes on from the last one.', received
+      f'{signal.Signals(received).name}: a checkpoint of step {step} has been '
+      'saved; the same command goes on from it.',
+      received,
     )
 
   def _explained(self, error: NotFiniteError) -> NotFiniteError:
@@ -351,15 +316,11 @@ class _Steps:
     )
     logits = np.array(measured['max_attention_logit'])
     layer = int(np.argmax(logits))
-    has_checkpoint = bool(
-      on_process_0(CheckpointFolder(self.folder.checkpoints).steps)
-    )
     skip = ', or --not-finite skip (leaves such steps out)'
     return NotFiniteError(
       f'{error} With the weights after step {self.taken}, the largest '
       f'attention logit on held-out text is {logits[layer]:.1f}, in layer '
-      f'{layer + 1} of {len(logits)}. '
-      + ('The last checkpoint is sound. ' if has_checkpoint else '')
-      + 'Try a smaller --learning-rate or --qk-norm (a new run)'
+      f'{layer + 1} of {len(logits)}. The last checkpoint is sound. Try a '
+      'smaller --learning-rate or --qk-norm (a new run)'
       + ('.' if self.config.not_finite == 'skip' else f'{skip}.')
     )

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 import contextlib
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +10,11 @@ from jax.sharding import Mesh
 from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig, RunConfig, UsageError
 from examples.gpt2.devices import hardware
-from examples.gpt2.devices.processes import on_process_0
 from examples.gpt2.devices.sharding import num_batch_shards
 from examples.gpt2.model.attention import has_kernel
-from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.step import Trainer
 
 _TPU_LANES = 128
-# Of the memory of a device, by platform: the estimate is within a factor of
-# 1.6, and within 18 % of what the TPU compiler takes.
-_FILLED_SHARES = {'tpu': 0.75}
-_FILLED_SHARE = 0.6
-# Weight, two moments, gradient of a micro-batch and of the step, in float32.
-_BYTES_A_PARAMETER = 20
 # Layers whose loop is slower on CPU than they are one by one.
 _MOST_UNROLLED = 4
 # Logits of a chunk and their gradient, in float32.
@@ -39,10 +30,10 @@ class OutOfMemoryError(CommandError):
 def fit(config: RunConfig, mesh: Mesh) -> FittedConfig:
   """Chooses what depends on the devices, and checks it and the mesh.
 
-  That is the micro-batch and ``unroll``, unless they are given.
+  That is the micro-batch and, unless it is given, ``unroll``.
 
-  Raises ``UsageError`` if the mesh does not divide batch or heads, or the
-  micro-batch does not divide a shard's part of the batch.
+  The micro-batch is the largest divisor of a shard's part of the batch up to
+  the setting. Raises ``UsageError`` if the mesh does not divide batch or heads.
   """
   shards, tensor = num_batch_shards(mesh), mesh.shape['tensor']
   sequences, rest = divmod(config.batch_size, shards)
@@ -56,16 +47,8 @@ def fit(config: RunConfig, mesh: Mesh) -> FittedConfig:
       f'tensor = {tensor} of --mesh must divide --num-kv-heads '
       f'{config.num_kv_heads} (by default --num-heads).'
     )
-  size = config.micro_batch_size
-  if size is None:
-    # A process knows the memory of its own devices only.
-    size = on_process_0(_default_size, config, mesh)
-  if sequences % size:
-    raise UsageError(
-      f'--micro-batch-size {size} must divide the {sequences} sequences of '
-      f'--batch-size {config.batch_size} that each of the {shards} data * fsdp '
-      'shards of --mesh takes.'
-    )
+  most = config.micro_batch_size or sequences
+  size = max(n for n in micro_batch_sizes(config, mesh) if n <= most)
   unroll = config.unroll or _default_unroll(config, mesh)
   sizes = {'micro_batch_size': size, 'unroll': unroll}
   return FittedConfig(**vars(config) | sizes)
@@ -86,37 +69,10 @@ def _default_unroll(config: RunConfig, mesh: Mesh) -> int:
   return config.num_layers if is_quicker else 1
 
 
-def _default_size(config: RunConfig, mesh: Mesh) -> int:
-  """Returns the largest divisor of a shard's sequences that should fit."""
-  device = mesh.devices.flat[0]
-  capacity = hardware.memory_bytes(device)
-  if capacity is None:
-    sequences = config.batch_size // num_batch_shards(mesh)
-    return math.gcd(sequences, PRESETS[config.preset]['micro_batch_size'])
-  filled = _FILLED_SHARES.get(device.platform, _FILLED_SHARE) * capacity
-  room = filled - _state_bytes(config, mesh)
-  fitting = [
-    n
-    for n in micro_batch_sizes(config, mesh)
-    if activation_bytes(config, mesh, n) <= room
-  ]
-  return max(fitting, default=1)
-
-
 def micro_batch_sizes(config: RunConfig, mesh: Mesh) -> list[int]:
   """Returns the micro-batches that divide a shard's sequences, in order."""
   sequences = config.batch_size // num_batch_shards(mesh)
   return [n for n in range(1, sequences + 1) if sequences % n == 0]
-
-
-def _state_bytes(config: RunConfig, mesh: Mesh) -> float:
-  """Returns about what weights, moments and gradients take on a device."""
-  ups = _up_projections(config)
-  layer = sum(_attention_features(config)) + (ups + 1) * config.mlp_width
-  embeddings = config.vocab_size * (2 if config.untied_head else 1)
-  rows = config.num_layers * layer + embeddings + config.context_length
-  shards = mesh.shape['fsdp'] * mesh.shape['tensor']
-  return _BYTES_A_PARAMETER * config.width * rows / shards
 
 
 def activation_bytes(config: RunConfig, mesh: Mesh, sequences: int) -> int:

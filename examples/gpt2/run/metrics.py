@@ -1,35 +1,63 @@
-"""The file of a run's metrics, a line of JSON for each step."""
+"""The metrics of a run: a line of JSON for each step, TensorBoard and W&B."""
 
-from concurrent.futures import Future, ThreadPoolExecutor
 import contextlib
 import json
-import os
 from pathlib import Path
-import time
 from typing import Any
-import warnings
 
 import jax
 
-from examples.gpt2.storage import is_remote, os_errors, read_bytes, write_whole
-
-UPLOAD_SECONDS = 60.0
-"""How often the metrics of a run in a store go there, at the most."""
+from examples.gpt2.config import RunConfig, UsageError
+from examples.gpt2.storage import is_remote, os_errors, write_whole
 
 
-def metrics_file(path: Path) -> 'MetricsFile | MetricsObject':
-  """Returns what writes a file of metrics, on a disk or in a store."""
-  return MetricsObject(path) if is_remote(path) else MetricsFile(path)
+class MetricsFile:
+  """The file of metrics; in a store, which does not append, as of ``flush``."""
+
+  def __init__(self, path: Path):
+    self._path = path
+    self._lines: list[str] = []
+
+  def replace(self, lines: list[dict[str, Any]]) -> None:
+    """Makes these the lines of the file."""
+    self._lines = [_line(x) for x in lines]
+    self._write()
+
+  def add(self, metrics: dict[str, Any]) -> None:
+    """Adds the line of a step."""
+    line = _line(metrics)
+    self._lines.append(line)
+    if not is_remote(self._path):
+      with self._path.open('a') as file:
+        file.write(line)
+
+  def flush(self) -> None:
+    """Makes sure that a store has all lines."""
+    if is_remote(self._path):
+      self._write()
+
+  @os_errors()
+  def _write(self) -> None:
+    write_whole(self._path, ''.join(self._lines).encode())
+
+
+def _line(metrics: dict[str, Any]) -> str:
+  # JSON has no numbers that are not finite: they become null.
+  finite = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
+  return json.dumps(finite) + '\n'
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-  """Returns the lines of a file of metrics, but for torn ones."""
-  content = read_bytes(path).decode(errors='replace')
+  """Returns the lines of a file of metrics, but for a torn one; [] if none."""
+  try:
+    with os_errors():
+      text = path.read_bytes().decode(errors='replace')
+  except FileNotFoundError:
+    return []
   lines = []
-  for text in content.splitlines(keepends=True):
-    if text.endswith('\n'):
-      with contextlib.suppress(ValueError):
-        lines.append(json.loads(text))
+  for line in text.splitlines():
+    with contextlib.suppress(ValueError):
+      lines.append(json.loads(line))
   return [x for x in lines if isinstance(x, dict) and 'step' in x]
 
 
@@ -43,93 +71,83 @@ def scalars(metrics: dict[str, Any]) -> dict[str, float]:
   return found
 
 
-class MetricsFile:
-  """A file on a disk, to which each line is appended at once."""
+class Dashboards(contextlib.ExitStack):
+  """TensorBoard and Weights & Biases, where a run asks for them.
 
-  def __init__(self, path: Path):
-    self._path = path
-    self._unwritten: list[str] = []
-
-  def replace(self, lines: list[str]) -> None:
-    """Makes these the lines of the file."""
-    write_whole(self._path, ''.join(lines).encode())
-
-  def add(self, line: str) -> None:
-    """Adds a line, or later if the disk is full; raises nothing."""
-    self._unwritten.append(line)
-    try:
-      self.flush()
-    except OSError as error:
-      if len(self._unwritten) == 1:
-        _warn(self._path, error)
-
-  def flush(self) -> None:
-    """Makes sure that all lines are on the disk, or raises ``OSError``."""
-    if not self._unwritten:
-      return
-    # Without a buffer, which would be written as the file is closed.
-    with self._path.open('ab', buffering=0) as file:
-      size = file.tell()
-      left = ''.join(self._unwritten).encode()
-      try:
-        while left:
-          left = left[file.write(left) :]
-        os.fsync(file.fileno())
-      except OSError:
-        os.ftruncate(file.fileno(), size)
-        raise
-    self._unwritten = []
-
-
-class MetricsObject:
-  """An object in a store, which is written whole, from time to time.
-
-  Its lines are kept in memory, for a store does not append.
+  A run that resumes goes on with its run at W&B, whose id is in the folder. W&B
+  takes each step once: steps that are taken again have the same numbers and are
+  left out, and those that it lacks are sent first.
   """
 
-  def __init__(self, path: Path):
-    self._path = path
-    self._content = bytearray()
-    self._thread = ThreadPoolExecutor(1)
-    self._upload: Future[None] | None = None
-    self._due = time.monotonic() + UPLOAD_SECONDS
+  def __init__(
+    self,
+    config: RunConfig,
+    folder: Path,
+    lines: list[dict[str, Any]],
+  ):
+    """Opens them.
 
-  def replace(self, lines: list[str]) -> None:
-    """Makes these the lines of the object."""
-    self._content[:] = ''.join(lines).encode()
-    self._write(bytes(self._content))
+    Args:
+      config: Settings of the run.
+      folder: Folder of the run.
+      lines: Metrics of the steps that are done.
 
-  def add(self, line: str) -> None:
-    """Adds a line, which goes up with the next ones; waits for no store."""
-    self._content += line.encode()
-    if time.monotonic() < self._due or not self._is_idle():
-      return
-    self._due = time.monotonic() + UPLOAD_SECONDS
-    self._upload = self._thread.submit(self._write, bytes(self._content))
+    Raises:
+      UsageError: If W&B does not know who it is to log in as.
+    """
+    super().__init__()
+    self._board = self._wandb = None
+    if config.tensorboard:
+      self._board = self.enter_context(_open_board(folder, len(lines)))
+    if config.wandb is not None:
+      self._wandb = _open_wandb(config.wandb, folder)
+      self.callback(self._wandb.finish)
+      for metrics in lines:
+        self._send(metrics)
 
-  def _is_idle(self) -> bool:
-    """Returns whether the upload before is over; warns if it failed."""
-    if self._upload is None:
-      return True
-    if not self._upload.done():
-      return False
-    if error := self._upload.exception():
-      _warn(self._path, error)
-    self._upload = None
-    return True
+  def add(self, metrics: dict[str, Any]) -> None:
+    """Logs each number of a step's metrics, by its path."""
+    if self._board is not None:
+      for name, value in scalars(metrics).items():
+        self._board.add_scalar(name, value, metrics['step'])
+    if self._wandb is not None:
+      self._send(metrics)
 
-  def _write(self, content: bytes) -> None:
-    with os_errors():
-      write_whole(self._path, content)
-
-  def flush(self) -> None:
-    """Makes sure that all lines are in the store, or raises ``OSError``."""
-    # After an upload under way, lest that replaces this one.
-    self._thread.submit(self._write, bytes(self._content)).result()
+  def _send(self, metrics: dict[str, Any]) -> None:
+    if metrics['step'] >= self._wandb.starting_step:
+      self._wandb.log(scalars(metrics), step=metrics['step'], commit=True)
 
 
-def _warn(path: Path, error: BaseException) -> None:
-  warnings.warn(
-    f'{path} cannot be written ({error}): its lines wait in memory.',
-    stacklevel=4,
+def _open_board(folder: Path, done: int) -> Any:
+  import tensorboardX  # noqa: PLC0415  Optional.
+
+  if is_remote(folder):
+    raise UsageError(f'--tensorboard needs --out-dir on a disk, got {folder}.')
+  return tensorboardX.SummaryWriter(
+    str(folder / 'tensorboard'), purge_step=done + 1
   )
+
+
+def _open_wandb(project: str, folder: Path) -> Any:
+  """Returns the run at W&B: a new one, or that of the folder."""
+  import wandb  # noqa: PLC0415  Optional.
+
+  id_file = folder / 'wandb_id.txt'
+  is_new = not id_file.exists()
+  try:
+    run = wandb.init(
+      project=project,
+      id=None if is_new else id_file.read_text(),
+      name=folder.name if is_new else None,
+      resume='allow',
+      dir=None if is_remote(folder) else folder,
+      config=json.loads((folder / 'config.json').read_text()),
+      allow_val_change=True,
+    )
+  except (wandb.errors.Error, ValueError) as error:
+    raise UsageError(
+      f'--wandb {project}: {error} (Without an account or a network, set '
+      'WANDB_MODE=offline.)'
+    ) from error
+  write_whole(id_file, run.id.encode())
+  return run

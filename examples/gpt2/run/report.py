@@ -32,7 +32,8 @@ def before(
     f'unigram entropy {tokens.unigram_entropy:.3f} nats',
     'steps': f'{config.steps:,} of {config.batch_size:,} x '
     f'{config.context_length:,} = {per_step:,} tokens, '
-    f'{config.steps * per_step:,} in all',
+    f'{config.steps * per_step:,} in all, '
+    f'{config.steps * per_step / len(tokens.train):.2g} times the text',
     'optimizer': f'{config.optimizer}, learning rate '
     f'{config.learning_rate:g}, weight decay {config.weight_decay:g}',
     'devices': f'{len(devices)} x {devices[0].device_kind}, '

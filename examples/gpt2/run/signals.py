@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -17,21 +17,26 @@ _CALLS = itertools.count(1)
 class StopRequest:
   """Notes a signal to stop, so that a run can save before it does.
 
-  The signals are SIGTERM, SIGUSR1 (which Slurm sends by ``--signal``) and
-  control-C. As a context, it handles them. A control-C after one of them ends
-  the process at once, whatever that is waiting for.
+  The signals are SIGTERM, SIGHUP (of a terminal that is closed), SIGUSR1 (which
+  Slurm sends by ``--signal``) and control-C. As a context, it handles them. A
+  control-C after one of them ends the process at once, whatever that is waiting
+  for. To be entered before anything else: without a handler, Python ends at
+  once.
   """
 
   def __init__(self) -> None:
     self._received: int | None = None
     self._before: dict[int, Any] = {}
 
-  def __enter__(self) -> 'StopRequest':
+  def __enter__(self) -> Self:
     if threading.current_thread() is threading.main_thread():  # No other may.
-      numbers = [signal.SIGINT, signal.SIGUSR1]
-      if jax.process_count() == 1:
-        numbers.append(signal.SIGTERM)
-      for number in numbers:
+      for number in (
+        signal.SIGINT,
+        signal.SIGUSR1,
+        signal.SIGHUP,
+        # Where there are several processes, jax takes it over.
+        signal.SIGTERM,
+      ):
         self._before[number] = signal.signal(number, self._note)
     return self
 
@@ -50,7 +55,7 @@ class StopRequest:
   def _note(self, number: int, _: FrameType | None) -> None:
     self._received = self._received or number
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    if jax.process_count() > 1:
+    if jax.distributed.is_initialized() and number != signal.SIGTERM:
       # jax notes it, and has all processes stop after the same step.
       os.kill(os.getpid(), signal.SIGTERM)
     name = signal.Signals(number).name

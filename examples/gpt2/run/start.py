@@ -1,21 +1,17 @@
-"""What a run starts from: a checkpoint, of another run too, weights, a seed."""
+"""What a run starts from: weights, the state of another run, or a seed."""
 
-from collections.abc import Callable
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
-from examples.gpt2.config import Config, FittedConfig, UsageError, flag
+from examples.gpt2.config import Config, RunConfig, UsageError, flag
 from examples.gpt2.data.tokens import Tokens
-from examples.gpt2.devices.processes import on_process_0, print_once
-from examples.gpt2.model.config import NORM_EPSILON, padded_vocab_size
-from examples.gpt2.model.files import Model, read_description
-from examples.gpt2.presets import identity
-from examples.gpt2.run.folder import recorded
-from examples.gpt2.run.restore import Checkpoint
+from examples.gpt2.model.config import padded_vocab_size
+from examples.gpt2.model.files import DESCRIPTION, Model, read_description
+from examples.gpt2.presets import PRESETS
+from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.step import Trainer, TrainState
-from examples.gpt2.run.weights import load_model, weights_sha256
+from examples.gpt2.run.weights import find_step, load_model
 from examples.gpt2.storage import as_path
 
 # Settings that say what a model is.
@@ -29,78 +25,40 @@ _MODEL = (
 def with_model(config: Config) -> tuple[Config, Model | None]:
   """Returns settings with those of the model that a run starts from.
 
-  That is the model of ``--init-from`` or ``--fork-from``. It is returned too,
-  without weights; or None, if it cannot be read but the run in ``--out-dir``
-  says what it is. Raises ``UsageError`` if a setting that is given is another,
-  or if there is neither.
+  That is the model of ``--init-from`` or ``--fork-from``, or its copy in
+  ``--out-dir`` where the run goes on; it is returned too, without weights.
+  Raises ``UsageError`` if a setting that is given is another.
   """
-  folder = _source(config)
-  if folder is None:
+  source = config.init_from or config.fork_from
+  if source is None:
     return config, None
-  is_set = {x: getattr(config, x) != getattr(Config, x) for x in _MODEL}
-  model = None
-  try:
-    model = read_description(folder)
-    found = dict(vars(model.config))
-  except UsageError as error:
-    found = recorded(config.out_dir, 'config')
-    if not found:
-      name = 'fork_from' if config.init_from is None else 'init_from'
-      raise UsageError(
-        f'{flag(name)} cannot be used: {error}{_hint(config)}'
-      ) from error
-  if model is not None:
-    _check_same_model(folder, found, config, is_set)
-  missing = {x: found[x] for x in _MODEL if x in found and not is_set[x]}
-  # Stored settings leave out what is usual.
-  if found.get('norm_epsilon') == NORM_EPSILON.get(
-    found.get('architecture', '')
-  ):
-    missing.pop('norm_epsilon', None)
-  return dataclasses.replace(config, **missing), model
-
-
-def _source(config: Config) -> Path | None:
-  """Returns the folder of ``--init-from`` or ``--fork-from``."""
-  folder = config.init_from or config.fork_from
-  return None if folder is None else as_path(folder)
-
-
-def _hint(config: Config) -> str:
-  """Returns how a run goes on once its source is gone."""
+  folder = as_path(source)
   if config.out_dir is not None:
-    return ''
-  return (
-    ' A run that has checkpoints of its own goes on without it, if --out-dir '
-    'names its folder.'
-  )
-
-
-def _check_same_model(
-  folder: Path, found: dict[str, Any], config: Config, is_set: dict[str, bool]
-) -> None:
-  # A Llama has no weights for positions.
-  is_llama = found['architecture'] == 'llama'
+    own = as_path(config.out_dir)
+    folder = own if (own / DESCRIPTION).exists() else folder
+  model = read_description(folder)
+  usual = PRESETS[config.preset]
+  found = {name: getattr(model.config, name) for name in _MODEL}
   changes = [
-    f'{flag(x)} {_shown(getattr(config, x))} instead of {_shown(found[x])}'
-    for x in _MODEL
-    if is_set[x] and getattr(config, x) != found[x]
-    if not (is_llama and x == 'context_length')
+    f'{flag(name)} {getattr(config, name)} instead of {value}'
+    for name, value in found.items()
+    if getattr(config, name) not in (getattr(usual, name), value)
+    # A Llama has no weights for positions.
+    and not (name == 'context_length' and found['architecture'] == 'llama')
   ]
   if changes:
     raise UsageError(
       f'{folder} holds another model than the settings say: '
       f'{", ".join(changes)}. They may be left out.'
     )
-
-
-def _shown(value: Any) -> str:
-  """Returns a setting as a command line has it."""
-  return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)
+  is_given = config.context_length != usual.context_length
+  if is_given and found['architecture'] == 'llama':
+    del found['context_length']
+  return dataclasses.replace(config, **found), model
 
 
 def with_vocabulary(
-  config: FittedConfig, tokens: Tokens, model: Model | None
+  config: Config, tokens: Tokens, model: Model | None
 ) -> Tokens:
   """Returns tokens with the tokenizer of the model that a run starts from.
 
@@ -112,12 +70,12 @@ def with_vocabulary(
   rows = padded_vocab_size(tokens.vocab_size)
   known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
-    folder = _source(config)
+    folder = config.init_from or config.fork_from
     raise UsageError(
-      f'{folder} has another tokenizer than --data '
-      f'{config.data} (with {model.config.vocab_size} and {rows} tokens, '
-      'rounded up): make tokens with it, by python -m examples.gpt2.prepare '
-      f'--tokenizer {folder}.'
+      f'{folder} has another tokenizer than --data {" ".join(config.data)} '
+      f'(with {model.config.vocab_size} and {rows} tokens, rounded up): make '
+      'tokens with it, by python -m examples.gpt2.prepare --tokenizer '
+      f'{folder}.'
     )
   if tokens.tokenizer is not None:
     return tokens
@@ -129,83 +87,22 @@ def with_vocabulary(
   )
 
 
-def origin(config: FittedConfig) -> dict[str, Any]:
-  """Returns hashes of what a run starts from, to be known by.
+def initial_state(config: RunConfig, trainer: Trainer) -> TrainState:
+  """Returns the state that a run without checkpoints starts from.
 
-  If that is gone, since another run has deleted its checkpoint meanwhile, they
-  are those that the run in ``--out-dir`` has written of the same step. Raises
-  ``UsageError`` if there is neither.
+  Raises ``UsageError`` if what it is to start from cannot be used.
   """
-  known = on_process_0(recorded, config.out_dir, 'config')
-  found: dict[str, Any] = {'init_sha256': None}
   if config.init_from is not None:
-    is_same = known.get('init_step') == config.init_step
-    found['init_sha256'] = _unless_gone(
-      functools.partial(weights_sha256, config.init_from, config.init_step),
-      known.get('init_sha256') if is_same else None,
-      config,
+    model = load_model(
+      config.init_from, trainer.mesh, config.from_step, '--from-step'
     )
-  if config.init_step is not None:
-    found['init_step'] = config.init_step
+    return trainer.init()._replace(params=model.params)
   if config.fork_from is not None:
-    fork = known.get('fork', {})
-    is_same = fork.get('step') == config.fork_step
-    sha256 = _unless_gone(
-      functools.partial(_state_sha256, config.fork_from, config.fork_step),
-      fork.get('sha256') if is_same else None,
-      config,
-    )
-    found['fork'] = {'step': config.fork_step, 'sha256': sha256}
-  return found
+    return _forked_state(as_path(config.fork_from), config.from_step, trainer)
+  return trainer.init()
 
 
-def _state_sha256(run: Path, step: int | None) -> str:
-  return Checkpoint(run, step, '--fork-step').sha256()
-
-
-def _unless_gone(
-  read: Callable[[], str], known: str | None, config: Config
-) -> str:
-  """Returns what process 0 reads or, if that is not there, what is known."""
-  try:
-    return on_process_0(read)
-  except UsageError as error:
-    if known is None:
-      raise UsageError(f'{error}{_hint(config)}') from error
-    return known
-
-
-def initial_state(
-  config: FittedConfig, trainer: Trainer, source: Model | None
-) -> TrainState | None:
-  """Returns the state that a run starts from, None for that of its seed.
-
-  That is the one of ``--fork-from``, or has the weights of ``--init-from``.
-  Raises ``UsageError`` if it cannot be used.
-  """
-  folder = _source(config)
-  if folder is None:
-    return None
-  if source is None:
-    read_description(folder)  # Says what is wrong with it.
-  if config.fork_from is not None:
-    return _forked_state(config, trainer, folder)
-  model = load_model(folder, trainer.mesh, config.init_step, '--init-step')
-  return trainer.init()._replace(params=model.params)
-
-
-def _forked_state(
-  config: FittedConfig, trainer: Trainer, folder: Path
-) -> TrainState:
-  theirs = on_process_0(recorded, folder, 'config').get('optimizer')
-  ours = identity(config)['optimizer']
-  if theirs not in (None, ours):
-    raise UsageError(
-      f'--fork-from {folder} is a run of --optimizer {theirs}, got '
-      f'--optimizer {ours}: a fork goes on with the state of its optimizer, '
-      '--init-from with the weights alone.'
-    )
-  checkpoint = Checkpoint(folder, config.fork_step, '--fork-step')
-  state = checkpoint.state(trainer.shapes)
-  print_once(f'going on after step {checkpoint.step} of {folder}')
-  return state
+def _forked_state(folder: Path, step: int | None, trainer: Trainer) -> Any:
+  with Checkpoints(folder / 'checkpoints', read_only=True) as checkpoints:
+    found = find_step(folder, checkpoints, step, '--from-step')
+    return checkpoints.read(found, trainer.shapes)

@@ -5,7 +5,6 @@ sequences, T tokens.
 """
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 from flax import nnx
@@ -16,11 +15,6 @@ import optax
 
 from examples.gpt2.config import RunConfig
 from examples.gpt2.devices import sharding
-from examples.gpt2.model.attention import (
-  Attend,
-  causal_attention,
-  measured_attention,
-)
 from examples.gpt2.model.config import (
   INIT_STD,
   ModelConfig,
@@ -51,14 +45,11 @@ class Trainer:
     init: Compiled function from nothing to the first :class:`TrainState`.
     step: Compiled function from a state, which is donated, and tokens of shape
       (A, B, T + 1) to the next state and a dictionary with the mean loss before
-      the step in nats a token (``'train_loss'``), the norm of the gradient
-      before it is clipped (``'gradient_norm'``) and, with QK-clip, the largest
-      attention logit of each layer before the step (``'qk_clip_max_logit'``,
-      NaN where it is not due). If one of the first two is not finite, the state
-      stays as it was but for its counters.
-    update: Compiled end of a step, from a state, which is donated, gradients
-      and, with QK-clip, the largest attention logits, shape (L, H), to the next
-      state.
+      the step in nats a token (``'train_loss'``) and the norm of the gradient
+      before it is clipped (``'gradient_norm'``). If one of these is not finite,
+      the state stays as it was but for its counters.
+    update: Compiled end of a step, from a state, which is donated, and
+      gradients to the next state.
     sequence_losses: Compiled function from parameters and tokens of shape
       (A, B, T + 1) to the mean loss of each sequence, nats a token, (A, B).
   """
@@ -76,9 +67,7 @@ class Trainer:
     up. Raises ``UsageError`` if the mesh does not fit the sizes.
     """
     self.mesh = mesh
-    self.optimizer = optax.with_extra_args_support(
-      optimizer or make_optimizer(config)
-    )
+    self.optimizer = optimizer or make_optimizer(config)
     self.model_config = make_model_config(config, vocab_size)
     self._config = config
     self.shapes = self._shapes(shapes(self.model_config))
@@ -115,35 +104,25 @@ class Trainer:
     """Returns the model with some parameters; to be traced."""
     return as_module(self.model_config, params)
 
-  def loss(
-    self, params: Any, tokens_BT: jax.Array, attend: Attend = causal_attention
-  ) -> tuple[jax.Array, Any]:
-    """Returns the mean loss of tokens of shape (B, T + 1); to be traced.
-
-    Beside it stands what ``attend`` has measured, by layer.
-    """
+  def loss(self, params: Any, tokens_BT: jax.Array) -> jax.Array:
+    """Returns the mean loss of tokens of shape (B, T + 1); to be traced."""
     model = self.model(params)
-    features_BTD, measured = model.features(tokens_BT[:, :-1], attend)
-    loss = mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
-    return loss, measured
+    features_BTD, _ = model.features(tokens_BT[:, :-1])
+    return mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
 
   def loss_and_gradients(
-    self, params: Any, tokens_ABT: jax.Array, attend: Attend = causal_attention
-  ) -> tuple[jax.Array, Any, Any]:
-    """Returns mean loss and gradient of tokens of shape (A, B, T + 1).
+    self, params: Any, tokens_ABT: jax.Array
+  ) -> tuple[jax.Array, Any]:
+    """Returns mean loss and gradient of tokens of shape (A, B, T + 1)."""
 
-    Beside them stands what ``attend`` has measured, by micro-batch and layer.
-    """
-
-    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, Any]:
-      (loss, measured), gradients = jax.value_and_grad(self.loss, has_aux=True)(
-        params, tokens_BT, attend
-      )
-      return jax.tree.map(jnp.add, total, (loss, gradients)), measured
+    def add(total: Any, tokens_BT: jax.Array) -> tuple[Any, None]:
+      one = jax.value_and_grad(self.loss)(params, tokens_BT)
+      return jax.tree.map(jnp.add, total, one), None
 
     zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, params))
-    total, measured = jax.lax.scan(add, zero, tokens_ABT)
-    return *jax.tree.map(lambda x: x / len(tokens_ABT), total), measured
+    total, _ = jax.lax.scan(add, zero, tokens_ABT)
+    loss, gradients = jax.tree.map(lambda x: x / len(tokens_ABT), total)
+    return loss, gradients
 
   def _shapes(self, params: Any) -> TrainState:
     shardings = sharding.parameter_shardings(self.mesh, params)
@@ -169,16 +148,9 @@ class Trainer:
   def _step(
     self, state: TrainState, tokens_ABT: jax.Array
   ) -> tuple[TrainState, dict[str, jax.Array]]:
-    loss, gradients, logits_ALBH = self.loss_and_gradients(
-      state.params, tokens_ABT, self._attend(state.step)
-    )
+    loss, gradients = self.loss_and_gradients(state.params, tokens_ABT)
     norm = optax.tree.norm(gradients)
-    metrics = {'train_loss': loss, 'gradient_norm': norm}
-    max_logits_LH = None
-    if logits_ALBH is not None:
-      max_logits_LH = logits_ALBH.max((0, 2))
-      metrics['qk_clip_max_logit'] = max_logits_LH.max(1)
-    updated = self._update(state, gradients, max_logits_LH)
+    updated = self._update(state, gradients)
     is_finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
     def keep(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -186,27 +158,15 @@ class Trainer:
       is_counter = jnp.issubdtype(new.dtype, jnp.integer)
       return new if is_counter else jnp.where(is_finite, new, old)
 
+    metrics = {'train_loss': loss, 'gradient_norm': norm}
     return jax.tree.map(keep, updated, state), metrics
 
-  def _update(
-    self, state: TrainState, gradients: Any, max_logits_LH: Any = None
-  ) -> TrainState:
-    if max_logits_LH is not None:
-      # Heads that share a key are scaled together.
-      groups = len(max_logits_LH), self.model_config.num_kv_heads, -1
-      max_logits_LH = max_logits_LH.reshape(groups).max(2)
+  def _update(self, state: TrainState, gradients: Any) -> TrainState:
     updates, opt_state = self.optimizer.update(
-      gradients, state.opt_state, state.params, max_logits=max_logits_LH
+      gradients, state.opt_state, state.params
     )
     params = optax.apply_updates(state.params, updates)
     return TrainState(state.step + 1, params, opt_state)
-
-  def _attend(self, step: jax.Array) -> Attend:
-    """Returns attention as a step runs it: measured where QK-clip is due."""
-    if self._config.qk_clip is None:
-      return causal_attention
-    is_due = (step + 1) % (self._config.qk_clip_every or 1) == 0
-    return functools.partial(measured_attention, is_due=is_due)
 
   def _sequence_losses(self, params: Any, tokens_ABT: jax.Array) -> jax.Array:
     return jax.lax.map(

@@ -1,7 +1,6 @@
 """The model of a run, also of one that goes on: from its checkpoints."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.devices import sharding
 from examples.gpt2.model import files
 from examples.gpt2.model.transformer import shapes
-from examples.gpt2.run.restore import Checkpoint
+from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.storage import as_path, os_errors
 
@@ -55,7 +54,10 @@ def load_model(
     OSError: If a file cannot be read.
   """
   folder = as_path(folder)
-  if step is None and (_has_weights(folder) or not _is_run(folder)):
+  with os_errors():
+    has_weights = (folder / files.WEIGHTS).is_file()
+    is_run = (folder / 'checkpoints').exists()
+  if step is None and (has_weights or not is_run):
     return files.load_model(folder, mesh)
   model = files.read_description(folder)
   # Host memory has room for what may not fit on a single device.
@@ -66,41 +68,24 @@ def load_model(
     like,
     sharding.parameter_shardings(devices, like),
   )
-  params = Checkpoint(folder, step, flag).params(like)
+  with Checkpoints(folder / 'checkpoints', read_only=True) as checkpoints:
+    found = find_step(folder, checkpoints, step, flag)
+    params = checkpoints.read(found, {'params': like})['params']
   if mesh is None:
     params = jax.tree.map(np.asarray, params)
   return dataclasses.replace(model, params=params)
 
 
-def weights_sha256(folder: Path, step: int | None) -> str:
-  """Returns a hash of the weights that a run starts from; for process 0.
-
-  Raises ``UsageError`` if they are not there, or may be others later.
-  """
-  folder = as_path(folder)
-  if step is not None:
-    return Checkpoint(folder, step, '--init-step').sha256()
-  path = folder / files.WEIGHTS
-  if _has_weights(folder):
-    with os_errors(), path.open('rb') as file:
-      return hashlib.file_digest(file, 'sha256').hexdigest()
-  if _is_run(folder):
-    last = Checkpoint(folder, None, '--init-step').step
+def find_step(
+  run: Path, checkpoints: Checkpoints, step: int | None, flag: str
+) -> int:
+  """Returns the step of a checkpoint, by default the last; it must be there."""
+  steps = checkpoints.steps()
+  if not steps:
+    raise UsageError(f'{run} has no checkpoints yet.')
+  if step not in (None, *steps):
     raise UsageError(
-      f'--init-from {folder} has no weights of its end: --init-step chooses '
-      f'one of its checkpoints, of which the last is {last}.'
+      f'{flag} must be the step of a checkpoint in {run} '
+      f'({", ".join(map(str, steps))}), got {step}.'
     )
-  raise UsageError(
-    '--init-from must be the folder of a run or of a converted model, with '
-    f'a {path.name}: {folder} is not.'
-  )
-
-
-def _has_weights(folder: Path) -> bool:
-  with os_errors():
-    return (folder / files.WEIGHTS).is_file()
-
-
-def _is_run(folder: Path) -> bool:
-  with os_errors():
-    return (folder / 'checkpoints').exists()
+  return steps[-1] if step is None else step

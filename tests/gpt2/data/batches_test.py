@@ -1,4 +1,6 @@
+import dataclasses
 import functools
+from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
@@ -8,11 +10,12 @@ import numpy as np
 from examples.gpt2.config import Config
 from examples.gpt2.data import batches
 from examples.gpt2.data.batches import (
+  Mixture,
   batch_shape,
   training_batch,
   validation_batch,
 )
-from examples.gpt2.data.shards import read_windows
+from examples.gpt2.data.token_files import open_files
 from examples.gpt2.devices.sharding import (
   batch_sharding,
   make_mesh,
@@ -20,6 +23,7 @@ from examples.gpt2.devices.sharding import (
 )
 
 TOKENS = np.random.default_rng(0).integers(65536, size=4000).astype(np.uint16)
+ONE = make_mesh('', jax.devices()[:1])
 MESHES = ['', 'fsdp=8', 'fsdp=4,tensor=2', 'tensor=8', 'fsdp=2,tensor=2']
 
 
@@ -38,16 +42,17 @@ def _rows(tokens: np.ndarray, starts: list[int], length: int) -> np.ndarray:
   text=st.sampled_from(MESHES),
   micro_batch_size=st.sampled_from([1, 2, 6]),
   seed=st.integers(0, 2**32 - 1),
-  step=st.integers(0, 10**6),
+  step=st.integers(1, 10**6),
+  sampling=st.sampled_from(['without-replacement', 'with-replacement']),
 )
 def test_a_batch_is_the_same_on_any_mesh_and_in_any_micro_batches(
-  text: str, micro_batch_size: int, seed: int, step: int
+  text: str, micro_batch_size: int, seed: int, step: int, sampling: str
 ):
   mesh = make_mesh(text)
-  config = _config(seed=seed, micro_batch_size=micro_batch_size)
-  batch = training_batch(TOKENS, config, step, mesh)
-  starts = np.random.default_rng((seed, step)).integers(4000 - 20, size=48)
-  expected = _rows(TOKENS, starts, 20)
+  config = _config(seed=seed, sampling=sampling)
+  expected = np.concatenate(training_batch(TOKENS, config, step, ONE))
+  changed = dataclasses.replace(config, micro_batch_size=micro_batch_size)
+  batch = training_batch(TOKENS, changed, step, mesh)
   np.testing.assert_array_equal(np.concatenate(batch), expected)
   rows = micro_batch_size * num_batch_shards(mesh)
   assert batch.shape == (48 // rows, rows, 21)
@@ -55,23 +60,83 @@ def test_a_batch_is_the_same_on_any_mesh_and_in_any_micro_batches(
   assert batch.sharding == batch_sharding(mesh)
 
 
-def test_batches_do_not_change_between_versions():
-  config = _config(seed=7, batch_size=4, context_length=128)
-  mesh = make_mesh('', jax.devices()[:1])
-  batch = training_batch(np.arange(1_000_000), config, 3, mesh)
-  expected = [727824, 974908, 538129, 884454]
-  np.testing.assert_array_equal(batch[:, 0, 0], expected)
+def _starts(sources: Mixture | np.ndarray, steps: range, **settings):
+  """Returns the first tokens of steps, which are those of a range."""
+  config = _config(**settings)
+  found = [training_batch(sources, config, x, ONE) for x in steps]
+  batch = np.concatenate([row for step in found for row in step])
+  np.testing.assert_array_equal(np.diff(batch), 1)
+  return batch[:, 0]
+
+
+@hypothesis.settings(max_examples=25, deadline=None)
+@hypothesis.given(data=st.data())
+def test_an_epoch_has_each_sequence_once(tmp_path_factory, data):
+  length = data.draw(st.integers(1, 9))
+  sizes = data.draw(st.lists(st.integers(10, 200), min_size=1, max_size=3))
+  weights = [data.draw(st.floats(0.1, 9)) for _ in sizes]
+  count = data.draw(st.integers(1, 40))
+  mixture = _mixture(tmp_path_factory.mktemp('sources'), sizes, weights)
+  steps = range(1, 2 - -400 // count)
+  starts = _starts(mixture, steps, batch_size=count, context_length=length)
+  bounds = np.cumsum([0, *sizes])
+  for first, size in zip(bounds, sizes, strict=False):
+    of_source = starts[(first <= starts) & (starts < first + size)] - first
+    windows = (size - 1) // length
+    expected = np.arange(windows) * length
+    epochs = np.split(of_source, range(windows, len(of_source), windows))
+    for epoch in epochs[:-1]:
+      np.testing.assert_array_equal(np.sort(epoch), expected)
+    assert len(set(epochs[-1])) == len(epochs[-1])
+    assert set(epochs[-1]) <= set(expected)
+    if windows > 10 and len(epochs) > 2:
+      assert (epochs[0] != epochs[1]).any()
+
+
+@hypothesis.settings(max_examples=10, deadline=None)
+@hypothesis.given(
+  weights=st.lists(st.floats(0.02, 1), min_size=2, max_size=4),
+  sampling=st.sampled_from(['without-replacement', 'with-replacement']),
+)
+def test_sources_have_their_shares(tmp_path_factory, weights, sampling):
+  sizes = [90_000] * len(weights)
+  mixture = _mixture(tmp_path_factory.mktemp('sources'), sizes, weights)
+  settings = dict(batch_size=4096, context_length=10, sampling=sampling)
+  starts = _starts(mixture, range(1, 3), **settings)
+  shares = np.bincount(starts // 90_000, minlength=len(weights)) / len(starts)
+  # Grain rounds to a hundredth of the smallest weight.
+  np.testing.assert_allclose(
+    shares, np.array(weights) / sum(weights), rtol=0.011, atol=0.001
+  )
+
+
+def _mixture(folder: Path, sizes, weights) -> Mixture:
+  """Makes token files, of which each token is its place among all."""
+  sources, first = [], 0
+  for i, size in enumerate(sizes):
+    np.save(folder / f'{i}.npy', np.arange(first, first + size, dtype='u4'))
+    sources.append(open_files([folder / f'{i}.npy'], 1 << 24))
+    first += size
+  return Mixture(sources, weights)
+
+
+def test_with_replacement_windows_begin_anywhere():
+  tokens = np.arange(100, dtype=np.int32)
+  starts = _starts(tokens, range(1, 60), sampling='with-replacement')
+  assert set(starts) == set(range(80))
+  other = _starts(tokens, range(1, 60), sampling='with-replacement', seed=1)
+  assert (starts != other).any()
 
 
 def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
   config = _config(batch_size=8, micro_batch_size=2)
   mesh = make_mesh('', jax.devices()[:4])
   whole = training_batch(TOKENS, config, 1, mesh)
-  read = []
+  read, windows = [], batches._windows
 
   def record(tokens, starts, length):
     read.extend(starts)
-    return read_windows(tokens, starts, length)
+    return windows(tokens, starts, length)
 
   def of_own(sharding, shape):
     # As in a process with the first and the last of four devices.
@@ -84,7 +149,7 @@ def test_a_process_reads_the_windows_of_its_devices_alone(monkeypatch):
   name = 'addressable_devices_indices_map'
   monkeypatch.setattr(jax.sharding.NamedSharding, name, of_own)
   monkeypatch.setattr(jax, 'make_array_from_callback', make_own)
-  monkeypatch.setattr(batches, 'read_windows', record)
+  monkeypatch.setattr(batches, '_windows', record)
   first, last = training_batch(TOKENS, config, 1, mesh)
   np.testing.assert_array_equal(first, whole[:, :2])
   np.testing.assert_array_equal(last, whole[:, 6:])

@@ -9,9 +9,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import zstandard
 
 from examples.gpt2 import prepare, train
-from examples.gpt2.data.files import zstd
 from examples.gpt2.data.tokenizer import train_tokenizer
 
 _PAGE = Path(__file__).parents[3] / 'docs' / 'data.md'
@@ -32,7 +32,7 @@ def _write_files() -> None:
     lines = [json.dumps({field: text}) + '\n' for text in _TEXTS[1000:]]
     Path(path).write_text(''.join(lines))
   Path('more.jsonl.zst').write_bytes(
-    zstd.compress(Path('more.jsonl').read_bytes())
+    zstandard.compress(Path('more.jsonl').read_bytes())
   )
   Path('wiki.txt').write_text(''.join(_TEXTS[::20]))
   tokenizer = train_tokenizer(_TEXTS, 300)
@@ -55,7 +55,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch):
   for number, line in enumerate(lines):
     _, _, module, *args = shlex.split(line)
     if module.endswith('prepare'):
-      prepare.main([*args, '--validation-share', '0.1'])
+      prepare.main([*args, '--validation-share', '0.1', '--cache-dir', 'cache'])
     else:
       train.main([*args, *_TINY[:-1], f'run{number}'])
   metrics = Path('run2/metrics.jsonl').read_text().splitlines()

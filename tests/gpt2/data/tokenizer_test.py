@@ -1,18 +1,13 @@
-import functools
-import itertools
 import json
 from pathlib import Path
 
-import hypothesis
-from hypothesis import strategies as st
+import numpy as np
 import pytest
 import tokenizers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data import tokenizer as data_tokenizer
 from examples.gpt2.data.tokenizer import (
-  Encoder,
-  end_token_of_folder,
+  encode,
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
@@ -20,6 +15,10 @@ from examples.gpt2.data.tokenizer import (
 
 END = '<|endoftext|>'
 TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(40)]
+
+
+def _encode(tokenizer: tokenizers.Tokenizer) -> np.ndarray:
+  return np.concatenate([*encode(tokenizer, END, [*TEXTS, ''])])
 
 
 @pytest.mark.parametrize(
@@ -35,7 +34,7 @@ def test_the_files_of_gpt2_are_read(tmp_path: Path, names: tuple[str, str]):
   (tmp_path / names[1]).write_text('\n'.join(merges) + '\n')
   tokenizer = read_tokenizer(tmp_path)
   tokenizer.add_special_tokens([END])
-  ids = Encoder(tokenizer, END)(TEXTS)
+  ids = _encode(tokenizer)
   assert tokenizer.decode(ids) == ''.join(TEXTS)
   assert tokenizer.get_vocab() == vocab
   assert ids[-1] == num_identifiers(tokenizer) - 1 == 299
@@ -52,7 +51,7 @@ def test_a_tokenizer_neither_truncates_nor_pads(tmp_path: Path):
   tokenizer.enable_padding(length=100)
   tokenizer.save(str(tmp_path / 'tokenizer.json'))
   tokenizer = read_tokenizer(tmp_path / 'tokenizer.json')
-  assert tokenizer.decode(Encoder(tokenizer, END)(TEXTS)) == ''.join(TEXTS)
+  assert tokenizer.decode(_encode(tokenizer)) == ''.join(TEXTS)
 
 
 def test_identifiers_beyond_the_number_of_tokens_are_refused(tmp_path: Path):
@@ -65,13 +64,6 @@ def test_identifiers_beyond_the_number_of_tokens_are_refused(tmp_path: Path):
     read_tokenizer(path, 301)
 
 
-def test_a_folder_that_names_no_end_has_that_of_gpt2(tmp_path: Path):
-  tokenizer = train_tokenizer(TEXTS, 300)
-  tokenizer.add_special_tokens(['<|pad|>'])
-  tokenizer.save(str(tmp_path / 'tokenizer.json'))
-  assert end_token_of_folder(tmp_path / 'tokenizer.json', tokenizer) == END
-
-
 @pytest.mark.parametrize('name', ['tokenizer.json', 'vocab.json', ''])
 def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path, name: str):
   if name:
@@ -80,55 +72,13 @@ def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path, name: str):
     read_tokenizer(tmp_path)
 
 
-# How vocabularies split text before they merge: GPT-2's, and those of tiktoken
-# with these names, of Llama 3 and Qwen and of GPT-4o.
-_PATTERNS = {
-  'gpt2': r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+"
-  r'|\s+(?!\S)|\s+',
-  'cl100k': r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-  r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+',
-  'o200k': r'[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}'
-  r'| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+',
-}
-
-
-@functools.cache
-def _with_pattern(name: str) -> tokenizers.Tokenizer:
-  """Returns a tokenizer that has merges of spaces, ends of lines and signs."""
-  tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-  pre = tokenizers.pre_tokenizers
-  tokenizer.pre_tokenizer = pre.Sequence(
-    [
-      pre.Split(tokenizers.Regex(_PATTERNS[name]), 'isolated'),
-      pre.ByteLevel(add_prefix_space=False, use_regex=False),
-    ]
-  )
-  trainer = tokenizers.trainers.BpeTrainer(
-    vocab_size=600,
-    initial_alphabet=sorted(pre.ByteLevel.alphabet()),
-    special_tokens=[END],
-    show_progress=False,
-  )
-  ends = itertools.product(['', '!', ';', ' ', 'a'], ['\n', '\r\n'], 'b/ \n\t')
-  texts = [''.join(parts) * n for parts in ends for n in (1, 2, 3)]
-  tokenizer.train_from_iterator(texts * 9, trainer)
-  return tokenizer
-
-
-@pytest.mark.parametrize('name', _PATTERNS)
-@hypothesis.given(text=st.text('ab!;/1 \n\t\r\u2028\xa0', max_size=40))
-def test_a_long_document_has_the_tokens_of_an_uncut_one(name: str, text: str):
-  tokenizer = _with_pattern(name)
-  encode = Encoder(tokenizer, END)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(data_tokenizer, '_CHARACTERS_IN_PIECE', 3)
-    ids = encode([text])
-  expected = tokenizer.encode(text).ids
-  assert ids.tolist() == [*expected, tokenizer.token_to_id(END)]
-
-
-@pytest.mark.parametrize('name', _PATTERNS)
-def test_lines_and_paragraphs_are_pieces(name: str):
-  encode = Encoder(_with_pattern(name), END)
-  for text in ('word\n' * 9, 'word\r\n' * 9, 'word\n\n' * 9):
-    assert len(list(data_tokenizer._pieces(text, encode._cut, 1))) == 10
+def test_special_tokens_that_text_spells_out_are_text():
+  tokenizer = train_tokenizer(TEXTS, 300)
+  text, end = f'one{END} two', tokenizer.token_to_id(END)
+  (ids,) = encode(tokenizer, END, [text, '', 'three', ''])
+  first, second, rest = np.split(ids, np.flatnonzero(ids == end) + 1)
+  assert tokenizer.decode(first[:-1]) == text
+  assert tokenizer.decode(second[:-1]) == 'three'
+  assert not len(rest)
+  # The tokenizer that was given stays as it is.
+  assert end in tokenizer.encode(text).ids

@@ -1,9 +1,6 @@
 import dataclasses
-import errno
-import functools
 import json
 import math
-import os
 from pathlib import Path
 
 import jax
@@ -11,64 +8,70 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.data import tokens as tokens_module
-from examples.gpt2.data.evaluation import load_evaluation
+from examples.gpt2.data import corpus as corpus_module, tokens as tokens_module
 from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
-from examples.gpt2.data.tokens import load_tokens
+from examples.gpt2.data.tokens import (
+  Source,
+  load_evaluation,
+  load_tokens,
+  parse_sources,
+)
+from examples.gpt2.prepare import PrepareConfig, prepare
+from examples.gpt2.train import train
 
 
 def _with_bins(config: Config, folder: Path, train, val):
   for name, tokens in (('train.bin', train), ('val.bin', val)):
     np.array(tokens, np.uint16).tofile(folder / name)
-  return dataclasses.replace(config, data=str(folder))
+  return dataclasses.replace(config, data=(str(folder),))
 
 
 def test_tokens_decode_to_the_text(tiny: Config):
   tokens = load_tokens(tiny)
-  text = Path(tiny.data).read_text()
-  ids = [*tokens.train[:], *tokens.validation[:]]
-  assert tokens.tokenizer.decode(ids) == text
+  text = Path(tiny.data[0]).read_text()
+  decode = tokens.tokenizer.decode
+  found = decode(tokens.train[:]), decode(tokens.validation[:])
+  assert sorted(''.join(found)) == sorted(text)
+  assert text.startswith(found[0][:1000])
+  assert found[1][:30] in text
   assert tokens.vocab_size == tiny.vocab_size
   assert tokens.num_bytes == len(text.encode())
   assert len(tokens.validation) < len(tokens.train) / 10
-
-
-def test_text_to_evaluate_on_may_spell_special_tokens_out(tiny, tmp_path):
-  tokenizer = load_tokens(tiny).tokenizer
-  path, text = tmp_path / 'a.jsonl', f'one {END_OF_TEXT} two'
-  path.write_text(json.dumps({'text': text}))
-  found = load_evaluation(str(path), 288, tokenizer, END_OF_TEXT, tiny).tokens
-  assert tokenizer.decode(found[:-1].tolist()) == text
-  assert found[-1] == tokenizer.token_to_id(END_OF_TEXT)
-  assert not tokenizer.encode_special_tokens  # That of the run is as it was.
+  assert tokens.order == {'sampling': 'without-replacement'}
 
 
 def test_the_cache_is_used_and_keyed_by_content(tiny: Config, monkeypatch):
-  first = load_tokens(tiny)
-  Path(tiny.data).write_text('other text ' * 500)
+  first, path = load_tokens(tiny), Path(tiny.data[0])
+  before = path.read_text()
+  path.write_text('other text ' * 500)
   second = load_tokens(tiny)
   assert second.sha256 != first.sha256
   assert second.tokenizer.decode(second.train[:]).startswith('other text')
   smaller = dataclasses.replace(tiny, vocab_size=257)
   assert load_tokens(smaller).vocab_size == 257
-  monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
-  load_tokens(tiny)
+  monkeypatch.setattr(corpus_module, 'train_tokenizer', None)
+  path.write_text(before)
+  assert load_tokens(tiny).sha256 == first.sha256
+  (cached,) = {x.path.parent for x in load_tokens(tiny).train.shards}
+  (cached / 'val.bin').write_bytes(b'1')
+  with pytest.raises(UsageError, match=r'val\.bin has 1 bytes: .* damaged'):
+    load_tokens(tiny)
 
 
 def test_of_two_runs_at_once_the_quicker_fills_the_cache(tiny, monkeypatch):
   def train(*args):
     with monkeypatch.context() as patch:
-      patch.setattr(tokens_module, 'train_tokenizer', train_tokenizer)
+      patch.setattr(corpus_module, 'train_tokenizer', train_tokenizer)
       load_tokens(tiny)
     return train_tokenizer(*args)
 
-  monkeypatch.setattr(tokens_module, 'train_tokenizer', train)
+  monkeypatch.setattr(corpus_module, 'train_tokenizer', train)
   assert len(load_tokens(tiny).train) > 0
   assert not list(tiny.cache_dir.glob('partial-*'))
 
 
 @pytest.mark.parametrize(
-  ('train', 'val', 'part'), [(16, 17, 'training'), (17, 16, 'validation')]
+  ('train', 'val', 'part'), [(16, 17, 'train'), (17, 16, 'val')]
 )
 def test_too_short_a_part_is_refused(tiny, tmp_path, train, val, part):
   load_tokens(_with_bins(tiny, tmp_path, [0] * 17, [0] * 17))
@@ -86,109 +89,15 @@ def test_half_of_the_token_files_is_refused(tiny, tmp_path, name: str):
     load_tokens(config)
 
 
-def test_token_files_are_counted_once(tiny: Config, tmp_path, monkeypatch):
+def test_changed_token_files_are_others(tiny: Config, tmp_path: Path):
   config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
   first = load_tokens(config)
-  monkeypatch.setattr(np, 'bincount', None)
-  second = load_tokens(config)
-  assert second.sha256 == first.sha256
-  for tokens in (first, second):
-    entropy = 0.5 * math.log(2) + 0.5 * math.log(4)
-    assert tokens.unigram_entropy == pytest.approx(entropy)
-    assert (tokens.tokenizer, tokens.vocab_size) == (None, 288)
-
-
-@pytest.mark.parametrize('name', ['train.bin', 'val.bin'])
-def test_changed_token_files_are_counted_again(tiny, tmp_path, name: str):
-  config = _with_bins(tiny, tmp_path, [0] * 100, [1] * 100)
-  before = load_tokens(config)
-  path = tmp_path / name
-  stat = path.stat()
-  while path.stat().st_ctime_ns == stat.st_ctime_ns:
-    path.touch()
-  np.full(100, 7, np.uint16).tofile(path)
-  # As cp --preserve does it.
-  os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-  assert load_tokens(config).sha256 != before.sha256
-
-
-def test_token_files_of_another_type_are_counted_again(tiny, tmp_path):
-  config = _with_bins(tiny, tmp_path, [0, 2] * 50, [2] * 100)
-  load_tokens(config)
-  with pytest.raises(UsageError, match='holds the token 131072'):
-    load_tokens(dataclasses.replace(config, vocab_size=100_000))
-
-
-@pytest.mark.parametrize(
-  'content', [b'\xff', b'{"largest_to', b'{"largest_token": 2}']
-)
-def test_damaged_counts_are_made_again(tiny, tmp_path, content: bytes):
-  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
-  first = load_tokens(config)
-  (path,) = (config.cache_dir / 'statistics').iterdir()
-  whole = path.read_bytes()
-  path.write_bytes(content)
+  assert first.unigram_entropy == pytest.approx(math.log(2))
+  assert (first.tokenizer, first.vocab_size) == (None, 288)
   assert load_tokens(config).sha256 == first.sha256
-  assert path.read_bytes() == whole
-
-
-def test_a_cache_that_cannot_be_written_stops_runs_on_text_alone(
-  tiny: Config, tmp_path: Path
-):
-  tiny.cache_dir.write_text('a file, no folder')
-  with pytest.raises(OSError, match='cache'):
-    load_tokens(tiny)
-  config = _with_bins(tiny, tmp_path, [0] * 100, [2] * 100)
-  assert load_tokens(config).unigram_entropy == pytest.approx(math.log(2))
-
-
-@pytest.mark.parametrize(
-  ('name', 'damage'),
-  [
-    ('train.bin', 'cut oddly'),
-    ('train.bin', 'flipped'),
-    ('val.bin', 'cut'),
-    ('val.bin', 'lost'),
-    ('tokenizer.json', 'flipped'),
-    ('tokenizer.json', 'lost'),
-  ],
-)
-def test_a_damaged_cache_is_made_again(tiny: Config, name: str, damage: str):
-  before = load_tokens(tiny)
-  expected = before.train[:], before.tokenizer.to_str()
-  (path,) = tiny.cache_dir.glob(f'*/{name}')
-  content = bytearray(path.read_bytes())
-  content[20] ^= 1
-  size = {'flipped': None, 'cut': -10, 'cut oddly': -9, 'lost': 0}[damage]
-  path.unlink()
-  if size != 0:
-    path.write_bytes(content[:size])
-  with pytest.warns(UserWarning, match='damaged'):
-    after = load_tokens(tiny)
-  np.testing.assert_array_equal(after.train[:], expected[0])
-  assert after.tokenizer.to_str() == expected[1]
-
-
-@pytest.mark.parametrize('name', ['tokenizer.json', 'val.bin'])
-def test_an_error_of_the_disk_is_not_taken_for_damage(tiny, monkeypatch, name):
-  load_tokens(tiny)
-  (folder,) = (path.parent for path in tiny.cache_dir.glob('*/val.bin'))
-  before = {path: path.read_bytes() for path in folder.iterdir()}
-  original = Path.read_bytes, Path.stat
-
-  def fail(path, *args, of=0, **named):
-    if path.name == name and path.parent == folder:
-      raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
-    return original[of](path, *args, **named)
-
-  with monkeypatch.context() as patch:
-    patch.setattr(Path, 'read_bytes', fail)
-    if name == 'val.bin':
-      patch.setattr(Path, 'stat', functools.partialmethod(fail, of=1))
-    with pytest.raises(OSError, match=name) as caught:
-      load_tokens(tiny)
-  assert caught.value.errno == errno.EIO
-  assert {path: path.read_bytes() for path in folder.iterdir()} == before
+  for parts in (([1, 0] * 50, [2] * 100), ([0, 1] * 50, [3] * 100)):
+    changed = load_tokens(_with_bins(tiny, tmp_path, *parts))
+    assert changed.sha256 != first.sha256
 
 
 @pytest.fixture
@@ -197,7 +106,7 @@ def two_processes(monkeypatch):
 
   def on_process_0(function):
     result = json.loads(json.dumps(function()))
-    monkeypatch.setattr(tokens_module, 'train_tokenizer', None)
+    monkeypatch.setattr(corpus_module, 'train_tokenizer', None)
     return result
 
   monkeypatch.setattr(jax, 'process_count', lambda: 2)
@@ -238,3 +147,128 @@ def test_processes_may_have_their_data_in_other_places(
     data = tuple(f'{x}:{y}' for x, y in zip(places, weights, strict=True))
     load_tokens(dataclasses.replace(tiny, data=data))
   assert two_processes[0] == two_processes[1] != two_processes[2]
+
+
+@pytest.mark.parametrize(
+  ('data', 'expected'),
+  [
+    ('tokens', [('tokens', None)]),
+    ('tokens:2', [('tokens', 2)]),
+    ('gs://bucket/x:0.7', [('gs://bucket/x', 0.7)]),
+    ('gs://bucket', [('gs://bucket', None)]),
+    (('a:0.7', 'b/c:0.3'), [('a', 0.7), ('b/c', 0.3)]),
+    (('a', 'b'), [('a', None), ('b', None)]),
+  ],
+)
+def test_sources_are_parsed(data, expected):
+  assert parse_sources(data) == [Source(*x) for x in expected]
+
+
+@pytest.mark.parametrize('data', [('a:1', 'b'), ('a:0', 'b:1'), ('a:-1',), ()])
+def test_weights_must_be_for_all_or_none(data):
+  with pytest.raises(UsageError, match='--data must name sources'):
+    parse_sources(data)
+
+
+@pytest.fixture(scope='module')
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """A folder with token files of two texts, and the second as a text."""
+  folder = tmp_path_factory.mktemp('prepared')
+  texts = {
+    'web': [f'the word {i} of the web\n' for i in range(300)],
+    'code': [f'x[{i}] = {i * i}\n' for i in range(300)],
+  }
+  tokenizer = None
+  for name, documents in texts.items():
+    lines = [json.dumps({'text': text}) + '\n' for text in documents]
+    (folder / f'{name}.jsonl').write_text(''.join(lines))
+    out_dir = folder / name
+    prepare(
+      PrepareConfig(
+        data=(str(folder / f'{name}.jsonl'),), out_dir=out_dir,
+        vocab_size=None if tokenizer else 288, tokenizer=tokenizer,
+        validation_share=0.2, shard_tokens=500, num_proc=1,
+        cache_dir=folder / 'cache',
+      )
+    )  # fmt: skip
+    tokenizer = out_dir
+  return folder
+
+
+def test_a_run_on_sources_has_a_loss_for_each(tiny: Config, prepared: Path):
+  data = f'{prepared / "web"}:0.7', f'{prepared / "code"}:0.3'
+  sets = f'raw={prepared / "code.jsonl"}', f'again={prepared / "code"}'
+  config = dataclasses.replace(tiny, data=data, eval_data=sets)
+  folder = train(config)
+  evaluated = [x for x in folder.read_metrics() if 'val_loss' in x]
+  assert [x['step'] for x in evaluated] == [4, 6]
+  for line in evaluated:
+    losses = line['val_losses']
+    assert list(losses) == ['web', 'code', 'raw', 'again']
+    mean = 0.7 * losses['web'] + 0.3 * losses['code']
+    assert line['val_loss'] == pytest.approx(mean, rel=1e-12)
+    assert losses['again'] == losses['code']
+    assert losses['raw'] != losses['code']
+  train(config)  # Its own settings are accepted.
+  changed = f'{prepared / "web"}:0.6', f'{prepared / "code"}:0.4'
+  with pytest.raises(UsageError, match='weights.*0.7.*0.6'):
+    train(dataclasses.replace(config, data=changed))
+
+
+def test_weights_are_by_default_those_of_the_tokens(tiny, prepared: Path):
+  data = str(prepared / 'web'), str(prepared / 'code')
+  tokens = load_tokens(dataclasses.replace(tiny, data=data))
+  alone = [load_tokens(dataclasses.replace(tiny, data=(x,))) for x in data]
+  sizes = [len(x.train) for x in alone]
+  assert tokens.order['weights'] == [x / sum(sizes) for x in sizes]
+  assert len(tokens.train) == sum(sizes)
+  np.testing.assert_array_equal(
+    tokens.train[:], np.concatenate([x.train[:] for x in alone])
+  )
+
+
+def test_sources_that_cannot_be_mixed_are_refused(tiny, prepared, tmp_path):
+  data = str(prepared / 'web'), *tiny.data
+  with pytest.raises(UsageError, match='holds no token files.* --tokenizer'):
+    load_tokens(dataclasses.replace(tiny, data=data))
+  other = tmp_path / 'other'
+  other.mkdir()
+  _with_bins(tiny, other, [0] * 99, [0] * 99)
+  train_tokenizer(['other'], 260).save(str(other / 'tokenizer.json'))
+  with pytest.raises(UsageError, match='must have the same tokenizer'):
+    load_tokens(dataclasses.replace(tiny, data=(data[0], str(other))))
+
+
+def test_text_to_evaluate_on_may_spell_special_tokens_out(tiny, tmp_path):
+  tokenizer = load_tokens(tiny).tokenizer
+  path, text = tmp_path / 'a.jsonl', f'one {END_OF_TEXT} two'
+  path.write_text(json.dumps({'text': text}))
+  found = load_evaluation(str(path), 288, tokenizer, END_OF_TEXT)
+  assert found.num_bytes == len(text)
+  assert tokenizer.decode(found.tokens[:-1].tolist()) == text
+  assert found.tokens[-1] == tokenizer.token_to_id(END_OF_TEXT)
+  assert not tokenizer.encode_special_tokens  # That of the run is as it was.
+
+
+@pytest.mark.parametrize(
+  ('eval_data', 'message'),
+  [
+    ('web=code.jsonl', 'has the name of another set, web'),
+    ('name=', "must be a path or name=path, got 'name='"),
+    ('=code.jsonl', "must be a path or name=path, got '=code.jsonl'"),
+    ('x=nothing', 'nothing does not exist'),
+    ('x=short.txt', '--eval-data x=short.txt: The val part .* has 2 tokens'),
+    ('x=negative.npy', 'holds the token -1'),
+    ('x=large.npy', 'holds the token 300.* --vocab-size'),
+  ],
+)
+def test_evaluation_sets_that_cannot_be_used_are_refused(
+  tiny: Config, prepared: Path, monkeypatch, eval_data: str, message: str
+):
+  monkeypatch.chdir(prepared)
+  Path('short.txt').write_text('x')
+  np.save('negative.npy', np.full(99, -1))
+  np.save('large.npy', np.full(99, 300))
+  config = dataclasses.replace(tiny, data=('web',), eval_data=(eval_data,))
+  with pytest.raises(UsageError, match=message):
+    load_tokens(config)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 from unittest import mock
@@ -15,11 +16,17 @@ def _initialize(monkeypatch, function):
 
 def test_jax_is_asked_for_the_cluster_unless_that_is_forbidden(monkeypatch):
   calls = []
-  _initialize(monkeypatch, lambda *args, **_: calls.append(args))
+  _initialize(
+    monkeypatch,
+    lambda *args, initialization_timeout, **_: calls.append(
+      (*args, initialization_timeout)
+    ),
+  )
   processes.connect(Config(distributed='off'))
   processes.connect(Config())
-  processes.connect(Config(coordinator='a:1', num_processes=2, process_id=1))
-  assert calls == [(None, None, None), ('a:1', 2, 1)]
+  given = Config(coordinator='a:1', num_processes=2, process_id=1)
+  processes.connect(dataclasses.replace(given, connect_minutes=0.5))
+  assert calls == [(None, None, None, 1800), ('a:1', 2, 1, 30)]
 
 
 @pytest.mark.parametrize(

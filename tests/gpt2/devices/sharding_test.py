@@ -82,11 +82,18 @@ def test_every_matrix_is_split_over_all_devices(architecture: str):
       assert shard == (3, 16, 2, 3, 16), 'heads stay whole'
 
 
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_moments_lie_as_their_parameters(optimizer: str):
+@pytest.mark.parametrize(
+  ('optimizer', 'others'),
+  [*((name, 'same') for name in OPTIMIZERS), ('merit', 'adam')],
+)
+def test_moments_lie_as_their_parameters(optimizer: str, others: str):
   mesh = make_mesh('fsdp=4,tensor=2')
   settings = Config(
-    optimizer=optimizer, num_layers=1, width=64, untied_head=True
+    optimizer=optimizer,
+    others=others,
+    num_layers=1,
+    width=64,
+    untied_head=True,
   )
   shapes = Trainer(resolve(settings), 512, mesh).shapes
   params = {

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import safetensors
 
-from examples.gpt2.config import Config
 from examples.gpt2.devices.sharding import by_path
-from examples.gpt2.model import hugging_face
+from examples.gpt2.model import hugging_face, layers
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.files import open_arrays
 from examples.gpt2.model.loss import mean_cross_entropy
 from examples.gpt2.model.transformer import Transformer, as_module, shapes
-from examples.gpt2.presets import resolve
+from examples.gpt2.presets import PRESETS, resolve
 from examples.gpt2.run.step import make_model_config
 
 _DATA = Path(__file__).parents[2] / 'data'
@@ -166,6 +165,18 @@ def test_bfloat16_is_close_to_float32(kind: str):
   assert {x.dtype for x in jax.tree.leaves(gradients)} == {np.dtype('float32')}
 
 
+def test_a_common_token_has_the_whole_sum_of_its_gradients():
+  # In bfloat16, 256 + 1 is 256.
+  config = _config('gpt2', dtype='bfloat16')
+  embed = layers.embedding(config, 3, nnx.Rngs(0))
+  tokens = jnp.full([4096], 1)
+  assert embed(tokens).dtype == 'bfloat16'
+  gradient = nnx.grad(lambda embed: embed(tokens).astype('float32').sum())
+  found = nnx.as_pure(gradient(embed))['embedding']
+  assert found.dtype == 'float32'
+  np.testing.assert_array_equal(found, np.outer([0, 4096, 0], np.ones(16)))
+
+
 @pytest.mark.parametrize(
   ('preset', 'millions'),
   [
@@ -182,7 +193,7 @@ def test_bfloat16_is_close_to_float32(kind: str):
   ],
 )
 def test_presets_have_the_published_sizes(preset: str, millions: float):
-  settings = resolve(Config(preset=preset))
+  settings = resolve(PRESETS[preset])
   config = make_model_config(settings, settings.vocab_size)
   assert config.norm_epsilon == (1e-6 if preset in _RMS else 1e-5)
   config = dataclasses.replace(config, vocab_size=settings.vocab_size)

@@ -7,16 +7,18 @@ from unittest import mock
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 import numpy as np
 import optax
 import pytest
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, FittedConfig
 from examples.gpt2.devices.sharding import batch_sharding, make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
 from examples.gpt2.presets import OPTIMIZERS, resolve
 from examples.gpt2.run.diagnostics import Diagnostics
+from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer, TrainState
 import merit_optax
 
@@ -27,18 +29,23 @@ _SHARES = (
 _MERIT_KEYS = ('trust_ratio_min', 'trust_ratio_max', *_SHARES)
 
 
-def _config(**settings) -> Config:
+def _config(**settings) -> FittedConfig:
   defaults = dict(
     num_layers=3, num_heads=2, width=16, context_length=16, batch_size=16,
-    micro_batch_size=16, steps=10, warmup_share=0.0, max_gradient_norm=0.05,
-    decay='matrices', unroll=1,
+    micro_batch_size=16, steps=10, warmup=0.0, max_gradient_norm=0.05,
+    unroll=1,
   )  # fmt: skip
-  return resolve(Config(**defaults | settings))
+  resolved = resolve(Config(**defaults | settings))
+  return fit(resolved, _mesh(resolved.mesh))
 
 
-def _trainer(config: Config, kind: type[Trainer] = Trainer) -> Trainer:
-  devices = jax.devices() if config.mesh else jax.devices()[:1]
-  return kind(config, 64, make_mesh(config.mesh, devices))
+def _mesh(text: str) -> Mesh:
+  devices = jax.devices() if text else jax.devices()[:1]
+  return make_mesh(text, devices)
+
+
+def _trainer(config: FittedConfig, kind: type[Trainer] = Trainer) -> Trainer:
+  return kind(config, 64, _mesh(config.mesh))
 
 
 def _tokens(shape=(1, 16, 17), seed: int = 0) -> np.ndarray:
@@ -166,9 +173,9 @@ _TABLE = np.array([[1.0, -2.0], [0.5, 3.0], [-4.0, 0.25]])
 class _Linear(Trainer):
   """A trainer whose gradients of a sequence are rows of a table."""
 
-  def loss(self, params, tokens_BT, *_):
+  def loss(self, params, tokens_BT):
     rows = jnp.asarray(_TABLE, jnp.float32)[tokens_BT[:, 0]]
-    return jnp.mean(rows @ params['final_norm']['bias'][:2]), None
+    return jnp.mean(rows @ params['final_norm']['bias'][:2])
 
 
 @pytest.mark.parametrize(
@@ -206,9 +213,12 @@ def test_a_batch_that_cannot_be_cut_has_no_noise():
   assert measured['noise_scale_tokens'] is None
 
 
-@pytest.mark.parametrize('optimizer', OPTIMIZERS)
-def test_updates_are_those_of_the_step(optimizer: str):
-  config = _config(optimizer=optimizer, num_layers=2)
+@pytest.mark.parametrize(
+  ('optimizer', 'others'),
+  [*((name, 'same') for name in OPTIMIZERS), ('merit', 'adam')],
+)
+def test_updates_are_those_of_the_step(optimizer: str, others: str):
+  config = _config(optimizer=optimizer, others=others, num_layers=2)
   trainer = _trainer(config, _Linear)
   state, tokens = _state(trainer), jnp.asarray(_tokens() % 3)
   measured = Diagnostics(config, trainer)(state, tokens)

@@ -1,9 +1,11 @@
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import json
 import math
 from pathlib import Path
+import struct
 import sys
 from types import SimpleNamespace
-from unittest import mock
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,7 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def make_log(folder: RunFolder, trainer: Trainer) -> Callable[..., StepLog]:
   """Makes the log of a run, after some steps and with some settings."""
-  return lambda done=0, tokens_done=None, **settings: StepLog(
+  return lambda done=0, tokens_done=0, **settings: StepLog(
     _config(**settings), trainer, folder, done, tokens_done
   )
 
@@ -169,65 +171,72 @@ def test_a_pause_lets_the_step_end_first(folder, make_log, clock, monkeypatch):
   assert folder.read_metrics()[0]['tokens_per_second'] == 128 / 8
 
 
-def test_tensorboard_gets_every_number(
-  folder: RunFolder, make_log, monkeypatch
-):
-  writer = pytest.importorskip('tensorboardX.event_file_writer').EventsWriter
-  written = []
-  monkeypatch.setattr(writer, 'write_event', lambda _, x: written.append(x))
-  diagnosed = {
-    'layers': {'gradient_norm': [0.25, 0.5]},
-    'others': {'head': {'clipped': 0.75}},
-    'gradient_noise': None,
-  }
-  with make_log(done=4, tensorboard=True) as log:
-    log.begin_step(5, _metrics(), diagnosed, 0.0)
-    log.begin_step(6, _metrics(1.5), {}, 0.0)
-    log.finish_step({'val_loss': 3.5})
+_DIAGNOSED = {
+  'layers': {'gradient_norm': [0.25, 0.5]},
+  'others': {'head': {'clipped': 0.75}},
+  'gradient_noise': None,
+}
+_NUMBERS = {
+  (1, 'train_loss', 2.0),
+  (1, 'layers/gradient_norm/1', 0.25),
+  (1, 'layers/gradient_norm/2', 0.5),
+  (1, 'others/head/clipped', 0.75),
+  (2, 'train_loss', 1.5),
+  (2, 'val_loss', 3.5),
+}
+
+
+def _log_two_steps(log: StepLog) -> None:
+  log.begin_step(1, _metrics(), _DIAGNOSED, 0.0)
+  log.begin_step(2, _metrics(1.5), {}, 0.0)
+  log.finish_step({'val_loss': 3.5})
+
+
+def test_tensorboard_gets_every_number(folder: RunFolder, make_log):
+  pb = pytest.importorskip('tensorboardX.proto.event_pb2')
+  with make_log(tensorboard=True) as log:
+    _log_two_steps(log)
   (file,) = (folder.path / 'tensorboard').iterdir()
-  assert file.name.startswith('events.out.tfevents.')
-  events = [
+  events = {
     (event.step, value.tag, value.simple_value)
-    for event in written
+    for event in _events(file.read_bytes(), pb.Event)
     for value in event.summary.value
-  ]
-  for expected in (
-    (5, 'train_loss', 2.0),
-    (5, 'layers/gradient_norm/1', 0.25),
-    (5, 'layers/gradient_norm/2', 0.5),
-    (5, 'others/head/clipped', 0.75),
-    (6, 'train_loss', 1.5),
-    (6, 'val_loss', 3.5),
-  ):
-    assert expected in events
-  assert {step for step, _, _ in events} == {5, 6}
+  }
+  assert events >= _NUMBERS
   assert not any('noise' in name for _, name, _ in events)
 
 
-@pytest.mark.parametrize('works', [0, 2])
-def test_a_run_goes_on_without_tensorboard(
-  folder: RunFolder, make_log, monkeypatch, works: int
+def _events(content: bytes, kind: Any) -> Iterator[Any]:
+  """Yields the records of a TFRecord file: length, CRC, content, CRC."""
+  while content:
+    (size,) = struct.unpack('<Q', content[:8])
+    yield kind.FromString(content[12 : 12 + size])
+    content = content[16 + size :]
+
+
+def test_wandb_gets_every_number_and_each_once(
+  folder: RunFolder, make_log, monkeypatch
 ):
-  writer = pytest.importorskip('tensorboardX.event_file_writer').EventsWriter
-  outcomes = [None] * works + [OSError('no space left')] * 9
-  flush = mock.Mock(side_effect=outcomes)
-  monkeypatch.setattr(writer, 'flush', flush)
-  with (
-    pytest.warns(UserWarning, match='TensorBoard.*no space left') as warned,
-    make_log(tensorboard=True) as log,
-  ):
-    for step in (1, 2, 3, 4):
-      log.begin_step(step, _metrics(), {}, 0.0)
-    log.finish_step()
-  assert sum('TensorBoard' in str(x.message) for x in warned) == 1
-  assert len(folder.read_metrics()) == 4
-
-
-def test_a_tensorboard_folder_that_cannot_be_made_is_told(folder, make_log):
-  pytest.importorskip('tensorboardX')
-  (folder.path / 'tensorboard').touch()
-  with pytest.warns(UserWarning, match='TensorBoard'):
-    make_log(tensorboard=True).close()
+  datastore = pytest.importorskip('wandb.sdk.internal.datastore')
+  records = pytest.importorskip('wandb.proto.wandb_internal_pb2')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  monkeypatch.setenv('WANDB_SILENT', 'true')
+  (folder.path / 'config.json').write_text('{"config": {"steps": 10}}')
+  with make_log(wandb='project') as log:
+    _log_two_steps(log)
+  identifier = (folder.path / 'wandb_id.txt').read_text()
+  (file,) = folder.path.glob(f'wandb/offline-run-*/run-{identifier}.wandb')
+  store = datastore.DataStore()
+  store.open_for_scan(str(file))
+  found = set()
+  while (data := store.scan_data()) is not None:
+    for item in records.Record.FromString(data).history.item:
+      name = item.key or '.'.join(item.nested_key)
+      found.add((name, json.loads(item.value_json)))
+  assert found >= {(name, value) for _, name, value in _NUMBERS}
+  # A run that goes on has the same identifier.
+  with make_log(2, wandb='project'):
+    assert (folder.path / 'wandb_id.txt').read_text() == identifier
 
 
 def test_tensorboard_without_its_package_is_explained(monkeypatch):

@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import hypothesis
@@ -30,16 +31,17 @@ def _diagnosed(step: int, trace: float, square: float, **more) -> dict:
 
 
 def _after(folder: Path, lines: list[dict]) -> str:
+  folder.mkdir(exist_ok=True)
   run = RunFolder(folder)
-  with run:
-    config = {'batch_size': 16, 'context_length': 32}
-    run.start({'config': config, 'corpus': {'unigram_entropy': 5.25}})
-    run.picture.touch()
-    run.keep_metrics(0)
-    for line in lines:
-      run.log(line)
-    run.write_sample('And so it goes.')
-    return report.after(run)
+  settings = {
+    'config': {'batch_size': 16, 'context_length': 32},
+    'corpus': {'unigram_entropy': 5.25},
+  }
+  (folder / 'config.json').write_text(json.dumps(settings))
+  run.picture.touch()
+  run.metrics.replace(lines)
+  run.write_sample('And so it goes.')
+  return report.after(run)
 
 
 def test_after_a_run_its_results_are_told(tmp_path: Path):

@@ -6,13 +6,11 @@ import functools
 import os
 from pathlib import Path
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -51,45 +49,7 @@ def uninterrupted(make_tiny, tmp_path_factory) -> Path:
   return config.out_dir
 
 
-@pytest.fixture
-def finished_config(config: Config, uninterrupted: Path) -> Config:
-  """Settings of such a run, in a folder that a test may change."""
-  shutil.copytree(uninterrupted, config.out_dir)
-  return config
-
-
-@pytest.fixture(scope='module')
-def whole(tmp_path_factory) -> Path:
-  """The folder of a run that was never stopped."""
-  folder = tmp_path_factory.mktemp('whole')
-  (folder / 'text.txt').write_text('a few words, ' * 2000)
-  assert _start(folder, 'whole').wait() == 0
-  return folder
-
-
-def _start(
-  folder: Path, name: str, *flags: str, output: int | None = None
-) -> subprocess.Popen:
-  """Starts a run of some seconds in a process of its own."""
-  arguments = (
-    '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
-    '--vocab-size', '288', '--num-layers', '2', '--num-heads', '2',
-    '--width', '32', '--context-length', '16', '--batch-size', '16',
-    '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
-    '--diagnostics-every', '20', '--eval-sequences', '24',
-  )  # fmt: skip
-  with (folder / f'{name}.log').open('a') as log:
-    return subprocess.Popen(
-      [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
-      cwd=folder,
-      env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': _PATH},
-      stdout=output or log,
-      stderr=subprocess.STDOUT,
-      text=True,
-    )
-
-
-@pytest.mark.parametrize('step', [2, 6])
+@pytest.mark.parametrize('step', [1, 2, 6])
 def test_a_run_goes_on_from_its_checkpoint(
   config: Config, uninterrupted: Path, step: int, capsys
 ):
@@ -98,54 +58,44 @@ def test_a_run_goes_on_from_its_checkpoint(
   with (config.out_dir / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 7, "torn')
   train(config)
-  assert ('going on after step 4' in capsys.readouterr().out) == (step == 6)
+  saved = {1: 0, 2: 0, 6: 4}[step]  # Of step 2 it had not begun.
+  assert f'going on after step {saved},' in capsys.readouterr().out
   runs.assert_same_run(config.out_dir, uninterrupted)
 
 
-def test_a_signal_saves_a_checkpoint(config: Config, uninterrupted, capsys):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_saves_a_checkpoint(
+  config: Config, uninterrupted, capsys, number
+):
   flags = runs.as_flags(config)
-  stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+  stop = functools.partial(os.kill, os.getpid(), number)
   with pytest.raises(SystemExit) as ended, runs.during(3, stop):
     main(flags)
-  assert ended.value.code == 128 + signal.SIGTERM
+  assert ended.value.code == 128 + number
   assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
   main(flags)
   assert 'going on after step 3' in capsys.readouterr().out
   runs.assert_same_run(config.out_dir, uninterrupted)
 
 
-def test_fresh_starts_over(finished_config: Config, uninterrupted, capsys):
-  out_dir = finished_config.out_dir
-  train(replace(finished_config, from_scratch=True))
-  out = capsys.readouterr().out
-  assert 'going on' not in out
-  assert '8 of 16 x 16 = 256 tokens, 2,048 in all' in out
-  runs.assert_same_run(out_dir, uninterrupted)
-  runs.assert_same_run(out_dir / 'before-1', uninterrupted)
-
-
 def test_a_run_that_has_lost_its_metrics_can_end(
-  finished_config: Config, uninterrupted, capsys
+  config: Config, uninterrupted: Path, capsys
 ):
-  out_dir = finished_config.out_dir
-  for name in ('metrics.jsonl', 'curves.png'):
-    (out_dir / name).unlink()
-  with pytest.warns(UserWarning) as warned:
-    train(replace(finished_config, profile=True))
-  texts = [str(x.message) for x in warned]
-  assert any('lost 8 of the lines' in x for x in texts), texts
-  assert any('begins with step 18, of a run that has 8' in x for x in texts)
-  for _ in range(2):
-    assert 'not known, since metrics are lost' in capsys.readouterr().out
-    assert train(finished_config).finished
-  weights = [x / 'weights.safetensors' for x in (out_dir, uninterrupted)]
+  shutil.copytree(uninterrupted, config.out_dir)
+  for name in ('metrics.jsonl', 'sample.txt'):
+    (config.out_dir / name).unlink()
+  with pytest.warns(UserWarning, match='lost 8 of the lines'):
+    train(config)
+  assert 'not known, since metrics are lost' in capsys.readouterr().out
+  weights = [x / 'weights.safetensors' for x in (config.out_dir, uninterrupted)]
   assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
-def test_other_data_is_refused(finished_config: Config):
-  Path(finished_config.data).write_text('another text. ' * 500)
+def test_other_data_is_refused(config: Config, uninterrupted: Path):
+  shutil.copytree(uninterrupted, config.out_dir)
+  Path(config.data[0]).write_text('another text. ' * 500)
   with pytest.raises(UsageError, match='corpus_sha256'):
-    train(finished_config)
+    train(config)
 
 
 def _break_gradients(monkeypatch, step: int):
@@ -153,11 +103,11 @@ def _break_gradients(monkeypatch, step: int):
   step_fn = Trainer.loss_and_gradients
   run, of_step = loop.run, {}
 
-  def broken(self, params, tokens, attend):
-    loss, gradients, seen = step_fn(self, params, tokens, attend)
+  def broken(self, params, tokens):
+    loss, gradients = step_fn(self, params, tokens)
     is_bad = tokens.sum() == of_step['sum']
     gradients = jax.tree.map(lambda x: jnp.where(is_bad, jnp.inf, x), gradients)
-    return loss, gradients, seen
+    return loss, gradients
 
   def remember(trainer, config, tokens, *rest):
     batch = batches.training_batch(tokens.train, config, step, trainer.mesh)
@@ -180,12 +130,11 @@ def test_an_infinite_gradient_stops_the_run_or_is_left_out(
     'gradient_norm is inf',
     # Which has been dispatched when step 5 is known not to be finite.
     'With the weights after step 6',
-    'in layer',
     '--not-finite skip',
   ):
     assert part in str(error.value)
-  saved = sorted(p.name for p in (config.out_dir / 'checkpoints').iterdir())
-  assert saved == ['2', '4']
+  saved = {p.name for p in (config.out_dir / 'checkpoints').iterdir()}
+  assert '4' in saved and '6' not in saved
   assert not RunFolder(config.out_dir).finished
 
   train(replace(config, not_finite='skip'))
@@ -194,8 +143,54 @@ def test_an_infinite_gradient_stops_the_run_or_is_left_out(
   assert '1 steps whose loss or gradient was not finite' in out
   metrics = runs.metrics(config.out_dir)
   assert [m['step'] for m in metrics if m.get('skipped')] == [5]
-  assert [m['step'] for m in metrics if m['gradient_norm'] is None] == [5]
   assert all(np.isfinite(m['train_loss']) for m in metrics)
+
+
+def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
+  monkeypatch.setattr(
+    Trainer,
+    '_sequence_losses',
+    lambda _self, _params, tokens: jnp.full(tokens.shape[:2], np.nan),
+  )
+  with pytest.raises(NotFiniteError, match='step 4 the validation loss is nan'):
+    train(replace(config, not_finite='skip', checkpoint_every=8))
+  assert not (config.out_dir / 'weights.safetensors').exists()
+  last = runs.metrics(config.out_dir)[-1]
+  assert (last['step'], last['val_loss']) == (4, None)
+
+
+def test_a_trace_is_written(config, monkeypatch):
+  monkeypatch.setattr(loop, '_TRACED', (2, 4))
+  train(replace(config, profile=True))
+  assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory) -> Path:
+  """The folder of a run that was never stopped."""
+  folder = tmp_path_factory.mktemp('whole')
+  (folder / 'text.txt').write_text('a few words, ' * 2000)
+  assert _start(folder, 'whole').wait() == 0
+  return folder
+
+
+def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
+  """Starts a run of some seconds in a process of its own."""
+  arguments = (
+    '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
+    '--vocab-size', '288', '--num-layers', '2', '--num-heads', '2',
+    '--width', '32', '--context-length', '16', '--batch-size', '16',
+    '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
+    '--diagnostics-every', '20', '--eval-sequences', '24',
+  )  # fmt: skip
+  with (folder / f'{name}.log').open('a') as log:
+    return subprocess.Popen(
+      [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
+      cwd=folder,
+      env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': _PATH},
+      stdout=log,
+      stderr=subprocess.STDOUT,
+    )
 
 
 def _num_lines(path: Path) -> int:
@@ -221,23 +216,18 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(whole: Path):
 
 
 def _start_pair(
-  folder: Path,
-  name: str,
-  *flags: str,
-  of_second: tuple[str, ...] = (),
-  output: int | None = None,
+  folder: Path, name: str, *flags: str, of_second: tuple[str, ...] = ()
 ) -> list[subprocess.Popen]:
   """Starts a run of two processes with four devices each.
 
-  Process 1 has some flags alone; ``output`` is where they write, if not to a
-  file.
+  Process 1 has some flags alone.
   """
   common = (
     '--coordinator', f'localhost:{free_port()}', '--num-processes', '2',
     '--mesh', 'fsdp=4,tensor=2', *flags, '--process-id',
   )  # fmt: skip
   return [
-    _start(folder, name, *common, *alone, output=output)
+    _start(folder, name, *common, *alone)
     for alone in (('0',), ('1', *of_second))
   ]
 
@@ -318,24 +308,9 @@ def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(resource, 'prlimit'), reason='asks Linux')
-def test_a_full_disk_of_process_0_is_told_by_all(pair: Path):
-  short = '--steps', '6', '--checkpoint-every', '3', '--eval-every', '6'
-  first, second = _start_pair(pair, 'full', *short, output=subprocess.PIPE)
-  metrics = pair / 'full' / 'metrics.jsonl'
-  _wait_for(first, lambda: _num_lines(metrics) > 0)
-  resource.prlimit(first.pid, resource.RLIMIT_FSIZE, (200, 200))
-  assert _end([first, second]) == [2, 2]
-  told = first.stdout.read()
-  assert 'cannot be written' in told
-  assert 'checkpoint of step 3 is not saved' in told
-  assert 'error: ' in told
-  assert 'error: ' in second.stdout.read()
-  assert not list((pair / 'full' / 'checkpoints').iterdir())
-
-
-@pytest.mark.slow
-def test_two_processes_go_on_after_one_was_killed(pair: Path):
+def test_two_processes_go_on_after_a_kill_and_one_device_ends_the_run(
+  pair: Path, monkeypatch
+):
   assert _end(_start_pair(pair, 'whole')) == [0, 0]
   first, second = _start_pair(pair, 'killed')
   _wait_for(first, (pair / 'killed' / 'checkpoints' / '10').exists)
@@ -345,26 +320,3 @@ def test_two_processes_go_on_after_one_was_killed(pair: Path):
   assert _end(_start_pair(pair, 'killed')) == [0, 0]
   assert 'going on after step' in (pair / 'killed.log').read_text()
   runs.assert_same_run(pair / 'whole', pair / 'killed')
-
-
-def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
-  monkeypatch.setattr(
-    Trainer,
-    '_sequence_losses',
-    lambda _self, _params, tokens: jnp.full(tokens.shape[:2], np.nan),
-  )
-  # Nor does a full disk hide it.
-  full = mock.Mock(side_effect=OSError('no space left'))
-  monkeypatch.setattr(RunFolder, 'flush', full)
-  with pytest.raises(NotFiniteError, match='step 4 the validation loss is nan'):
-    train(replace(config, not_finite='skip', checkpoint_every=8))
-  assert not (config.out_dir / 'weights.safetensors').exists()
-  last = runs.metrics(config.out_dir)[-1]
-  assert (last['step'], last['val_loss']) == (4, None)
-
-
-def test_a_trace_is_written_though_the_run_is_stopped(config, monkeypatch):
-  monkeypatch.setattr('examples.gpt2.run.profile._TRACED', (2, 6))
-  with pytest.raises(runs.Killed), runs.during(5):
-    train(replace(config, profile=True))
-  assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))

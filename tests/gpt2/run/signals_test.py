@@ -7,7 +7,7 @@ import pytest
 
 from examples.gpt2.run.signals import StopRequest
 
-_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.mark.parametrize('number', _NUMBERS)

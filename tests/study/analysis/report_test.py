@@ -138,6 +138,37 @@ def test_rates_over_the_rules_are_those_of_the_study(found):
       assert text.split(', ') == expected, (name, varied)
 
 
+def _chosen(text: str) -> dict[str, float]:
+  pairs = (x.split('=') for x in text.split(', ') if 'correction' not in x)
+  return {name: float(value) for name, value in pairs}
+
+
+def test_the_recipe_of_muon_is_what_was_chosen(found):
+  tables = report.all_tables(found)
+  chosen = [
+    next(x for x in tables[experiment]['chosen'] if x['optimizer'] == name)
+    for experiment, name in (
+      ('tuned-initialization', 'Muon'), ('aux', 'Muon, rest tuned'),
+    )
+  ]  # fmt: skip
+  lines = (_ROOT / 'docs/recipes.md').read_text().splitlines()
+  start = next(
+    i for i, x in enumerate(lines) if x.startswith('| steps (batch)')
+  )
+  for length, *cells in map(dict.values, _read_table(lines[start:])):
+    steps, batch = re.findall(r'\d+', length.replace(',', ''))
+    column = f'batch {batch} ({64 * int(batch):,} tokens)'
+    best = _chosen(chosen[0][column]) | _chosen(chosen[1][column])
+    hidden = best['rate'] * int(steps) ** 0.5
+    others = (f'{best[x] * hidden:.2g}' for x in ('embeddings', 'gains'))
+    assert cells == [
+      f'{best["warmup"]:.0%}'.replace('%', ' %'),
+      f'{best["b1"]:g}',
+      f'{best["decay"]:g}',
+      ', '.join([f'{hidden:.1f}', *others]),
+    ]
+
+
 def test_stale_rows_are_those_of_the_study():
   tables = read_json('closed')['stale-rows']['tables']
   lines = (_ROOT / 'docs/algorithm.md').read_text().splitlines()
