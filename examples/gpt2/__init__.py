@@ -3,7 +3,8 @@
 import importlib.util
 
 for _package in (
-  'flax', 'matplotlib', 'orbax', 'pyarrow', 'safetensors', 'tokenizers', 'tyro',
+  'datasets', 'flax', 'grain', 'matplotlib', 'orbax', 'safetensors',
+  'tokenizers', 'tyro', 'zstandard',
 ):  # fmt: skip
   if importlib.util.find_spec(_package) is None:
     raise ModuleNotFoundError(

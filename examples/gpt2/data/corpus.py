@@ -28,7 +28,7 @@ _VALIDATION_SHARE = 0.05
 # the same size. The end of the text alone may be an index or a license.
 _SLICES = 10
 _END_OF_DOCUMENT = re.compile(rf'^{re.escape(END_OF_TEXT)}\s*?\n', re.M)
-_BLOCK = 1 << 17
+_BLOCK = 1 << 15
 _TO_NEXT_LINE = 1000
 _HEAD = 1 << 16
 _INSIDE = bytes(range(0x80, 0xC0))  # Bytes within a character of UTF-8.

@@ -4,21 +4,16 @@ from collections.abc import Iterator
 import contextlib
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig, RunConfig, UsageError
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.sharding import num_batch_shards
-from examples.gpt2.model.attention import has_kernel
 from examples.gpt2.run.step import Trainer
 
-_TPU_LANES = 128
 # Layers whose loop is slower on CPU than they are one by one.
 _MOST_UNROLLED = 4
-# Logits of a chunk and their gradient, in float32.
-_LOGITS_BYTES = 2 * 4 * 2**27
 
 
 class OutOfMemoryError(CommandError):
@@ -75,59 +70,6 @@ def micro_batch_sizes(config: RunConfig, mesh: Mesh) -> list[int]:
   return [n for n in range(1, sequences + 1) if sequences % n == 0]
 
 
-def activation_bytes(config: RunConfig, mesh: Mesh, sequences: int) -> int:
-  """Returns an estimate of the activations of a micro-batch on a device.
-
-  It counts what the backward pass reads: of each layer all, only the products
-  with weights (``dots``) or only the residual stream (``full``); of the layer
-  that it is in, all once more; the logits of a chunk of tokens; and the head.
-  """
-  tensor = mesh.shape['tensor']
-  size = jnp.dtype(config.dtype).itemsize
-  whole = _layer_bytes(config, size, tensor, mesh.devices.flat[0].platform)
-  projections = _up_projections(config) * config.mlp_width
-  projections += _attention_features(config)[0]
-  kept = {
-    'none': whole,
-    'dots': size * (2 * config.width + projections // tensor),
-    'full': size * config.width,
-  }[config.remat]
-  tokens = sequences * config.context_length
-  logits = min(4 * tokens * config.vocab_size, _LOGITS_BYTES) // tensor
-  # The head in the dtype of the activations, and its gradient in float32.
-  head = (size + 4) * config.width * config.vocab_size // tensor
-  return tokens * (config.num_layers * kept + whole) + logits + head
-
-
-def _up_projections(config: RunConfig) -> int:
-  return 2 if config.architecture == 'llama' else 1
-
-
-def _attention_features(config: RunConfig) -> tuple[int, int]:
-  """Returns those of queries, keys and values, and of what they give."""
-  inputs = config.num_heads + 2 * config.num_kv_heads
-  return inputs * config.head_width, config.num_heads * config.head_width
-
-
-def _layer_bytes(
-  config: RunConfig, size: int, tensor: int, platform: str
-) -> int:
-  """Returns the bytes of what the backward pass reads of a layer, by token."""
-  # Norms compute in float32, and so does the softmax.
-  stream = config.width * (4 * size + 4 * 4)
-  attention = sum(_attention_features(config)) * size
-  inner = attention + 6 * config.mlp_width * size
-  if platform == 'tpu':
-    # Features of a head fill lanes.
-    feature_bytes = attention // config.head_width
-    inner += feature_bytes * (-config.head_width % _TPU_LANES)
-  if not has_kernel(platform, config.context_length, jnp.dtype(config.dtype)):
-    # On CPU, attention keeps its weights once.
-    weights = config.num_heads * config.context_length
-    inner += weights * (4 if platform == 'cpu' else size + 4)
-  return stream + inner // tensor
-
-
 def needed_bytes(compiled: jax.stages.Compiled) -> int:
   """Returns the bytes of a device that a program needs, arguments included."""
   stats = compiled.memory_analysis()
@@ -182,7 +124,6 @@ def explain(config: FittedConfig, trainer: Trainer) -> str:
     'weights': params,
     'moments': hardware.bytes_per_device(trainer.shapes) - params,
     'gradients': params,
-    'activations, about': activation_bytes(config, mesh, size),
   }
   more = {'none': 'dots', 'dots': 'full', 'full': None}[config.remat]
   tensor = mesh.shape['tensor']
@@ -202,7 +143,7 @@ def explain(config: FittedConfig, trainer: Trainer) -> str:
   }
   return '\n'.join(
     [
-      'Estimate for each device:',
+      'Beside activations, each device holds:',
       *(f'  {name}: {x / 2**30:.2f} GiB' for name, x in needed.items()),
       'Try, in this order:',
       *(f'  {hint}' for hint, helps in hints.items() if helps),

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import Config, FittedConfig, UsageError
-from examples.gpt2.data.batches import batch_shape
 from examples.gpt2.devices import hardware
 from examples.gpt2.devices.sharding import (
   AXES,
@@ -18,7 +17,6 @@ from examples.gpt2.devices.sharding import (
 from examples.gpt2.presets import resolve
 from examples.gpt2.run.memory import (
   OutOfMemoryError,
-  activation_bytes,
   advice,
   explain,
   fit,
@@ -97,45 +95,6 @@ def test_weights_and_moments_are_counted_by_device():
   assert f'weights: {params:.2f} GiB' in text
   assert f'moments: {2 * params:.2f} GiB' in text
   assert f'gradients: {params:.2f} GiB' in text
-
-
-_LARGE = {'devices': 1, 'micro_batch_size': 16}
-
-
-@pytest.mark.parametrize(
-  'settings',
-  [
-    _LARGE,
-    {'devices': 1, 'remat': 'full', 'context_length': 256, 'batch_size': 4},
-    pytest.param(
-      {'mesh': 'fsdp=4,tensor=2', 'architecture': 'llama', 'batch_size': 64}
-      | {'micro_batch_size': 8},
-      marks=pytest.mark.slow,
-    ),
-    pytest.param(
-      _LARGE | {'vocab_size': 8192, 'remat': 'full'}, marks=pytest.mark.slow
-    ),
-    pytest.param(
-      _LARGE
-      | {'architecture': 'llama', 'remat': 'dots'}
-      | {'num_heads': 8, 'num_kv_heads': 2, 'head_width': 16},
-      marks=pytest.mark.slow,
-    ),
-  ],
-)
-def test_the_estimate_is_near_what_is_compiled(settings: dict):
-  config, trainer = _make(**settings)
-  batch = batch_shape(config, trainer.mesh)
-  with jax.set_mesh(trainer.mesh):
-    compiled = trainer.step.lower(trainer.shapes, batch).compile()
-  measured = compiled.memory_analysis().temp_size_in_bytes
-  # Gradients of a micro-batch, and their sum.
-  gradients = 2 * hardware.bytes_per_device(trainer.shapes.params)
-  assert gradients < measured / 2
-  ratio = activation_bytes(config, trainer.mesh, config.micro_batch_size) / (
-    measured - gradients
-  )
-  assert 1 / 1.6 < ratio < 1.6
 
 
 @hypothesis.given(
