@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import os
 from pathlib import Path
 import sys
 from typing import Any
@@ -209,7 +210,7 @@ def from_json(settings: dict[str, Any]) -> Config:
 def to_json(config: Config) -> dict[str, Any]:
   """Returns all settings as JSON values."""
   return {
-    name: str(value) if isinstance(value, Path) else value
+    name: os.fspath(value) if isinstance(value, os.PathLike) else value
     for name, value in vars(config).items()
   }
 

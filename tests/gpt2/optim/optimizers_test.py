@@ -304,6 +304,12 @@ def _by_the_library(config: RunConfig) -> optax.GradientTransformation:
     return merit_optax.muon(
       rate, config.b1, weight_decay=config.weight_decay, **settings
     )
+  # Adam without a bias correction, as in examples/study.
+  settings['others'] = optax.chain(
+    merit_optax.scale_by_adam(0.9, config.b2),
+    optax.add_decayed_weights(config.weight_decay),
+    optax.scale_by_learning_rate(lambda step: share * rate(step)),
+  )
   return merit_optax.muon_hyperball(rate, config.b1, **settings)
 
 
