@@ -137,8 +137,8 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   cache = cache_folder(config.cache_dir).absolute()
   paths = find_files(config.data, [folder, cache])
   _start(folder, _settings(config, paths))
-  documents = load_documents(paths, config.text_field, cache / 'datasets')
   try:
+    documents = load_documents(paths, config.text_field, cache / 'datasets')
     tokenizer, end_token = _tokenizer(documents, config, folder)
     count = math.ceil(
       documents.data.nbytes / _BYTES_IN_TOKEN / config.shard_tokens

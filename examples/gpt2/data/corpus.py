@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tqdm
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.files import COMPRESSED, find_files, kind
+from examples.gpt2.data.files import COMPRESSED, find_files, is_binary, kind
 from examples.gpt2.data.token_files import PARTS, token_writer, write_index
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
@@ -30,7 +30,6 @@ _SLICES = 10
 _END_OF_DOCUMENT = re.compile(rf'^{re.escape(END_OF_TEXT)}\s*?\n', re.M)
 _BLOCK = 1 << 15
 _TO_NEXT_LINE = 1000
-_HEAD = 1 << 16
 _INSIDE = bytes(range(0x80, 0xC0))  # Bytes within a character of UTF-8.
 
 
@@ -91,23 +90,16 @@ def load_corpus(data: Sequence[str], leave_out: Sequence[Path] = ()) -> Corpus:
         f'examples.gpt2.prepare --data {name} --out-dir tokens, and train with '
         '--data tokens.'
       )
-  paths = [path for path in found if not _is_binary(path)]
+  paths = [path for path in found if not is_binary(path)]
   sizes = [file_system(path).info(os.fspath(path))['size'] for path in paths]
   if not sum(sizes):
     raise UsageError(f'{name} holds no text: expected UTF-8, not empty.')
-  binary = len(found) - len(paths)
   segments = _split(paths, sizes)
   return Corpus(
-    source=f'{name} ({len(paths)} files'
-    + (f', {binary} that are no text left out)' if binary else ')'),
+    source=f'{name} ({len(paths)} files)',
     segments=segments,
     sha256=_hash(paths, sizes),
   )
-
-
-def _is_binary(path: Path) -> bool:
-  with path.open('rb') as file:
-    return b'\0' in file.read(_HEAD)
 
 
 def _split(

@@ -16,6 +16,7 @@ KINDS = {
 
 COMPRESSED = ('.gz', '.zst', '.bz2', '.xz')
 
+_HEAD = 1 << 16  # Bytes that tell whether a file is binary.
 _NOT_STDLIB = {
   'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test',
 }  # fmt: skip
@@ -38,7 +39,7 @@ def find_files(
 ) -> list[Path]:
   """Returns files, and those of folders with subfolders, each once, in order.
 
-  Of folders it leaves out hidden files, folders of runs, those of
+  Of folders it leaves out hidden files, binary ones, folders of runs, those of
   ``leave_out`` (absolute), and what a cache of Hugging Face keeps beside
   ``snapshots``.
   ``'stdlib'`` is the source of Python's standard library.
@@ -76,9 +77,18 @@ def _find(name: str, leave_out: Sequence[Path]) -> list[Path]:
     is_left_out = any(whole.is_relative_to(x) for x in leave_out)
     if is_wanted and not is_left_out and not any(map(_is_no_data, parents)):
       paths.append(path)
+  paths = [path for path in paths if not is_binary(path)]
   if any(kind(path) == 'parquet' for path in paths):
     paths = [path for path in paths if path.name.lower() not in _BESIDE]
   return paths
+
+
+def is_binary(path: Path) -> bool:
+  """Whether a file, of no kind that is known, holds no text."""
+  if kind(path) != 'text' or path.suffix.lower() in COMPRESSED:
+    return False
+  with path.open('rb') as file:
+    return b'\0' in file.read(_HEAD)
 
 
 def _walk(folder: Path) -> list[Path]:
