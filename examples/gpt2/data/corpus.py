@@ -202,6 +202,10 @@ def fill_cache(folder: Path, corpus: Corpus, vocab_size: int) -> None:
         with token_writer(scratch / f'{part}.bin', shards[part][0]) as write:
           for tokens in encode(tokenizer, END_OF_TEXT, texts):
             write(tokens)
+        if not shards[part][0]['tokens']:
+          raise UsageError(
+            f'{corpus.source} is too short to hold a part out: give more text.'
+          )
       size = num_identifiers(tokenizer)
       write_index(scratch, shards, {'vocab_size': size})
   except OSError as error:

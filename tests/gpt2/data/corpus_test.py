@@ -11,7 +11,7 @@ import pytest
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.data import corpus as corpus_module
-from examples.gpt2.data.corpus import load_corpus
+from examples.gpt2.data.corpus import fill_cache, load_corpus
 from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
 
@@ -115,6 +115,14 @@ def test_what_is_no_plain_text_is_refused(tmp_path, name, content, message):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(UsageError, match=message):
     load_corpus([str(tmp_path / name)])
+
+
+def test_a_text_too_short_to_split_is_refused(tmp_path: Path):
+  (tmp_path / 'a.txt').write_text('hi\n')
+  corpus = load_corpus([str(tmp_path / 'a.txt')])
+  with pytest.raises(UsageError, match=r'a\.txt .*too short'):
+    fill_cache(tmp_path / 'cache', corpus, 257)
+  assert not (tmp_path / 'cache').exists()
 
 
 def test_binary_files_are_left_out_of_folders_and_bad_text_is_named(tmp_path):
