@@ -101,6 +101,11 @@ def _check_data(config: Config) -> None:
       f"--preset {config.preset} needs --data: the text of Python's standard "
       'library is for the demo.'
     )
+  if config.out_dir is not None and str(config.out_dir) in config.data:
+    raise UsageError(
+      f'--out-dir {config.out_dir} is the folder of --data, which a run must '
+      'not change: choose another.'
+    )
   if config.out_dir is not None and str(config.out_dir).startswith('s3:'):
     raise UsageError(
       f'--out-dir must be on a disk or in gs://, where Orbax can write, got '

@@ -1,3 +1,4 @@
+from dataclasses import replace
 import errno
 import importlib.util
 import json
@@ -10,13 +11,13 @@ import pytest
 import safetensors.numpy
 
 from examples import gpt2
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, UsageError
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.model import files
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
 from examples.gpt2.run.weights import load_model
-from examples.gpt2.train import main
+from examples.gpt2.train import main, train
 from tests.gpt2.runs import as_flags, assert_same_run
 
 
@@ -97,6 +98,22 @@ def test_mistakes_are_told_before_compiling(
     main([*as_flags(finished), mistake])
   assert stop.value.code == 2
   assert message in capsys.readouterr().err
+
+
+def test_results_do_not_go_into_the_data(tmp_path: Path, capsys):
+  folder = str(tmp_path)
+  with pytest.raises(SystemExit, match='2'):
+    main(['--data', folder, '--out-dir', folder])
+  assert (
+    f'--out-dir {folder} is the folder of --data' in capsys.readouterr().err
+  )
+
+
+def test_a_source_that_is_named_twice_is_refused(finished: Config, tmp_path):
+  tokens = next(finished.cache_dir.glob('*/train.bin')).parent
+  config = replace(finished, data=(str(tokens), str(tokens)), out_dir=tmp_path)
+  with pytest.raises(UsageError, match='names a source twice'):
+    train(config)
 
 
 def test_a_larger_preset_needs_data(capsys):

@@ -161,6 +161,11 @@ def _load(config: RunConfig) -> Tokens:
     paths = paths if len(paths) == 1 else ['text']
   names = [PurePath(path).name for path in paths]
   names = names if len({*names}) == len(names) else paths
+  if len({*names}) < len(names):
+    raise UsageError(
+      f'--data names a source twice: {" ".join(names)}. Give each once, with '
+      'the sum of its weights.'
+    )
   weights = tokens.order.get('weights', [1.0])
   evaluations = [
     EvaluationSet(name, part.validation, weight, '')

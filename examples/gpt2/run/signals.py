@@ -37,7 +37,10 @@ class StopRequest:
         # Where there are several processes, jax takes it over.
         signal.SIGTERM,
       ):
-        self._before[number] = signal.signal(number, self._note)
+        # nohup has SIGHUP ignored, so that the run outlives its terminal.
+        is_ignored = signal.getsignal(number) is signal.SIG_IGN
+        if number != signal.SIGHUP or not is_ignored:
+          self._before[number] = signal.signal(number, self._note)
     return self
 
   def __exit__(self, *_: object) -> None:

@@ -22,6 +22,16 @@ def test_the_first_signal_is_noted_until_the_end(number: int, capfd):
   assert signal.Signals(number).name in capfd.readouterr().err
 
 
+def test_nohup_outlives_its_terminal():
+  before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+  try:
+    with StopRequest() as stop:
+      os.kill(os.getpid(), signal.SIGHUP)
+      assert stop.received() is None
+  finally:
+    signal.signal(signal.SIGHUP, before)
+
+
 def test_a_save_under_way_does_not_keep_the_second_interrupt_waiting():
   program = """
 import os, signal, threading, time
