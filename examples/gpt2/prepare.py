@@ -140,17 +140,22 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   try:
     documents = load_documents(paths, config.text_field, cache / 'datasets')
     tokenizer, end_token = _tokenizer(documents, config, folder)
-    count = math.ceil(
-      documents.data.nbytes / _BYTES_IN_TOKEN / config.shard_tokens
-    )
-    count = max(min(count, len(documents)), 1)
-    rows = [
-      _make_shard(documents, i, count, tokenizer, end_token, config, folder)
-      for i in tqdm.trange(count, desc='tokenizing', unit=' files')
-    ]
+  except UsageError:
+    if not any(folder.glob('progress-*.json')):
+      _discard(folder)  # No token file is lost.
+    raise
+  count = math.ceil(
+    documents.data.nbytes / _BYTES_IN_TOKEN / config.shard_tokens
+  )
+  count = max(min(count, len(documents)), 1)
+  rows = [
+    _make_shard(documents, i, count, tokenizer, end_token, config, folder)
+    for i in tqdm.trange(count, desc='tokenizing', unit=' files')
+  ]
+  try:
     _check_parts(rows, config)
   except UsageError:
-    _discard(folder)
+    _discard(folder)  # Of no use with another share.
     raise
   shards = {x: [row[x] for row in rows if x in row] for x in PARTS}
   sizes = {

@@ -176,13 +176,14 @@ def _take_start(args: list[str]) -> tuple[Config, list[str]]:
 
 
 def read_config(path: Path) -> Config:
-  """Returns the settings in the config.json of a run.
+  """Returns the settings in the config.json of a run, or in its folder.
 
   Raises:
     UsageError: If the file is not there or holds none.
   """
   try:
     with os_errors():
+      path = path / 'config.json' if path.is_dir() else path
       return from_json(json.loads(path.read_text())['settings'])
   except (OSError, ValueError, TypeError, KeyError) as error:
     raise UsageError(

@@ -403,3 +403,21 @@ def test_the_command_reports_what_it_made_or_a_mistake(config, capsys):
     main(_arguments(config))
   assert exit_info.value.code == 2
   assert 'error: ' in capsys.readouterr().err
+
+
+def test_an_error_after_a_kill_deletes_nothing(config, monkeypatch):
+  def kill(*_):
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    patch.setattr(prepare_module, 'write_index', kill)
+    prepare(config)
+  tokenizer = config.out_dir / 'tokenizer.json'
+  whole = tokenizer.read_bytes()
+  tokenizer.write_bytes(whole[:100])
+  with pytest.raises(UsageError, match='damaged'):
+    prepare(config)
+  assert (config.out_dir / 'train.bin').exists()
+  tokenizer.write_bytes(whole)
+  prepare(config)
+  assert (config.out_dir / 'index.json').exists()

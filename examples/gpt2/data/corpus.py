@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import tqdm
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.files import COMPRESSED, find_files, is_binary, kind
+from examples.gpt2.data.files import COMPRESSED, find_files, kind
 from examples.gpt2.data.token_files import PARTS, token_writer, write_index
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
@@ -78,10 +78,10 @@ def load_corpus(data: Sequence[str], leave_out: Sequence[Path] = ()) -> Corpus:
   Raises:
     UsageError: If there is no text, or files that have to be prepared.
   """
-  found = find_files(data, leave_out)
+  paths = find_files(data, leave_out)
   name = ' '.join(data)
-  for path in found:
-    is_named = len(found) == 1
+  for path in paths:
+    is_named = len(paths) == 1
     is_code = path.suffix == '.json' and not is_named
     is_packed = path.suffix.lower() in COMPRESSED
     if (kind(path) != 'text' and not is_code) or (is_packed and is_named):
@@ -90,7 +90,6 @@ def load_corpus(data: Sequence[str], leave_out: Sequence[Path] = ()) -> Corpus:
         f'examples.gpt2.prepare --data {name} --out-dir tokens, and train with '
         '--data tokens.'
       )
-  paths = [path for path in found if not is_binary(path)]
   sizes = [file_system(path).info(os.fspath(path))['size'] for path in paths]
   if not sum(sizes):
     raise UsageError(f'{name} holds no text: expected UTF-8, not empty.')

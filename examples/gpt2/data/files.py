@@ -60,6 +60,8 @@ def _find(name: str, leave_out: Sequence[Path]) -> list[Path]:
   is_stdlib = name == 'stdlib'
   root = Path(sysconfig.get_path('stdlib')) if is_stdlib else as_path(name)
   if root.is_file():
+    if _is_binary(root):
+      raise UsageError(f'{root} holds no text: it has zero bytes.')
     return [root]
   if not root.is_dir():
     raise UsageError(
@@ -77,13 +79,13 @@ def _find(name: str, leave_out: Sequence[Path]) -> list[Path]:
     is_left_out = any(whole.is_relative_to(x) for x in leave_out)
     if is_wanted and not is_left_out and not any(map(_is_no_data, parents)):
       paths.append(path)
-  paths = [path for path in paths if not is_binary(path)]
+  paths = [path for path in paths if not _is_binary(path)]
   if any(kind(path) == 'parquet' for path in paths):
     paths = [path for path in paths if path.name.lower() not in _BESIDE]
   return paths
 
 
-def is_binary(path: Path) -> bool:
+def _is_binary(path: Path) -> bool:
   """Whether a file, of no kind that is known, holds no text."""
   if kind(path) != 'text' or path.suffix.lower() in COMPRESSED:
     return False

@@ -125,8 +125,9 @@ class RunFolder:
       raise self._refusal(
         f'a {_CONFIG} that no run of this trainer wrote, or a damaged one'
       ) from error
-    changes = describe_changes(old, known_by)
-    if not changes:
+    changes, steps = describe_changes(old, known_by), saved_steps(self.path)
+    # Without the first state, nothing has been computed.
+    if not changes or not steps:
       return
     decisive = describe_changes(
       *(
@@ -134,10 +135,10 @@ class RunFolder:
         for settings in (old, known_by)
       )
     )
-    done = max((x['step'] for x in self.read_metrics()), default=0)
-    if decisive or not done:
+    if decisive:
       raise self._refusal(f'a run with other settings ({changes})')
-    self._check_same_rates(before, config, done, changes)
+    if max(steps):
+      self._check_same_rates(before, config, max(steps), changes)
     # Else they would be taken for those of the longer run.
     for name in (_SAMPLE, files.WEIGHTS):
       (self.path / name).unlink(missing_ok=True)
@@ -210,6 +211,13 @@ class RunFolder:
   def write_sample(self, text: str) -> None:
     """Writes the sample, which marks a run as finished; for process 0."""
     write_whole(self.path / _SAMPLE, text.encode())
+
+
+def saved_steps(run: Path) -> list[int]:
+  """Returns the steps of which there are checkpoints, also unfinished ones."""
+  folder = run / 'checkpoints'
+  names = [x.name for x in folder.iterdir()] if folder.exists() else []
+  return [int(name) for name in names if name.isdecimal()]
 
 
 def trained_on(folder: Path) -> dict[str, Any]:

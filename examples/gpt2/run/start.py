@@ -7,9 +7,10 @@ from typing import Any
 from examples.gpt2.config import Config, RunConfig, UsageError, flag
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.model.config import padded_vocab_size
-from examples.gpt2.model.files import DESCRIPTION, Model, read_description
+from examples.gpt2.model.files import Model, read_description
 from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.checkpoints import Checkpoints
+from examples.gpt2.run.folder import saved_steps
 from examples.gpt2.run.step import Trainer, TrainState
 from examples.gpt2.run.weights import find_step, load_model
 from examples.gpt2.storage import as_path
@@ -35,7 +36,7 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
   folder = as_path(source)
   if config.out_dir is not None:
     own = as_path(config.out_dir)
-    folder = own if (own / DESCRIPTION).exists() else folder
+    folder = own if saved_steps(own) else folder
   model = read_description(folder)
   usual = PRESETS[config.preset]
   found = {name: getattr(model.config, name) for name in _MODEL}

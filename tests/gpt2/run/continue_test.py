@@ -135,6 +135,15 @@ def test_a_fork_that_does_not_fit_is_refused(
     train(replace(config, **changes))
 
 
+def test_a_start_that_failed_leaves_the_folder_free(stable, tmp_path: Path):
+  config = replace(
+    stable, fork_from=stable.out_dir, from_step=3, out_dir=tmp_path / 'fork'
+  )
+  with pytest.raises(UsageError, match='--from-step must be'):
+    train(config)
+  assert train(replace(config, from_step=4)).finished
+
+
 @pytest.fixture(scope='module')
 def unfinished(make_tiny, tmp_path_factory) -> Config:
   """Settings of a run that was killed after its checkpoint of step 4."""

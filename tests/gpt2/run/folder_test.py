@@ -10,6 +10,7 @@ import pytest
 from examples.gpt2.config import UsageError, identity
 from examples.gpt2.presets import PRESETS, from_json, resolve, to_json
 from examples.gpt2.run.folder import RunFolder
+from examples.gpt2.storage import make_folder, write_whole
 from tests.gpt2.runs import contents
 
 _CONFIG = resolve(PRESETS['demo'])
@@ -103,7 +104,11 @@ def test_a_config_of_something_else_is_refused(tmp_path: Path, text: str):
 
 
 def test_another_run_is_refused_and_what_differs_is_named(place: Path):
-  _start(place)
+  _start(place, seed=3)
+  _start(place)  # Nothing had been computed.
+  first = place / 'checkpoints' / '0' / 'state'
+  make_folder(first.parent)
+  write_whole(first, b'state')
   with pytest.raises(UsageError, match=r'\(seed: 0 -> 4\): choose another'):
     _start(place, seed=4, eval_every=3)
 
