@@ -106,8 +106,8 @@ def run(
   with Checkpoints(
     folder.checkpoints, config.max_to_keep, config.keep_period
   ) as checkpoints:
-    done, state = _first(trainer, config, checkpoints)
     programs = _compile(trainer, config, evaluations)
+    done, state = _first(trainer, config, checkpoints)
     tokens_done = folder.keep_metrics(done, config.fork_from)
     make_batch = functools.partial(
       batches.training_batch, tokens.train, config, mesh=trainer.mesh
