@@ -44,7 +44,7 @@ help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
 	  $(MAKEFILE_LIST)
 
-train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about five minutes.
+train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about three minutes.
 	$(RUN) examples.gpt2.train $(ARGS)
 
 test: $(VENV)/.test ## Run the quick tests, in about three minutes.

@@ -62,15 +62,10 @@ html_title = project
 # The theme has a button for it, and its picture is not of this site.
 _BADGE = re.compile(r'\[!\[Open in Colab\]\(\S+\)\]\(\S+?\)')
 _FILES = f'{_REPOSITORY}/blob/main/'
-_INCLUDE = re.compile(r'^```\{include\} (\S+)', re.MULTILINE)
 _LINK = re.compile(r'(!?\[[^\]]*\]\()([^)\s#]+)')
-# Files outside of docs/ that have a page of the site.
+# Notebooks, without the suffix, since Sphinx would look for the file behind the
+# link.
 _PAGES = {
-  (_DOCS / path).resolve(): page
-  for page in _DOCS.glob('*.md')
-  for path in _INCLUDE.findall(page.read_text())
-} | {
-  # Without its suffix, since Sphinx would look for the file behind the link.
   path.resolve(): path.with_suffix('')
   for path in _DOCS.glob('notebooks/*.ipynb')
 }
@@ -79,19 +74,11 @@ _PAGES = {
 def setup(app: Sphinx) -> None:
   """Adds what no extension does."""
   app.connect('source-read', _read_page)
-  app.connect('include-read', _read_included_file)
   app.add_html_math_renderer('mathml', (_visit_math, None), (_visit_math, None))
 
 
 def _read_page(app: Sphinx, docname: str, source: list[str]) -> None:
   source[0] = _resolve_links(source[0], Path(app.env.doc2path(docname)).parent)
-
-
-def _read_included_file(
-  app: Sphinx, path: Path, docname: str, source: list[str]
-) -> None:
-  del app, docname
-  source[0] = _resolve_links(source[0], (_DOCS / path).parent)
 
 
 def _resolve_links(text: str, folder: Path) -> str:

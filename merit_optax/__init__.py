@@ -31,7 +31,7 @@ from merit_optax.transforms.trust_ratio import (
   scale_by_max_norm_trust_ratio,
 )
 
-__version__ = '0.3.0'
+__version__ = '0.4.0'
 
 __all__ = (
   'AttentionHeads',

@@ -102,7 +102,7 @@ class ModelSettings:
   # positions, SwiGLU, no biases.
   architecture: Literal['gpt2', 'llama'] = setting('gpt2')
   # Transformer blocks.
-  num_layers: int = setting(4, AT_LEAST_1)
+  num_layers: int = setting(3, AT_LEAST_1)
   # Attention heads of a block.
   num_heads: int = setting(4, AT_LEAST_1)
   # Heads of keys and values, each shared by a group of heads (llama).
@@ -212,9 +212,9 @@ class ScheduleSettings:
   """Steps and learning rates."""
 
   # Sequences of a step, on all devices together.
-  batch_size: int = setting(64, AT_LEAST_1)
+  batch_size: int = setting(32, AT_LEAST_1)
   # Optimizer steps.
-  steps: int = setting(400, AT_LEAST_1, is_schedule=True)
+  steps: int = setting(250, AT_LEAST_1, is_schedule=True)
   # Learning rate after the warm-up: a cosine or a line down to --min-rate; wsd
   # (warm-up, stable, decay): the peak, until --decay; inverse-sqrt: the peak
   # times sqrt(warm-up / step). Of the last two, a run can be made longer.
@@ -251,14 +251,14 @@ class RunSettings:
     setting(None, AT_LEAST_1)
   )
   # Steps between evaluations.
-  eval_every: int = setting(40, AT_LEAST_1, decides=False)
+  eval_every: int = setting(50, AT_LEAST_1, decides=False)
   # Sequences of an evaluation, at the most.
-  eval_sequences: int = setting(512, AT_LEAST_1, decides=False)
+  eval_sequences: int = setting(256, AT_LEAST_1, decides=False)
   # Steps between diagnostics of attention, updates and the gradient's noise,
   # which take as long as 1.2 steps; 0 for none.
-  diagnostics_every: int = setting(40, NOT_NEGATIVE, decides=False)
+  diagnostics_every: int = setting(50, NOT_NEGATIVE, decides=False)
   # Steps between checkpoints.
-  checkpoint_every: int = setting(80, AT_LEAST_1, decides=False)
+  checkpoint_every: int = setting(50, AT_LEAST_1, decides=False)
   # Newest checkpoints to keep. The best by validation loss is kept too.
   max_to_keep: int = setting(2, AT_LEAST_1, decides=False)
   # Keep every checkpoint whose step is a multiple of this number.

@@ -1,8 +1,9 @@
 #!/bin/bash
 # Trains under Slurm. Before the time limit the run saves and is queued again, if
 # it has made a step since it began:
-#   sbatch examples/launch/slurm.sh --optimizer muon --preset medium \
-#     --data /shared/tokens --dtype bfloat16 --mesh fsdp=16 --out-dir /shared/run
+#   sbatch examples/launch/slurm.sh --optimizer muon --preset xl \
+#     --data /shared/tokens --mesh data=2,fsdp=8 --dtype bfloat16 --remat full \
+#     --micro-batch-size 64 --out-dir /shared/run
 # Set nodes, GPUs and time here or as flags of sbatch, which come first.
 
 #SBATCH --job-name=train

@@ -2,13 +2,13 @@
 # Trains on spot TPU VMs: when they are preempted, it asks for new ones and
 # starts the same command there, which goes on from its last checkpoint. Runs
 # anywhere that has gcloud, until the training is over:
-#   NAME=run ZONE=us-west4-a TYPE=v5litepod-16 VERSION=v2-alpha-tpuv5-lite \
+#   NAME=xl ZONE=us-west4-a TYPE=v5litepod-256 VERSION=v2-alpha-tpuv5-lite \
 #   SETUP='bash <(gcloud storage cat gs://BUCKET/setup.sh)' \
-#     examples/launch/tpu.sh --optimizer muon --preset large \
-#     --data gs://BUCKET/tokens --dtype bfloat16 --mesh fsdp=16 \
-#     --out-dir gs://BUCKET/run
+#     examples/launch/tpu.sh --optimizer muon --preset xl \
+#     --data gs://BUCKET/tokens --mesh fsdp=64 --dtype bfloat16 --remat full \
+#     --micro-batch-size 32 --out-dir gs://BUCKET/run
 # SETUP makes the folder merit_optax with its .venv on a new VM, and does
-# nothing where it is.
+# nothing where it is: docs/train.md has one.
 
 : "${NAME:?}" "${ZONE:?}" "${TYPE:?}" "${VERSION:?}" "${SETUP:?}"
 out=$(printf '%s\n' "$@" | sed -nE 's/^--out[-_]dir=//p; /^--out[-_]dir$/{n;p}')

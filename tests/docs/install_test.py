@@ -45,5 +45,5 @@ def test_install_line_asks_for_what_the_package_needs(line):
 
 @pytest.mark.parametrize('page', ['README.md', 'docs/getting_started.md'])
 def test_pages_that_install_the_library_name_the_flax_that_fits(page):
-  text = ' '.join((_ROOT / page).read_text().split())
-  assert f"pip install . '{_TRAINER['flax']}'" in text
+  (flax,) = _TRAINER['flax'].specifier
+  assert flax.version in (_ROOT / page).read_text()

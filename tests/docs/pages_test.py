@@ -106,7 +106,7 @@ def test_page(name, page, site):
 
 
 def test_equations_are_there(page, site):
-  for name in ('algorithm', 'api'):
+  for name in ('merit', 'api'):
     page.goto(f'{site}/{name}.html')
     assert page.locator('article math').count() > 5
 
@@ -114,8 +114,8 @@ def test_equations_are_there(page, site):
 @pytest.mark.parametrize(
   'name, link',
   [
-    ('trainer', '/pods.html'),
-    ('benchmarks', '/blob/main/benchmarks/results'),
+    ('index', '/settings.html'),
+    ('api', '/blob/main/benchmarks/results'),
   ],
 )
 def test_links_between_pages_and_into_the_repository(name, link, page, site):

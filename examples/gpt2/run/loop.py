@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from examples.gpt2.command import CommandError, format_bytes
+from examples.gpt2.command import CommandError, format_bytes, format_seconds
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
@@ -215,6 +215,8 @@ class _Steps:
     done = self.taken
     self._stop_if_asked(done, self.stop.received())
     try:
+      if done < self.config.steps:
+        self._say_what_is_left(done)
       batch: Any = self.make_batch(done + 1)
       for step in range(done + 1, self.config.steps + 1):
         if self.config.profile:
@@ -282,14 +284,8 @@ class _Steps:
 
   def _evaluate(self, step: int) -> float:
     """Logs and returns the mean validation loss, nats a token."""
-    losses, weights = {}, []
     with self.log.paused():
-      for name, weight, held_out, count in self.evaluations:
-        measure = self.programs.sequence_losses[held_out.shape]
-        measured = np.asarray(measure(self.state.params, held_out))
-        losses[name] = float(np.mean(measured.ravel()[:count], dtype=float))
-        weights.append(weight)
-    loss = weighted_mean(list(losses.values()), weights)
+      losses, loss = self._validation_losses()
     evaluation: dict[str, Any] = {'val_loss': loss}
     if len(losses) > 1:
       evaluation['val_losses'] = losses
@@ -297,6 +293,32 @@ class _Steps:
     if not math.isfinite(loss):
       raise NotFiniteError(f'at step {step} the validation loss is {loss}.')
     return loss
+
+  def _validation_losses(self) -> tuple[dict[str, float], float]:
+    """Returns the loss of each set, and their mean, nats a token."""
+    losses, weights = {}, []
+    for name, weight, held_out, count in self.evaluations:
+      measure = self.programs.sequence_losses[held_out.shape]
+      measured = np.asarray(measure(self.state.params, held_out))
+      losses[name] = float(np.mean(measured.ravel()[:count], dtype=float))
+      weights.append(weight)
+    return losses, weighted_mean(list(losses.values()), weights)
+
+  def _say_what_is_left(self, done: int) -> None:
+    """Prints the validation loss so far, and about how long the run takes."""
+    start = time.perf_counter()
+    with self.log.paused():
+      _, loss = self._validation_losses()
+    evaluation = time.perf_counter() - start
+    sequences = sum(math.prod(x.tokens_ABT.shape[:2]) for x in self.evaluations)
+    # Forward and backward pass take three times as long as the forward pass.
+    step = 3 * evaluation / sequences * self.config.batch_size
+    left = self.config.steps - done
+    seconds = left * (step + evaluation / self.config.eval_every)
+    print_once(
+      f'step {done}: validation loss {loss:.4f}; the run takes about '
+      f'{format_seconds(seconds)}'
+    )
 
   def _stop_if_asked(self, step: int, received: int | None) -> None:
     """Raises ``StoppedError`` if there was a signal."""

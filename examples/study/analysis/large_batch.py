@@ -10,10 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
 import numpy as np
 import tyro
 
+from examples.study.analysis.large_batch_figures import draw_logits, draw_runs
+from examples.study.analysis.runs import (
+  Group,
+  Run,
+  best_at_largest_batch,
+  by_power,
+  mean_loss,
+  read_runs,
+  seeds_of_each,
+)
 from examples.study.large_batch import loss_of, read
 from examples.study.settings import PRESETS, Trial
 
@@ -29,102 +38,24 @@ class Options:
   """The page. Pictures get its name, in the folder figures beside it."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-  """A trial and what it measured.
-
-  Attributes:
-    label: Its rule, and settings in which it differs from the first line.
-    trial: The trial.
-    record: Its line.
-  """
-
-  label: str
-  trial: Trial
-  record: dict[str, Any]
-
-  @property
-  def loss(self) -> float:
-    """Final loss, infinite where the run diverged."""
-    return loss_of(self.record)
-
-  @property
-  def steps(self) -> list[int]:
-    """Steps of the evaluations."""
-    return [x['step'] for x in self.record['evaluations']]
-
-  @property
-  def losses(self) -> list[float]:
-    """Losses of the evaluations."""
-    return [x['loss'] for x in self.record['evaluations']]
-
-  @property
-  def logits_EL(self) -> np.ndarray:
-    """Largest attention logits, (evaluations, layers)."""
-    return np.array([x['max_logits'] for x in self.record['evaluations']])
-
-
-Group = list[Run]
-"""Runs of a label, a batch and a learning rate: one for each seed."""
-
-
 def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   options = tyro.cli(Options, args=args)
   lines = read(options.results)
   if not lines:
     raise FileNotFoundError(f'results: {options.results} holds no trial.')
-  runs = _runs(lines)
+  runs = read_runs(lines)
   folder, name = options.page.parent / 'figures', options.page.stem.lower()
   folder.mkdir(parents=True, exist_ok=True)
-  pictures = {f'{name}.png': _draw}
-  if _at_largest_batch(runs):
-    pictures[f'{name}_logits.png'] = _draw_logits
+  pictures = {f'{name}.png': draw_runs}
+  if best_at_largest_batch(runs):
+    pictures[f'{name}_logits.png'] = draw_logits
   for file, draw in pictures.items():
     figure = draw(runs)
     figure.savefig(folder / file, dpi=120)
     plt.close(figure)
   options.page.write_text(_page(runs, lines, options.results, list(pictures)))
   print(f'wrote {options.page} and {", ".join(pictures)} in {folder}')
-
-
-def _runs(lines: list[dict[str, Any]]) -> list[Run]:
-  """Returns the runs; one that was run again counts as it was run last."""
-  first = lines[0]['settings']
-  found = {}
-  for x in lines:
-    other = [f'{k}={v}' for k, v in x['settings'].items() if v != first.get(k)]
-    run = Run(', '.join([x['trial']['rule'], *other]), Trial(**x['trial']), x)
-    found[run.label, run.trial] = run
-  return list(found.values())
-
-
-def _groups(runs: list[Run]) -> list[Group]:
-  """Returns the runs with the chosen rates, those of seeds together."""
-  groups = collections.defaultdict(list)
-  for run in runs:
-    if run.trial.seed:
-      key = run.label, run.trial.batch_tokens, run.trial.power
-      groups[key].append(run)
-  return list(groups.values())
-
-
-def _loss(group: Group) -> float:
-  return float(np.mean([run.loss for run in group]))
-
-
-def _at_largest_batch(runs: list[Run]) -> list[Group]:
-  """Returns the groups of the largest batch, the best of each label."""
-  groups = _groups(runs)
-  largest = max((x[0].trial.batch_tokens for x in groups), default=0)
-  best: dict[str, Group] = {}
-  for group in groups:
-    label = group[0].label
-    if group[0].trial.batch_tokens == largest and (
-      label not in best or _loss(group) < _loss(best[label])
-    ):
-      best[label] = group
-  return list(best.values())
 
 
 def _page(
@@ -145,7 +76,7 @@ def _page(
       _description(runs[0], largest),
       _PROTOCOL,
       _after_training(runs),
-      *(_chosen(runs, pictures[-1]) if _groups(runs) else ()),
+      *(_chosen(runs, pictures[-1]) if seeds_of_each(runs) else ()),
       '## Choice of learning rates\n',
       'Final loss of seed 0 at multiples of the middle rate; lowest in bold.\n',
       _table(_rows_of_rates(runs)),
@@ -209,7 +140,7 @@ def _after_training(runs: list[Run]) -> str:
 
 def _chosen(runs: list[Run], picture: str) -> list[str]:
   """Returns the parts of the page on the trials with the chosen rates."""
-  groups = _at_largest_batch(runs)
+  groups = best_at_largest_batch(runs)
   steps = groups[0][0].steps[-1]
   return [
     '## Losses\n',
@@ -247,7 +178,7 @@ def _table(rows: list[dict[str, str]]) -> str:
 
 def _rows_of_losses(runs: list[Run]) -> list[dict[str, str]]:
   """Returns a row for each rule, batch and learning rate."""
-  groups = _groups(runs)
+  groups = seeds_of_each(runs)
   first = groups[0][0].label
   rows = []
   for batch in sorted({x[0].trial.batch_tokens for x in groups}):
@@ -256,8 +187,10 @@ def _rows_of_losses(runs: list[Run]) -> list[dict[str, str]]:
       (run.loss for x in here for run in x if np.isfinite(run.loss)),
       default=math.nan,
     )
-    base = min((x for x in here if x[0].label == first), key=_loss, default=[])
-    for group in sorted(here, key=_loss):
+    base = min(
+      (x for x in here if x[0].label == first), key=mean_loss, default=[]
+    )
+    for group in sorted(here, key=mean_loss):
       tokens = np.mean([_steps_to(target, x) for x in group]) * batch / 1e6
       rows.append(
         {
@@ -265,7 +198,7 @@ def _rows_of_losses(runs: list[Run]) -> list[dict[str, str]]:
           'tokens a step': f'{batch:,}',
           'learning rate': f'{group[0].record["rate"]:g}',
           'seeds': f'{len(group)}',
-          'final loss': _format(_loss(group)),
+          'final loss': _format(mean_loss(group)),
           f'minus `{first}`': '' if group is base else _difference(group, base),
           'million tokens to the highest': f'{tokens:.3g}',
           'largest logit': f'{max(x.logits_EL.max() for x in group):.0f}',
@@ -302,18 +235,8 @@ def _steps_to(target: float, run: Run) -> float:
   return float(np.interp(-target, -np.array(run.losses[near]), run.steps[near]))
 
 
-def _by_power(runs: list[Run]) -> dict[tuple[str, int], dict[int, Run]]:
-  """Returns the runs of seed 0 by label and batch, then by power of two."""
-  found: dict[tuple[str, int], dict[int, Run]] = collections.defaultdict(dict)
-  for run in sorted(runs, key=lambda run: run.trial.power):
-    if run.trial.seed == 0:
-      found[run.label, run.trial.batch_tokens][run.trial.power] = run
-  order = {run.label: i for i, run in enumerate(reversed(runs))}
-  return dict(sorted(found.items(), key=lambda x: -order[x[0][0]]))
-
-
 def _rows_of_rates(runs: list[Run]) -> list[dict[str, str]]:
-  found = _by_power(runs)
+  found = by_power(runs)
   powers = sorted({power for by in found.values() for power in by})
   rows = []
   for (label, batch), by in found.items():
@@ -340,7 +263,7 @@ def _notes(runs: list[Run], lines: list[dict[str, Any]]) -> str:
     f'- {count} of the {len(runs)} trials ran with {note}.'
     for note, count in counts.items()
   ]
-  done = {group[0].label for group in _groups(runs)}
+  done = {group[0].label for group in seeds_of_each(runs)}
   for label in dict.fromkeys(run.label for run in runs):
     if label not in done:
       notes.append(f'- `{label}` has not run with the chosen rate.')
@@ -354,85 +277,6 @@ def _notes(runs: list[Run], lines: list[dict[str, Any]]) -> str:
         f'it, {_format(run.loss)} when run again without.'
       )
   return '\n'.join(['## Notes\n', *notes]) + '\n' if notes else ''
-
-
-def _draw(runs: list[Run]) -> Figure:
-  """Draws losses and attention logits over tokens, and losses over rates."""
-  figure, (curves, logits, rates) = plt.subplots(
-    1, 3, figsize=(12, 3.8), layout='constrained'
-  )
-  colors = _colors(runs)
-  for group in _at_largest_batch(runs):
-    for i, run in enumerate(group):
-      tokens = np.array(run.steps) * run.trial.batch_tokens / 1e6
-      style = {'color': colors[run.label], 'marker': 'o', 'ms': 3}
-      label = f'{run.label} {run.record["rate"]:g}'
-      curves.plot(tokens, run.losses, label=None if i else label, **style)
-      logits.plot(tokens, run.logits_EL.max(1), **style)
-  curves.set(
-    title='Validation loss', xlabel='million tokens', ylabel='nats per token'
-  )
-  logits.set(
-    title='Largest attention logit', xlabel='million tokens', ylim=(0, None)
-  )
-  found = _by_power(runs)
-  batches = {batch for _, batch in found}
-  for (label, batch), by in found.items():
-    rates.plot(
-      [2.0**power for power in by],
-      [run.loss for run in by.values()],
-      color=colors[label], marker='o', ms=3,
-      label=label if len(batches) == 1 else f'{label}, {batch:,}',
-    )  # fmt: skip
-  rates.set(
-    title=f'{min(batches):,} tokens a step' if len(batches) == 1 else '',
-    xlabel='learning rate over the middle one',
-    ylabel='final loss',
-    xscale='log',
-  )
-  powers = sorted({power for by in found.values() for power in by})
-  rates.set_xticks([2.0**x for x in powers], [f'{2.0**x:g}' for x in powers])
-  rates.minorticks_off()
-  for axes in (curves, rates):
-    if axes.lines:
-      axes.legend(frameon=False)
-  for axes in (curves, logits, rates):
-    axes.spines[['top', 'right']].set_visible(False)
-  return figure
-
-
-def _draw_logits(runs: list[Run]) -> Figure:
-  """Draws the largest attention logit over tokens, a panel for each layer."""
-  groups, colors = _at_largest_batch(runs), _colors(runs)
-  num_layers = max(group[0].logits_EL.shape[1] for group in groups)
-  columns = min(num_layers, 4)
-  rows = math.ceil(num_layers / columns)
-  figure, grid = plt.subplots(
-    rows, columns, figsize=(3 * columns, 2.4 * rows), layout='constrained',
-    sharex=True, sharey=True, squeeze=False,
-  )  # fmt: skip
-  for layer, axes in enumerate(grid.flat):
-    axes.spines[['top', 'right']].set_visible(False)
-    if layer >= num_layers:
-      axes.set_axis_off()
-      continue
-    axes.set_title(f'layer {layer + 1}')
-    for group in groups:
-      for i, run in enumerate(group):
-        tokens = np.array(run.steps) * run.trial.batch_tokens / 1e6
-        axes.plot(
-          tokens, run.logits_EL[:, layer], color=colors[run.label],
-          label=None if i else run.label,
-        )  # fmt: skip
-  grid[0, 0].legend(frameon=False)
-  figure.supxlabel('million tokens')
-  figure.supylabel('largest attention logit')
-  return figure
-
-
-def _colors(runs: list[Run]) -> dict[str, str]:
-  labels = dict.fromkeys(run.label for run in runs)
-  return {label: f'C{i}' for i, label in enumerate(labels)}
 
 
 if __name__ == '__main__':

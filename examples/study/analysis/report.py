@@ -5,16 +5,22 @@ python -m examples.study.analysis.report
 
 from pathlib import Path
 
-from examples.study.analysis import figures, tables
+from matplotlib.figure import Figure
+
+from examples.study.analysis import figures, large_batch_figures, tables
 from examples.study.analysis.data import (
   FOLDER,
   Points,
   read_json,
   read_points,
 )
+from examples.study.analysis.runs import read_runs
 from examples.study.analysis.tables import Rows, markdown
+from examples.study.large_batch import read
+from examples.study.settings import PRESETS
 
 _STUDY = Path(__file__).parents[1]
+_LARGE_BATCH = PRESETS['gpu'][1].results
 
 
 def main() -> None:
@@ -22,10 +28,22 @@ def main() -> None:
   found = read_points()
   (_STUDY / 'RESULTS.md').write_text(page(found), encoding='utf-8')
   for name, figure in {
-    'summary': figures.draw_summary(found),
-    'hyperparameters': figures.draw_rates(found),
+    'front': draw_front(found),
+    'differences': figures.draw_differences(found),
+    'rates': figures.draw_rates(found),
   }.items():
-    figure.savefig(_STUDY / f'figures/{name}.png', dpi=100)
+    figure.savefig(_STUDY / f'figures/{name}.png', dpi=120)
+
+
+def draw_front(found: dict[str, Points]) -> Figure:
+  """Draws losses at a million tokens a step, and of small models by batch."""
+  figure = Figure((10, 3.8), layout='constrained')
+  left, right = figure.subplots(1, 2)
+  large_batch_figures.draw_losses(left, read_runs(read(_LARGE_BATCH)))
+  left.set_title('12.3M parameters, 1,048,576 tokens per step')
+  figures.draw_losses(right, found)
+  right.set_title('0.17M parameters, 2.5M tokens')
+  return figure
 
 
 def all_tables(found: dict[str, Points]) -> dict[str, dict[str, Rows]]:

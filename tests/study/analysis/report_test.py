@@ -1,7 +1,6 @@
 """The committed results, and the pages that quote them."""
 
 import itertools
-from pathlib import Path
 import re
 
 import pytest
@@ -13,9 +12,7 @@ from examples.study.analysis.tables import tuning_trials
 _STUDY = FOLDER.parent
 _ROOT = _STUDY.parents[1]
 # And how many tables they quote.
-_PAGES = {
-  'README.md': 1, 'docs/which_optimizer.md': 7, 'docs/hyperparameters.md': 4
-}  # fmt: skip
+_PAGES = {'docs/which_optimizer.md': 2, 'docs/settings.md': 1}
 
 
 @pytest.fixture(scope='module')
@@ -105,7 +102,7 @@ def _plain(cell: str) -> str:
 def test_tables_of_losses_say_what_they_quote():
   for page in [_ROOT / 'README.md', *(_ROOT / 'docs').glob('*.md')]:
     # Those of the benchmarks are not the study's.
-    blocks = page.read_text().split('\n\n') if page.stem != 'benchmarks' else []
+    blocks = page.read_text().split('\n\n') if page.stem != 'api' else []
     for before, block in itertools.pairwise(['', *blocks]):
       if re.search(
         r'^\|.*(\d\.\d{3} ±|\[[+-]\d\.\d{3}, )', block, re.MULTILINE
@@ -114,28 +111,32 @@ def test_tables_of_losses_say_what_they_quote():
         assert start.startswith('<!-- study '), (page.name, block)
 
 
-_NAMES = {'Muon Hyperball': 'Hyperball, MERIT’s ratios'}
+_NAMES = {
+  'merit': 'MERIT',
+  'optax.lamb': 'LAMB',
+  'muon': 'Muon',
+  'muon_hyperball': 'Hyperball, MERIT’s ratios',
+}
 
 
-def test_rates_over_the_rules_are_those_of_the_study(found):
-  lines = (_ROOT / 'docs/learning_rates.md').read_text().splitlines()
-  rows = _read_table(lines[lines.index('## The number of steps') :])
-  for optimizer, rule, *shown in map(dict.values, rows):
-    name = _plain(optimizer).partition(' (')[0]
-    for varied, text in zip(('batch', 'length'), shown, strict=True):
-      points = select(
-        found['hyperparameters'],
-        optimizer=_NAMES.get(name, name),
-        varied=varied,
-      )
-      over = {
-        x.labels['steps']: x.rate * x.labels['steps'] ** 0.5
-        for x in points
-        if (varied, x.labels['value']) != ('length', 1)
-      }
-      constant = float(rule.split()[0])
-      expected = [f'{over[x] / constant:.1f}' for x in sorted(over)]
-      assert text.split(', ') == expected, (name, varied)
+def test_best_rates_are_as_near_to_the_rules_as_the_page_says(found):
+  text = (_ROOT / 'docs/settings.md').read_text()
+  rules = {
+    row['optimizer'].strip('`'): row['peak learning rate']
+    for row in _read_table(text.splitlines())
+  }
+  # At a width of 64, where the last factor of Muon's rule is 1.
+  ratios = [
+    x.rate * x.labels['steps'] ** 0.5 / float(rules[name].split()[0])
+    for name, its_name in _NAMES.items()
+    for x in select(found['hyperparameters'], optimizer=its_name)
+    if x.labels['varied'] != 'width'
+  ]
+  near = f'was {min(ratios):.1f} to {max(ratios):.1f} times the rule'
+  of_adamw = [
+    x.rate * 64 for x in select(found['hyperparameters'], optimizer='AdamW')
+  ]
+  assert f'{near} (AdamW {min(of_adamw):.2g} to {max(of_adamw):.1g}' in text
 
 
 def _chosen(text: str) -> dict[str, float]:
@@ -151,7 +152,7 @@ def test_the_recipe_of_muon_is_what_was_chosen(found):
       ('tuned-initialization', 'Muon'), ('aux', 'Muon, rest tuned'),
     )
   ]  # fmt: skip
-  lines = (_ROOT / 'docs/recipes.md').read_text().splitlines()
+  lines = (_ROOT / 'docs/settings.md').read_text().splitlines()
   start = next(
     i for i, x in enumerate(lines) if x.startswith('| steps (batch)')
   )
@@ -169,27 +170,24 @@ def test_the_recipe_of_muon_is_what_was_chosen(found):
     ]
 
 
-def test_stale_rows_are_those_of_the_study():
+def test_stale_rows_and_ablations_are_those_of_the_study(found):
+  text = ' '.join((_ROOT / 'docs/merit.md').read_text().split())
   tables = read_json('closed')['stale-rows']['tables']
-  lines = (_ROOT / 'docs/algorithm.md').read_text().splitlines()
-  start = next(i for i, x in enumerate(lines) if 'never seen: final' in x)
-  shown = [list(x.values())[1:] for x in _read_table(lines[start:])]
-  names = [
-    'MERIT as published', 'min_norm 0.01', 'min_norm 0.1',
-    'decay outside the ratio', 'decay outside the ratio, λ = 0.1',
-    'MERIT as published, λ = 0', 'min_norm 0.01, λ = 0', 'AdamW',
-  ]  # fmt: skip
-  losses, rows = (
-    {x['optimizer']: x for x in tables[name]}
-    for name in ('losses', 'rows of the embedding')
+  rows = {
+    x['optimizer']: x['never'].split()[0]
+    for x in tables['rows of the embedding']
+  }
+  published, bounded = (
+    f'{float(rows[x]):.2g}' for x in ('MERIT as published', 'min_norm 0.01')
   )
-  for name, cells in zip(names, shown, strict=True):
-    loss = losses[name]['loss'].split()[0]
-    never = float(rows[name]['never'].split()[0])
-    rare = float(re.findall(r'([\d.]+) of live', rows[name]['rare'])[0])
-    assert cells == [loss, f'{never:.2g}', f'{rare:.2g}'], name
-
-
-def test_figures_are_there():
-  for name in ('summary', 'hyperparameters'):
-    assert Path(_STUDY / f'figures/{name}.png').is_file()
+  assert (
+    f'shrank to {published} of their norm in 305 steps, with '
+    f'`min_norm=0.01` to {bounded},' in text
+  )
+  (of_norms,) = [
+    x['batch 128 (8,192 tokens)']
+    for x in report.all_tables(found)['ablation']['differences']
+    if x['difference'] == 'l2 norms, element-wise − MERIT'
+  ]
+  cost = of_norms.split()[0].lstrip('+')
+  assert f'l2 norms instead of maxima cost {cost} nats per byte' in text
