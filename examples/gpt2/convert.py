@@ -60,6 +60,7 @@ def export_model(
   with new_folder(as_path(out)) as scratch:
     model = load_model(folder, step=step)
     hugging_face.write_hugging_face(scratch, model, dtype, max_shard_size)
+  print(f'wrote {out}')
 
 
 def import_model(
@@ -75,6 +76,7 @@ def import_model(
   """
   with new_folder(as_path(out)) as scratch:
     files.save_model(scratch, _read(as_path(folder)))
+  print(f'wrote {out}')
 
 
 def _read(folder: Path) -> files.Model:
