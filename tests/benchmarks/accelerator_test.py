@@ -56,27 +56,6 @@ def test_parts_end_as_they_should_and_are_not_repeated(
   assert len(commands) == 2
 
 
-def test_a_dry_run_is_not_taken_for_a_real_one(
-  tmp_path: Path, commands: list[list[str]], capsys
-):
-  _run(tmp_path, '--parts', 'trajectories', '--dry-run')
-  commands.clear()
-  with pytest.raises(SystemExit, match='2'):
-    _run(tmp_path, '--parts', 'trajectories')
-  assert 'dry run: give another folder' in capsys.readouterr().err
-  assert not commands
-
-
-def test_without_an_accelerator_it_says_what_to_do(tmp_path: Path):
-  done = subprocess.run(
-    [sys.executable, '-m', 'benchmarks.accelerator', '--out', str(tmp_path)],
-    capture_output=True, text=True, check=False, cwd=_ROOT,
-  )  # fmt: skip
-  assert done.returncode == 2
-  assert '--dry-run' in done.stderr
-  assert not list(tmp_path.iterdir())
-
-
 def test_a_part_ends_with_the_command(tmp_path: Path):
   code = f"""
 from benchmarks import accelerator

@@ -9,7 +9,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-import pytest
 
 import merit_optax
 from tests.merit_optax.arrays import assert_same_bits, make_mesh, normal
@@ -139,9 +138,8 @@ def test_equinox_with_leaves_that_are_no_arrays():
   _train(step, model, state)
 
 
-@pytest.mark.parametrize('mu_dtype', [None, 'bfloat16'])
-def test_orbax_restores_the_state_on_another_mesh(mu_dtype, tmp_path):
-  optimizer = merit_optax.merit(0.1, mu_dtype=mu_dtype)
+def test_orbax_restores_the_state_on_another_mesh(tmp_path):
+  optimizer = merit_optax.merit(0.1, mu_dtype='bfloat16')
 
   def place(tree, **sizes):
     """Returns the tree with its matrices split over all axes of a mesh."""
@@ -155,11 +153,12 @@ def test_orbax_restores_the_state_on_another_mesh(mu_dtype, tmp_path):
     )
 
   params = {'w': normal(0, (8, 16)), 'b': normal(1, (16,))}
-  _, state = optimizer.update(params, optimizer.init(params), params)
+  state = jax.jit(optimizer.init)(params)
+  _, state = jax.jit(optimizer.update)(params, state, params)
   with ocp.StandardCheckpointer() as checkpointer:
     checkpointer.save(tmp_path / 'state', place(state, fsdp=4, tensor=2))
     checkpointer.wait_until_finished()
-    like = place(optimizer.init(params), tensor=2, fsdp=4)
+    like = place(jax.jit(optimizer.init)(params), tensor=2, fsdp=4)
     restored = checkpointer.restore(tmp_path / 'state', like)
   assert_same_bits(restored, state)
   places = [jax.tree.map(lambda x: x.sharding, x) for x in (restored, like)]

@@ -12,7 +12,6 @@ import sys
 
 import jax
 import optax
-import pytest
 
 import merit_optax
 
@@ -59,15 +58,13 @@ OPTIMIZERS = {'_merit': merit_optax.merit(3e-3)}
 _NOT_SHARED = {'test_explicit_dtype', 'test_microbatch_with_explicit_sharding'}
 
 
-def _write(name, test_class, replacement, folder):
+def _write(name, test_class, replacement, pattern, path):
   """Writes a test file of optax with MERIT as its only optimizer.
 
   Returns:
-    The path of the file, and the names of its shared tests.
+    The names of its shared tests that fit the pattern; there are no others.
   """
   source = pathlib.Path(optax.__file__).parent / name
-  if not source.exists():
-    pytest.skip(f'optax {optax.__version__} has no {name}')
   text = source.read_text()
   before, begin, after = text.partition(f'\nclass {test_class}(')
   assert begin, f'{name} has no class {test_class}'
@@ -75,21 +72,24 @@ def _write(name, test_class, replacement, folder):
   body = re.split(r'^(?=\w)', after.split('\n', 1)[1], flags=re.MULTILINE)[0]
   # As text, '0.10' comes before '0.7.2'.
   body = re.sub(r"jax\.__version__ < '[\d.]+'", 'False', body)
+  names = set(re.findall(r'def (test_\w+)\(', body))
+  kept = {x for x in names - _NOT_SHARED if re.match(pattern, x)}
+  for other in names - kept:
+    body = body.replace(f'def {other}(', f'def no_{other}(')
   # Only tests of L-BFGS need it, and it is not installed.
   before = before.replace('\nfrom sklearn import', '\n# from sklearn import')
-  path = folder / f'optax_{test_class}_test.py'
   path.write_text(
     f'{before}{replacement}{begin}parameterized.TestCase):\n{body}'
   )
-  return path, set(re.findall(r'def (test_\w+)\(', body)) - _NOT_SHARED
+  return kept
 
 
-def _run(path, left_out):
-  """Runs a test file in a process of its own and returns its output."""
+def _run(*paths):
+  """Runs test files in a process of their own and returns its output."""
   command = [sys.executable, '-m', 'pytest', '-rA', '-p', 'no:cacheprovider']
   done = subprocess.run(
-    [*command, '-k', ' and '.join(f'not {name}' for name in left_out), path],
-    cwd=path.parent,
+    [*command, *paths],
+    cwd=paths[0].parent,
     env=os.environ
     | {'PYTHONPATH': str(pathlib.Path(merit_optax.__file__).parents[1])},
     capture_output=True,
@@ -100,27 +100,33 @@ def _run(path, left_out):
   return done.stdout
 
 
-@pytest.mark.parametrize(
-  'name, test_class, replacement, pattern, num_tests',
-  [
-    (*_COMMON, 'test_', 16),
-    (*_ALIAS, 'test_(?!optimization$)', 12),
-    (*_OPTIMIZATION, 'test_optimization$', 4),
-    (*_SHARDING, 'test_', 3),
-  ],
-  ids=['common', 'alias', 'optimization', 'sharding'],
-)
-def test_shared_tests_of_optax_pass(
-  name, test_class, replacement, pattern, num_tests, tmp_path
-):
-  if name == _SHARDING[0] and jax.device_count() == 1:
-    pytest.skip('its mesh has two devices')
-  path, shared = _write(name, test_class, replacement, tmp_path)
-  expected = {test for test in shared if re.match(pattern, test)}
-  output = _run(path, _NOT_SHARED | shared - expected)
+# With the least number of tests, some of which have parameters.
+_FILES = {
+  # The first, since it sets the number of devices.
+  'sharding': (*_SHARDING, 'test_', 3),
+  'common': (*_COMMON, 'test_', 16),
+  'alias': (*_ALIAS, 'test_(?!optimization$)', 12),
+  'optimization': (*_OPTIMIZATION, 'test_optimization$', 4),
+}
+
+
+def test_shared_tests_of_optax_pass(tmp_path):
+  names = list(_FILES)
+  if jax.device_count() == 1:  # Its mesh has two.
+    names.remove('sharding')
+  paths = [tmp_path / f'optax_{name}_test.py' for name in names]
+  expected = {
+    name: _write(*_FILES[name][:4], path)
+    for name, path in zip(names, paths, strict=True)
+  }
+  output = _run(*paths)
   # A test whose subtest fails is counted as passed.
   bad = r'^(SUBFAILED|SKIPPED(?!.* Only 1 device is available)|XFAIL)'
   assert not re.search(bad, output, re.MULTILINE)
-  passed = re.findall(rf'^PASSED .*::{test_class}::(\w+)', output, re.M)
-  assert {re.sub(r'(\d+|_merit|_)$', '', test) for test in passed} == expected
-  assert len(passed) >= num_tests
+  for name in names:
+    passed = re.findall(
+      rf'^PASSED optax_{name}_test.py::\w+::(\w+)', output, re.M
+    )
+    found = {re.sub(r'(\d+|_merit|_)$', '', test) for test in passed}
+    assert found == expected[name]
+    assert len(passed) >= _FILES[name][-1]

@@ -13,11 +13,6 @@ import merit_optax
 from tests.merit_optax.arrays import normal, run
 
 
-def _tree(seed, dtype=jnp.float32):
-  shapes = {'w': (4, 3), 'b': (5,), 'scalar': ()}
-  return {k: normal(seed, s, dtype) for k, s in shapes.items()}
-
-
 def _oracle(gradients, b1, b2, eps, eps_root, nesterov=False):
   """Yields update and moments in float64, without correction."""
   m = v = 0.0
@@ -38,8 +33,7 @@ def _oracle(gradients, b1, b2, eps, eps_root, nesterov=False):
   ],
 )
 def test_with_correction_equals_optax_bit_by_bit(rates, dtype, nesterov):
-  params = _tree(0, dtype)
-  gradients = [_tree(seed, dtype) for seed in range(1, 6)]
+  params, *gradients = (normal(seed, (4, 3), dtype) for seed in range(6))
   options = {'nesterov': nesterov}
   ours = merit_optax.scale_by_adam(*rates, bias_correction=True, **options)
   theirs = optax.scale_by_adam(*rates, **options)
@@ -70,39 +64,7 @@ def test_without_correction_equals_the_formula(rates, nesterov):
     np.testing.assert_allclose(state.nu, v, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-  'make, rate',
-  [
-    (merit_optax.scale_by_adam, 'b1'),
-    (merit_optax.scale_by_muon, 'beta'),
-    (merit_optax.add_acceleration, 'decay'),
-  ],
-)
-def test_first_moments_that_cannot_hold_an_average_are_refused(make, rate):
-  with pytest.raises(ValueError, match='^mu_dtype must be None for complex'):
-    make(mu_dtype='float32').init(jnp.ones((2, 3), jnp.complex64))
-  with pytest.raises(ValueError, match=f'^{rate} must be at most 0.996'):
-    make(**{rate: 0.999}).init(jnp.ones((2, 3), jnp.bfloat16))
-
-
-def test_rounding_of_a_moment_reaches_only_later_steps():
-  gradients = [_tree(1), _tree(2)]
-  wide, narrow = (
-    list(run(transform, _tree(0), gradients))
-    for transform in (
-      merit_optax.scale_by_adam(),
-      merit_optax.scale_by_adam(mu_dtype='bfloat16', nu_dtype='bfloat16'),
-    )
-  )
-  assert narrow[1].state.nu['w'].dtype == jnp.bfloat16
-  first, second = zip(narrow, wide, strict=True)
-  chex.assert_trees_all_equal(*(step.updates for step in first))
-  narrow, wide = (step.updates for step in second)
-  chex.assert_trees_all_close(narrow, wide, rtol=2e-2, atol=2e-2)
-  assert jnp.any(narrow['w'] != wide['w'])
-
-
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.float16])
 @pytest.mark.parametrize('correction', [True, False])
 @pytest.mark.parametrize('size', [0.0, 6e-8])
 def test_zero_gradients_alone_give_zero_updates(dtype, correction, size):
@@ -118,24 +80,20 @@ def test_zero_gradients_alone_give_zero_updates(dtype, correction, size):
 @pytest.mark.parametrize(
   'options, dtype, is_refused',
   [
-    ({'b2': 0.999}, 'bfloat16', True),
     ({'b1': 0.999}, 'bfloat16', True),
     ({'b1': 0.999, 'mu_dtype': 'bfloat16'}, 'float32', True),
     ({'b2': jnp.float32(0.999), 'nu_dtype': 'bfloat16'}, 'float32', True),
     ({'b2': 0.9999}, 'float16', True),
-    ({'b2': 0.9999, 'nu_dtype': 'float16'}, 'float32', True),
     ({'b2': 0.999, 'nu_dtype': 'float32'}, 'bfloat16', False),
     # At the limit, and beyond it.
     ({'b2': 0.99609375}, 'bfloat16', False),
     ({'b2': 0.9965}, 'bfloat16', True),
-    ({'b1': 0.995, 'b2': 0.995}, 'bfloat16', False),
-    ({'b2': 0.9995}, 'float16', False),
     ({'b2': 0.9999}, 'float32', False),
     ({'b2': 0.9999}, 'int32', False),
   ],
 )
 @pytest.mark.parametrize('inject', [False, True])
-def test_a_moment_that_would_never_decay_is_refused(
+def test_decay_rates_that_a_dtype_rounds_to_one_are_refused(
   options, dtype, is_refused, inject
 ):
   build, params = merit_optax.scale_by_adam, {'w': jnp.ones(3, dtype)}

@@ -1,6 +1,5 @@
 """Bad arguments are named when a transform is built; good ones pass."""
 
-import fractions
 import inspect
 
 import jax
@@ -14,28 +13,21 @@ import merit_optax
 
 _NAN, _INF = float('nan'), float('inf')
 _NO_NUMBERS = (
-  *('0.5', True, False, [0.5], 1j, object, _NAN, _INF, -_INF),
-  *(np.array([0.5]), np.array(_NAN), np.float32(_INF), np.bool_(True)),
+  *('0.5', True, [0.5], 1j, object, _NAN, -_INF, 10**400),
+  *(np.array([0.5]), np.float32(_INF), np.bool_(True)),
   *(jnp.array([0.5, 0.5]), jnp.array(_NAN), jnp.array(True), jnp.array(1j)),
-  *(fractions.Fraction(1, 2), 10**400),
 )
-_NEGATIVE = (*_NO_NUMBERS, None, -1e-9, -1, jnp.array(-1.0))
-_NOT_POSITIVE = (*_NEGATIVE, 0, 0.0, np.uint8(0))
-_NO_RATES = (*_NEGATIVE, 1, 1.0, 1.5)
+_NEGATIVE = (*_NO_NUMBERS, None, -1e-9, jnp.array(-1.0))
+_NOT_POSITIVE = (*_NEGATIVE, 0, np.uint8(0))
+_NO_RATES = (*_NEGATIVE, 1, 1.5)
 _NO_DECAYS = tuple(v for v in _NEGATIVE if v is not object)
 _NO_SCHEDULES = tuple(v for v in _NO_NUMBERS if v is not object)
-_NO_DTYPES = (
-  *('nonsense', '', 3, True, [], jnp.int32, 'int8', bool, object),
-  *('complex64', jnp.float8_e4m3fn),
-)
-_NO_PATTERNS = (3, ['a'], {'(': 1}, {3: 1}, {b'a': 1})
-_NO_RATIOS = (
-  *('row', (), [], None, 3, ('rows',), ('row', 1), {'row', 'l2'}),
-  *([['row']], np.array(['row', 'none'])),
-)
-
+_NO_DTYPES = ('nonsense', '', 3, True, [], 'int8', object, 'complex64')
+_NO_DTYPES += (jnp.float8_e4m3fn,)
+_NO_PATTERNS = (3, ['a'], {'(': 1}, {3: 1})
+_NO_RATIOS = ('row', (), None, 3, ('rows',), ('row', 1), [['row']])
 _NO_COEFFICIENTS = (
-  *('keller', '', 3, None, (1, 2), (1, 2, 'a'), [[1, 2]], (), [()]),
+  *('keller', 3, None, (1, 2), (1, 2, 'a'), [[1, 2]], (), [()]),
   *((1.0, 2.0, _NAN), ((1, 2, 3), (1, 2))),
 )
 _SWITCHES = (*('bias_correction', 'nesterov', 'calibrate', 'is_causal'),)
@@ -57,32 +49,27 @@ _BAD = {
   'coefficient': _NO_NUMBERS,
   'ratios': _NO_RATIOS,
   'ns_coeffs': _NO_COEFFICIENTS,
-  'ns_steps': (0, -1, 5.0, '5', True),
+  'ns_steps': (0, 5.0, '5', True),
   'ns_dtype': (*_NO_DTYPES, 'float64'),
-  'mesh_axes': (3, True, ('fsdp', 3), ('x', 'x'), {'fsdp'}, np.array(['x'])),
-  'radius': ('first', None, 1.0, ['initial']),
+  'mesh_axes': (3, True, ('fsdp', 3), ('x', 'x'), {'fsdp'}),
+  'radius': ('first', None, 1.0),
   'hidden': ('(', ['kernel', '[']),
   'direction': (None, optax.sgd, 0.1),
   'others': (optax.sgd, 0.1),
-  'optimizer': ('adamw', '', None, 3, 'muon-hyperball'),
-  'steps': (0, -1, 400.0, '400', None, True),
-  'width': (0, -1, 64.0, '64', True),
-  'norm': ('l1', 2, None, ['l2'], ['row']),
+  'optimizer': ('adamw', None, 3, 'muon-hyperball'),
+  'steps': (0, 400.0, '400', None, True),
+  'width': (0, 64.0, '64', True),
+  'norm': ('l1', 2, None, ['l2']),
   'factor': (None, 0.2, 'max'),
   **dict.fromkeys(['qk_clip-query', 'qk_clip-key'], (*_NO_PATTERNS, {}, None)),
-  'num_key_heads': (0, -1, 2.0, '2', True, jnp.ones((), int)),
-  'layout': (
-    *('', 'BTN', 'BBTNH', 'btnh', 'BTNK', 'BTHH', 3, None, tuple('BTNH')),
-  ),
+  'num_key_heads': (0, 2.0, '2', True, jnp.ones((), int)),
+  'layout': ('', 'BTN', 'BBTNH', 'btnh', 'BTNK', 3, None, tuple('BTNH')),
   'scale': _NO_SCHEDULES,
   **dict.fromkeys(['stacked', 'overrides', 'fused'], _NO_PATTERNS),
 }
-_RATES = (0, 0.0, 0.9, 1 - 1e-9, np.float32(0.5), np.float64(0.5), np.int64(0))
-_NUMBERS = (
-  *(0, 0.0, -0.0, 1e-30, 1, 1e30, np.float32(2), np.int32(2)),
-  *(np.array(2), ml_dtypes.bfloat16(0.5)),
-)
-_POSITIVE = (1e-30, 1, 1e30, np.float32(2), np.int32(2))
+_RATES = (0, 0.9, 1 - 1e-9, np.float32(0.5), np.int64(0))
+_NUMBERS = (0, 1e-30, 1e30, np.float32(2), np.array(2), ml_dtypes.bfloat16(0.5))
+_POSITIVE = (1e-30, 1, 1e30, np.int32(2))
 _GOOD_NUMBERS = {
   'learning_rate': (*_NUMBERS, -0.1),
   'coefficient': (*_NUMBERS, -0.1),
@@ -99,18 +86,15 @@ _GOOD = {
   **dict.fromkeys(_SWITCHES, (True, np.False_)),
   'ratios': (
     *(('row',), ['weight', 'column'], {'row', 'column'}, ('row', 'row')),
-    *(frozenset({'weight'}), ('column', 'row', 'weight'), np.array(['row'])),
+    np.array(['row']),
   ),
   **dict.fromkeys(
     ['mu_dtype', 'nu_dtype'],
-    (None, 'float32', 'f4', float, jnp.bfloat16, np.dtype('float16')),
+    (None, 'float32', float, jnp.bfloat16, np.dtype('float16')),
   ),
-  'ns_coeffs': (
-    *('jordan', 'dion', 'polar_express'),
-    *((3, -4.0, 2), ((1, 2, 3),) * 2, [[1, 2, 3]]),
-  ),
-  'ns_steps': (1, 5, np.int32(9), None),
-  'ns_dtype': (None, 'float32', jnp.bfloat16, np.float32, 'float16'),
+  'ns_coeffs': ('jordan', 'dion', 'polar_express', (3, -4.0, 2), [[1, 2, 3]]),
+  'ns_steps': (1, np.int32(9), None),
+  'ns_dtype': (None, 'float32', jnp.bfloat16, 'float16'),
   'mesh_axes': ('auto', None, 'x', ('x', 'y'), ['x'], ()),
   'hidden': (None, 'kernel', ['a', 'b'], {'w': True}, lambda tree: tree),
 }
@@ -185,7 +169,11 @@ def test_good_values_pass(function, name, values):
 
 
 @pytest.mark.parametrize(
-  'function, name, values', _each(_GOOD_NUMBERS, _TRANSFORMS)
+  'function, name, values',
+  _each(
+    _GOOD_NUMBERS,
+    ('merit', 'scale_by_l2_norm_trust_ratio', 'add_acceleration'),
+  ),
 )
 def test_arrays_and_tracers_pass_unread(function, name, values):
   params = {'w': jnp.full((2, 3), 0.5)}
@@ -223,18 +211,8 @@ def test_bounds_are_in_order():
       build(min_ratio=bounds[0], max_ratio=bounds[1])
   for bounds in ((1, 1), (0.5, jnp.array(0.5)), (None, 1e-9), (1e9, None)):
     build(min_ratio=bounds[0], max_ratio=bounds[1])
-  array = jnp.array(0.5)
-  jax.jit(lambda x: build(min_ratio=x, max_ratio=array).init({}))(2.0)
-  jax.jit(lambda x: build(min_ratio=array, max_ratio=x).init({}))(0.1)
-
-
-def test_numbers_of_other_kinds_are_read():
-  merit_optax.merit(np.float16(0.5))
-  # Unsigned, and beyond int32.
-  for limit in (np.uint8(1), jnp.uint8(1), 10**10):
-    clip = merit_optax.elementwise_clip(limit)
-    clipped, _ = clip.update(jnp.array([-3.0, 0.5]), clip.init(None))
-    np.testing.assert_array_equal(clipped, [max(-3, -int(limit)), 0.5])
+  # The values of tracers are not known.
+  jax.jit(lambda x: build(min_ratio=x, max_ratio=0.5).init({}))(2.0)
 
 
 def _are_matrices(params):
@@ -250,7 +228,7 @@ def _are_matrices(params):
     ('trust_ratio_mask', _are_matrices),
   ],
 )
-def test_what_is_taken_for_a_schedule_is_refused(name, value):
+def test_arguments_that_inject_hyperparams_calls_are_refused(name, value):
   build = optax.inject_hyperparams(merit_optax.merit)
   with pytest.raises(ValueError, match=f"'{name}' in static_args"):
     # Alone, a parameter would fit any boolean.
@@ -264,15 +242,7 @@ def test_what_is_taken_for_a_schedule_is_refused(name, value):
     ('overrides', (((0,), (1,)), 1, 'row')),
   ],
 )
-def test_what_patterns_stand_for_is_checked(name, values):
+def test_values_of_patterns_are_checked(name, values):
   for value in values:
     with pytest.raises(ValueError, match=rf"^{name}\['kernel'\] must be"):
       _call('flax_dimension_numbers', **{name: {'kernel': value}})
-
-
-def test_only_numbers_that_were_rounded_get_the_hint():
-  with pytest.raises(ValueError, match='^b2 must be .* hyperparam_dtype'):
-    merit_optax.scale_by_adam(b2=jnp.array(0.999, jnp.bfloat16))
-  with pytest.raises(ValueError, match='^b2 must be') as error:
-    merit_optax.scale_by_adam(b2=jnp.array(True))
-  assert 'hyperparam_dtype' not in str(error.value)

@@ -42,12 +42,17 @@ def run(
   optimizer: optax.GradientTransformation, params: Any, gradients: Iterable[Any]
 ) -> Iterator[Step]:
   """Yields the steps of an optimizer, under jit."""
-  update = jax.jit(optimizer.update)
-  state = optimizer.init(params)
+
+  @jax.jit
+  def step(params: Any, state: Any, gradient: Any) -> Step:
+    updates, state = optimizer.update(gradient, state, params)
+    return Step(updates, state, optax.apply_updates(params, updates))
+
+  state = jax.jit(optimizer.init)(params)
   for gradient in gradients:
-    updates, state = update(gradient, state, params)
-    params = optax.apply_updates(params, updates)
-    yield Step(updates, state, params)
+    found = step(params, state, gradient)
+    params, state = found.params, found.state
+    yield found
 
 
 def make_mesh(axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
@@ -87,11 +92,20 @@ def state_shardings(
   )
 
 
+def norms(x: Any, axis: Any, kind: str = 'max') -> np.ndarray:
+  """Returns norms in float64, 'max' or 'l2', along axes that keep size 1."""
+  sizes = np.abs(np.asarray(x)).astype(np.float64)
+  if kind == 'max':
+    return np.max(sizes, axis=axis, keepdims=True)
+  return np.sqrt(np.sum(sizes**2, axis=axis, keepdims=True))
+
+
 def oracle_ratios(
   update: Any,
   param: Any,
   rows: tuple[int, ...] = (0,),
   columns: tuple[int, ...] = (1,),
+  kind: str = 'max',
   min_norm: float = 0.0,
   trust_coefficient: float = 1.0,
   eps: float = 0.0,
@@ -101,26 +115,35 @@ def oracle_ratios(
   Each has the shape of the update, and is infinite where a norm is zero. There
   is a matrix for each index of other axes.
   """
-  z, w = np.asarray(update, np.float64), np.asarray(param, np.float64)
   axes = {'weight': rows + columns}
   if rows:
     axes |= {'row': columns, 'column': rows}
   ratios = {}
   for name, axis in axes.items():
     of_z, of_w = (
-      np.maximum(np.max(np.abs(x), axis=axis, keepdims=True), min_norm)
-      for x in (z, w)
+      np.maximum(norms(x, axis, kind), min_norm) for x in (update, param)
     )
     is_zero = (of_z == 0) | (of_w == 0)
     ratio = trust_coefficient * of_w / np.where(is_zero, 1, of_z + eps)
-    ratios[name] = np.broadcast_to(np.where(is_zero, np.inf, ratio), z.shape)
+    ratios[name] = np.broadcast_to(
+      np.where(is_zero, np.inf, ratio), np.shape(update)
+    )
   return ratios
 
 
-def oracle_scale(update: Any, ratios: Iterable[np.ndarray]) -> np.ndarray:
-  """Returns an update times the largest of its ratios, or 1 if it has none."""
+def oracle_scale(
+  update: Any,
+  ratios: Iterable[np.ndarray],
+  min_ratio: float | None = None,
+  max_ratio: float | None = None,
+) -> np.ndarray:
+  """Returns an update times the largest of its ratios, within bounds.
+
+  The ratio is the lower bound where a norm is zero, or 1 if there is none.
+  """
   ratio = np.max(list(ratios), axis=0)
-  return np.where(np.isinf(ratio), 1, ratio) * np.asarray(update, np.float64)
+  ratio = np.where(np.isinf(ratio), min_ratio or 1, ratio)
+  return np.clip(ratio, min_ratio, max_ratio) * np.asarray(update, np.float64)
 
 
 def assert_same_bits(actual: Any, expected: Any) -> None:

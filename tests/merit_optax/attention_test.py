@@ -1,13 +1,10 @@
 """`attention_statistics` against a plain NumPy oracle."""
 
 import functools
-import itertools
 
-import chex
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
@@ -25,10 +22,6 @@ def _pair(time=20, heads=4, *, batch=2, key_time=None, key_heads=None):
 @functools.cache
 def _jitted(**options):
   return jax.jit(functools.partial(merit_optax.attention_statistics, **options))
-
-
-def _measure(query, key, **options):
-  return _jitted(**options)(query, key)
 
 
 def _visible_logits(query, key, is_causal, scale):
@@ -58,14 +51,14 @@ def _oracle(query, key, is_causal=True, scale=None):
   )
 
 
-def _assert_oracle(query, key, got=None, rtol=1e-5, **options):
-  got = _measure(query, key, **options) if got is None else got
+def _assert_oracle(query, key, got=None, **options):
+  got = _jitted(**options)(query, key) if got is None else got
   for value, expected in zip(got, _oracle(query, key, **options), strict=True):
     assert value.dtype == jnp.float32
-    np.testing.assert_allclose(value, expected, rtol=rtol, atol=1e-5)
+    np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize('layout', ['BNTH', 'TBNH', 'BNHT', 'TNH', 'NTH'])
+@pytest.mark.parametrize('layout', ['BNTH', 'TBNH', 'BNHT', 'NTH'])
 def test_layouts(layout):
   query, key = _pair(batch=2 if 'B' in layout else 1, key_heads=2)
   order = ['BTNH'.index(axis) for axis in layout]
@@ -74,10 +67,10 @@ def test_layouts(layout):
   ordered = [x.transpose(order) for x in (query, key)]
   if 'B' not in layout:
     ordered = [x[0] for x in ordered]
-  _assert_oracle(query, key, _measure(*ordered, layout=layout))
+  _assert_oracle(query, key, _jitted(layout=layout)(*ordered))
 
 
-@pytest.mark.parametrize('scale', [1.0, -2.0, None])
+@pytest.mark.parametrize('scale', [-2.0, None])
 @pytest.mark.parametrize('size', [1.0, 1e4])
 def test_scales_and_huge_logits(scale, size):
   query, key = _pair()
@@ -89,7 +82,6 @@ def test_scales_and_huge_logits(scale, size):
   'time, key_time, heads, key_heads, is_causal',
   [
     (20, 20, 6, 1, True),
-    (20, 20, 6, 3, False),
     (3, 7, 4, 2, True),
     (7, 3, 4, 2, True),
     (7, 3, 4, 2, False),
@@ -103,7 +95,7 @@ def test_grouped_heads_and_different_lengths(
   _assert_oracle(*pair, is_causal=is_causal)
 
 
-# Around the chunk of 128 queries, and two chunks and a rest.
+# The chunk of 128 queries, and two chunks and a rest.
 @pytest.mark.parametrize('time', [128, 300])
 def test_lengths_around_the_chunk(time):
   query, key = _pair(time, 2, batch=1)
@@ -112,20 +104,10 @@ def test_lengths_around_the_chunk(time):
   _assert_oracle(query, key)
 
 
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
-def test_logits_of_half_precision_are_not_rounded(dtype):
+def test_logits_of_half_precision_are_not_rounded():
   # As bfloat16 would, by 1 in 256.
-  _assert_oracle(*(x.astype(dtype) for x in _pair()))
+  _assert_oracle(*(x.astype(jnp.bfloat16) for x in _pair()))
 
-
-@pytest.mark.parametrize('is_causal', [True, False])
-def test_huge_equal_logits(is_causal):
-  # Of either sign: a maximum that started at zero would show.
-  query, key = _pair()
-  _assert_oracle(query, jnp.full_like(key, 1e3), is_causal=is_causal)
-
-
-# Memory.
 
 _LONG, _HEADS = 2048, 4
 
@@ -138,48 +120,19 @@ def test_time_by_time_is_never_held_for_all_heads(is_causal):
   assert memory.temp_size_in_bytes < 4 * _HEADS * _LONG * _LONG / 2
 
 
-# Errors.
-
-
 @pytest.mark.parametrize(
   ('query', 'key', 'message'),
   [
     ((2, 5, 4), (2, 5, 4, 8), r'query .* got shape \(2, 5, 4\)'),
-    ((2, 5, 4, 8), (5, 4, 8), r'key .* got shape \(5, 4, 8\)'),
     ((2, 5, 4, 8), (3, 5, 4, 8), r'same batch .*\(3, 5, 4, 8\)'),
     ((2, 5, 4, 8), (2, 5, 4, 6), r'same batch .*\(2, 5, 4, 6\)'),
-    ((2, 0, 4, 8), (2, 5, 4, 8), 'not be empty'),
     ((2, 5, 4, 8), (2, 0, 4, 8), 'not be empty'),
     ((2, 5, 4, 8), (2, 5, 3, 8), 'key heads, 3, must divide .* heads, 4'),
-    ((2, 5, 4, 8), (2, 5, 8, 8), 'key heads, 8, must divide .* heads, 4'),
   ],
 )
 def test_shapes_that_do_not_fit(query, key, message):
   with pytest.raises(ValueError, match=message):
     merit_optax.attention_statistics(jnp.ones(query), jnp.ones(key))
-
-
-def test_complex_inputs_are_refused():
-  query, key = _pair()
-  with pytest.raises(ValueError, match='^key must be real'):
-    merit_optax.attention_statistics(query, key * 1j)
-
-
-@pytest.mark.parametrize('is_causal', [False, True])
-def test_the_entropy_has_a_gradient(is_causal):
-  query, key = _pair(5)
-
-  @jax.jit
-  @jax.value_and_grad
-  def entropy(scale):
-    return _measure(scale * query, key, is_causal=is_causal).entropy.sum()
-
-  step = 1e-2
-  (above, _), (_, gradient), (below, _) = map(
-    entropy, (3 + step, 3.0, 3 - step)
-  )
-  expected = (above - below) / (2 * step)
-  np.testing.assert_allclose(gradient, expected, rtol=1e-2)
 
 
 def test_an_accelerator_does_not_round_float32_first():
@@ -188,14 +141,3 @@ def test_an_accelerator_does_not_round_float32_first():
   products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
   assert products
   assert all('precision = [HIGHEST, HIGHEST]' in x for x in products)
-
-
-@pytest.mark.parametrize(
-  'spec', dict.fromkeys(itertools.permutations(['x', 'y', None, None]))
-)
-def test_shards_of_explicit_axes(spec):
-  mesh = jax.make_mesh((2, 2), ('x', 'y'))
-  query, key = _pair(key_heads=2)
-  expected = _measure(query, key)
-  sharded = jax.device_put((query, key), NamedSharding(mesh, P(*spec)))
-  chex.assert_trees_all_close(_measure(*sharded), expected, rtol=1e-5)

@@ -65,8 +65,7 @@ class _LinenModel(linen.Module):
   def __call__(self, tokens, image, signal):
     x = linen.Embed(10, 8)(tokens)
     x = linen.Dense(6)(linen.LayerNorm()(x))
-    x = linen.DenseGeneral(6)(linen.RMSNorm()(x))
-    x = linen.DenseGeneral((2, 3), name='query')(x)
+    x = linen.DenseGeneral((2, 3), name='query')(linen.RMSNorm()(x))
     x = linen.DenseGeneral(8, axis=(-2, -1), name='out')(x)
     x = linen.BatchNorm(use_running_average=True)(linen.GroupNorm(2)(x))
     return x, linen.Conv(4, (3, 3))(image), linen.Conv(4, (3,))(signal)
@@ -119,7 +118,6 @@ def test_nnx_layers():
 @pytest.mark.parametrize(
   'names',
   [
-    ('query', 'key', 'value', 'out'),
     ('q', 'k', 'v', 'o'),
     ('q_proj', 'k_proj', 'v_proj', 'o_proj'),
     ('self_query', 'self_key', 'self_value', 'attention_out_proj'),
@@ -129,11 +127,12 @@ def test_names_of_projections(names):
   one = {'kernel': _shape(8, 2, 4), 'bias': _shape(2, 4)}
   params = dict.fromkeys(names, one)
   params[names[-1]] = {'kernel': _shape(2, 4, 8), 'bias': _shape(8)}
-  specs = _attention(names)
-  assert _specs(params) == specs
+  assert _specs(params) == _attention(names)
   for projection in params.values():
     projection.pop('bias', None)
-  kernels = {k: spec for k, spec in specs.items() if k.endswith('kernel')}
+  kernels = {
+    k: spec for k, spec in _attention(names).items() if k.endswith('kernel')
+  }
   assert _specs(params) == kernels
 
 
@@ -150,13 +149,10 @@ _UNKNOWN = {
   'query/kernel': (3, 8, 2, 4),  # Scanned, but nothing says so.
   'out/kernel': (3, 2, 4, 8),
   'layers/0/mlp/kernel': (3, 8, 6),
-  'mlp/kernel': (8, 2, 4),
   'monkey/kernel': (8, 2, 4),  # Not a key.
   'pout/kernel': (2, 4, 8),
   'output_gate/kernel': (2, 4, 8),
-  'query_gate/kernel': (8, 2, 4),
   'unconventional/kernel': (3, 8, 4),
-  'reconv/kernel': (3, 8, 4),
   'Convert_0/kernel': (3, 8, 4),
   'vector/kernel': (8,),
   'embed/embedding': (2, 3, 4),
@@ -166,7 +162,7 @@ _UNKNOWN = {
 }
 
 
-def test_what_is_not_recognized_is_named():
+def test_unrecognized_parameters_are_named():
   shapes = _UNKNOWN | {'dense/kernel': (8, 6)}
   params = {path: _shape(*shape) for path, shape in shapes.items()}
   with pytest.raises(
@@ -175,6 +171,29 @@ def test_what_is_not_recognized_is_named():
     merit_optax.flax_dimension_numbers(params)
   named = re.findall(r'([\w/]+) (\([\d, ]+\))', str(error.value))
   assert dict(named) == {path: str(shape) for path, shape in _UNKNOWN.items()}
+
+
+@pytest.mark.parametrize(
+  'name, kernel, bias',
+  [
+    ('value', (2, 16, 1), (2, 1)),  # Two critics.
+    ('out', (6, 8, 4), (6, 4)),  # Six layers.
+    ('query', (3, 8, 16), (16,)),  # A convolution with a window of three.
+    ('query', (8, 8, 4), (8, 4)),  # Heads, or eight layers.
+  ],
+)
+def test_a_name_that_the_bias_contradicts_is_refused(name, kernel, bias):
+  params = {name: {'kernel': jnp.ones(kernel), 'bias': jnp.ones(bias)}}
+  # Of a matrix it may be anything.
+  params['matrix'] = {'kernel': jnp.ones((4, 3)), 'bias': jnp.ones(4)}
+  for take in (
+    merit_optax.flax_dimension_numbers,
+    merit_optax.muon_hyperball(0.1, hidden='kernel').init,
+  ):
+    with pytest.raises(ValueError, match=f'{name}/kernel .* beside a bias'):
+      take(params)
+  if name != 'query':  # As the message advises.
+    merit_optax.flax_dimension_numbers(params, stacked={name: 1})
 
 
 # Stacked layers.
@@ -203,21 +222,21 @@ def test_an_attention_and_a_stack_of_them(make):
     f'blocks/{path}': tuple(tuple(axis + 1 for axis in axes) for axes in spec)
     for path, spec in specs.items()
   }
-  head = {'kernel': _shape(8, 4)}
-  expected = {'head/kernel': _MATRIX, **of_blocks}
-  params = {'blocks': blocks, 'head': head}
+  # As in Haiku and gemma.
+  params = {'blocks': blocks, 'head': {'w': _shape(8, 4)}}
+  expected = {'head/w': _MATRIX, **of_blocks}
   assert _specs(params, stacked={'^blocks/': 1}) == expected
 
 
 def test_the_largest_number_of_stacked_axes_counts():
   experts = {'kernel': _shape(3, 4, 8, 6), 'bias': _shape(3, 4, 6)}
-  params = {'blocks': {'experts': experts, 'mlp': {'kernel': _shape(3, 8, 6)}}}
+  params = {'blocks': {'experts': experts, 'mlp': {'w': _shape(3, 8, 6)}}}
   params['blocks']['temperature'] = {'scale': _shape(3)}
   stacked = {'experts': 2, 'blocks': 1}
   assert _specs(params, stacked=stacked) == {
     'blocks/experts/kernel': ((2,), (3,)),
     'blocks/experts/bias': ((), (2,)),
-    'blocks/mlp/kernel': ((1,), (2,)),
+    'blocks/mlp/w': ((1,), (2,)),
     'blocks/temperature/scale': ((), ()),
   }
 
@@ -237,21 +256,12 @@ def test_stacked_axes_that_do_not_lead():
     'layers/norm/scale': ((), (0,)),
     'last/kernel': ((0,), (1,)),
   }
-  for axes in (3, -1, (2,), (-3,)):
+  for axes in (3, -1, (-3,)):
     with pytest.raises(ValueError, match=r"stacked\['norm'\] must name"):
       _specs({'norm': {'scale': _shape(8, 3)}}, stacked={'norm': axes})
 
 
-def test_a_matrix_named_w_is_a_kernel():
-  # As in Haiku and gemma.
-  params = {'linear': {'w': _shape(8, 6)}, 'layers': {'w': _shape(3, 8, 6)}}
-  assert _specs(params, stacked={'layers': 1}) == {
-    'linear/w': _MATRIX,
-    'layers/w': ((1,), (2,)),
-  }
-
-
-# Overrides.
+# Patterns.
 
 
 def test_overrides_come_first():
@@ -276,13 +286,11 @@ def test_overrides_come_first():
   }
 
 
-# Patterns.
-
-
-@pytest.mark.parametrize('argument', ['stacked', 'overrides'])
-def test_patterns_that_match_nothing_are_named(argument):
+@pytest.mark.parametrize(
+  'argument, entry', [('stacked', 1), ('overrides', None)]
+)
+def test_patterns_that_match_nothing_are_named(argument, entry):
   params = {'blocks': {'kernel': jnp.zeros((2, 2))}}
-  entry = 1 if argument == 'stacked' else None
   patterns = {'blokcs/': entry, re.compile('down/'): entry}
   with pytest.raises(ValueError, match='match none: .*blokcs/.*down/'):
     merit_optax.flax_dimension_numbers(params, **{argument: patterns})

@@ -1,11 +1,13 @@
-"""Chains of the parts of relative optimizers, against what they replace."""
+"""The parts of relative optimizers, and chains of them by their formulas.
+
+Formulas are calculated for each matrix alone, in float64.
+"""
 
 import functools
+import math
 
 import chex
 import hypothesis
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,44 +15,35 @@ import optax
 import pytest
 
 import merit_optax
-from merit_optax.matrices.norms import l2_norm
-from tests.merit_optax.arrays import MATRICES, normal, run
+from tests.merit_optax.arrays import MATRICES, normal, norms, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
-_RATE = 0.1
-_ALL = ('weight', 'row', 'column')
+_STEPS = 5
+_RATE = 0.02
+_MOMENTUM = 0.95
+_DECAY = 0.1
+# Rows are inputs. Two layers of wide matrices, and a tall one.
+_SHAPES = {'up': (2, 8, 24), 'down': (24, 8)}
+_SPECS = {'up': _Spec(1, 2), 'down': _Spec(0, 1)}
 
 
 def _tree(seed):
-  """Returns a matrix, a stack of two and a fused projection."""
+  """Returns matrices of different sizes, which differ within stacks too."""
   return {
-    'w': normal(seed, (5, 3)),
-    'layers': normal(seed + 1, (2, 4, 6)),
-    'qkv': normal(seed + 2, (4, 2, 3, 5)),
+    name: normal([seed, i], shape)
+    * np.linspace(0.1, 0.5, shape[0]).reshape(-1, *[1] * (len(shape) - 1))
+    for i, (name, shape) in enumerate(_SHAPES.items())
   }
 
 
-# Heads and features are columns; each of query, key and value is a matrix.
-_SPECS = {'w': _Spec(), 'layers': _Spec(1, 2), 'qkv': _Spec(0, (1, 3))}
-
-
-def _matrices(name, x):
-  """Returns the matrices of a parameter, in float64, one in a row."""
-  x = np.asarray(x, np.float64)
-  if name == 'w':
-    return x.reshape(1, -1)
-  stack = np.moveaxis(x, {'layers': 0, 'qkv': 2}[name], 0)
-  return stack.reshape(len(stack), -1)
-
-
-# Rows of the table, against what they are.
+# Optimizers that Optax has.
 
 
 _LAMB = optax.chain(
   optax.scale_by_adam(0.9, 0.999, 1e-6),
   optax.add_decayed_weights(0.1),
   merit_optax.scale_by_l2_norm_trust_ratio(),
-  optax.scale_by_learning_rate(_RATE),
+  optax.scale_by_learning_rate(0.1),
 )
 _LARS = optax.chain(
   optax.add_decayed_weights(1e-2),
@@ -63,7 +56,7 @@ _LARS = optax.chain(
 @pytest.mark.parametrize(
   'chain, peer',
   [
-    (_LAMB, optax.lamb(_RATE, weight_decay=0.1)),
+    (_LAMB, optax.lamb(0.1, weight_decay=0.1)),
     (
       _LARS,
       optax.lars(1.0, weight_decay=1e-2, trust_coefficient=0.001, eps=0.1),
@@ -75,7 +68,7 @@ def test_chains_of_optimizers_that_optax_has(chain, peer):
   params = {'w': normal(0, (5, 3)), 'b': normal(1, (4,)), 's': jnp.ones(())}
   params |= {'zero': jnp.zeros((2, 2))}
   gradients = [
-    jax.tree.map(lambda x, i=i: jnp.cos(i + x), params) for i in range(5)
+    jax.tree.map(lambda x, i=i: np.cos(i + x), params) for i in range(5)
   ]
   actual, expected = (
     [step.params for step in run(optimizer, params, gradients)]
@@ -84,205 +77,448 @@ def test_chains_of_optimizers_that_optax_has(chain, peer):
   chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
-def _norms(x, norm):
-  """Returns the norm of each matrix, in float64."""
-  flat = np.asarray(x, np.float64).reshape(len(x), -1)
-  order = {'l2': 2, 'max': np.inf}[norm]
-  return np.linalg.norm(flat, order, axis=1, keepdims=True)
+# Published formulas.
+
+
+def _assert_follows(optimizer, rule, params=None, rtol=0):
+  """Checks an optimizer against a rule.
+
+  The rule is a function from a matrix and its gradients to an iterator over the
+  matrix after each step.
+  """
+  params = params or _tree(0)
+  gradients = [_tree(10 + i) for i in range(_STEPS)]
+  steps = [step.params for step in run(optimizer, params, gradients)]
+  for name, shape in _SHAPES.items():
+    stacks, found = (
+      [np.asarray(x[name], np.float64).reshape(-1, *shape[-2:]) for x in trees]
+      for trees in ([params, *gradients], steps)
+    )
+    for i, (w, *of_matrix) in enumerate(zip(*stacks, strict=True)):
+      for step, expected in zip(found, rule(w, of_matrix), strict=True):
+        np.testing.assert_allclose(
+          step[i], expected, rtol=rtol, atol=1e-6, err_msg=f'{name} {i}'
+        )
+
+
+_l2, _max, _shape, _lmo, _keep = (
+  functools.partial(build, weight_dimension_numbers=_SPECS)
+  for build in (
+    merit_optax.scale_by_l2_norm_trust_ratio,
+    merit_optax.scale_by_max_norm_trust_ratio,
+    merit_optax.scale_by_shape,
+    merit_optax.scale_by_lmo,
+    merit_optax.keep_matrix_norms,
+  )
+)
+
+
+def _muon(nesterov=True, beta=_MOMENTUM):
+  return merit_optax.scale_by_muon(
+    beta=beta, nesterov=nesterov, weight_dimension_numbers=_SPECS
+  )
+
+
+def _orthogonal(m):
+  """Returns a matrix after five Newton-Schulz iterations."""
+  x = m / (np.linalg.norm(m) + 1e-8)
+  x = x.T if x.shape[0] > x.shape[1] else x
+  for _ in range(5):
+    gram = x @ x.T
+    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+  return x.T if m.shape[0] > m.shape[1] else x
+
+
+def _muon_directions(gradients):
+  """Yields Muon's updates, as Optax corrects Nesterov's momentum."""
+  m = 0
+  for t, g in enumerate(gradients, 1):
+    m = _MOMENTUM * m + (1 - _MOMENTUM) * g
+    yield _orthogonal(
+      _MOMENTUM * m / (1 - _MOMENTUM ** (t + 1))
+      + (1 - _MOMENTUM) * g / (1 - _MOMENTUM**t)
+    )
+
+
+def _uncorrected_directions(gradients):
+  """Yields Muon's updates as published."""
+  m = 0
+  for g in gradients:
+    m = _MOMENTUM * m + g
+    yield _orthogonal(_MOMENTUM * m + g)
 
 
 @pytest.mark.parametrize('norm', ['l2', 'max'])
 def test_hyperball_is_its_formula(norm):
-  ratio = {
-    'l2': merit_optax.scale_by_l2_norm_trust_ratio,
-    'max': merit_optax.scale_by_max_norm_trust_ratio,
-  }[norm]
+  def rule(w, gradients):
+    radius = norms(w, None, norm)
+    for g in gradients:
+      w = w - _RATE * radius * g / norms(g, None, norm)
+      w = radius * w / norms(w, None, norm)
+      yield w
+
   hyperball = optax.chain(
-    ratio(ratios=('weight',), weight_dimension_numbers=_SPECS),
+    {'l2': _l2, 'max': _max}[norm](ratios=('weight',)),
     optax.scale_by_learning_rate(_RATE),
-    merit_optax.keep_matrix_norms(norm, weight_dimension_numbers=_SPECS),
+    _keep(norm),
   )
-  params, *gradients = map(_tree, (0, 10, 20, 30))
-  steps = list(run(hyperball, params, gradients))
-  for name, start in params.items():
-    w = _matrices(name, start)
-    radius = _norms(w, norm)
-    for step, gradient in zip(steps, gradients, strict=True):
-      u = _matrices(name, gradient[name])
-      w = w - _RATE * radius * u / _norms(u, norm)
-      w = radius * w / _norms(w, norm)
-      actual = _matrices(name, step.params[name])
-      np.testing.assert_allclose(actual, w, rtol=1e-5, atol=1e-6)
+  _assert_follows(hyperball, rule, rtol=1e-5)
 
 
-# The l2 norm and its ratio.
-
-
-_IN_RANGE = st.floats(-12, 18).map(lambda x: float(np.float32(10.0**x)))
-_WIDE = hnp.arrays(
-  np.float32,
-  (3, 4),
-  elements=st.one_of(st.just(0.0), _IN_RANGE, _IN_RANGE.map(lambda x: -x)),
-)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-@functools.partial(jax.grad, has_aux=True)
-def _gradient_and_norms(x, axis):
-  norms = l2_norm(x, axis)
-  return norms.sum(), norms
-
-
-@pytest.mark.parametrize('axis', [(0,), (1,), (0, 1)])
-@hypothesis.given(x=_WIDE)
-def test_l2_norms_and_gradients_from_1e_12_to_1e18(axis, x):
-  gradient, norms = _gradient_and_norms(x, axis)
-  x = x.astype(np.float64)
-  expected = np.sqrt(np.sum(x**2, axis, keepdims=True))
-  np.testing.assert_allclose(norms, expected, rtol=1e-6)
-  expected = x / np.where(expected == 0, 1, expected)
-  np.testing.assert_allclose(gradient, expected, rtol=1e-5)
-
-
-def test_l2_norms_beyond_count_as_zero_or_are_infinite():
-  x = jnp.array([[9e-15], [1.1e-14], [1.8e19], [1.9e19]])
-  expected = [[0], [1.1e-14], [1.8e19], [jnp.inf]]
-  np.testing.assert_allclose(l2_norm(x, (1,)), expected, rtol=1e-6)
-
-
-@functools.cache
-def _l2(ratios=('weight',), min_ratio=None, max_ratio=None):
-  transform = merit_optax.scale_by_l2_norm_trust_ratio(
-    ratios=ratios, min_ratio=min_ratio, max_ratio=max_ratio
+# A plain momentum in front, and no momentum in Muon, whose own corrects the
+# terms of Nesterov's momentum for their start at zero.
+def _muon_uncorrected():
+  return optax.chain(
+    optax.trace(_MOMENTUM, nesterov=True), _muon(beta=0.0, nesterov=False)
   )
-  return jax.jit(lambda z, w: transform.update(z, transform.init(w), w)[0])
 
 
-@pytest.mark.parametrize('ratios', [('weight',), _ALL], ids=str)
 @pytest.mark.parametrize(
-  'bounds', [(None, None), (0.5, 1.5), (2.0, None), (None, 0.5)], ids=str
+  'front, directions, factor, bounds, calibrate',
+  [
+    (_muon_uncorrected, _uncorrected_directions, None, (0.5, 1.5), False),
+    (
+      *(_muon, _muon_directions),
+      *(lambda m, n: 0.2 * math.sqrt(max(m, n)), (0.1, 5.0), True),
+    ),
+  ],
+  ids=['orscale', 'orscale_lm'],
 )
-@hypothesis.given(z=MATRICES, w=MATRICES)
-def test_the_l2_ratio_is_that_of_the_formula(ratios, bounds, z, w):
-  axes = {'weight': (0, 1), 'row': (1,), 'column': (0,)}
-  void, largest = False, 0
-  for name in ratios:
-    of_w, of_z = (
-      np.sqrt(np.sum(x.astype(np.float64) ** 2, axes[name], keepdims=True))
-      for x in (w, z)
-    )
-    void = void | (of_w == 0) | (of_z == 0)
-    largest = np.maximum(largest, of_w / np.where(of_z == 0, 1, of_z))
-  least, most = bounds
-  # What has no norm has the least ratio, or 1.
-  ratio = np.clip(np.where(void, least or 1, largest), least, most)
-  np.testing.assert_allclose(_l2(ratios, *bounds)(z, w), ratio * z, rtol=1e-5)
+def test_orscale_is_its_formula(front, directions, factor, bounds, calibrate):
+  def rule(w, gradients):
+    c = None
+    for q in directions(gradients):
+      d = _DECAY * w + (factor(*w.shape) if factor else 1) * q
+      ratio = np.linalg.norm(w) / np.linalg.norm(d)
+      if c is None:
+        c = ratio if calibrate else 1
+      w = w - _RATE * np.clip(ratio / c, *bounds) * d
+      yield w
+
+  orscale = optax.chain(
+    front(),
+    _shape(factor) if factor else optax.identity(),
+    optax.add_decayed_weights(_DECAY),
+    _l2(min_ratio=bounds[0], max_ratio=bounds[1], calibrate=calibrate),
+    optax.scale_by_learning_rate(_RATE),
+  )
+  params = _tree(0)
+  if not calibrate:  # Zero to begin with, where the ratio is the least.
+    params['up'] = params['up'].at[0].set(0)
+  _assert_follows(orscale, rule, params)
 
 
-def test_nan_is_not_clipped_away():
-  z, w = jnp.ones((2, 2)).at[0, 0].set(jnp.nan), jnp.ones((2, 2))
-  assert jnp.all(jnp.isnan(_l2(min_ratio=0.5, max_ratio=2.0)(z, w)))
+# Over which the root mean square becomes 1.
+_AXES = {'max': (), 'row': 1, 'column': 0, 'rms': (0, 1)}
 
 
-@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
-def test_squares_of_half_precision_are_summed_in_float32(dtype):
-  # The square of 300 leaves float16.
-  z, w = jnp.ones((8, 8), dtype), jnp.full((8, 8), 300, dtype)
-  np.testing.assert_array_equal(_l2()(z, w), w)
+def _rms(x, axis):
+  return np.sqrt(np.mean(x**2, axis, keepdims=True))
 
 
-# Norms kept.
+@pytest.mark.parametrize('norm', ['max', 'row', 'spectral'])
+def test_scion_is_its_formula(norm):
+  radius = 3.0
+  if norm == 'spectral':
+    direction = _muon(nesterov=False, beta=0.9)
+  else:
+    direction = optax.chain(optax.ema(0.9, debias=False), _lmo(norm))
+
+  def factor(m, n):
+    return math.sqrt(n / m)
+
+  def rule(w, gradients):
+    d = 0
+    for g in gradients:
+      d = 0.9 * d + 0.1 * g
+      step = _orthogonal(d) if norm == 'spectral' else d / _rms(d, _AXES[norm])
+      w = (1 - _RATE) * w - _RATE * radius * factor(*w.shape) * step
+      yield w
+
+  scion = optax.chain(
+    direction,
+    _shape(factor),
+    optax.scale(radius),
+    optax.add_decayed_weights(1.0),
+    optax.scale_by_learning_rate(_RATE),
+  )
+  _assert_follows(scion, rule)
 
 
-def _keep(norm='l2', specs=None):
+@pytest.mark.parametrize('decay, coefficient', [(0.99, None), (0.7, 1.5)])
+def test_mona_is_its_formula(decay, coefficient):
+  alpha = -1 / (2 * (1 - decay)) if coefficient is None else coefficient
+
+  def rule(w, gradients):
+    before, a, accelerated = 0, 0, []
+    for g in gradients:
+      a = decay * a + (1 - decay) * (g - before)
+      before = g
+      accelerated.append(g + alpha * a)
+    for q in _muon_directions(accelerated):
+      w = w - _RATE * (q + _DECAY * w)
+      yield w
+
+  mona = optax.chain(
+    merit_optax.add_acceleration(decay, coefficient),
+    _muon(),
+    optax.add_decayed_weights(_DECAY),
+    optax.scale_by_learning_rate(_RATE),
+  )
+  _assert_follows(mona, rule)
+
+
+# Kept norms.
+
+
+def _kept(norm='l2', specs=None, radius='current'):
   transform = merit_optax.keep_matrix_norms(
-    norm, weight_dimension_numbers=specs
+    norm, radius=radius, weight_dimension_numbers=specs
   )
   return jax.jit(lambda u, w: transform.update(u, transform.init(w), w)[0])
 
 
-def test_rounding_of_a_thousand_steps_stays_below_1e_5():
-  @jax.jit
-  def train(w):
-    def step(w, key):
-      u = 0.05 * jnp.linalg.norm(w) * jax.random.normal(key, w.shape) / 8
-      return w + _keep()(u, w), None
-
-    return jax.lax.scan(step, w, jax.random.split(jax.random.key(1), 1000))[0]
-
-  start = normal(0, (8, 8)) / 20
-  end = train(start)
-  assert np.abs(np.sum(start * end)) < 0.9 * np.sum(start * start)
-  np.testing.assert_allclose(
-    _norms(end[None], 'l2'), _norms(start[None], 'l2'), rtol=1e-5
-  )
-
-
-def test_what_has_no_norm_to_keep_moves_as_told():
+def test_zeros_and_vectors_have_no_norm_to_keep():
   w, u = jnp.ones((2, 3)), 0.1 * normal(0, (2, 3))
-  keep = _keep()
-  np.testing.assert_array_equal(keep(u, jnp.zeros((2, 3))), u)
-  np.testing.assert_array_equal(keep(-w, w), -w)
+  np.testing.assert_array_equal(_kept()(u, jnp.zeros((2, 3))), u)
+  np.testing.assert_array_equal(_kept()(-w, w), -w)
   # A spec may say that a matrix is a vector.
   spec = _Spec((), (0, 1))
-  np.testing.assert_array_equal(_keep(specs=spec)(u, w), u)
-
-
-@pytest.mark.parametrize('norm', ['l2', 'max'])
-def test_complex_matrices_keep_their_norm(norm):
-  w, u = normal(0, (2, 3, 4)) + 1j * normal(1, (2, 3, 4))
-  kept = _keep(norm)(u, w)
-  assert kept.dtype == jnp.complex64
-  np.testing.assert_allclose(
-    *(_norms(np.abs(x)[None], norm) for x in (w + kept, w)), rtol=1e-6
-  )
-
-
-def test_a_norm_that_overflows_is_not_a_matrix_of_zeros():
-  # Before the step, or after it.
-  for before, update in ((1.0, 1e38), (1e38, -0.99e38)):
-    params = jnp.ones((2, 4, 4)).at[1].set(before)
-    updates = jnp.zeros_like(params).at[1].set(update)
-    kept = _keep(specs=_Spec(1, 2))(updates, params)
-    assert jnp.all(kept[0] == 0)
-    assert jnp.isnan(kept[1]).all()
+  np.testing.assert_array_equal(_kept(specs=spec)(u, w), u)
 
 
 @pytest.mark.parametrize('norm', ['max', 'l2'])
 def test_a_kept_norm_hides_no_nan(norm):
   params = jnp.ones((2, 64, 40))
   updates = jnp.ones_like(params).at[1, 5, 7].set(jnp.nan)
-  kept = _keep(norm, _Spec(1, 2))(updates, params)
+  kept = _kept(norm, _Spec(1, 2))(updates, params)
   assert jnp.isfinite(kept[0]).all()
   assert jnp.isnan(kept[1, 5, 7])
 
 
-@pytest.mark.parametrize('update_dtype', [jnp.float32, jnp.bfloat16])
-def test_half_precision_is_widened_and_dtypes_promote(update_dtype):
-  w = normal(0, (64, 64)).astype(jnp.bfloat16)
-  u = (normal(1, (64, 64)) / 8).astype(update_dtype)
-  kept = _keep()(u, w)
-  assert kept.dtype == update_dtype
-  # A step too small for the sum to hold in bfloat16 is turned, and not lost.
-  w_32, u_32 = w.astype(jnp.float32), 1e-3 * u.astype(jnp.float32)
-  along = w_32 * jnp.sum(w_32 * u_32) / jnp.sum(w_32 * w_32)
-  small = _keep()(u_32.astype(update_dtype), w).astype(jnp.float32)
-  error = jnp.linalg.norm(small - (u_32 - along))
-  assert error < 0.01 * jnp.linalg.norm(u_32)
-  norm = _norms(w_32[None], 'l2')
-  if update_dtype == jnp.float32:  # Which holds the step without rounding.
-    np.testing.assert_allclose(_norms((w + kept)[None], 'l2'), norm, rtol=1e-6)
-  new = optax.apply_updates(w, kept)
-  assert new.dtype == jnp.bfloat16
-  np.testing.assert_allclose(_norms(new[None], 'l2'), norm, rtol=1e-3)
+def test_bfloat16_weights_take_steps_too_small_for_their_sum():
+  w = normal(0, (64, 64), jnp.bfloat16)
+  u = normal(1, (64, 64)) / 8000
+
+  @jax.jit
+  def step(w, u):
+    kept = _kept()(u, w)
+    return kept, _kept()(u.astype(jnp.bfloat16), w), w + kept
+
+  kept, narrow, new = step(w, u)
+  # The step is turned, and not lost.
+  along = w * np.sum(np.asarray(w, np.float32) * u) / norms(w, None, 'l2') ** 2
+  for update, dtype in ((kept, jnp.float32), (narrow, jnp.bfloat16)):
+    assert update.dtype == dtype
+    error = norms(update - (u - along), None, 'l2')
+    assert error < 0.01 * norms(u, None, 'l2')
+  # float32 holds the step without rounding.
+  np.testing.assert_allclose(
+    norms(new, None, 'l2'), norms(w, None, 'l2'), rtol=1e-6
+  )
 
 
-def test_gradients_pass_through_zeros():
-  def f(u):
-    transform = merit_optax.scale_by_l2_norm_trust_ratio(ratios=_ALL)
-    w = jnp.array([[1.0, 2.0], [0.0, 0.0]])
-    z, _ = transform.update(u, transform.init(w), w)
-    return jnp.sum(_keep()(z, w))
+# The radius.
 
-  gradient = jax.jit(jax.grad(f))(jnp.array([[0.0, 0.0], [0.0, 1.0]]))
-  assert jnp.all(jnp.isfinite(gradient))
+
+@pytest.mark.parametrize('radius', ['current', 'initial'])
+def test_a_stored_radius_keeps_the_norm_of_bfloat16_weights(radius):
+  optimizer = merit_optax.hyperball(
+    optax.scale_by_lion(),
+    0.01,
+    radius=radius,
+    weight_dimension_numbers=_Spec(1, 2),
+  )
+
+  def step(carry, i):
+    w, state = carry
+    gradient = jnp.cos(w * i).astype(jnp.bfloat16)
+    updates, state = optimizer.update(gradient, state, w)
+    return (optax.apply_updates(w, updates), state), None
+
+  start = normal(0, (2, 32, 32), jnp.bfloat16)
+  carry = start, optimizer.init(start)
+  (last, _), _ = jax.jit(jax.lax.scan, static_argnums=0)(
+    step, carry, jnp.arange(2000.0)
+  )
+  drift = norms(last, (1, 2), 'l2') / norms(start, (1, 2), 'l2') - 1
+  # What bfloat16 rounds in one step does not add up, if the norm is stored.
+  assert (np.max(np.abs(drift)) < 0.003) == (radius == 'initial')
+
+
+def test_the_radius_is_the_norm_of_the_first_parameters():
+  params = {'a': 2 * np.ones((2, 3, 3)), 'b': np.eye(4), 'c': None}
+  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+  optimizer = merit_optax.keep_matrix_norms(
+    radius='initial', weight_dimension_numbers=_Spec(-2, -1)
+  )
+  state = jax.jit(optimizer.init)(params)
+  np.testing.assert_allclose(state.radius, [6.0, 6.0, 2.0], rtol=1e-6)
+
+  @jax.jit
+  def step(updates, state, params):
+    kept, _ = optimizer.update(updates, state, params)
+    return optax.apply_updates(params, kept)
+
+  # A matrix that was zero at first keeps the norm that it has got since.
+  zero = state._replace(radius=0 * state.radius)
+  halves = jax.tree.map(lambda x: x / 2, params)
+  shrinking = jax.tree.map(jnp.negative, halves)
+  for updates, old_state, old in (
+    (shrinking, state, params),
+    (shrinking, zero, params),
+    (optax.tree.zeros_like(params), state, halves),
+  ):
+    chex.assert_trees_all_close(
+      step(updates, old_state, old), params, rtol=1e-6, atol=1e-6
+    )
+
+
+# Calibration.
+
+
+_calibrated = functools.partial(
+  merit_optax.scale_by_l2_norm_trust_ratio, calibrate=True
+)
+
+
+def _applied_ratios(transform, steps):
+  """Returns the ratio of each step, given pairs of update and parameter."""
+  state, ratios = transform.init(_W), []
+
+  @jax.jit
+  def step(update, state, param):
+    scaled, state = transform.update(update, state, param)
+    sums = [jnp.sum(x, dtype=jnp.float32) for x in (scaled, update)]
+    return sums[0] / sums[1], state
+
+  for update, param in steps:
+    ratio, state = step(update, state, param)
+    ratios.append(float(ratio))
+  return ratios
+
+
+_W = normal(0, (3, 4))
+_Z = jnp.ones((3, 4))
+_NAN = _Z.at[0, 0].set(jnp.nan)
+_BOUNDS = {'min_ratio': 0.1, 'max_ratio': 5.0}
+_SIZES = [(_Z, _W), (_Z, 2 * _W), (4 * _Z, _W), (_Z, _W)]
+_FROM_ZERO = [(_Z, 0 * _W), (_Z, 1e-3 * _W), (_Z, _W)]
+_HALF_NORM = float(jnp.linalg.norm(_W)) / 2
+# Updates without a direction of their own, and what is left of their sums.
+_USELESS = {
+  'zero': (0 * _Z, np.nan),
+  'nan': (_NAN, np.nan),
+  'inf': (_Z.at[0, 0].set(jnp.inf), np.nan),
+  'decay-bfloat16': ((0.1 * _W).astype(jnp.bfloat16), 1),
+  'mostly-decay': (0.1 * _W + 1e-4 * _Z, 1),
+}
+
+
+@pytest.mark.parametrize(
+  'settings, steps, expected',
+  [
+    # Relative to the first.
+    ({}, _SIZES, [1, 2, 0.25, 1]),
+    ({}, [(_Z, _W), (_NAN, _W), (_Z, 3 * _W)], [1, np.nan, 3]),
+    (_BOUNDS, _FROM_ZERO, [1, 1, 1]),
+    # Unless something says from which size on the norm counts.
+    ({'min_norm': _HALF_NORM}, _FROM_ZERO, [1, 1, 2]),
+    ({}, [(_Z, _W), (_Z, 0 * _W)], [1, 1]),
+    *(
+      pytest.param(
+        _BOUNDS,
+        [(update, _W), (update, _W), (_Z, _W), (_Z, 2 * _W)],
+        [ratio, ratio, 1, 2],
+        id=name,
+      )
+      for name, (update, ratio) in _USELESS.items()
+    ),
+    # Whatever else is in the ratios.
+    *(
+      (settings, [(0.1 * _W, _W), (_Z, _W), (_Z, 2 * _W)], [1, 1, 2])
+      for settings in ({'trust_coefficient': 7.0}, {'eps': _HALF_NORM})
+    ),
+  ],
+)
+def test_calibrated_ratios(settings, steps, expected):
+  ratios = _applied_ratios(_calibrated(**settings), steps)
+  np.testing.assert_allclose(ratios, expected, rtol=1e-6)
+
+
+def test_all_ratios_start_at_one():
+  transform = _calibrated(
+    ratios=('weight', 'row', 'column'), weight_dimension_numbers=_SPECS
+  )
+  params, updates = _tree(0), _tree(1)
+  state = jax.jit(transform.init)(params)
+  actual, state = jax.jit(transform.update)(updates, state, params)
+  chex.assert_trees_all_close(actual, updates, rtol=1e-6)
+  assert state.first_ratios.shape == (3 * (1 + 8 + 24),)
+  assert state.first_ratios.dtype == jnp.float32
+
+
+# Linear minimization oracles.
+
+
+@functools.cache
+def _direction(norm, eps=0.0):
+  transform = merit_optax.scale_by_lmo(norm, eps)
+  return jax.jit(lambda z: transform.update(z, transform.init(z))[0])
+
+
+@pytest.mark.parametrize('norm', _AXES)
+@hypothesis.given(z=MATRICES, other=MATRICES)
+def test_directions_are_the_steepest_in_their_norm(norm, z, other):
+  axis = _AXES[norm]
+  z = z.astype(np.float64)
+  u = np.asarray(_direction(norm)(jnp.asarray(z, jnp.float32)), np.float64)
+  sizes, z_sizes = _rms(u, axis), _rms(z, axis)
+  np.testing.assert_allclose(sizes, z_sizes != 0, rtol=1e-6)
+  inside = other / np.maximum(_rms(other.astype(np.float64), axis), 1)
+  steepest = np.sum(z * u)
+  assert np.sum(z * inside) <= steepest + 1e-5 * np.abs(steepest)
+
+
+_COMPLEX = np.array([[3 + 4j, 0], [-1j, 2]], np.complex64)
+
+
+@pytest.mark.parametrize(
+  'norm, eps, z, expected',
+  [
+    # Vectors as a whole.
+    ('row', 0.0, [3, -4, 0, 0], [1.2, -1.6, 0, 0]),
+    ('column', 0.0, [3, -4, 0, 0], [1.2, -1.6, 0, 0]),
+    ('max', 0.0, [3, -4, 0, 0], [1, -1, 0, 0]),
+    # Small rows vanish.
+    ('row', 0.1, [[1e-9, 1e-9], [0.1, -0.1]], [[1e-8, 1e-8], [0.5, -0.5]]),
+    # Phases stay.
+    ('max', 0.0, _COMPLEX, [[0.6 + 0.8j, 0], [-1j, 1]]),
+    ('row', 0.0, _COMPLEX, _COMPLEX / _rms(np.abs(_COMPLEX), 1)),
+  ],
+)
+def test_directions_of_vectors_with_eps_and_complex(norm, eps, z, expected):
+  actual = _direction(norm, eps)(1.0 * jnp.asarray(z))
+  np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+# Shapes.
+
+
+def test_factors_depend_on_rows_and_columns():
+  shapes = [(2, 3, 4), (5, 2, 3), (4,), (5, 3), (), (0, 5)]
+  specs = [_Spec(0, (1, 2)), _Spec(1, 2), None, _Spec((), 1), None, _Spec()]
+  transform = merit_optax.scale_by_shape(
+    lambda m, n: 10 * m + n if m else 1 / m, weight_dimension_numbers=specs
+  )
+  ones = [jnp.ones(shape) for shape in shapes]
+  actual, _ = transform.update(ones, transform.init(ones))
+  expected = jax.tree.map(jnp.full_like, ones, [32, 23, 14, 13, 11, 0])
+  chex.assert_trees_all_equal(actual, expected)
+
+
+@pytest.mark.parametrize('factor', [None, np.nan, jnp.ones((7, 1, 1))])
+def test_factors_that_are_no_numbers_are_refused(factor):
+  transform = merit_optax.scale_by_shape(lambda *_: factor)
+  with pytest.raises(ValueError, match=r'^factor\(rows, columns\) must be'):
+    transform.update(jnp.ones((4, 6)), optax.EmptyState())

@@ -16,21 +16,16 @@ import merit_optax
 from tests.merit_optax.arrays import normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
-_AS_OPTAX = pytest.mark.skipif(
-  optax.__version__ == '0.2.6', reason='it multiplies by a factor of the shape'
-)
 # Tall, wide, square, stacked, with heads, one row, and zero. Some hold matrices
 # of one shape, or its transpose, which are computed together.
 _SHAPES = {
   'wide': ((12, 30), _Spec()),
   'tall': ((30, 12), _Spec()),
   'square': ((16, 16), _Spec()),
-  'layers': ((3, 8, 20), _Spec(1, 2)),
-  'heads': ((16, 4, 6), _Spec(0, (1, 2))),
-  'row': ((1, 20), _Spec()),
-  'zero': ((4, 8), _Spec()),
-  'wide_layers': ((2, 12, 30), _Spec(1, 2)),
   'layers_between': ((12, 3, 30), _Spec(0, 2)),
+  'heads': ((12, 5, 6), _Spec(0, (1, 2))),
+  'row': ((1, 20), _Spec()),
+  'zero': ((12, 30), _Spec()),
 }
 _SPECS = {name: spec for name, (_, spec) in _SHAPES.items()}
 _DION = (
@@ -54,16 +49,16 @@ def _exactly(function):
   return jax.default_matmul_precision('highest')(jax.jit(function))
 
 
-@_AS_OPTAX
 @pytest.mark.parametrize(
   'ours, theirs',
   [
     ({}, {}),
-    ({'nesterov': False, 'beta': 0.8}, {'nesterov': False, 'beta': 0.8}),
-    ({'ns_coeffs': 'dion'}, {'ns_coeffs': _DION}),
-    ({'ns_coeffs': (3.0, -3.2, 1.2), 'ns_steps': 3},) * 2,
+    (
+      {'nesterov': False, 'beta': 0.8, 'ns_coeffs': 'dion'},
+      {'nesterov': False, 'beta': 0.8, 'ns_coeffs': _DION},
+    ),
   ],
-  ids=['default', 'no_nesterov', 'dion', 'three_steps'],
+  ids=['default', 'others'],
 )
 def test_updates_and_state_are_those_of_optax(ours, theirs):
   transforms = [
@@ -104,17 +99,16 @@ def _spectrum(seed, shape, exponent):
 
 @pytest.mark.parametrize('coefficients', ['jordan', 'polar_express'])
 @pytest.mark.parametrize('exponent', [-1, -4, -9])
-@pytest.mark.parametrize('shape', [(24, 96), (40, 60)])
-def test_the_gram_form_is_the_plain_one(coefficients, exponent, shape):
+def test_the_gram_form_is_the_plain_one(coefficients, exponent):
   # With as many rows as these, a square matrix takes the plain form.
-  matrix = _spectrum(0, shape, exponent)
-  square = jnp.pad(matrix, ((0, shape[1] - shape[0]), (0, 0)))
+  matrix = _spectrum(0, (24, 96), exponent)
+  square = jnp.pad(matrix, ((0, 72), (0, 0)))
   wide, padded = (_update(ns_coeffs=coefficients)(x) for x in (matrix, square))
   assert jnp.isfinite(wide).all()
   # Singular values below the rounding errors of the Gram matrix end elsewhere,
   # by less than the iterations themselves leave them from 1.
   atol = 2e-5 if exponent == -1 else 5e-3
-  np.testing.assert_allclose(wide, padded[: shape[0]], atol=atol)
+  np.testing.assert_allclose(wide, padded[:24], atol=atol)
 
 
 @pytest.mark.parametrize('shape', [(16, 16), (12, 30)])
@@ -137,10 +131,9 @@ def test_large_matrices_are_multiplied_in_blocks(dtype):
   np.testing.assert_allclose(_update()(matrix), (u * values) @ v, atol=2e-5)
 
 
-@hypothesis.settings(max_examples=30)
 @hypothesis.given(
   st.integers(0, 2**31),
-  st.sampled_from([(1, 1), (1, 7), (5, 5), (3, 9), (2, 4, 6)]),
+  st.sampled_from([(1, 7), (5, 5), (2, 4, 10)]),
   st.floats(-4, 15),
 )
 def test_singular_values_are_near_one_at_any_scale(seed, shape, exponent):
@@ -165,10 +158,9 @@ def test_products_in_bfloat16_are_near():
 _polar = functools.partial(_update, ns_coeffs='polar_express', ns_steps=8)
 
 
-@pytest.mark.parametrize('shape', [(16, 16), (16, 48)])
-def test_float16_keeps_small_singular_values_that_bfloat16_loses(shape):
+def test_float16_keeps_small_singular_values_that_bfloat16_loses():
   def updates(exponent):
-    matrix = _spectrum(0, shape, exponent)
+    matrix = _spectrum(0, (16, 48), exponent)
     return [
       _polar(ns_dtype=dtype)(matrix) for dtype in (None, 'float16', 'bfloat16')
     ]
@@ -189,74 +181,27 @@ def test_small_and_large_gradients_become_orthogonal_in_float16(size):
   np.testing.assert_allclose(found @ found.T, np.eye(16), atol=0.01)
 
 
-@pytest.mark.parametrize('ns_dtype', [None, 'float16'])
-@pytest.mark.parametrize('is_relative', [False, True])
-def test_a_momentum_that_decays_takes_no_larger_steps(is_relative, ns_dtype):
-  rate, params = 0.1, normal(0, (8, 20))
-  ratio = merit_optax.scale_by_l2_norm_trust_ratio()
-  optimizer = optax.chain(
-    merit_optax.scale_by_muon(ns_dtype=ns_dtype),
-    ratio if is_relative else optax.identity(),
-    optax.scale_by_learning_rate(rate),
-  )
-
-  def step(state, gradient):
-    updates, state = optimizer.update(gradient * params, state, params)
-    return state, jnp.linalg.norm(updates, None if is_relative else 2)
-
-  # Until the momentum has vanished.
-  gradients = jnp.zeros(2500).at[0].set(1)
-  state, sizes = jax.lax.scan(step, optimizer.init(params), gradients)
-  assert jnp.all(state[0].mu == 0)
-  unit = jnp.linalg.norm(params) if is_relative else 1.25
-  assert jnp.all(sizes <= rate * unit * (1 + 1e-5))
-
-
-@_AS_OPTAX
-def test_gradients_through_an_update_are_those_of_optax():
-  gradients, weights = _gradients(0)['wide'], _gradients(1)['wide']
-  found, expected = (
-    _exactly(
-      jax.grad(lambda g, t=t: (weights * t.update(g, t.init(g))[0]).sum())
-    )(gradients)
-    for t in (merit_optax.scale_by_muon(), optax.contrib.scale_by_muon())
-  )
-  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize(
-  'transform',
-  [merit_optax.scale_by_muon(), *map(merit_optax.scale_by_lmo, ('row', 'rms'))],
+  'transform', [merit_optax.scale_by_muon(), merit_optax.scale_by_lmo('row')]
 )
 def test_a_norm_that_overflows_is_not_silent(transform):
-  gradients = jnp.full((8, 64), 3e38)
+  gradients = jnp.full((12, 30), 3e38)
   updates, _ = transform.update(gradients, transform.init(gradients))
   assert jnp.isnan(updates).all()
 
 
-def test_gram_matrices_need_no_promotion_of_ranks():
-  with jax.numpy_rank_promotion('raise'):
-    _update()(jnp.ones((2, 4, 64)))
-
-
 def test_one_matrix_that_is_not_finite_spoils_no_other():
-  gradient = jnp.ones((2, 3, 5)).at[1, 0, 0].set(jnp.nan)
-  found = _update()(gradient)
+  gradient = jnp.ones((2, 4, 10)).at[1, 0, 0].set(jnp.nan)
+  with jax.numpy_rank_promotion('raise'):
+    found = _update()(gradient)
   assert jnp.isfinite(found[0]).all()
   assert jnp.isnan(found[1]).any()
 
 
-def test_what_is_no_matrix_passes_or_is_one_row():
-  params = {
-    'none': None,
-    'masked': optax.MaskedNode(),
-    'empty': jnp.zeros((0, 3)),
-    'vector': jnp.array([3.0, 0.0, -4.0]),
-    'scalar': jnp.array(-2.0),
-  }
+def test_vectors_are_one_row():
+  params = {'vector': jnp.array([3.0, 0.0, -4.0]), 'scalar': jnp.array(-2.0)}
   transform = merit_optax.scale_by_muon('polar_express', 8)
-  updates, state = transform.update(params, transform.init(params))
-  chex.assert_trees_all_equal_shapes(updates, state.mu, params)
+  updates, _ = transform.update(params, transform.init(params))
   np.testing.assert_allclose(updates['vector'], [0.6, 0.0, -0.8], atol=1e-3)
   np.testing.assert_allclose(updates['scalar'], -1.0, atol=1e-3)
 
@@ -269,8 +214,3 @@ def test_complex_matrices_become_unitary():
   given = merit_optax.scale_by_muon(ns_dtype='bfloat16')
   with pytest.raises(ValueError, match='^ns_dtype must be None for complex'):
     given.init(matrix)
-
-
-def test_init_warns_of_more_than_two_axes():
-  with pytest.warns(UserWarning, match='more than two axes'):
-    merit_optax.scale_by_muon().init(jnp.ones((2, 3, 4)))

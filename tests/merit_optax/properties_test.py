@@ -1,7 +1,6 @@
-"""What the max-norm trust ratio promises, for any input."""
+"""What the trust ratios promise, for any input."""
 
 import functools
-import itertools
 
 import hypothesis
 from hypothesis import strategies as st
@@ -13,15 +12,12 @@ import optax
 import pytest
 
 import merit_optax
-from merit_optax.matrices.norms import max_norm
+from merit_optax.matrices.norms import l2_norm, max_norm
 from tests.merit_optax.arrays import normal, oracle_ratios, oracle_scale
 
 _ALL = ('weight', 'row', 'column')
-_SUBSETS = [
-  subset for size in (1, 2, 3) for subset in itertools.combinations(_ALL, size)
-]
-# Few shapes, since each is a compilation: a matrix, one row, one column.
-_SHAPES = ((3, 4), (1, 5), (4, 1))
+# Few shapes, since each is a compilation: a matrix and one column.
+_SHAPES = ((3, 4), (4, 1))
 # Each of ratio, product and rate may round up once.
 _ULPS = 1 + 3 * 2.0**-24
 
@@ -43,16 +39,20 @@ def _pairs(draw, elements):
   return draw(array), draw(array)
 
 
+_BUILD = {
+  'max': merit_optax.scale_by_max_norm_trust_ratio,
+  'l2': merit_optax.scale_by_l2_norm_trust_ratio,
+}
+
+
 @functools.cache
-def _jitted(ratios=_ALL, **options):
-  transform = merit_optax.scale_by_max_norm_trust_ratio(
-    ratios=ratios, **options
-  )
+def _jitted(kind='max', **options):
+  transform = _BUILD[kind](**options)
   return jax.jit(lambda z, w: transform.update(z, transform.init(w), w)[0])
 
 
-def _scale(z, w, ratios=_ALL, **options):
-  return np.asarray(_jitted(ratios, **options)(z, w))
+def _scale(z, w, kind='max', **options):
+  return np.asarray(_jitted(kind, **options)(z, w))
 
 
 @functools.cache
@@ -76,29 +76,29 @@ def _steps(**options):
 
 
 @pytest.mark.parametrize(
-  'options',
+  'kind, options',
   [
-    *({'ratios': ratios} for ratios in _SUBSETS),
-    {'min_norm': 1.0},
-    {'trust_coefficient': 0.25, 'eps': 0.5},
-    {'min_norm': 0.5, 'trust_coefficient': 3.0, 'eps': 0.125},
+    ('max', {}),
+    ('max', {'ratios': ('row',)}),
+    ('max', {'ratios': ('weight', 'column')}),
+    ('max', {'min_norm': 0.5, 'trust_coefficient': 3.0, 'eps': 0.125}),
+    ('max', {'min_ratio': 0.5, 'max_ratio': 1.5}),
+    ('l2', {}),
+    ('l2', {'ratios': _ALL, 'min_ratio': 2.0}),
+    ('l2', {'ratios': _ALL, 'max_ratio': 0.5}),
   ],
   ids=str,
 )
 @hypothesis.given(pair=_pairs(_with_zeros))
-def test_ratio_is_that_of_the_formula(options, pair):
+def test_ratio_follows_the_formula(kind, options, pair):
   z, w = pair
-  numbers = {k: v for k, v in options.items() if k != 'ratios'}
-  found = oracle_ratios(z, w, **numbers)
-  expected = oracle_scale(z, [found[k] for k in options.get('ratios', _ALL)])
-  np.testing.assert_allclose(_scale(z, w, **options), expected, rtol=1e-6)
-
-
-def test_a_vector_has_the_weight_wise_ratio_whatever_is_asked():
-  z, w = np.random.default_rng(0).normal(size=(2, 5)).astype(np.float32)
-  expected = np.max(np.abs(w)) / np.max(np.abs(z)) * z
-  for ratios in (('row',), ('column',), _ALL):
-    np.testing.assert_allclose(_scale(z, w, ratios), expected, rtol=1e-6)
+  numbers = options.copy()
+  names = numbers.pop('ratios', _ALL if kind == 'max' else ('weight',))
+  bounds = [numbers.pop(name, None) for name in ('min_ratio', 'max_ratio')]
+  ratios = oracle_ratios(z, w, kind=kind, **numbers)
+  expected = oracle_scale(z, [ratios[name] for name in names], *bounds)
+  rtol = 1e-6 if kind == 'max' else 1e-5
+  np.testing.assert_allclose(_scale(z, w, kind, **options), expected, rtol=rtol)
 
 
 # The bound.
@@ -118,7 +118,7 @@ def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
 
 
 @hypothesis.given(pair=_pairs(_nonzero), power=st.integers(-50, 50))
-def test_the_scale_of_updates_cancels_and_that_of_weights_carries_over(
+def test_scaled_updates_do_not_depend_on_the_scale_but_on_that_of_the_weights(
   pair, power
 ):
   z, w = pair
@@ -136,7 +136,7 @@ _TINY = np.finfo(np.float32).tiny
 
 
 @pytest.mark.parametrize('jit', [True, False], ids=['jit', 'eager'])
-@pytest.mark.parametrize('small', [1e-45, 1e-40, np.nextafter(_TINY, 0)])
+@pytest.mark.parametrize('small', [1e-45, np.nextafter(_TINY, 0)])
 def test_subnormal_norms_count_as_zero(small, jit):
   # Hardware that keeps them would otherwise disagree with hardware that
   # flushes them, by a factor of 1e38.
@@ -147,13 +147,6 @@ def test_subnormal_norms_count_as_zero(small, jit):
   scaled = scale(w, z)
   np.testing.assert_array_equal(scaled[0], [4.0, 4.0])
   assert np.max(np.abs(scaled[1])) <= small
-
-
-def test_the_smallest_normal_norm_counts():
-  z = np.full((2, 2), _TINY, np.float32)
-  w = np.ones((2, 2), np.float32)
-  np.testing.assert_allclose(_scale(z, w), w, rtol=1e-6)
-  np.testing.assert_allclose(_scale(w, z), z, rtol=1e-6)
 
 
 # The stale row: with one gradient and then none.
@@ -197,8 +190,7 @@ def _extreme_trees(draw, leading=()):
 @pytest.mark.parametrize(
   'options',
   [
-    {},
-    {'weight_decay': 0.1, 'clip_threshold': None},
+    {'weight_decay': 0.1},
     {'bias_correction': True, 'clip_threshold': None, 'ratios': ('row',)},
   ],
   ids=str,
@@ -216,7 +208,7 @@ def test_scaled_updates_are_finite(pair):
   assert np.all(np.isfinite(_scale(*pair)))
 
 
-@pytest.mark.parametrize('small', [0.0, 1e-40, 1.2e-38])
+@pytest.mark.parametrize('small', [0.0, 1e-40])
 @pytest.mark.parametrize('large', [1e30, 3e38])
 def test_a_huge_weight_beside_a_tiny_update_is_not_nan(large, small):
   # The plain formula multiplies an infinite ratio with zero.
@@ -228,23 +220,62 @@ def test_a_huge_weight_beside_a_tiny_update_is_not_nan(large, small):
   np.testing.assert_allclose(scaled[0, 0], z[0, 0] * 2.0**126, rtol=1e-6)
 
 
+def test_a_bounded_ratio_does_not_hide_nan():
+  z = np.array([[np.nan, 1.0], [1.0, 1.0]], np.float32)
+  scaled = _scale(z, np.ones_like(z), 'l2', min_ratio=0.5, max_ratio=2.0)
+  assert np.all(np.isnan(scaled))
+
+
+# Norms.
+
+
 @pytest.mark.parametrize(
   'dtype', ['float16', 'bfloat16', 'float32', 'complex64']
 )
-@pytest.mark.parametrize('axis', [(0,), (1,), (0, 1)])
-@pytest.mark.parametrize(
-  'shape', [(3, 4), (640, 80), (4096, 3), (3, 4096), (9, 16, 64)], ids=str
-)
-def test_maxima_of_many_numbers(shape, axis, dtype):
+@pytest.mark.parametrize('shape', [(640, 80), (9, 16, 64)], ids=str)
+def test_maxima_of_many_numbers(shape, dtype):
   # With jax 0.12, bfloat16 had NaN and other numbers than those of the array.
   x = np.array(normal(0, shape, dtype))
-  norm = functools.partial(max_norm, axis=axis)
-  found = jax.jit(jax.vmap(norm) if x.ndim == 3 else norm)(x)
-  assert found.dtype == np.abs(x).dtype
-  of_matrix = tuple(np.add(axis, x.ndim - 2))
-  expected = np.abs(x).astype(np.float32).max(of_matrix, keepdims=True)
   rtol = 1e-6 if np.iscomplexobj(x) else 0
-  np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=rtol)
+
+  @jax.jit
+  def maxima(x):
+    norms = [functools.partial(max_norm, axis=axis) for axis in _AXES]
+    return [jax.vmap(f)(x) if x.ndim == 3 else f(x) for f in norms]
+
+  for axis, found in zip(_AXES, maxima(x), strict=True):
+    assert found.dtype == np.abs(x).dtype
+    of_matrix = tuple(np.add(axis, x.ndim - 2))
+    expected = np.abs(x).astype(np.float32).max(of_matrix, keepdims=True)
+    np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=rtol)
+
+
+_AXES = ((0,), (1,), (0, 1))
+_in_range = st.floats(-12, 18).map(lambda x: float(np.float32(10.0**x)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.grad, has_aux=True)
+def _gradient_and_norms(x, axis):
+  norms = l2_norm(x, axis)
+  return norms.sum(), norms
+
+
+@pytest.mark.parametrize('axis', [(1,), (0, 1)])
+@hypothesis.given(
+  x=hnp.arrays(
+    np.float32,
+    (3, 4),
+    elements=st.one_of(st.just(0.0), _in_range, _in_range.map(lambda x: -x)),
+  )
+)
+def test_l2_norms_and_gradients_from_1e_12_to_1e18(axis, x):
+  gradient, norms = _gradient_and_norms(x, axis)
+  x = x.astype(np.float64)
+  expected = np.sqrt(np.sum(x**2, axis, keepdims=True))
+  np.testing.assert_allclose(norms, expected, rtol=1e-6)
+  expected = x / np.where(expected == 0, 1, expected)
+  np.testing.assert_allclose(gradient, expected, rtol=1e-5)
 
 
 # Precision.
@@ -263,16 +294,16 @@ def test_ratios_of_half_precision_are_wider(dtype):
   np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float16])
+def test_squares_of_half_precision_are_summed_in_float32(dtype):
+  # The square of 300 leaves float16.
+  z, w = jnp.ones((8, 8), dtype), jnp.full((8, 8), 300, dtype)
+  np.testing.assert_array_equal(_scale(z, w, 'l2'), w)
+
+
 def test_complex_norms_are_magnitudes():
   z = jnp.array([[3 + 4j, 1j], [1, 2]], jnp.complex64)
   w = jnp.array([[6 - 8j, 0], [1, 1j]], jnp.complex64)
   scaled = _scale(z, w)
   assert scaled.dtype == jnp.complex64
   np.testing.assert_allclose(scaled, 2 * z, rtol=1e-6)
-
-
-def test_an_infinite_norm_of_weights_leaves_zeros_zero():
-  w = np.array([[np.inf, 1.0], [1.0, 1.0]], np.float32)
-  z = np.array([[1.0, 0.0], [1.0, 1.0]], np.float32)
-  assert np.all(np.isfinite(_scale(z, w)))
-  assert _scale(z, w)[0, 1] == 0

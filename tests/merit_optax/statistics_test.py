@@ -1,8 +1,6 @@
 """`merit_statistics` against a NumPy oracle and against the optimizer."""
 
 import functools
-import inspect
-from typing import NamedTuple
 
 import chex
 from flax import nnx
@@ -13,7 +11,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import make_mesh, normal, oracle_ratios, run
+from tests.merit_optax.arrays import normal, oracle_ratios, run
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _SHARES = ('decided_by_weight', 'decided_by_row', 'decided_by_column')
@@ -89,7 +87,6 @@ _SMALL_G = _G * np.array([[1e-6, 3e-6, 1e-7, 1e-8]]).T
 @pytest.mark.parametrize(
   'w, g, decay, clip, found',
   [
-    (_W.at[0].multiply(9), _SMALL_G, 0.0, 1.0, ['clipped']),
     (_W.at[0].multiply(9), _SMALL_G, 0.1, 0.5, ['clipped']),
     (_W.at[0].multiply(9), _SMALL_G, 0.1, None, []),
     # u is 0.1 / sqrt(0.05) nearly everywhere, less where the gradient is near
@@ -114,15 +111,12 @@ def test_a_matrix_agrees_with_the_oracle(w, g, decay, clip, found):
   assert all(0 < expected[name] < 1 for name in found)
 
 
-@pytest.mark.parametrize('ratio', ['weight', 'row', 'column'])
-def test_only_the_ratios_in_use_decide(ratio):
-  watched = _watch_matrix(_W, _G, ratios=(ratio,))
-  assert [watched[name] for name in _SHARES] == [
-    name == f'decided_by_{ratio}' for name in _SHARES
-  ]
+def test_only_the_ratios_in_use_decide():
+  watched = _watch_matrix(_W, _G, ratios=('row',))
+  assert [watched[name] for name in _SHARES] == [0, 1, 0]
 
 
-@pytest.mark.parametrize('shape', [(4, 5), (5,), ()])
+@pytest.mark.parametrize('shape', [(4, 5), (5,)])
 def test_of_equal_ratios_the_first_counts(shape):
   watched = _watch_matrix(jnp.ones(shape), jnp.ones(shape))
   assert [watched[name] for name in _SHARES] == [1, 0, 0]
@@ -136,15 +130,17 @@ _OF_ADAM = ('b1', 'b2', 'eps', 'eps_root', 'bias_correction')
 @pytest.mark.parametrize(
   'settings',
   [
-    {},
     {'b1': 0.5, 'b2': 0.8, 'eps': 0.1, 'eps_root': 0.2},
-    {'bias_correction': True},
+    {
+      'bias_correction': True,
+      'learning_rate': optax.linear_schedule(0.1, 0.3, 5),
+    },
     {'ratios': ('row', 'column'), 'clip_threshold': 0.3, 'min_norm': 0.5},
-    {'learning_rate': optax.linear_schedule(0.1, 0.3, 5)},
     {'weight_decay': lambda count: 0.5 * count},
-    {'weight_decay': 0.5, 'mask': {'w': True, 'blocks': False, 'b': False}},
-    {'mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p)},
-    {'trust_ratio_mask': {'w': False, 'blocks': True, 'b': True}},
+    {
+      'mask': lambda p: jax.tree.map(lambda x: x.ndim > 1, p),
+      'trust_ratio_mask': {'w': False, 'blocks': True, 'b': True},
+    },
     {'weight_dimension_numbers': _Spec((), (0,))},
   ],
 )
@@ -164,7 +160,7 @@ def test_moves_and_ratios_are_those_of_the_optimizer(settings):
   params = _tree(0, scale=2.0)
   optimizers = optimizer, scaled, direction
   states = [x.init(params) for x in optimizers]
-  for seed in (10, 20, 30):
+  for seed in (10, 20):
     watched = statistics(_tree(seed), states[0], params)
     steps = [
       x.update(_tree(seed), state, params)
@@ -182,7 +178,7 @@ def test_moves_and_ratios_are_those_of_the_optimizer(settings):
     params = optax.apply_updates(params, updates)
 
 
-def test_of_a_parameter_left_out_nothing_decides():
+def test_masked_parameters_have_no_ratios():
   mask = {'w': False, 'blocks': True, 'b': True}
   watched = _watch(
     _tree(0),
@@ -199,9 +195,9 @@ def test_of_a_parameter_left_out_nothing_decides():
 
 
 def _assert_follows(optimizer, statistics, state):
-  """Checks update_to_weight in three steps; returns all of the first."""
+  """Checks update_to_weight in two steps; returns all of the first."""
   params, found = _tree(0), []
-  for seed in (10, 20, 30):
+  for seed in (10, 20):
     found.append(statistics(_tree(seed), state, params))
     updates, state = optimizer.update(_tree(seed), state, params)
     _assert_moves(found[-1], updates, params)
@@ -247,52 +243,9 @@ def test_schedules_are_read_at_their_own_counts(build):
   np.testing.assert_allclose(first[name], expected[name], rtol=1e-6)
 
 
-def test_states_elsewhere_do_not_count():
-  rate = optax.linear_schedule(0.1, 0.0, 10)
-  others = optax.chain(
-    optax.inject_hyperparams(optax.scale_by_learning_rate)(5.0),
-    optax.scale_by_schedule(rate),
-    optax.add_decayed_weights(rate),
-  )
-  merit = merit_optax.merit(rate, weight_decay=rate)
-  optimizer = optax.chain(others, merit, others)
-  params, gradients = _tree(0), _tree(10)
-  state = optimizer.init(params)
-  late = jax.tree.map(
-    lambda x: x + 5 if x.dtype == jnp.int32 else x, (state[0], state[2])
-  )
-  statistics = merit_optax.merit_statistics(rate, weight_decay=rate)
-  watched = statistics(gradients, (late[0], state[1], late[1]), params)
-  expected = statistics(gradients, merit.init(params), params)
-  chex.assert_trees_all_equal(watched, expected)
-
-
-def test_a_state_of_adam_is_enough():
-  rate = optax.linear_schedule(0.1, 0.0, 10)
-  params, gradients = _tree(0), _tree(10)
-  *_, last = run(merit_optax.merit(rate), params, [gradients] * 3)
-  statistics = merit_optax.merit_statistics(rate)
-  chex.assert_trees_all_equal(
-    statistics(gradients, last.state[0], last.params),
-    statistics(gradients, last.state, last.params),
-  )
-
-
-def test_the_arguments_are_those_of_merit():
-  merit, statistics = (
-    inspect.signature(x).parameters
-    for x in (merit_optax.merit, merit_optax.merit_statistics)
-  )
-  assert statistics == merit
-
-
 @pytest.mark.parametrize(
   'build, other, num_adams',
-  [
-    (merit_optax.merit, optax.sgd(0.1), 1),
-    (merit_optax.merit, optax.adamw(0.1), 2),
-    (_injected, _injected(0.3), 2),
-  ],
+  [(merit_optax.merit, optax.sgd(0.1), 1), (_injected, _injected(0.3), 2)],
 )
 def test_a_partition(build, other, num_adams):
   params, gradients = _tree(0), _tree(10)
@@ -311,50 +264,32 @@ def test_a_partition(build, other, num_adams):
   )
 
 
-@pytest.mark.parametrize('axis_type', list(jax.sharding.AxisType)[:2])
-def test_on_a_mesh(axis_type):
-  mesh = make_mesh(axis_type, x=4, y=2)
-  trees = {'w': normal(0, (4, 6))}, {'w': normal(1, (4, 6))}
-  functions = jax.jit(_watch), jax.jit(merit_optax.update_statistics)
-  expected = [function(*trees) for function in functions]
-  placed = jax.device_put(trees, jax.NamedSharding(mesh, jax.P('x', 'y')))
-  for function, on_one_device in zip(functions, expected, strict=True):
-    chex.assert_trees_all_close(function(*placed), on_one_device)
-
-
-@pytest.mark.parametrize('num_adams', [0, 2])
-def test_a_state_without_exactly_one_adam_state_is_refused(num_adams):
-  optimizer = optax.chain(optax.identity(), *[optax.adam(0.1)] * num_adams)
+def test_a_state_without_adam_is_refused():
   params = _tree(0)
-  with pytest.raises(ValueError, match=f'ScaleByAdamState, found {num_adams}'):
-    merit_optax.merit_statistics(0.1)(params, optimizer.init(params), params)
+  with pytest.raises(ValueError, match='ScaleByAdamState, found 0'):
+    merit_optax.merit_statistics(0.1)(params, optax.EmptyState(), params)
 
 
 @pytest.mark.skipif(not hasattr(nnx, 'as_pure'), reason='needs flax 0.12.7')
 def test_an_nnx_optimizer_gives_what_plain_trees_give():
-  model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-  settings = {
-    'learning_rate': optax.linear_schedule(0.1, 0.3, 5),
-    'weight_dimension_numbers': merit_optax.flax_dimension_numbers,
-  }
-  merit = merit_optax.merit(**settings)
-  statistics = nnx.jit(merit_optax.merit_statistics(**settings))
+  model = nnx.Linear(4, 5, rngs=nnx.Rngs(0))
+  merit = merit_optax.merit(0.1)
+  statistics = nnx.jit(merit_optax.merit_statistics(0.1))
   optimizer = nnx.Optimizer(model, merit, wrt=nnx.Param)
   params = nnx.state(model, nnx.Param)
   pure = jax.tree.map(jnp.copy, nnx.as_pure(params))
-  (step,) = run(merit, pure, [jax.tree.map(jnp.cos, pure)])
-  nnx.jit(nnx.Optimizer.update)(optimizer, model, jax.tree.map(jnp.cos, params))
+  (step,) = run(merit, pure, [pure])
+  nnx.jit(nnx.Optimizer.update)(optimizer, model, params)
   params = nnx.state(model, nnx.Param)
   watched = statistics(params, optimizer.opt_state, params)
   expected = statistics(step.params, step.state, step.params)
   chex.assert_trees_all_close(watched, expected)
-  assert len(watched) == 8 * len(_NAMES)
+  assert len(watched) == 2 * len(_NAMES)
 
 
 @pytest.mark.parametrize(
   'gradients, of_state, message',
   [
-    (_tree(9), _tree(0)['blocks'], '1 arrays for 3 parameters'),
     ({'w': jnp.ones((4, 5))}, _tree(0), '1 arrays for 3 parameters'),
     (_tree(9), _tree(0) | {'w': jnp.ones(3)}, r"shape \(3,\) for .* 'w'"),
     (
@@ -375,16 +310,10 @@ def test_trees_that_do_not_belong_together_are_refused(
 # What comes back.
 
 
-def test_bfloat16_needs_no_promotion():
+def test_values_are_float32_scalars_and_need_no_promotion():
   params = {'w': jnp.ones((4, 5), jnp.bfloat16)}
   with jax.numpy_dtype_promotion('strict'):
-    _watch(params, params)
-
-
-def test_values_are_float32_scalars():
-  with jax.enable_x64(True):
-    params = {'w': jnp.ones((4, 5), jnp.float64)}
-    values = _watch(params, params).values()
+    values = jax.jit(_watch)(params, params).values()
   assert {(x.shape, x.dtype) for x in values} == {((), jnp.dtype('float32'))}
 
 
@@ -398,7 +327,7 @@ def test_zeros_give_finite_values_unless_they_move():
   assert watched['zero/update_to_weight'] == 0
 
 
-def test_what_is_empty_has_no_statistics():
+def test_empty_arrays_have_no_statistics():
   params = {'empty': jnp.zeros((0, 3)), 'w': normal(0, (4, 5)), 'none': None}
   watched = _watch(params, params)
   assert {key.split('/')[0] for key in watched} == {'w'}
@@ -451,42 +380,3 @@ def test_rows_stay_where_an_update_is_too_small_for_the_dtype():
   assert watched['w/unmoved_rows'] == 0.5
   assert watched['w/not_finite'] == 2 / 8
   assert {x.dtype for x in watched.values()} == {jnp.dtype('float32')}
-
-
-def test_zero_parameters_move_infinitely_or_not_at_all():
-  params = {'a': jnp.zeros((4, 5)), 'b': jnp.zeros(5)}
-  updates = {'a': jnp.ones((4, 5)), 'b': jnp.zeros(5)}
-  with jax.debug_nans(True):  # Nor is zero divided by zero.
-    watched = merit_optax.update_statistics(updates, params)
-  for name in _MOVES - {'unmoved_rows', 'not_finite'}:
-    assert watched[f'a/{name}'] == np.inf
-    assert watched[f'b/{name}'] == 0
-
-
-def test_another_part_may_hold_what_merit_does_not_take():
-  params = {'w': jnp.ones((3, 2)), 'key': jax.random.key(0)}
-  parts = {'merit': merit_optax.merit(0.1), 'other': optax.set_to_zero()}
-  optimizer = optax.partition(parts, {'w': 'merit', 'key': 'other'})
-  statistics = merit_optax.merit_statistics(0.1)
-  watched = statistics(params, optimizer.init(params), params)
-  assert {x.rpartition('/')[0] for x in watched} == {'w'}
-
-
-class _Pair(NamedTuple):
-  b: object
-  a: object
-
-
-def test_containers_with_other_orders_are_matched_by_name():
-  params = {'a': jnp.ones((2, 2)), 'b': jnp.ones((2, 2))}
-  updates = _Pair(b=jnp.ones((2, 2)), a=3 * jnp.ones((2, 2)))
-  watched = merit_optax.update_statistics(updates, params)
-  assert watched['a/update_to_weight'] == 3 * watched['b/update_to_weight']
-
-
-def test_numbers_are_measured():
-  watched = merit_optax.update_statistics({'a': 1.0}, {'a': 4})
-  assert watched['a/update_to_weight'] == 0.25
-  state = merit_optax.merit(0.5).init({'a': 4.0})
-  watched = merit_optax.merit_statistics(0.5)({'a': 1}, state, {'a': 4.0})
-  assert watched['a/update_to_weight'] == 0.125

@@ -53,15 +53,6 @@ def test_it_takes_the_flags_of_the_trainer_beside_its_own():
   )
 
 
-@pytest.mark.parametrize('flag', ['--help', '--no-such-flag'])
-def test_its_name_stands_in_what_it_says(flag: str, capsys):
-  with pytest.raises(SystemExit):
-    plan.main([flag])
-  text = ''.join(capsys.readouterr())
-  assert 'examples.plan' in text
-  assert 'Traceback' not in text
-
-
 def test_a_sweep_tries_every_mesh_with_the_rematerialization_or_more():
   found = [(x.mesh, x.remat) for x in sweep.ways(Config(remat='dots'), 12)]
   assert len(found) == len(set(found)) == 2 * 18
@@ -102,12 +93,9 @@ def emulated_slice(
 
 
 @pytest.mark.usefixtures('emulated_slice')
-@pytest.mark.parametrize(
-  'flags', [(), ('--architecture', 'llama', '--untied-head')]
-)
-def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys, flags):
+def test_a_plan_is_of_the_step_of_the_trainer(tmp_path: Path, capsys):
   out = tmp_path / 'plan.json'
-  plan.main([*_TINY, '--mesh', 'fsdp=2', '--out', str(out), *flags])
+  plan.main([*_TINY, '--mesh', 'fsdp=2', '--out', str(out)])
   results = json.loads(out.read_text())
   assert (results['batch_size'], results['micro_batch_size']) == (16, 8)
   assert results['model_flops'] == 2 * results['flops']
@@ -181,7 +169,7 @@ def test_a_sweep_says_why_meshes_are_left_out(tmp_path, monkeypatch, capsys):
 
 
 def _sweep(measure, **settings: Any) -> dict[str, Any]:
-  """Sweeps over two devices; only the micro-batch decides what is measured."""
+  """Sweeps over two devices, with what the compiler may say of a size."""
   config = dataclasses.replace(
     PRESETS['demo'], num_layers=1, batch_size=16, remat='full', **settings
   )
@@ -221,14 +209,6 @@ def test_a_sweep_says_what_no_micro_batch_mends():
   assert names == [f'{mesh} full' for mesh in sweep.meshes(2)]
 
 
-def test_a_sweep_ranks_what_fits_first_and_then_by_time():
-  names = 'fits', 'seconds_without_overlap'
-  measured = (False, 1.0), (True, 3.0), (True, 2.0)
-  rows = (dict(zip(names, x, strict=True)) for x in measured)
-  found = _sweep(lambda _: next(rows), micro_batch_size=1)
-  assert [x[names[1]] for x in found['rows']] == [2.0, 3.0, 1.0]
-
-
 @pytest.mark.usefixtures('emulated_slice')
 @pytest.mark.parametrize('memory_size', [2.0**15])
 def test_a_plan_that_does_not_fit_is_printed_and_has_a_status(
@@ -242,10 +222,15 @@ def test_a_plan_that_does_not_fit_is_printed_and_has_a_status(
   told = capsys.readouterr()
   assert re.search(r'fits +False', told.out)
   assert re.search(r'needs .* of a device that has 32 KiB', told.err)
-  plan.main([*_TINY, '--sweep', '--remat', 'full', '--out', str(out)])
+  plan.main([
+    *_TINY, '--sweep', '--remat', 'full', '--batch-size', '4',
+    '--out', str(out),
+  ])  # fmt: skip
   assert 'None fits: try more devices' in capsys.readouterr().out
   rows = json.loads(out.read_text())['rows']
   assert [row['micro_batch_size'] for row in rows] == [1] * 3
+  seconds = [row['seconds_without_overlap'] for row in rows]
+  assert seconds == sorted(seconds)
 
 
 @pytest.mark.parametrize('platform', ['tpu', None])

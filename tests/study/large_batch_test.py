@@ -23,6 +23,7 @@ from examples.study import corpus, large_batch, rules, trainer
 from examples.study.analysis import large_batch as report
 from examples.study.settings import PRESETS, Settings, Trial
 import merit_optax
+from tests.merit_optax.arrays import oracle_ratios, oracle_scale
 
 _ROOT = Path(__file__).parents[2]
 _DRY = PRESETS['dry-run'][1]
@@ -51,36 +52,6 @@ def test_tuning_brackets_the_best_rate(optimum: float, diverges: int):
   assert by_power[best] == min(
     loss(Trial('merit', x, 0, 1)) for x in range(-6, 7)
   )
-
-
-def test_other_seeds_take_the_best_rates_in_order():
-  best = {'merit': 1, 'lamb': -1}
-  settings = dataclasses.replace(
-    _DRY, rules=tuple(best), batches=(256, 1024), seeds=(1, 2)
-  )
-  losses = _run_plan(
-    settings, lambda trial: abs(trial.power - best[trial.rule])
-  )
-  found = [
-    (trial.seed, trial.power, trial.batch_tokens, trial.rule)
-    for trial in losses
-    if trial.seed
-  ]
-  assert found == [
-    (seed, best[rule] + change, batch, rule)
-    for seed in (1, 2)
-    for change in (0, 1)
-    for batch in (256, 1024)
-    for rule in best
-  ]
-
-
-def test_equal_tokens():
-  settings = dataclasses.replace(_DRY, tokens=4_096)
-  large_batch.check(settings)
-  assert [settings.steps_at(x) for x in (256, 1024)] == [16, 4]
-  small, large = (Trial('merit', 0, 1, x).rate(settings) for x in (256, 1024))
-  assert (small, large) == (0.0875, 0.175)
 
 
 @pytest.fixture(scope='module')
@@ -136,25 +107,16 @@ def test_all_but_hidden_matrices_get_the_same_update(params):
   )
 
 
-def _largest(x: np.ndarray, axes) -> np.ndarray:
-  return np.abs(x).max(axes, keepdims=True)
-
-
-def _l2(x: np.ndarray, axes) -> np.ndarray:
-  return np.sqrt((x**2).sum(axes, keepdims=True))
-
-
-_AXES = {'weight': (1, 2), 'row': 2, 'column': 1}
 # Ratios, norm and threshold of the clip.
 _MERIT = {
-  'merit': ('weight row column', _largest, 1),
-  'merit-no-clip': ('weight row column', _largest, np.inf),
-  'merit-l2': ('weight row column', _l2, 1),
-  'merit-weight-only': ('weight', _largest, 1),
-  'merit-no-weight-floor': ('row column', _largest, 1),
-  'merit-clip-0.5': ('weight row column', _largest, 0.5),
-  'merit-clip-2': ('weight row column', _largest, 2),
-  'merit-clip-5': ('weight row column', _largest, 5),
+  'merit': ('weight row column', 'max', 1),
+  'merit-no-clip': ('weight row column', 'max', np.inf),
+  'merit-l2': ('weight row column', 'l2', 1),
+  'merit-weight-only': ('weight', 'max', 1),
+  'merit-no-weight-floor': ('row column', 'max', 1),
+  'merit-clip-0.5': ('weight row column', 'max', 0.5),
+  'merit-clip-2': ('weight row column', 'max', 2),
+  'merit-clip-5': ('weight row column', 'max', 5),
 }
 
 
@@ -165,24 +127,21 @@ def _by_hand(rule: str, gradients: list, w: np.ndarray) -> np.ndarray:
     m, v = 0.8 * m + 0.2 * g, 0.95 * v + 0.05 * g**2
     corrected = m / (1 - 0.8**step), v / (1 - 0.95**step)
   if rule in _MERIT:
-    parts, norm, threshold = _MERIT[rule]
+    names, norm, threshold = _MERIT[rule]
     z = m / (np.sqrt(v) + 1e-6) + 0.01 * w
-    ratios = [
-      norm(w, _AXES[part]) / norm(z, _AXES[part]) for part in parts.split()
-    ]
-    z = np.max(np.broadcast_arrays(*ratios), 0) * z
-    z = np.clip(z, -threshold, threshold)
-  else:
-    z = corrected[0] / (np.sqrt(corrected[1]) + 1e-6)
-    z += w * {'adamw': 0.1, 'lamb': 0.01}[rule]
-    if rule == 'lamb':
-      z = _l2(w, (1, 2)) / _l2(z, (1, 2)) * z
+    ratios = oracle_ratios(z, w, (1,), (2,), norm)
+    z = oracle_scale(z, [ratios[name] for name in names.split()])
+    return np.clip(z, -threshold, threshold)
+  z = corrected[0] / (np.sqrt(corrected[1]) + 1e-6)
+  z += w * {'adamw': 0.1, 'lamb': 0.01}[rule]
+  if rule == 'lamb':
+    z = oracle_scale(z, [oracle_ratios(z, w, (1,), (2,), 'l2')['weight']])
   return z
 
 
 @pytest.mark.parametrize('rule', sorted(set(rules.RULES) - {'muon'}))
-@pytest.mark.parametrize('size', [0.01, 100.0])
-def test_updates_are_those_of_the_formulas(rule: str, size: float):
+def test_updates_are_those_of_the_formulas(rule: str):
+  size = 100.0  # Beyond the clip of the gradients.
   rng = np.random.default_rng(0)
   # Columns of many sizes, so that all ratios and thresholds matter.
   w = rng.standard_normal((2, 4, 6)) * np.geomspace(0.05, 9, 6)
@@ -205,18 +164,10 @@ def test_updates_are_those_of_the_formulas(rule: str, size: float):
   assert 0.5 * 0.004 * rate < -updates['bias'][0] < 1.2 * 0.004 * rate
 
 
-def test_sizes_of_updates(params):
-  """MERIT's by the largest weight, Muon's as in its formula."""
+def test_updates_of_muon_are_nearly_orthogonal(params):
   rate = 0.1 * 2 / (0.3 * _DRY.steps)  # Of the second step.
   kernel = params['blocks']['up']['kernel']
-  merit, muon = (
-    _update(rule, params)['blocks']['up']['kernel']
-    for rule in ('merit', 'muon')
-  )
-  largest = np.abs(kernel).max((1, 2))
-  np.testing.assert_array_less(
-    np.abs(merit).max((1, 2)), rate * largest * (1 + 1e-6)
-  )
+  muon = _update('muon', params)['blocks']['up']['kernel']
   # Singular values of 0.7 to 1.2, times 0.2 sqrt(64); and the decay.
   sizes = np.linalg.svd(np.asarray(muon + rate * 0.1 * kernel))[1]
   assert 0.6 < sizes.min() / (1.6 * rate) < sizes.max() / (1.6 * rate) < 1.3
@@ -282,13 +233,10 @@ def test_a_run_that_diverges_ends_and_is_told_so():
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'micro_batch': 100}, r'micro_batch must be multiples of 16, got \[100'),
     ({'tuning_batch': 300}, r'batches must be multiples of 256, got \[300, 1'),
-    ({'batches': (256, 300)}, 'batches must be multiples of 256, got'),
     ({'eval_tokens': 512}, r'eval_tokens must be multiples of 1024, got \[5'),
     ({'tokens': 512}, 'tokens must be 0 or a batch at least, got 512'),
     ({'seeds': (0, 1)}, 'powers must not be empty, nor seeds hold 0'),
-    ({'powers': ()}, 'powers must not be empty'),
     ({'data': Path('nowhere')}, 'nowhere has no train.bin. To build'),
   ],
 )

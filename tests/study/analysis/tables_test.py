@@ -28,22 +28,6 @@ def test_intervals_are_those_of_welch():
   assert found == pytest.approx((mean, mean - half, mean + half))
 
 
-def test_differences_have_a_column_for_each_batch():
-  labels = {'batch': 16, 'batch tokens': 1024}
-  points = [
-    _point(*_FIRST, optimizer='x', **labels),
-    _point(*_SECOND, optimizer='y', **labels),
-    _point(*_FIRST, optimizer='x', **{'batch': 32, 'batch tokens': 2048}),
-  ]
-  spec = {'columns': 'batch', 'pairs': [['x', 'y']]}
-  (row,) = tables.make_table(spec, points)
-  assert row == {
-    'difference': 'x − y',
-    'batch 16 (1,024 tokens)': '-0.113 [-0.200, -0.026]',
-    'batch 32 (2,048 tokens)': '',
-  }
-
-
 _SPEC = {'cell': 'loss', 'rows': ['optimizer'], 'columns': 'factor'}
 
 
@@ -54,39 +38,6 @@ def test_a_cell_has_the_mean_and_deviation_of_fresh_seeds():
   assert row == {'optimizer': 'x', 'factor 1': '1.500 ± 0.707'}
   with pytest.raises(ValueError, match='Two points of'):
     tables.make_table(_SPEC, [*points, *points])
-
-
-def test_without_fresh_seeds_a_cell_has_the_loss_of_the_tuning():
-  trials = (Trial('a', 0.1, 9, 2.0, None, None),)
-  trials += (Trial('b', 0.2, 9, 3.0, None, None),)
-  point = Point({'optimizer': 'x', 'factor': 1.0}, 0.1, trials, ())
-  (row,) = tables.make_table(_SPEC, [point])
-  assert row['factor 1'] == '2.000'
-
-
-def test_a_trial_of_several_points_counts_once():
-  labels = {'optimizer': 'x', 'batch': 16, 'batch tokens': 1024}
-  a, b = (Trial(x, 0.1, 9, 2.0, None, None) for x in 'ab')
-  begun = Point(labels | {'optimizer': 'y'}, 0.1, (b,), ())
-  found = {
-    'relatives': [
-      Point(labels, 0.1, (a,), ()),
-      Point(labels | {'tried': True}, 0.1, (a, b), ()),
-    ],
-    'aux': [begun],
-  }
-  spec = {'experiments': ['aux', 'relatives'], 'rows': {'x': ['y']}}
-  (row,) = tables.tuning_trials(spec, found)
-  assert row == {'optimizer': 'x', 'batch 16 (1,024 tokens)': '2'}
-
-
-def test_costs_are_those_over_the_best_rate():
-  points = [
-    _point(2.0, 3.0, optimizer='x', factor=1.0),
-    _point(2.2, 3.4, optimizer='x', factor=2.0),
-  ]
-  (row,) = tables.make_table({'cell': 'costs'}, points)
-  assert row == {'optimizer': 'x', 'factor 2': '+0.300'}
 
 
 def test_steps_to_a_loss_are_interpolated():
