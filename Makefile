@@ -9,10 +9,9 @@ NEWEST_PYTHON ?= python3.12
 RUN := $(VENV)/bin/python -m
 # Further flags, for example: make train ARGS='--steps 20 --optimizer adamw'
 ARGS ?=
-# The library, the tests that optax shares, and of the rest what takes seconds.
-# (The sdist has some.)
+# The library, and of the rest what takes seconds. (The sdist has some.)
 TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
-  tests/conformance merit_optax tests/merit_optax tests/release \
+  merit_optax tests/merit_optax tests/release \
   tests/docs/references_test.py tests/notebooks_test.py \
   tests/gpt2/config_test.py tests/gpt2/data tests/gpt2/devices
 # What depends on the versions of jax, optax, flax and orbax.
@@ -47,7 +46,7 @@ help: ## Show this list.
 train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about three minutes.
 	$(RUN) examples.gpt2.train $(ARGS)
 
-test: $(VENV)/.test ## Run the quick tests, in about three minutes.
+test: $(VENV)/.test ## Run the quick tests, in about five CPU minutes.
 	$(QUICK) $(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
 test-all: test test-rest test-slow ## Run all tests.
