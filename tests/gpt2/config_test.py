@@ -19,7 +19,6 @@ from examples.gpt2.config import (
   fact,
   flag,
   identity,
-  in_steps,
 )
 from examples.gpt2.presets import (
   OPTIMIZERS,
@@ -51,7 +50,6 @@ _NUMBERS = [
   if re.search(r'\b(int|float)\b', str(hint))
 ]
 _LLAMA = {'architecture': 'llama'}
-_PROCESS = {'coordinator': 'a:1', 'num_processes': 2, 'process_id': 1}
 
 
 @pytest.mark.parametrize('name', _NUMBERS)
@@ -69,31 +67,20 @@ def test_a_number_out_of_its_range_is_named(name: str):
   ('settings', 'message'),
   [
     ({'num_heads': 3}, '--num-heads 3 .*--width 128'),
-    (_LLAMA | {'width': 12}, 'even .*--width 12, --num-heads 4'),
     (_LLAMA | {'num_kv_heads': 3}, '--num-kv-heads 3 must .*--num-heads 4'),
-    ({'num_kv_heads': 2}, '--num-kv-heads .*--architecture llama, got 2'),
-    ({'rope_scaling': (8.0, 1.0, 4.0, 64.0)}, '--rope-scaling .* llama, .*64'),
     ({'optimizer': 'lion', 'qkv': 'split'}, '--qkv .*merit or muon .* lion'),
     ({'optimizer': 'adamw', 'min_norm': 1.0}, '--min-norm .*merit, .* adamw'),
-    ({'optimizer': 'muon', 'others': 'adam'}, '--others .*merit, .* muon'),
-    ({'optimizer': 'lamb', 'adam_rate': 2.0}, '--adam-rate .*muon.* lamb'),
     ({'adam_rate': 2.0}, '--adam-rate 2.0 needs --others adam'),
     ({'decay': 2}, '--decay .*--schedule wsd, got --schedule cosine'),
     (
       {'schedule': 'wsd', 'steps': 9, 'warmup': 6, 'decay': 0.5},
       '--warmup .*--steps 9, got 10',
     ),
-    ({'warmup': 401}, '--warmup .*--steps 400, got 401'),
     ({'init_from': Path('a'), 'fork_from': Path('b')}, 'leave out one'),
     ({'from_step': 2}, '--from-step needs --init-from or --fork-from'),
     ({'fork_from': Path('run')}, '--fork-from run needs --from-step'),
-    (
-      {'fork_from': Path('run'), 'from_step': 9, 'steps': 9},
-      '--from-step must be below --steps 9, got 9',
-    ),
     ({'out_dir': Path('')}, '--out-dir must name a folder, got nothing'),
     ({'coordinator': 'a:1'}, '--coordinator, .*together'),
-    (_PROCESS | {'process_id': 2}, r'--process-id .*\[0, 2\).* got 2'),
   ],
 )
 def test_settings_that_do_not_fit_each_other_are_named(settings, message):
@@ -128,23 +115,16 @@ def test_the_readme_has_the_defaults(name: str):
   ('preset', 'settings', 'expected'),
   [
     ('llama-3-8b', {'num_heads': 16}, {'num_kv_heads': 8, 'head_width': 256}),
-    ('llama-7b', {'num_heads': 16}, {'num_kv_heads': 16, 'head_width': 256}),
     # Small models and kept norms start larger; rates are of the number of
     # steps, as the study found them.
-    ('demo', {}, {'init_std': 0.049, 'mlp_width': 512, 'learning_rate': 0.02}),
+    ('demo', {}, {'init_std': 0.049, 'mlp_width': 512}),
+    ('demo', {'steps': 400}, {'learning_rate': 0.02}),
     ('small', {}, {'init_std': None, 'learning_rate': 0.0082}),
     ('small', {'optimizer': 'muon-hyperball'}, {'init_std': 0.04}),
-    ('small', {'init_std': 0.5, 'mlp_width': 9},
-     {'init_std': 0.5, 'mlp_width': 9}),
     # Of 8/3, rounded up to a multiple of 16.
-    ('demo', _LLAMA | {'width': 768}, {'mlp_width': 2048}),
     ('demo', _LLAMA, {'mlp_width': 352}),
     ('demo', {'steps': 1}, {'learning_rate': 0.033}),
-    ('demo', {'optimizer': 'lamb'}, {'learning_rate': 0.022}),
-    ('demo', {'optimizer': 'muon'}, {'learning_rate': 0.021}),
-    ('demo', {'optimizer': 'muon-hyperball'}, {'learning_rate': 0.062}),
     ('demo', {'optimizer': 'adamw', 'width': 64}, {'learning_rate': 0.016}),
-    ('demo', {'steps': 9, 'learning_rate': 0.5}, {'learning_rate': 0.5}),
     ('demo', {'others': 'adam'}, {'adam_rate': 0.004}),
   ],
 )  # fmt: skip
@@ -161,39 +141,26 @@ def test_defaults_follow_what_is_given(preset, settings, expected):
   steps=st.integers(1, 10**6),
   b1=st.none() | st.floats(0, 0.999),
   learning_rate=st.none() | st.floats(1e-6, 1),
-  warmup=st.floats(0, 0.999) | st.just(1),
-  clip_threshold=st.sampled_from([1.0, math.inf]),
   others=st.sampled_from(['same', 'adam']),
-  processes=st.sampled_from([{}, _PROCESS]),
 )
-def test_what_is_given_stays_and_the_rest_fits(head_width, processes, **given):
-  given |= processes | {'width': given['num_heads'] * head_width}
+def test_given_settings_stay_and_the_rest_fits(head_width, **given):
+  given['width'] = given['num_heads'] * head_width
   config = resolve(Config(**given))
   kept = {k: v for k, v in given.items() if v is not None}
   assert kept.items() <= vars(config).items()
   assert resolve(config) == config
 
 
-@hypothesis.given(steps=st.integers(1, 10**6), value=st.floats(0, 1e6))
-def test_steps_below_one_are_a_share(steps: int, value: float):
-  expected = value * steps if value < 1 else value
-  found = in_steps(value, Config(steps=steps))
-  assert abs(found - expected) <= 0.5
-
-
-def test_identity_holds_what_decides_the_numbers_and_no_more():
+def test_identity_holds_only_settings_that_change_the_numbers():
   config = resolve(Config())
   for name, other, decides in (
     ('seed', 1, True),
     ('dtype', 'bfloat16', True),
-    ('qkv', 'heads', True),
     ('steps', 401, True),
     ('init_from', Path('run'), True),
     ('out_dir', Path('run'), False),
     ('micro_batch_size', 16, False),
-    ('remat', 'full', False),
     ('data', ('elsewhere',), False),
-    ('process_id', 1, False),
   ):
     changed = identity(dataclasses.replace(config, **{name: other}))
     assert (changed != identity(config)) == decides, name
@@ -218,8 +185,8 @@ def test_flags_override_a_preset():
   assert _parse() == Config()
 
 
-@pytest.mark.parametrize('number', ['1.5', 'inf', 'nan', 'many'])
-def test_what_is_no_integer_is_refused(number: str, capsys):
+@pytest.mark.parametrize('number', ['1.5', 'inf', 'many'])
+def test_a_number_that_is_no_integer_is_refused(number: str, capsys):
   with pytest.raises(SystemExit):
     _parse('--steps', number)
   assert re.search(f'parsing --steps.*{number}', capsys.readouterr().err)
@@ -230,23 +197,17 @@ def test_what_is_no_integer_is_refused(number: str, capsys):
   [
     (['--lr', '1'], '--lr is here: --learning-rate'),
     (['--resume'], 'the same command goes on'),
-    (['--epochs=3'], '--steps'),
-    (['--device', 'cpu'], 'JAX_PLATFORMS=cpu'),
-    (['--max_steps', '9'], '--max-steps is here: --steps'),
     (['--preset', 'huge'], "--preset must be one of demo, .*, got 'huge'"),
-    (['--preset'], 'demo'),
     (['--preset', 'demo', '--config', 'x'], 'exclude each other'),
     (['--config', '/nowhere'], '/nowhere holds no settings'),
   ],
 )
-def test_flags_that_are_not_ours_are_answered(args, message):
+def test_unknown_flags_are_answered(args, message):
   with pytest.raises(UsageError, match=message):
     _parse(*args)
 
 
-@pytest.mark.parametrize(
-  'content', ['', '[]', '{}', '{"settings": {"unheard_of": 1}}']
-)
+@pytest.mark.parametrize('content', ['', '{"settings": {"unheard_of": 1}}'])
 def test_a_file_without_settings_is_named(content: str, tmp_path: Path):
   path = tmp_path / 'config.json'
   path.write_text(content)
@@ -268,16 +229,8 @@ def test_settings_come_back_from_json(data: st.DataObject):
   assert repr(found) == repr(config)
 
 
-@pytest.mark.parametrize('preset', ['demo', 'llama-3-8b'])
-def test_flags_override_a_file(preset: str, tmp_path: Path):
-  config = dataclasses.replace(
-    PRESETS[preset],
-    data=('a', 'b'),
-    out_dir=Path('/run'),
-    clip_threshold=math.inf,
-  )
-  if preset != 'demo':
-    config = dataclasses.replace(config, rope_scaling=(8.0, 1.0, 4.0, 64.0))
+def test_flags_override_a_file(tmp_path: Path):
+  config = dataclasses.replace(PRESETS['llama-3-8b'], data=('a', 'b'))
   path = tmp_path / 'config.json'
   path.write_text(json.dumps({'settings': to_json(config)}))
   assert _parse('--config', str(path)) == config
@@ -294,14 +247,3 @@ def test_help_has_all_flags_in_groups(capsys):
   shown = re.findall(r'^[│ ] (--[a-z][\w-]*)', text, re.MULTILINE)
   names = FIELDS.keys() - hidden - {'preset'}
   assert sorted(shown) == sorted(map(flag, names))
-  assert 55 <= len(shown) <= 65
-  # What follows from other settings says so.
-  without_value = {
-    entry.split()[0]
-    for entry in re.split(r'^[│ ] (?=--[a-z])', text, flags=re.MULTILINE)
-    if '(default: None)' in ' '.join(entry.replace('│', '').split())
-  }
-  assert without_value == {
-    '--init-from', '--fork-from', '--keep-period', '--wandb', '--coordinator',
-    '--num-processes', '--process-id',
-  }  # fmt: skip

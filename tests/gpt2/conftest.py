@@ -1,13 +1,12 @@
 from collections.abc import Callable, Iterator
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 from pathlib import Path
-import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 
@@ -38,10 +37,11 @@ def make_tiny() -> Callable[[Path], Config]:
   return _tiny
 
 
-@pytest.fixture(scope='module')
+@pytest.fixture(scope='session')
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
   """Settings of a run that has been done, to read and not to change."""
   config = _tiny(tmp_path_factory.mktemp('finished'))
+  config = dataclasses.replace(config, diagnostics_every=4)
   train(config)
   return config
 
@@ -95,63 +95,6 @@ def _request(url: str, method: str = 'GET', content: bytes | None = None):
     return answer.read()
 
 
-class Proxy:
-  """What clients see of an emulator: it can fail, and be slow.
-
-  Attributes:
-    status: HTTP status of all answers; None for those of the emulator.
-    delay: Seconds before each part of a request is handed on.
-    num_requests: How many parts of requests there were.
-  """
-
-  def __init__(self, port: int):
-    self._port = port
-    self._listener = socket.create_server(('127.0.0.1', 0))
-    self.address = f'http://127.0.0.1:{self._listener.getsockname()[1]}'
-    self.heal()
-    threading.Thread(target=self._accept, daemon=True).start()
-
-  def heal(self) -> None:
-    self.status: int | None = None
-    self.delay = 0.0
-    self.num_requests = 0
-
-  def close(self) -> None:
-    self._listener.close()
-
-  def _accept(self) -> None:
-    with contextlib.suppress(OSError):
-      while True:
-        client = self._listener.accept()[0]
-        threading.Thread(target=self._serve, args=[client], daemon=True).start()
-
-  def _serve(self, client: socket.socket) -> None:
-    with (
-      contextlib.suppress(OSError),
-      client,
-      socket.create_connection(('127.0.0.1', self._port)) as server,
-    ):
-      back = threading.Thread(target=_copy, args=[server, client], daemon=True)
-      back.start()
-      while content := client.recv(1 << 16):
-        self.num_requests += 1
-        if self.status is not None:
-          client.sendall(
-            f'HTTP/1.1 {self.status} failed\r\nContent-Length: 0\r\n'
-            'Connection: close\r\n\r\n'.encode()
-          )
-          return
-        time.sleep(self.delay)
-        server.sendall(content)
-
-
-def _copy(source: socket.socket, target: socket.socket) -> None:
-  with contextlib.suppress(OSError):
-    while content := source.recv(1 << 16):
-      target.sendall(content)
-    target.shutdown(socket.SHUT_WR)
-
-
 @pytest.fixture(scope='session')
 def gs_emulator() -> Iterator[int]:
   """Starts an emulator of Google Cloud Storage; gives its port."""
@@ -183,26 +126,21 @@ def s3_emulator() -> Iterator[int]:
 
 
 @pytest.fixture(scope='session')
-def start_store(request) -> Iterator[Callable[[str], Proxy]]:
-  """Points all that reads stores to emulators, by proxies that it gives.
+def store_address(request) -> Iterator[Callable[[str], str]]:
+  """Points all that reads a kind of store to its emulator; gives its address.
 
-  They stay for all tests: clients keep the address that they were first told.
+  It stays for all tests: clients keep the address that they were first told.
   """
-  proxies: dict[str, Proxy] = {}
   with pytest.MonkeyPatch.context() as patch:
 
-    def start(scheme: str) -> Proxy:
-      if scheme not in proxies:
-        port = request.getfixturevalue(f'{scheme}_emulator')
-        proxies[scheme] = Proxy(port)
-        environment = _environment(scheme, proxies[scheme].address)
-        for name, value in environment.items():
-          patch.setenv(name, value)
-      return proxies[scheme]
+    def start(scheme: str) -> str:
+      port = request.getfixturevalue(f'{scheme}_emulator')
+      address = f'http://127.0.0.1:{port}'
+      for name, value in _environment(scheme, address).items():
+        patch.setenv(name, value)
+      return address
 
     yield start
-  for proxy in proxies.values():
-    proxy.close()
 
 
 def _environment(scheme: str, address: str) -> dict[str, str]:
@@ -227,11 +165,11 @@ def _environment(scheme: str, address: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def make_bucket(start_store: Callable[[str], Proxy]) -> Callable[[str], str]:
+def make_bucket(store_address: Callable[[str], str]) -> Callable[[str], str]:
   """Makes an empty bucket of a scheme, 'gs' or 's3', and returns its URL."""
 
   def make(scheme: str) -> str:
-    address = start_store(scheme).address
+    address = store_address(scheme)
     name = f'bucket-{next(_BUCKETS)}'
     if scheme == 'gs':
       content = json.dumps({'name': name}).encode()
@@ -255,12 +193,3 @@ def place(request, make_bucket: Callable[[str], str], tmp_path: Path) -> Path:
 def bucket(request, make_bucket: Callable[[str], str]) -> str:
   """The URL of an empty bucket, in each kind of store."""
   return make_bucket(request.param)
-
-
-@pytest.fixture
-def proxy(bucket: str, start_store: Callable[[str], Proxy]) -> Iterator[Proxy]:
-  """What stands before the store of ``bucket``, to make it fail."""
-  found = start_store(bucket.partition(':')[0])
-  found.heal()
-  yield found
-  found.heal()

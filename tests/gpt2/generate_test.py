@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.tokenizer import END_OF_TEXT, train_tokenizer
-from examples.gpt2.devices.sharding import (
-  by_path,
-  make_mesh,
-  parameter_shardings,
-)
+from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
 from examples.gpt2.generate import generate, main, sample_text
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.decoding import empty_cache, extend, generate_tokens
-from examples.gpt2.model.files import Model, load_model, save_model
+from examples.gpt2.model.files import Model, save_model
 from examples.gpt2.model.transformer import as_module, shapes
 
 _GPT2 = ModelConfig(
@@ -110,9 +106,8 @@ def test_the_cache_gives_the_logits_of_a_whole_pass(kind: str):
   np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama-3'])
-def test_at_temperature_zero_the_likeliest_known_token_is_taken(kind: str):
-  model = _model(kind)
+def test_at_temperature_zero_the_likeliest_known_token_is_taken():
+  model = _model()
   [got] = _generate(model, temperature=0.0)
   tokens = np.array([[5, 250, 7, *got]])
   logits = as_module(model.config, model.params)(tokens)[0, 2:-1]
@@ -141,10 +136,9 @@ def test_samples_follow_the_softmax():
   )
 
 
-@pytest.mark.parametrize('top_k', [4, 300])
-def test_only_the_top_tokens_are_taken(top_k: int):
-  logits, drawn = _draw_once(temperature=100.0, top_k=top_k)
-  best = np.argsort(logits)[-top_k:]
+def test_only_the_top_tokens_are_taken():
+  logits, drawn = _draw_once(temperature=100.0, top_k=4)
+  best = np.argsort(logits)[-4:]
   np.testing.assert_array_equal(np.unique(drawn), np.sort(best))
 
 
@@ -154,27 +148,6 @@ def test_samples_differ_and_a_seed_repeats_them():
   np.testing.assert_array_equal(_generate(_model(), num_samples=2)[1], second)
   other = _generate(_model(), num_samples=2, seed=2**32 - 1)
   assert (other[0] != first).any()
-
-
-def test_the_cache_has_the_heads_of_keys_in_the_dtype_of_activations():
-  cache = empty_cache(_model('llama-3', dtype='bfloat16').config, 3, 5)
-  assert cache[0].shape == (2, 3, 5, 2, 8)
-  assert cache[0].dtype == jnp.bfloat16
-
-
-def test_half_precision_generates():
-  assert _generate(_model(dtype='bfloat16')).shape == (1, 13)
-
-
-@pytest.mark.parametrize('mesh', ['fsdp=8', 'data=2,fsdp=2,tensor=2'])
-@pytest.mark.parametrize('kind', ['gpt2', 'llama-3'])
-def test_a_mesh_writes_what_one_device_does(kind: str, mesh: str):
-  model, mesh = _model(kind), make_mesh(mesh)
-  sharded = _sharded(model, mesh)
-  expected = _generate(model, temperature=0.0)
-  for count in (1, 9):
-    got = _generate(sharded, mesh=mesh, temperature=0.0, num_samples=count)
-    np.testing.assert_array_equal(got, np.repeat(expected, count, axis=0))
 
 
 def _sample(model: Model, mesh: jax.sharding.Mesh, seed: int = 3) -> str:
@@ -188,15 +161,6 @@ def test_the_trainers_sample_is_the_same_on_a_mesh():
   assert _sample(model, _one_device(), seed=4) != text
   assert text.startswith('[prompt]\n40 41\n[continuation]\n')
   assert len(text.split()) == 2 + 16
-  shortest = _model(context_length=1)
-  assert len(_sample(shortest, _one_device()).split()) == 2 + 1
-
-
-def test_the_trainers_sample_is_text(folder: Path):
-  model = load_model(folder)
-  start = model.tokenizer.decode([40, 41])
-  text = _sample(model, _one_device())
-  assert text.startswith(f'[prompt]\n{start}\n[continuation]\n')
 
 
 def test_text_is_continued(folder: Path, capsys: pytest.CaptureFixture):
@@ -207,40 +171,15 @@ def test_text_is_continued(folder: Path, capsys: pytest.CaptureFixture):
   assert all(text.startswith('some text') for text in texts)
 
 
-def test_a_prompt_that_is_no_text_is_refused(folder: Path):
-  with pytest.raises(UsageError, match='--prompt must be text'):
-    generate(folder, prompt='\udcff')
-
-
-def test_without_arguments_a_document_starts(folder: Path, capsys):
-  main([str(folder)])
-  assert capsys.readouterr().out.startswith(END_OF_TEXT)
-
-
-def test_identifiers_are_continued_where_there_is_no_tokenizer(bare: Path):
-  [text] = generate(bare, prompt='5 250  7', tokens=13, temperature=0.0)
+def test_without_a_tokenizer_the_prompt_is_token_numbers(bare: Path):
+  options = dict(prompt='5 250  7', tokens=13, temperature=0.0)
+  [text] = generate(bare, **options)
   [expected] = _generate(_model(), temperature=0.0)
   assert text == '5 250 7 ' + ' '.join(map(str, expected))
+  assert generate(bare, mesh='fsdp=8', **options) == [text]
 
 
-def test_parameters_are_sharded_while_a_command_samples(bare, monkeypatch):
-  passed = []
-
-  def look(model: Model, *args: object) -> np.ndarray:
-    passed.append(model.params)
-    return generate_tokens(model, *args)
-
-  monkeypatch.setattr('examples.gpt2.generate.generate_tokens', look)
-  options = dict(prompt='5 250 7', tokens=13, temperature=0.0)
-  expected = generate(bare, **options)
-  assert generate(bare, mesh='fsdp=8', **options) == expected
-  _, params = passed
-  for name, x in by_path(params).items():
-    is_matrix = name.endswith(('kernel', 'embedding'))
-    assert x.is_fully_replicated != is_matrix, name
-
-
-@pytest.mark.parametrize('prompt', ['', '-1', '1 290', '²'])
+@pytest.mark.parametrize('prompt', ['', '-1', '1 290'])
 def test_other_prompts_are_refused_there(bare: Path, prompt: str):
   with pytest.raises(UsageError, match='--prompt must be token .* below 290'):
     generate(bare, prompt=prompt)
@@ -250,11 +189,7 @@ def test_other_prompts_are_refused_there(bare: Path, prompt: str):
   ('flag', 'value', 'message'),
   [
     ('--tokens', '0', '--tokens must be at least 1, got 0'),
-    ('--num-samples', '0', '--num-samples must be at least 1, got 0'),
-    ('--top-k', '-1', '--top-k must be at least 0, got -1'),
-    ('--temperature', '-0.5', '--temperature must be finite and at least 0'),
     ('--temperature', 'inf', '--temperature must be finite and at least 0'),
-    ('--seed', '-1', '--seed must be in'),
     ('--mesh', 'fsdp=3', '--mesh fsdp=3: the product of its axes'),
   ],
 )
@@ -265,30 +200,11 @@ def test_settings_out_of_range_exit_with_status_2(flag, value, message, capsys):
   assert capsys.readouterr().err.startswith(f'error: {message}')
 
 
-@pytest.mark.parametrize('length', [16, 256])
-def test_what_fits_into_the_context_is_generated(tmp_path: Path, length: int):
-  save_model(tmp_path, _model(context_length=length))
-  [text] = generate(tmp_path, prompt='5 250 7')
-  assert len(text.split()) == 3 + min(length - 3, 200)
-  message = f'of 3 tokens and --tokens {length - 2} exceed .* model, {length}'
+def test_generation_ends_at_the_context_length(bare: Path):
+  [text] = generate(bare, prompt='5 250 7')
+  assert len(text.split()) == 16
+  message = 'of 3 tokens and --tokens 14 exceed .* model, 16'
   with pytest.raises(UsageError, match=message):
-    generate(tmp_path, prompt='5 250 7', tokens=length - 2)
-
-
-@pytest.mark.parametrize(
-  ('kind', 'advice'), [('gpt2', r'one\.'), ('llama', r'one, or --tokens\.')]
-)
-def test_a_prompt_without_room_after_it_is_refused(tmp_path, kind, advice):
-  save_model(tmp_path, _model(kind))
-  message = f'16 tokens, which fill the context .*a shorter {advice}$'
-  with pytest.raises(UsageError, match=message):
-    generate(tmp_path, prompt='5 ' * 16)
-
-
-def test_a_context_that_is_too_long_is_mentioned_for_rotary_positions(
-  tmp_path: Path, capsys: pytest.CaptureFixture
-):
-  save_model(tmp_path, _model('llama'))
-  [text] = generate(tmp_path, prompt='5', tokens=20)
-  assert len(text.split()) == 21
-  assert 'exceed the context length' in capsys.readouterr().err
+    generate(bare, prompt='5 250 7', tokens=14)
+  with pytest.raises(UsageError, match='16 tokens, which fill the context'):
+    generate(bare, prompt='5 ' * 16)

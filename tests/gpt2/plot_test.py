@@ -7,7 +7,6 @@ from matplotlib.figure import Figure
 import numpy as np
 import pytest
 
-from examples.gpt2.config import UsageError
 from examples.gpt2.plot import main, plot_runs
 
 
@@ -109,60 +108,7 @@ def test_several_runs_are_laid_over_each_other(tmp_path: Path, drawn):
   assert len(curves[str(runs[1])]) == 3
 
 
-@pytest.mark.parametrize('suffix', ['png', 'pdf', 'svg'])
-def test_panels_without_a_message_are_left_out(tmp_path, drawn, suffix):
-  run = _run(tmp_path / 'run', _lines(diagnostics_every=0))
-  out = plot_runs((run,), tmp_path / f'picture.{suffix}')
-  assert list(_panels(drawn[0])) == ['loss (nats per token)', 'gradient norm']
-  assert out.stat().st_size > 1000
-  plot_runs((_run(tmp_path / 'unclipped', _lines(clipped=0)),), out)
-  assert len(_panels(drawn[1])) == 5
-
-
-@pytest.mark.parametrize('factor', [1.02, 3, 300])
-def test_axes_have_whole_steps_and_more_than_one_tick(tmp_path, drawn, factor):
-  lines = _lines()
-  for line in lines:
-    line['gradient_norm'] = 0.4 * factor ** (line['step'] / 6)
-  plot_runs((_run(tmp_path / 'run', lines),), tmp_path / 'picture.png')
-  for axes in drawn[0].axes:
-    for axis in (axes.xaxis, axes.yaxis):
-      low, high = sorted(axis.get_view_interval())
-      ticks = [x for x in axis.get_majorticklocs() if low <= x <= high]
-      assert len(ticks) > 1
-      if axis is axes.xaxis:
-        assert [x % 1 for x in ticks] == [0] * len(ticks)
-        assert (low < 1) and (high > 6)  # The same steps in all panels.
-  scale = _panels(drawn[0])['gradient norm'].get_yscale()
-  assert scale == ('log' if factor == 300 else 'linear')
-
-
-@pytest.mark.parametrize('layers', [1, 2, 3, 48])
-def test_a_legend_names_few_layers(tmp_path: Path, drawn, layers: int):
-  run = _run(tmp_path / 'run', _lines(layers))
-  plot_runs((run,), tmp_path / 'picture.png')
-  axes = drawn[0].axes[1]
-  names = _legend(axes)
-  assert (names[0], names[-1]) == ('layer 1', f'layer {layers}')
-  assert len(names) == min(layers, 3)
-  colours = [tuple(line.get_color()) for line in axes.lines]
-  assert len(colours) == len(set(colours)) == layers
-
-
-def test_steps_that_are_not_finite_leave_gaps(tmp_path: Path, drawn):
-  lines = _lines()
-  lines[2] |= {'train_loss': None, 'gradient_norm': None}  # As runs write it.
-  lines[3]['max_attention_logit'] = [None] * 4
-  runs = [_run(tmp_path / name, lines) for name in ('one', 'two')]
-  for count in (1, 2):
-    picture = tmp_path / f'{count}.png'
-    plot_runs(tuple(runs[:count]), picture)
-    assert _ink(picture) > 0.01
-  losses = _curves(drawn[0].axes[0])['train loss']
-  assert np.isnan(losses).tolist() == [False, False, True, False, False, False]
-
-
-@pytest.mark.parametrize('lines', [None, [], ['torn']])
+@pytest.mark.parametrize('lines', [None, []])
 def test_a_folder_without_a_run_is_an_error(tmp_path: Path, lines, capsys):
   if lines is not None:
     _run(tmp_path / 'run', lines)
@@ -172,26 +118,3 @@ def test_a_folder_without_a_run_is_an_error(tmp_path: Path, lines, capsys):
   assert error.value.code == 2
   assert 'holds no run that has logged a step' in capsys.readouterr().err
   assert not out.exists()
-
-
-@pytest.mark.parametrize('content', [None, '{', '[1]', '{"corpus": {}}'])
-def test_settings_are_not_needed(tmp_path: Path, drawn, content):
-  run = _run(tmp_path / 'run', _lines())
-  (run / 'config.json').unlink()
-  if content is not None:
-    (run / 'config.json').write_text(content)
-  plot_runs((run,), tmp_path / 'picture.png')
-  losses = _curves(drawn[0].axes[0])
-  assert list(losses) == ['train loss', 'val loss']
-
-
-@pytest.mark.parametrize(
-  ('runs', 'name', 'message'),
-  [
-    ((), 'a.png', 'folder of a run'),
-    ((Path('run'),), 'a.gif', r'--out must end in one of.*\.gif'),
-  ],
-)
-def test_runs_and_a_format_are_needed(tmp_path, runs, name, message):
-  with pytest.raises(UsageError, match=message):
-    plot_runs(runs, tmp_path / name)

@@ -42,12 +42,6 @@ def test_what_cannot_be_a_place_is_refused(text: str, words: str):
       as_path(path)
 
 
-def test_a_missing_package_is_named(monkeypatch):
-  monkeypatch.setattr('importlib.util.find_spec', lambda _: None)
-  with pytest.raises(UsageError, match=r"pip install 'merit_optax\[cloud\]'"):
-    as_path('gs://bucket/x')
-
-
 def test_a_file_is_written_whole_or_not_at_all(place: Path):
   path = place / 'a'
   for content in (b'old', b'new'):

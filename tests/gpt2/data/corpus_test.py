@@ -1,9 +1,5 @@
 import dataclasses
-import os
 from pathlib import Path
-import subprocess
-import sys
-import time
 
 import hypothesis
 from hypothesis import strategies as st
@@ -12,7 +8,6 @@ import pytest
 from examples.gpt2.config import UsageError
 from examples.gpt2.data import corpus as corpus_module
 from examples.gpt2.data.corpus import fill_cache, load_corpus
-from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.data.tokens import load_tokens
 
 END = '<|endoftext|>'
@@ -44,9 +39,7 @@ def test_all_text_is_in_one_of_the_parts(tmp_path_factory, files, block):
   assert content.decode() == ''.join(files)
 
 
-@pytest.mark.parametrize(
-  'sizes', [[22000, *[26] * 45], [26] * 500, [100000], [9, 50000, 9]]
-)
+@pytest.mark.parametrize('sizes', [[22000, *[26] * 45], [26] * 500, [100000]])
 def test_a_twentieth_is_held_out_whatever_the_files(tmp_path: Path, sizes):
   for i, size in enumerate(sizes):
     lines = ''.join(f'{number}\n' for number in range(size))
@@ -73,7 +66,7 @@ def test_several_texts_are_one_corpus(tiny, tmp_path: Path):
     load_tokens(dataclasses.replace(tiny, data=weighted))
 
 
-def test_what_a_run_or_a_cache_wrote_into_the_data_is_no_data(tmp_path: Path):
+def test_folders_of_runs_and_caches_are_not_read_as_text(tmp_path: Path):
   (tmp_path / 'a.txt').write_text('some text\n' * 99)
   before = load_corpus([str(tmp_path)])
   run = tmp_path / 'run'
@@ -104,14 +97,11 @@ def test_lines_that_end_documents_become_ends(tiny, tmp_path: Path):
 @pytest.mark.parametrize(
   ('name', 'content', 'message'),
   [
-    ('a.txt', b'', 'a.txt holds no text'),
     ('a.txt', b'x\0y', 'a.txt holds no text'),
     ('a.jsonl', b'{"text": ""}', 'no plain text: .*prepare --data .*a.jsonl'),
-    ('a.txt.gz', b'', 'no plain text: .*examples.gpt2.prepare --data'),
-    ('a.json', b'{"text": ""}', 'no plain text: .*examples.gpt2.prepare'),
   ],
 )
-def test_what_is_no_plain_text_is_refused(tmp_path, name, content, message):
+def test_other_files_than_text_are_refused(tmp_path, name, content, message):
   (tmp_path / name).write_bytes(content)
   with pytest.raises(UsageError, match=message):
     load_corpus([str(tmp_path / name)])
@@ -137,59 +127,9 @@ def test_binary_files_are_left_out_of_folders_and_bad_text_is_named(tmp_path):
     list(corpus.texts('train'))
   with pytest.raises(UsageError, match='/nothing does not exist'):
     load_corpus(['/nothing'])
-  (tmp_path / 'empty').mkdir()
-  with pytest.raises(UsageError, match='empty has no files'):
-    load_corpus([str(tmp_path / 'empty')])
 
 
-def test_the_standard_library_is_read():
-  corpus = load_corpus(['stdlib'])
-  assert corpus.num_bytes('train', 'val') > 5_000_000
-  assert 'def ' in next(corpus.texts('train'))
-
-
-def test_a_cache_folder_that_cannot_be_used_names_the_flag(tiny, monkeypatch):
+def test_a_cache_folder_that_cannot_be_used_names_the_flag(tiny):
   tiny.cache_dir.write_text('a file, no folder')
   with pytest.raises(UsageError, match='--cache-dir .*cannot be used.* Name'):
     load_tokens(tiny)
-
-  expand = Path.expanduser
-
-  def no_home(path):
-    if '~' in str(path):
-      raise RuntimeError('Could not determine home directory.')
-    return expand(path)
-
-  monkeypatch.setattr(Path, 'expanduser', no_home)
-  config = dataclasses.replace(tiny, cache_dir=Path('~/cache'))
-  with pytest.raises(UsageError, match='--cache-dir ~/cache: .*Name another'):
-    load_tokens(config)
-
-
-def test_a_long_line_without_a_space_takes_no_time():
-  text = 'ACGT' * 100_000
-  start = time.process_time()
-  tokenizer = train_tokenizer([text], 300)
-  assert time.process_time() - start < 20
-  assert tokenizer.decode(tokenizer.encode(text).ids) == text
-
-
-_MEMORY = """
-import resource, sys
-from pathlib import Path
-from examples.gpt2.data.corpus import fill_cache, load_corpus
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-fill_cache(Path(sys.argv[2]), load_corpus([sys.argv[1]]), 300)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-"""
-
-
-def test_text_is_streamed(tmp_path: Path):
-  path = tmp_path / 'a.txt'
-  words = [f'word{i % 997} and{i % 89}' for i in range(50_000)]
-  path.write_text('\n'.join(words * 10))  # 8 MB.
-  done = subprocess.run(
-    [sys.executable, '-c', _MEMORY, path, tmp_path / 'out'],
-    check=True, capture_output=True, text=True, env=os.environ,
-  )  # fmt: skip
-  assert int(done.stdout) < 250_000  # KiB.

@@ -29,8 +29,16 @@ def _lines(texts, field: str = 'text') -> bytes:
   return ''.join(json.dumps(row) + '\n' for row in rows).encode()
 
 
-@pytest.mark.parametrize('packing', _PACK)
-@pytest.mark.parametrize('name', ['a.jsonl', 'a.NDJSON', 'a.json', 'a.txt'])
+@pytest.mark.parametrize(
+  ('name', 'packing'),
+  [
+    *(('a.jsonl', packing) for packing in _PACK),
+    ('a.NDJSON', ''),
+    ('a.json', '.gz'),
+    ('a.txt', ''),
+    ('a.txt', '.zst'),
+  ],
+)
 def test_compressed_files_are_read(tmp_path: Path, name: str, packing: str):
   content = '\n<|endoftext|>\n'.join(TEXTS).encode()
   expected = ['one\r\n\n', 'two é漢😀\n', '\n', 'three\n\nlines']
@@ -70,37 +78,14 @@ def test_files_of_other_fields_are_read_together(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-  ('column', 'message'),
-  [
-    (pa.array([b'x']), "'text' is of type binary, expected text .*string"),
-    (pa.array([['x']]), "'text' is of type List.*--text-field .*: other"),
-    (pa.array([None]), "'text' is of type null, expected text"),
-    (None, "a.parquet: the column 'text' is missing.* may name another: other"),
-  ],
-)
-def test_columns_without_text_are_told(tmp_path: Path, column, message: str):
-  table = pa.table({'other': ['x']})
-  if column is not None:
-    table = table.append_column('text', column)
-  pa.parquet.write_table(table, tmp_path / 'a.parquet')
-  with pytest.raises(UsageError, match=message):
-    _read([tmp_path / 'a.parquet'], tmp_path)
-
-
-_LATE = b'{"text": "x"}\n' * 800_000 + b'{"text": "x", "late": 1}\n'
-
-
-@pytest.mark.parametrize(
   ('name', 'content', 'message'),
   [
     ('a.jsonl', b'{"text": "a"}\njunk\n', r'a\.jsonl cannot be read: JSON'),
-    ('a.jsonl', b'{"text": 3}\n', "'text' is of type int64, expected text"),
     ('a.jsonl', b'{"x": "y"}\n', "a.jsonl: .*'text' is missing.* another: x"),
-    ('a.jsonl.gz', gzip.compress(_lines(TEXTS))[:-9], r'a\.jsonl\.gz cannot'),
     ('a.parquet', b'PAR1 junk', r'a\.parquet cannot be read'),
     ('a.txt', 'é'.encode('latin-1'), r'a\.txt is no UTF-8 text'),
-    ('a.txt.gz', gzip.compress(b'text' * 99)[:-9], 'cannot be read'),
-    pytest.param('a.jsonl', _LATE, 'later rows have other fields', id='late'),
+    # In the name of a test, a time would differ between workers.
+    ('a.txt.gz', gzip.compress(b'text' * 99, mtime=0)[:-9], 'cannot be read'),
   ],
 )
 def test_damaged_files_are_named(tmp_path, name, content, message):

@@ -1,4 +1,4 @@
-"""The commands of docs/data.md, on small files."""
+"""The first commands of docs/data.md, on small files."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def _write_files() -> None:
 def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   _write_files()
-  (block,) = re.findall(r'```sh\n(.*?)```', _PAGE.read_text(), re.S)
+  block, _ = re.findall(r'```sh\n(.*?)```', _PAGE.read_text(), re.S)
   lines = [x for x in block.splitlines() if not x.startswith('#')]
   assert len(lines) == 4
   for number, line in enumerate(lines):

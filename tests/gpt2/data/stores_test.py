@@ -45,23 +45,20 @@ def test_tokens_are_made_and_read_in_a_store(
     for root in (tmp_path, as_path(bucket))
   )
   prepare(local)
-  write, calls = prepare_module._write, []
+  write, numbers = prepare_module._write, []
 
   def stop(*args):
-    calls.append(args)
-    if len(calls) == 3:
+    numbers.append(args[1])
+    if len(numbers) == 3:
       raise KeyboardInterrupt
     return write(*args)
 
-  with monkeypatch.context() as patch:
-    patch.setattr(prepare_module, '_write', stop)
-    with pytest.raises(KeyboardInterrupt):
-      prepare(remote)
-    assert (remote.out_dir / 'progress.json').exists()
-    patch.setattr(prepare_module, 'train_tokenizer', None)
+  monkeypatch.setattr(prepare_module, '_write', stop)
+  with pytest.raises(KeyboardInterrupt):
     prepare(remote)
   # What was done is not done again.
-  numbers = [args[1] for args in calls]
+  monkeypatch.setattr(prepare_module, 'train_tokenizer', None)
+  prepare(remote)
   assert numbers == [0, 1, 2, *range(2, max(numbers) + 1)]
   assert contents(remote.out_dir) == contents(local.out_dir)
   assert len(contents(local.out_dir)) > 8
@@ -75,24 +72,8 @@ def test_tokens_are_made_and_read_in_a_store(
   np.testing.assert_array_equal(found.validation[:], expected.validation[:])
 
 
-def test_files_of_others_and_text_are_read_in_a_store(bucket, tiny, tmp_path):
-  tokens = np.random.default_rng(0).integers(288, size=3000)
-  for root in (tmp_path / 'tokens', as_path(bucket) / 'tokens'):
-    make_folder(root)
-    write_whole(root / 'train.bin', tokens.astype(np.uint16).tobytes())
-    header = np.array([20240520, 1, 3000, *[0] * 253], np.int32).tobytes()
-    content = header + tokens.astype(np.uint16).tobytes()
-    write_whole(root / 'val.bin', content)
-  found, expected = (
-    load_tokens(dataclasses.replace(tiny, data=(os.fspath(root),)))
-    for root in (as_path(bucket) / 'tokens', tmp_path / 'tokens')
-  )
-  assert found.sha256 == expected.sha256
-  np.testing.assert_array_equal(found.train[:], tokens)
-  np.testing.assert_array_equal(found.validation[:], tokens)
-
-
-def test_text_and_cache_may_be_in_a_store(bucket, tiny, monkeypatch):
+def test_text_and_cache_may_be_in_a_store(make_bucket, tiny, monkeypatch):
+  bucket = make_bucket('gs')
   text = Path(tiny.data[0]).read_bytes()
   write_whole(as_path(bucket) / 'text.txt', text)
   there = dataclasses.replace(

@@ -12,9 +12,7 @@ from examples.gpt2.data import token_files
 from examples.gpt2.data.token_files import (
   Shard,
   TokenFiles,
-  find_token_files,
   open_files,
-  read_index,
 )
 from examples.gpt2.data.tokens import load_tokens
 
@@ -50,7 +48,6 @@ FORMATS = {
     lambda x, y: _raw(x, y, np.uint32), 'train.bin', 'val.bin', LLAMA3,
   ),
   'llm.c': (_llm_c, 'fw_train_000001.bin', 'fw_val_000000.bin', GPT2),
-  'llm.c, renamed': (_llm_c, 'train.bin', 'val.bin', GPT2),
   'llm.c of Llama 3': (_llama3, 'train.bin', 'val.bin', LLAMA3),
   'NumPy': (_numpy, 'edu_train_000001.npy', 'edu_val_000000.npy', GPT2),
   'NumPy, int64': (
@@ -81,7 +78,6 @@ def test_the_trainer_reads_token_files_of_others(tiny, tmp_path, name):
   ('dtype', 'tokens', 'vocab_size'),
   [
     (np.uint32, LLAMA3, 50257),
-    (np.int64, GPT2, 50257),
     (np.int64, LLAMA3, 128256),
   ],
 )
@@ -97,7 +93,7 @@ def test_tokens_of_another_width_are_refused(
   tokens=st.lists(st.integers(0, 60), min_size=2, max_size=50),
   times=st.integers(100, 200),
 )
-def test_no_text_of_uint16_tokens_is_refused(tmp_path_factory, tokens, times):
+def test_any_text_of_uint16_tokens_is_read(tmp_path_factory, tokens, times):
   path = tmp_path_factory.mktemp('text') / 'train.bin'
   text = _RNG.choice(tokens, times * len(tokens))
   _raw(path, text)
@@ -108,18 +104,10 @@ def test_no_text_of_uint16_tokens_is_refused(tmp_path_factory, tokens, times):
   ('write', 'cut', 'message'),
   [
     (_llm_c, 10, r'train\.bin is .*damaged'),
-    (_llama3, 10, r'train\.bin is .*damaged'),
     (_numpy, 10, r'train\.bin is .*damaged'),
     (_raw, 1, r'train\.bin has 39999 bytes.*uint16'),
-    (_raw, 40000, r'train\.bin has 0 bytes.*uint16'),
     (functools.partial(_llm_c, version=2), 0, 'version 2: expected version 1'),
-    (
-      lambda path, _: _numpy(path, [[1], [2]]), 0,
-      r'array of uint16 and shape \(2, 1\): expected integers on one axis',
-    ),
     (functools.partial(_numpy, dtype=float), 0, 'array of float64 .*integers'),
-    (lambda path, _: _numpy(path, []), 0, 'holds no tokens'),
-    (lambda path, _: path.write_bytes(b'\x93NUMPYx'), 0, 'damaged NumPy file'),
   ],
 )  # fmt: skip
 def test_damaged_files_are_named(tmp_path: Path, write, cut: int, message: str):
@@ -169,24 +157,3 @@ def test_a_token_beyond_the_vocabulary_is_named_before_and_within_a_run(
   assert sha256 != load_tokens(config).validation.count()[1]
   with pytest.raises(UsageError, match='token 300'):
     found.train.windows([1500], 20)
-
-
-def test_the_usual_names_are_preferred_and_hidden_ones_left_out(tmp_path):
-  for name in ('.train.bin', 'a_train_1.bin', 'a_valid_1.npy', 'training.bin'):
-    (tmp_path / name).touch()
-  found = find_token_files(tmp_path)
-  assert found['train'] == [tmp_path / 'a_train_1.bin']
-  assert found['val'] == [tmp_path / 'a_valid_1.npy']
-  for name in ('train.bin', 'val.bin'):
-    (tmp_path / name).touch()
-  assert find_token_files(tmp_path)['train'] == [tmp_path / 'train.bin']
-  assert not any(find_token_files(tmp_path / 'nothing').values())
-
-
-def test_an_index_of_others_is_none(tmp_path: Path):
-  for content in ('{"pages": []}', '[]', 'junk'):
-    (tmp_path / 'index.json').write_text(content)
-    assert read_index(tmp_path) is None
-  (tmp_path / 'train.bin').touch()
-  with pytest.raises(UsageError, match='index.json is damaged'):
-    read_index(tmp_path)

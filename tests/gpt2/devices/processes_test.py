@@ -1,7 +1,5 @@
-import dataclasses
 import json
 import re
-from unittest import mock
 
 import jax
 import pytest
@@ -14,40 +12,10 @@ def _initialize(monkeypatch, function):
   monkeypatch.setattr(jax.distributed, 'initialize', function)
 
 
-def test_jax_is_asked_for_the_cluster_unless_that_is_forbidden(monkeypatch):
-  calls = []
-  _initialize(
-    monkeypatch,
-    lambda *args, initialization_timeout, **_: calls.append(
-      (*args, initialization_timeout)
-    ),
-  )
-  processes.connect(Config(distributed='off'))
-  processes.connect(Config())
-  given = Config(coordinator='a:1', num_processes=2, process_id=1)
-  processes.connect(dataclasses.replace(given, connect_minutes=0.5))
-  assert calls == [(None, None, None, 1800), ('a:1', 2, 1, 30)]
-
-
-@pytest.mark.parametrize(
-  'error',
-  [
-    ValueError('coordinator_address should be defined.'),
-    RuntimeError('must be called before any JAX calls that'),
-  ],
-)
-def test_a_process_without_a_cluster_is_alone(error: Exception, monkeypatch):
-  _initialize(monkeypatch, mock.Mock(side_effect=error))
+def test_without_a_cluster_a_process_is_alone_unless_told_otherwise():
   processes.connect(Config())
   with pytest.raises(UsageError, match='--distributed on: .*--coordinator'):
     processes.connect(Config(distributed='on'))
-
-
-def test_a_cluster_that_cannot_be_joined_is_an_error(monkeypatch):
-  error = RuntimeError('Failed to recognize coordinator')
-  _initialize(monkeypatch, mock.Mock(side_effect=error))
-  with pytest.raises(UsageError, match='recognize.*--distributed off'):
-    processes.connect(Config())
 
 
 @pytest.mark.parametrize(
@@ -74,39 +42,6 @@ def test_one_process_of_a_node_takes_all_its_gpus(
     assert jax.config.values['jax_cuda_visible_devices'] == visible
   finally:
     jax.config.update('jax_cuda_visible_devices', 'all')
-
-
-def test_what_process_0_does_for_all_waits_for_none(monkeypatch):
-  sent = []
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(processes, '_broadcast', lambda x: sent.append(x) or x)
-
-  def inner(x):
-    return x if x else {}[x]
-
-  def outer(x):
-    return [processes.on_process_0(inner, x), processes.on_process_0(inner, 2)]
-
-  assert processes.on_process_0(outer, 1) == [1, 2]
-  with pytest.raises(KeyError):
-    processes.on_process_0(outer, 0)
-  # After an error too.
-  assert processes.on_process_0(inner, 3) == 3
-  found = [x.get('result', x.get('text', '')[:12]) for x in sent]
-  assert found == [[1, 2], 'in process 0', 3]
-
-
-def test_other_values_than_those_of_process_0_are_refused(monkeypatch):
-  values = {'--seed': '0', '--steps': '9'}
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  monkeypatch.setattr(processes, '_broadcast', lambda _: {'result': values})
-  monkeypatch.setattr(processes, 'any_failed', lambda failed: failed)
-  processes.check_same(values)
-  with pytest.raises(UsageError, match=r'here\): --seed: 0 -> 7\.'):
-    processes.check_same(values | {'--seed': '7'})
-  monkeypatch.setattr(processes, 'any_failed', lambda _: True)
-  with pytest.raises(UsageError, match='another one, which says so'):
-    processes.check_same(values)
 
 
 _PROGRAM = """

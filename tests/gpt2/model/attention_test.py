@@ -23,7 +23,7 @@ def _normal(seed: int, *shape: int) -> np.ndarray:
 
 
 @hypothesis.given(length=st.integers(1, 40), groups=st.sampled_from([1, 2, 4]))
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=4)
 def test_attention_on_cpu_equals_that_of_jax(length: int, groups: int):
   q, (k, v) = _normal(0, 2, length, 4, 8), _normal(1, 2, 2, length, groups, 8)
 
@@ -38,9 +38,7 @@ def test_attention_on_cpu_equals_that_of_jax(length: int, groups: int):
   chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-  ('mesh', 'heads'), [('', 2), ('data=2,fsdp=2,tensor=2', 2), ('tensor=2', 4)]
-)
+@pytest.mark.parametrize(('mesh', 'heads'), [('', 4), ('tensor=2', 4)])
 def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, heads, monkeypatch):
   inputs = _normal(0, 4, 256, heads, 8), *_normal(1, 2, 4, 256, 2, 8)
   # Several blocks of queries and keys, one of which is masked as a whole.
@@ -66,10 +64,9 @@ def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, heads, monkeypatch):
   chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
 @pytest.mark.parametrize('qk_norm', [False, True])
-def test_qk_norm_bounds_the_logits(architecture: str, qk_norm: bool):
-  config = ModelConfig(64, 16, 1, 2, 16, 32, architecture, qk_norm=qk_norm)
+def test_qk_norm_bounds_the_logits(qk_norm: bool):
+  config = ModelConfig(64, 16, 1, 2, 16, 32, 'llama', qk_norm=qk_norm)
   params = jax.tree.map(lambda x: _normal(x.size, *x.shape), shapes(config))
   attention = params['blocks']['attention']
   attention['qkv']['kernel'] *= 1000

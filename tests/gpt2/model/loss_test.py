@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
-import pytest
 
 from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model import loss
@@ -55,7 +54,7 @@ def _value_and_grad(function):
   vocab_size=st.integers(1, 20),
   at_once=st.integers(0, 200),
 )
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=3)
 # Chunks of an odd length, the last of which is filled up.
 @hypothesis.example(batch=2, length=5, vocab_size=8, at_once=200)
 def test_loss_and_gradients_equal_those_of_full_logits(
@@ -78,37 +77,6 @@ def test_loss_and_gradients_equal_those_of_full_logits(
     np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize('at_once', [1, 1 << 27])
-def test_bfloat16_is_close_to_float32(at_once: int):
-  features, head, targets = _inputs(4, 8, 16, 32, 'bfloat16')
-  head = head.astype('bfloat16').astype('float32')
-  expected, gradients = _value_and_grad(_plain_mean)(
-    features.astype('float32'), head, targets
-  )
-  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once):
-    value, found = _value_and_grad(mean_cross_entropy)(features, head, targets)
-  assert value.dtype == 'float32'
-  assert [x.dtype for x in found] == ['bfloat16', 'float32']
-  np.testing.assert_allclose(value, expected, rtol=1e-5)
-  for one, other in zip(found, gradients, strict=True):
-    largest = np.abs(other).max()
-    np.testing.assert_allclose(
-      one.astype('float32'), other, rtol=0, atol=0.01 * largest
-    )
-
-
-def test_huge_logits_stay_finite():
-  inputs = _inputs(2, 6, 8, 16, scale=1e4)
-  assert float(jnp.abs(jnp.einsum('BTD,VD', *inputs[:2])).max()) > 1e4
-  value, gradients = _value_and_grad(mean_cross_entropy)(*inputs)
-  expected, others = _value_and_grad(_plain_mean)(*inputs)
-  assert value > 1e3
-  np.testing.assert_allclose(value, expected, rtol=1e-5)
-  for one, other in zip(gradients, others, strict=True):
-    assert np.isfinite(one).all()
-    np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
-
-
 def test_chunks_share_what_is_sent_of_the_head():
   mesh = make_mesh('fsdp=8')
   whole = P('fsdp')
@@ -127,33 +95,15 @@ def test_chunks_share_what_is_sent_of_the_head():
   assert all(x.executions == 1 for x in found)
 
 
-@pytest.mark.parametrize('at_once', [4096, 1 << 27])
-def test_all_logits_never_exist_at_once(at_once: int):
+def test_all_logits_never_exist_at_once():
   inputs = _inputs(4, 32, 8, 512)
-  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once):
-    lean = _value_and_grad(mean_cross_entropy)
-    lowered, jaxpr = lean.lower(*inputs), str(lean.trace(*inputs).jaxpr)
-  plain = _value_and_grad(_plain_mean)
+  lean, plain = map(_value_and_grad, (mean_cross_entropy, _plain_mean))
   everything = 4 * 32 * 512
-  for text in (lowered.compile().as_text(), jaxpr):
-    assert _largest(text) <= everything / 2
+  assert _largest(lean.lower(*inputs).compile().as_text()) <= everything / 2
   assert _largest(plain.lower(*inputs).compile().as_text()) >= everything
-  assert _largest(str(plain.trace(*inputs).jaxpr)) >= everything
 
 
 def _largest(text: str) -> int:
   """Returns the size of the largest array in the text of a program."""
   shapes = re.findall(r'\w\[(\d+(?:,\d+)*)\]', text)
   return max(np.prod([int(n) for n in x.split(',')]) for x in shapes)
-
-
-@pytest.mark.parametrize('length', [2, 3, 128, 1000, 1021, 1024])
-@pytest.mark.parametrize('at_once', [0, 40, 1 << 27])
-def test_chunks_are_few_and_within_the_limit(length: int, at_once: int):
-  inputs = jax.eval_shape(lambda: _inputs(2, length, 4, 8))
-  with mock.patch.object(loss, '_LOGITS_AT_ONCE', at_once * 2 * 8):
-    text = str(_value_and_grad(mean_cross_entropy).trace(*inputs).jaxpr)
-  count = int(re.search(r'length=(\d+)', text)[1])
-  # At least two, so that all logits never exist at once.
-  fewest = max(2, -(-length // max(1, at_once)))
-  assert fewest <= count <= 2 * fewest

@@ -2,7 +2,6 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
-import re
 
 import chex
 from flax import nnx
@@ -97,7 +96,6 @@ def test_llama_3_equals_that_of_hugging_face():
   ('kind', 'remats'),
   [
     ('gpt2-qk', ('dots', 'none')),
-    pytest.param('gpt2-qk', ('full', 'dots'), marks=pytest.mark.slow),
     pytest.param('llama-qk', ('full', 'dots', 'none'), marks=pytest.mark.slow),
   ],
 )
@@ -119,50 +117,14 @@ def test_remat_saves_memory_and_changes_no_numbers(kind, remats):
     assert less < 0.8 * more
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
-def test_unrolled_layers_compute_the_same(kind: str):
+def test_unrolled_layers_compute_the_same():
   tokens = _TOKENS[:, :16]
-  rolled, unrolled = (jax.jit(_model(kind, unroll=n)) for n in (1, 2))
+  rolled, unrolled = (jax.jit(_model('llama-qk', unroll=n)) for n in (1, 2))
   np.testing.assert_allclose(
     unrolled(tokens), rolled(tokens), rtol=1e-5, atol=1e-5
   )
   assert 'while' in rolled.lower(tokens).as_text()
   assert 'while' not in unrolled.lower(tokens).as_text()
-
-
-@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
-def test_all_norms_have_the_epsilon_of_the_settings(kind: str):
-  def features(scale: float) -> jax.Array:
-    config = _config(kind, norm_epsilon=0.01 * scale**2)
-    params = jax.tree.map_with_path(
-      # All that is added to the residual stream.
-      lambda path, x: (
-        x * scale if re.search('embedding|out|down', str(path)) else x
-      ),
-      _params(config),
-    )
-    return as_module(config, params).features(_TOKENS[:, :16])[0]
-
-  np.testing.assert_allclose(features(0.1), features(1.0), rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize('kind', ['gpt2', 'llama'])
-def test_bfloat16_is_close_to_float32(kind: str):
-  config = _config(kind)
-  half = dataclasses.replace(config, dtype='bfloat16')
-  params, tokens = _params(config), _TOKENS[:, :16]
-  expected, found = (
-    jax.jit(as_module(c, params))(tokens) for c in (config, half)
-  )
-  assert found.dtype == expected.dtype == 'float32'
-  largest = np.abs(expected).max()
-  np.testing.assert_allclose(found, expected, rtol=0, atol=0.05 * largest)
-  assert np.abs(found - expected).max() > 1e-4 * largest
-  features = jax.eval_shape(lambda: as_module(half, params).features(tokens)[0])
-  assert features.dtype == 'bfloat16'
-  value, gradients = jax.eval_shape(_value_and_grad(half), params, _TOKENS)
-  assert value.dtype == 'float32'
-  assert {x.dtype for x in jax.tree.leaves(gradients)} == {np.dtype('float32')}
 
 
 def test_a_common_token_has_the_whole_sum_of_its_gradients():
@@ -181,11 +143,8 @@ def test_a_common_token_has_the_whole_sum_of_its_gradients():
   ('preset', 'millions'),
   [
     ('small', 124.4),
-    ('medium', 354.8),
-    ('large', 774.0),
     ('xl', 1557.6),
     ('llama-130m', 134.1),
-    ('llama-350m', 368.0),
     ('llama-7b', 6738.4),
     ('llama-3-8b', 8030.3),
     ('tinyllama-1.1b', 1100.0),
@@ -201,13 +160,9 @@ def test_presets_have_the_published_sizes(preset: str, millions: float):
   assert round(count / 1e6, 1) == millions
 
 
-@pytest.mark.parametrize(
-  ('kind', 'changes', 'expected'),
-  [('gpt2', {}, 0.02), ('llama', {'init_std': 0.1}, 0.1)],
-)
-def test_initialization_is_gpt2s(kind: str, changes: dict, expected: float):
-  sizes = dict(num_layers=8, width=128, head_width=None, mlp_width=512)
-  config = _config(kind, **sizes, **changes)
+def test_initialization_is_gpt2s():
+  sizes = dict(num_layers=8, width=64, head_width=None, mlp_width=256)
+  config, expected = _config('gpt2', init_std=0.1, **sizes), 0.1
   params = jax.jit(
     lambda: nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
   )()

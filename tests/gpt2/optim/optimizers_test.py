@@ -1,6 +1,3 @@
-import functools
-import math
-
 import chex
 import hypothesis
 from hypothesis import strategies as st
@@ -11,15 +8,12 @@ import optax
 import pytest
 
 from examples.gpt2.config import Config, RunConfig
-from examples.gpt2.devices.sharding import by_path, make_mesh
+from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.optim.optimizers import (
-  dimension_numbers,
   make_optimizer,
   make_schedule,
-  merit_settings,
 )
 from examples.gpt2.presets import OPTIMIZERS, resolve
-from examples.gpt2.run.step import Trainer
 import merit_optax
 
 _LAYERS = 3
@@ -62,11 +56,6 @@ def _trees(shapes=_SHAPES):
   return _random(shapes, 0.1, 0), [_random(shapes, 0.01, i) for i in (1, 2, 3)]
 
 
-def _model_shapes(**settings):
-  trainer = Trainer(_config(**settings), 64, make_mesh('', jax.devices()[:1]))
-  return jax.tree.map(lambda x: x.shape, trainer.shapes.params)
-
-
 def _updates(
   optimizer: optax.GradientTransformation, params, gradients, compiled=True
 ):
@@ -92,11 +81,12 @@ def _rates(**settings) -> np.ndarray:
 
 
 @hypothesis.given(
-  steps=st.sampled_from([2, 7, 100]),
+  steps=st.sampled_from([4, 100]),
   share=st.floats(0, 0.99),
   min_rate=st.sampled_from([0.0, 0.3]),
 )
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
+@hypothesis.example(steps=4, share=1.0, min_rate=0.0)
 def test_the_cosine_is_that_of_optax(steps: int, share: float, min_rate: float):
   warmup = min(round(share * steps), steps - 1)
   expected = optax.warmup_cosine_decay_schedule(
@@ -109,12 +99,6 @@ def test_the_cosine_is_that_of_optax(steps: int, share: float, min_rate: float):
     np.testing.assert_allclose(
       rates, expected(np.arange(steps)), rtol=1e-3, atol=1e-6
     )
-
-
-def test_all_steps_can_be_warmup():
-  np.testing.assert_allclose(
-    _rates(steps=4, warmup=4), [0.5, 0.875, 1.25, 1.625]
-  )
 
 
 @pytest.mark.parametrize(
@@ -158,34 +142,9 @@ def test_settings_reach_the_optimizer(optimizer: str):
   chex.assert_trees_all_close(
     faster[0], optax.tree.scale(2, expected[0]), rtol=rtol, atol=atol
   )
-  for settings in ({'b1': 0.5}, {'b2': 0.5}):
+  for settings in ({'b1': 0.5}, {'b2': 0.5}, {'weight_decay': 0.5}):
     changed = _difference(updates(**settings)[1], expected[1])
     assert max(changed.values()) > 1e-6, settings
-
-
-@_ALL
-def test_all_parameters_decay_but_those_whose_norm_is_kept(optimizer: str):
-  params, gradients = _trees()
-
-  def update(weight_decay: float):
-    config = _config(
-      optimizer=optimizer, learning_rate=1e-2, weight_decay=weight_decay
-    )
-    return _updates(make_optimizer(config), params, gradients[:1])[0]
-
-  change = by_path(optax.tree.sub(update(0.5), update(0.0)))
-  for name, x in by_path(params).items():
-    decays = optimizer != 'muon-hyperball' or not name.endswith('kernel')
-    assert (jnp.abs(change[name]).max() > 1e-5) == decays, name
-    if decays and optimizer in ('adamw', 'lion', 'muon'):
-      np.testing.assert_allclose(change[name], -1e-2 * 0.5 * x, atol=1e-7)
-
-
-def test_merit_gets_its_settings():
-  settings = dict(min_norm=0.5, clip_threshold=2.0)
-  assert merit_settings(_config(**settings)).items() >= settings.items()
-  found = merit_settings(_config(clip_threshold=math.inf))
-  assert found['clip_threshold'] is None, 'no clip'
 
 
 def _matrices(kernel: jax.Array, qkv: str) -> dict[str, jax.Array]:
@@ -204,28 +163,21 @@ def _matrices(kernel: jax.Array, qkv: str) -> dict[str, jax.Array]:
   return found
 
 
-_LLAMA = {'architecture': 'llama', 'untied_head': True, 'qk_norm': True}
 _QKV = {'blocks': {'attention': _SHAPES['blocks']['attention']}}
 # Of a llama whose two queries share a key.
 _GROUPED = {'blocks': {'qkv': {'kernel': (_LAYERS, 32, 2, 4, 16)}}}
 
 
 @pytest.mark.parametrize(
-  ('make', 'qkv', 'parts'),
+  ('shapes', 'qkv', 'parts'),
   [
-    (lambda: _SHAPES, 'fused', 1),
-    (lambda: _QKV, 'split', 3),
-    (lambda: _QKV, 'heads', 6),
-    (lambda: _GROUPED, 'split', 4),
-    (lambda: _GROUPED, 'heads', 8),
-    pytest.param(_model_shapes, 'fused', 1, marks=pytest.mark.slow),
-    pytest.param(
-      lambda: _model_shapes(**_LLAMA), 'fused', 1, marks=pytest.mark.slow
-    ),
+    (_SHAPES, 'fused', 1),
+    (_QKV, 'heads', 6),
+    (_GROUPED, 'split', 4),
   ],
 )
-def test_each_matrix_gets_the_updates_of_one_alone(make, qkv: str, parts: int):
-  params, gradients = _trees(make())
+def test_each_matrix_gets_the_updates_of_one_alone(shapes, qkv, parts):
+  params, gradients = _trees(shapes)
   config = _config(qkv=qkv)
 
   def separate(tree) -> dict[str, jax.Array]:
@@ -255,111 +207,20 @@ def test_each_matrix_gets_the_updates_of_one_alone(make, qkv: str, parts: int):
       np.testing.assert_array_equal(x, expected[name], err_msg=name)
 
 
-def test_dimension_numbers_fit_layers_that_are_not_stacked():
-  params, _ = _trees()
-  layer = jax.tree.map(lambda x: x[0], params['blocks'])
-  # A layer alone, as diagnostics see it, and layers beside each other.
-  for tree, found in (
-    (layer, lambda specs: specs),
-    ({'blocks': {'0': layer, '1': layer}}, lambda specs: specs['blocks']['1']),
-  ):
-    specs = dimension_numbers(tree, 'heads')
-    assert merit_optax.describe(tree, weight_dimension_numbers=specs)
-    one = found(specs)
-    kernel = one['attention']['qkv']['kernel']
-    assert (kernel.reduction_axis, kernel.output_axis) == ((-4,), (-1,))
-    down = one['mlp']['down']['kernel']
-    assert (down.reduction_axis, down.output_axis) == ((0,), (1,))
-
-
-def _by_the_library(config: RunConfig) -> optax.GradientTransformation:
-  """Returns an optimizer of hidden matrices beside Optax's AdamW."""
-  rate, specs = (
-    make_schedule(config),
-    functools.partial(dimension_numbers, qkv=config.qkv),
-  )
-  share = config.adam_rate
-  if config.optimizer == 'merit':
-    share /= config.learning_rate
-  adam = optax.adamw(
-    lambda step: share * rate(step),
-    config.b1 if config.optimizer == 'merit' else 0.9,
-    config.b2,
-    eps=1e-6,
-    weight_decay=config.weight_decay,
-  )
-  if config.optimizer == 'merit':
-    merit = merit_optax.merit(
-      rate,
-      config.b1,
-      config.b2,
-      weight_decay=config.weight_decay,
-      weight_dimension_numbers=specs,
-    )
-    return merit_optax.partition_hidden(merit, adam)
-  settings = dict(
-    others=adam, weight_dimension_numbers=specs, ns_dtype=config.dtype
-  )
-  if config.optimizer == 'muon':
-    return merit_optax.muon(
-      rate, config.b1, weight_decay=config.weight_decay, **settings
-    )
-  # Adam without a bias correction, as in examples/study.
-  settings['others'] = optax.chain(
-    merit_optax.scale_by_adam(0.9, config.b2),
-    optax.add_decayed_weights(config.weight_decay),
-    optax.scale_by_learning_rate(lambda step: share * rate(step)),
-  )
-  return merit_optax.muon_hyperball(rate, config.b1, **settings)
-
-
 @pytest.mark.parametrize(
-  'optimizer',
-  [
-    {'optimizer': 'merit', 'others': 'adam'},
-    {'optimizer': 'muon'},
-    {'optimizer': 'muon-hyperball'},
-  ],
-  ids=lambda x: x['optimizer'],
+  'settings', [{'others': 'adam'}, {'optimizer': 'muon'}]
 )
-@pytest.mark.parametrize(
-  'settings',
-  [
-    {'dtype': 'bfloat16'},
-    {'qkv': 'split', 'adam_rate': 0.25, 'weight_decay': 0.3},
-    {'qkv': 'heads', 'b1': 0.5, 'warmup': 0.5},
-  ],
-)
-def test_hidden_matrices_beside_adam_are_as_the_library_has_it(
-  optimizer: dict, settings: dict
-):
+def test_embeddings_biases_and_norms_take_steps_of_adam(settings: dict):
   params, gradients = _trees()
-  config = _config(**optimizer, **settings)
-  for found, expected in zip(
-    _updates(make_optimizer(config), params, gradients),
-    _updates(_by_the_library(config), params, gradients),
-    strict=True,
-  ):
-    for name, x in by_path(expected).items():
-      error = jnp.abs(by_path(found)[name] - x).max()
-      assert error <= 1e-5 * jnp.abs(x).max(), name
-
-
-def test_others_adam_changes_only_embeddings_biases_and_norms():
-  params, gradients = _trees()
-  same, adam = (
-    by_path(
-      _updates(make_optimizer(_config(others=x)), params, gradients[:1])[0]
-    )
-    for x in ('same', 'adam')
-  )
+  config = _config(adam_rate=0.25, weight_decay=0.3, **settings)
+  # A rate beside MERIT's, and a multiple of Muon's.
+  is_share = config.optimizer == 'muon'
+  rate = 0.25 * (config.learning_rate if is_share else 1)
+  found = _updates(make_optimizer(config), params, gradients[:1])[0]
   for name, g in by_path(gradients[0]).items():
-    if name.endswith('kernel'):
-      np.testing.assert_allclose(adam[name], same[name], rtol=1e-5)
-    else:
-      # The first step of Adam, at its own rate.
-      direction = g / (jnp.abs(g) + 1e-6) + 0.01 * by_path(params)[name]
-      np.testing.assert_allclose(adam[name], -0.004 * direction, rtol=1e-4)
+    direction = g / (jnp.abs(g) + 1e-6) + 0.3 * by_path(params)[name]
+    is_adam = np.allclose(by_path(found)[name], -rate * direction, rtol=1e-4)
+    assert is_adam != name.endswith('kernel'), name
 
 
 def test_the_gradient_is_clipped_to_its_global_norm():

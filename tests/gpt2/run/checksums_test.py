@@ -1,20 +1,16 @@
-import itertools
-
 import hypothesis
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import pytest
 
-from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.run.checksums import checksum, checksums
 
 _SHAPES = [(), (1,), (8,), (3, 5), (8, 16), (2, 3, 4)]
 # Each size of a number, and what is no plain number.
 _DTYPES = [
-  'bool', 'float8_e4m3fn', 'bfloat16', 'float32', 'float64', 'complex64',
+  'bool', 'float8_e4m3fn', 'bfloat16', 'float32',
 ]  # fmt: skip
 
 
@@ -52,21 +48,7 @@ def test_every_flipped_bit_changes_the_checksum(
   dtype: str, content: bytes, shape: tuple[int, ...], bit: int
 ):
   x = _bytes_as(dtype, content, shape)
-  with jax.enable_x64(dtype == 'float64'):
-    assert _sum(x) != _sum(_flipped(x, bit))
-
-
-@pytest.mark.parametrize('shape', [(6,), (2, 3), (3, 2), (1, 3, 2)])
-def test_places_and_signs_count(shape: tuple[int, ...]):
-  # The same power of two is added to all that change their sign, which a plain
-  # sum does not see.
-  x = np.array([1.0, -1.0, 2.0, 3.0, 0.0, 0.5], np.float32)
-  others = [x * np.float32([1, 1, -1, -1, 1, 1]), -x, x[::-1]]
-  for i, j in itertools.combinations(range(6), 2):
-    order = np.arange(6)
-    order[[i, j]] = j, i
-    others.append(x[order])
-  assert len({_sum(y.reshape(shape)) for y in (x, *others)}) == 1 + len(others)
+  assert _sum(x) != _sum(_flipped(x, bit))
 
 
 def test_checksums_do_not_change_between_versions():
@@ -81,16 +63,3 @@ def test_checksums_do_not_change_between_versions():
     'b': 2522832686,
     'c': 2168292678,
   }
-
-
-def test_the_checksum_of_nothing_is_a_number():
-  assert _sum(np.zeros((0, 3), np.float32)) == 0
-
-
-def test_the_checksum_gathers_nothing():
-  mesh = make_mesh('fsdp=4,tensor=2')
-  sharding = NamedSharding(mesh, P('fsdp', 'tensor'))
-  x = jax.ShapeDtypeStruct((64, 32), 'float32', sharding=sharding)
-  text = _checksum.lower(x).compile().as_text()
-  assert 'all-reduce' in text
-  assert 'all-gather' not in text

@@ -2,7 +2,6 @@ from collections.abc import Callable
 import itertools
 import math
 from typing import Any
-from unittest import mock
 
 import chex
 import jax
@@ -13,10 +12,10 @@ import optax
 import pytest
 
 from examples.gpt2.config import Config, FittedConfig
-from examples.gpt2.devices.sharding import batch_sharding, make_mesh
+from examples.gpt2.devices.sharding import make_mesh
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.optim.optimizers import merit_settings
-from examples.gpt2.presets import OPTIMIZERS, resolve
+from examples.gpt2.presets import resolve
 from examples.gpt2.run.diagnostics import Diagnostics
 from examples.gpt2.run.memory import fit
 from examples.gpt2.run.step import Trainer, TrainState
@@ -178,11 +177,8 @@ class _Linear(Trainer):
     return jnp.mean(rows @ params['final_norm']['bias'][:2])
 
 
-@pytest.mark.parametrize(
-  'shape', [(1, 4, 17), pytest.param((2, 2, 17), marks=pytest.mark.slow)]
-)
-def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
-  sizes = {'batch_size': 4, 'micro_batch_size': shape[1]}
+def test_the_noise_estimate_is_without_bias():
+  shape, sizes = (1, 4, 17), {'batch_size': 4, 'micro_batch_size': 4}
   config = _config(optimizer='lion', num_layers=1, **sizes)
   trainer = _trainer(config, _Linear)
   state, diagnostics = _state(trainer), Diagnostics(config, trainer)
@@ -204,18 +200,9 @@ def test_the_noise_estimate_is_without_bias(shape: tuple[int, ...]):
   assert square == pytest.approx(np.sum(_TABLE.mean(0) ** 2), rel=1e-3)
 
 
-def test_a_batch_that_cannot_be_cut_has_no_noise():
-  config = _config(optimizer='lion', num_layers=1)
-  trainer = _trainer(config, _Linear)
-  tokens = jnp.asarray(_tokens((1, 1, 17)) % 3)
-  measured = Diagnostics(config, trainer)(_state(trainer), tokens)
-  assert measured['gradient_noise'] is None
-  assert measured['noise_scale_tokens'] is None
-
-
 @pytest.mark.parametrize(
   ('optimizer', 'others'),
-  [*((name, 'same') for name in OPTIMIZERS), ('merit', 'adam')],
+  [('merit', 'same'), ('merit', 'adam'), ('muon', 'same')],
 )
 def test_updates_are_those_of_the_step(optimizer: str, others: str):
   config = _config(optimizer=optimizer, others=others, num_layers=2)
@@ -236,35 +223,3 @@ def test_updates_are_those_of_the_step(optimizer: str, others: str):
   for name, values in measured['others'].items():
     expected = ratio(lambda x, n=name: x[n])
     assert values['update_to_weight'] == pytest.approx(expected, rel=1e-3)
-
-
-def test_what_was_compiled_ahead_is_what_runs(monkeypatch):
-  config = _config(optimizer='lion', num_layers=1)
-  trainer = _trainer(config, _Linear)
-  state, tokens = _state(trainer), jnp.asarray(_tokens() % 3)
-  expected = Diagnostics(config, trainer)(state, tokens)
-  diagnostics = Diagnostics(config, trainer)
-  batch = jax.ShapeDtypeStruct(
-    tokens.shape, tokens.dtype, sharding=batch_sharding(trainer.mesh)
-  )
-  diagnostics.compile(trainer.shapes, batch)
-
-  fail = mock.Mock(side_effect=AssertionError('traced again'))
-  monkeypatch.setattr(trainer, 'loss', fail)
-  monkeypatch.setattr(trainer, 'model', fail)
-  assert diagnostics(state, tokens) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('mesh', ['fsdp=4,tensor=2', 'data=8'])
-def test_a_mesh_measures_what_one_device_does(seen, mesh: str):
-  _, _, _, tokens, measured = seen
-  config = _config(mesh=mesh)
-  trainer = _trainer(config)
-  with jax.set_mesh(trainer.mesh):
-    batch = jax.device_put(np.asarray(tokens), batch_sharding(trainer.mesh))
-    found = Diagnostics(config, trainer)(_state(trainer), batch)
-  # Of the noise the mesh makes another estimate, from fewer parts.
-  noise = ('gradient_noise', 'noise_scale_tokens')
-  found |= {name: measured[name] for name in noise}
-  chex.assert_trees_all_close(found, measured, rtol=1e-3, atol=1e-3)

@@ -1,11 +1,6 @@
 import json
 from pathlib import Path
 
-import hypothesis
-from hypothesis import strategies as st
-import pytest
-
-from examples.gpt2.command import format_bytes, table
 from examples.gpt2.run import report
 from examples.gpt2.run.folder import RunFolder
 
@@ -76,39 +71,3 @@ def test_what_is_not_known_is_not_told(tmp_path: Path):
   # As if the last line was lost, or all.
   for lines in ([_diagnosed(1, 1.0, 1.0)], []):
     assert 'not known' in _after(tmp_path / f'{len(lines)}', lines)
-
-
-@pytest.mark.parametrize(
-  ('lines', 'expected'),
-  [
-    # The first half is from before the weights have settled.
-    ([_diagnosed(1, 1e9, 1.0), _diagnosed(2, 8.0, 2.0)], 128),
-    ([_diagnosed(1, 8.0, -2.0)], None),
-    ([_diagnosed(1, -8.0, 2.0)], None),
-    ([_line(1, max_attention_logit=[1.0], gradient_noise=None)], None),
-    (
-      [_diagnosed(i, 8.0, 2.0) for i in (1, 2)]
-      + [_diagnosed(3, 1.0, 1.0, skipped=True)],
-      128,
-    ),
-  ],
-)
-def test_the_noise_scale_is_a_ratio_of_means(
-  tmp_path: Path, lines: list[dict], expected: int | None
-):
-  text = _after(tmp_path, lines)
-  assert (f'critical batch about {expected} tokens' in text) == bool(expected)
-  assert ('critical batch' in text) == bool(expected)
-
-
-@hypothesis.given(st.integers(1, 2**55))
-def test_bytes_have_three_digits(size: int):
-  number, unit = format_bytes(size).split()
-  power = ('B', 'KiB', 'MiB', 'GiB', 'TiB').index(unit)
-  assert float(number) * 1024**power == pytest.approx(size, rel=0.006)
-  assert 'e' not in number
-  assert float(number) <= 1024 or unit == 'TiB'
-
-
-def test_a_table_has_two_columns():
-  assert table({'a': '1', 'long': '2'}) == 'a     1\nlong  2'

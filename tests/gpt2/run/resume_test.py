@@ -12,17 +12,11 @@ import subprocess
 import sys
 import time
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from examples.gpt2.config import Config, UsageError
-from examples.gpt2.data import batches
-from examples.gpt2.run import loop
-from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.log import NotFiniteError
-from examples.gpt2.run.step import Trainer
 from examples.gpt2.train import main, train
 from tests.gpt2 import runs
 from tests.processes import free_port
@@ -38,7 +32,7 @@ def config(tiny: Config) -> Config:
 
 
 def _eight_steps(tiny: Config) -> Config:
-  return replace(tiny, steps=8, checkpoint_every=2, diagnostics_every=3)
+  return replace(tiny, steps=8, checkpoint_every=2)
 
 
 @pytest.fixture(scope='module')
@@ -49,7 +43,7 @@ def uninterrupted(make_tiny, tmp_path_factory) -> Path:
   return config.out_dir
 
 
-@pytest.mark.parametrize('step', [1, 2, 6])
+@pytest.mark.parametrize('step', [1, 6])
 def test_a_run_goes_on_from_its_checkpoint(
   config: Config, uninterrupted: Path, step: int, capsys
 ):
@@ -58,37 +52,21 @@ def test_a_run_goes_on_from_its_checkpoint(
   with (config.out_dir / 'metrics.jsonl').open('a') as file:
     file.write('{"step": 7, "torn')
   train(config)
-  saved = {1: 0, 2: 0, 6: 4}[step]  # Of step 2 it had not begun.
+  saved = {1: 0, 6: 4}[step]  # Of step 6 it had not begun.
   assert f'going on after step {saved},' in capsys.readouterr().out
   runs.assert_same_run(config.out_dir, uninterrupted)
 
 
-@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_saves_a_checkpoint(
-  config: Config, uninterrupted, capsys, number
-):
+def test_a_signal_saves_a_checkpoint(config: Config, uninterrupted, capsys):
   flags = runs.as_flags(config)
-  stop = functools.partial(os.kill, os.getpid(), number)
+  stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
   with pytest.raises(SystemExit) as ended, runs.during(3, stop):
     main(flags)
-  assert ended.value.code == 128 + number
+  assert ended.value.code == 143
   assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
   main(flags)
   assert 'going on after step 3' in capsys.readouterr().out
   runs.assert_same_run(config.out_dir, uninterrupted)
-
-
-def test_a_run_that_has_lost_its_metrics_can_end(
-  config: Config, uninterrupted: Path, capsys
-):
-  shutil.copytree(uninterrupted, config.out_dir)
-  for name in ('metrics.jsonl', 'sample.txt'):
-    (config.out_dir / name).unlink()
-  with pytest.warns(UserWarning, match='lost 8 of the lines'):
-    train(config)
-  assert 'not known, since metrics are lost' in capsys.readouterr().out
-  weights = [x / 'weights.safetensors' for x in (config.out_dir, uninterrupted)]
-  assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 def test_other_data_is_refused(config: Config, uninterrupted: Path):
@@ -98,71 +76,20 @@ def test_other_data_is_refused(config: Config, uninterrupted: Path):
     train(config)
 
 
-def _break_gradients(monkeypatch, step: int):
-  """Makes the gradient of a step infinite, as a model's overflow would."""
-  step_fn = Trainer.loss_and_gradients
-  run, of_step = loop.run, {}
-
-  def broken(self, params, tokens):
-    loss, gradients = step_fn(self, params, tokens)
-    is_bad = tokens.sum() == of_step['sum']
-    gradients = jax.tree.map(lambda x: jnp.where(is_bad, jnp.inf, x), gradients)
-    return loss, gradients
-
-  def remember(trainer, config, tokens, *rest):
-    batch = batches.training_batch(tokens.train, config, step, trainer.mesh)
-    of_step['sum'] = int(batch.sum())
-    return run(trainer, config, tokens, *rest)
-
-  monkeypatch.setattr(Trainer, 'loss_and_gradients', broken)
-  monkeypatch.setattr(loop, 'run', remember)
-
-
-def test_an_infinite_gradient_stops_the_run_or_is_left_out(
-  config: Config, monkeypatch, capsys
-):
-  _break_gradients(monkeypatch, 5)
-  config = replace(config, diagnostics_every=0)
+def test_numbers_that_are_not_finite_stop_the_run(config: Config):
+  # The first step makes weights whose logits overflow.
+  config = replace(config, learning_rate=1e20, checkpoint_every=1, eval_every=8)
   with pytest.raises(NotFiniteError) as error:
     train(config)
-  for part in (
-    'at step 5',
-    'gradient_norm is inf',
-    # Which has been dispatched when step 5 is known not to be finite.
-    'With the weights after step 6',
-    '--not-finite skip',
-  ):
+  for part in ('at step 2', 'train_loss is', '--not-finite skip'):
     assert part in str(error.value)
-  saved = {p.name for p in (config.out_dir / 'checkpoints').iterdir()}
-  assert '4' in saved and '6' not in saved
-  assert not RunFolder(config.out_dir).finished
-
-  train(replace(config, not_finite='skip'))
-  out = capsys.readouterr().out
-  assert 'going on after step 4' in out
-  assert '1 steps whose loss or gradient was not finite' in out
-  metrics = runs.metrics(config.out_dir)
-  assert [m['step'] for m in metrics if m.get('skipped')] == [5]
-  assert all(np.isfinite(m['train_loss']) for m in metrics)
-
-
-def test_weights_that_are_not_finite_are_never_results(config, monkeypatch):
-  monkeypatch.setattr(
-    Trainer,
-    '_sequence_losses',
-    lambda _self, _params, tokens: jnp.full(tokens.shape[:2], np.nan),
-  )
-  with pytest.raises(NotFiniteError, match='step 4 the validation loss is nan'):
-    train(replace(config, not_finite='skip', checkpoint_every=8))
+  # Nor are steps that are left out results, if they change nothing.
+  with pytest.raises(NotFiniteError, match='step 8 the validation loss is'):
+    train(replace(config, not_finite='skip'))
+  lines = runs.metrics(config.out_dir)
+  skipped = [line['step'] for line in lines if line.get('skipped')]
+  assert skipped == [2, 3, 4, 5, 6, 7, 8]
   assert not (config.out_dir / 'weights.safetensors').exists()
-  last = runs.metrics(config.out_dir)[-1]
-  assert (last['step'], last['val_loss']) == (4, None)
-
-
-def test_a_trace_is_written(config, monkeypatch):
-  monkeypatch.setattr(loop, '_TRACED', (2, 4))
-  train(replace(config, profile=True))
-  assert list((config.out_dir / 'profile').rglob('*.xplane.pb'))
 
 
 @pytest.fixture(scope='module')
@@ -257,15 +184,6 @@ def _end(running: list[subprocess.Popen]) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_alone_ends_the_others(pair: Path):
-  statuses = _end(_start_pair(pair, 'alone', of_second=('--data', 'gone.txt')))
-  # While it waits for the other to leave, jax's service may end both first.
-  assert statuses[1] in (2, -signal.SIGABRT)
-  assert statuses[0] != 0
-  assert 'gone.txt does not exist' in (pair / 'alone.log').read_text()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
@@ -308,8 +226,8 @@ def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
 
 
 @pytest.mark.slow
-def test_two_processes_go_on_after_a_kill_and_one_device_ends_the_run(
-  pair: Path, monkeypatch
+def test_two_processes_go_on_after_a_kill_to_the_losses_of_one(
+  pair: Path, whole: Path
 ):
   assert _end(_start_pair(pair, 'whole')) == [0, 0]
   first, second = _start_pair(pair, 'killed')
@@ -320,3 +238,18 @@ def test_two_processes_go_on_after_a_kill_and_one_device_ends_the_run(
   assert _end(_start_pair(pair, 'killed')) == [0, 0]
   assert 'going on after step' in (pair / 'killed.log').read_text()
   runs.assert_same_run(pair / 'whole', pair / 'killed')
+  losses, expected = (
+    [line['train_loss'] for line in runs.metrics(folder / 'whole')]
+    for folder in (pair, whole)
+  )
+  # Rounding errors of the meshes grow with each step.
+  np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_alone_ends_the_others(pair: Path):
+  statuses = _end(_start_pair(pair, 'alone', of_second=('--data', 'gone.txt')))
+  # While it waits for the other to leave, jax's service may end both first.
+  assert statuses[1] in (2, -signal.SIGABRT)
+  assert statuses[0] != 0
+  assert 'gone.txt does not exist' in (pair / 'alone.log').read_text()

@@ -1,12 +1,10 @@
 import functools
 import re
-from typing import Any
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from examples.gpt2.config import Config, RunConfig
@@ -54,16 +52,12 @@ def _config(**settings) -> RunConfig:
   return resolve(Config(**defaults | settings))
 
 
-def _make(kind: type[Trainer] = Trainer, **settings) -> Trainer:
-  """Returns a trainer on a mesh of all devices, without one on the first."""
-  config = _config(**settings)
-  devices = jax.devices() if config.mesh else jax.devices()[:1]
-  return kind(config, 64, make_mesh(config.mesh, devices))
-
-
 @functools.cache
 def _trainer(optimizer: str = 'merit', mesh: str = '') -> Trainer:
-  return _make(_Fragile, optimizer=optimizer, mesh=mesh)
+  """Returns a trainer on a mesh of all devices, without one on the first."""
+  config = _config(optimizer=optimizer, mesh=mesh)
+  devices = jax.devices() if mesh else jax.devices()[:1]
+  return _Fragile(config, 64, make_mesh(mesh, devices))
 
 
 def _tokens(seed: int, first: int | None = None, size: int = 16) -> np.ndarray:
@@ -131,93 +125,10 @@ def _check_place(x: jax.Array, shape: jax.ShapeDtypeStruct) -> None:
   assert x.sharding.is_equivalent_to(shape.sharding, x.ndim)
 
 
-def test_another_optimizer_takes_the_place_of_the_settings():
-  optimizer = optax.sgd(0.5)
-  mesh = make_mesh('', jax.devices()[:1])
-  trainer = Trainer(_config(), 60, mesh, optimizer=optimizer)
-  assert trainer.optimizer is optimizer
-  params = jax.device_get(_trainer().init().params)
-  # The step takes the place of what it is given.
-  copied = jax.tree.map(jnp.array, params)
-  state, metrics = _step_from(trainer, copied, _tokens(0))
-  compute = jax.jit(_trainer().loss_and_gradients)
-  loss, gradients = compute(params, _tokens(0))
-  chex.assert_trees_all_close(
-    state.params,
-    jax.tree.map(lambda w, g: w - 0.5 * g, params, gradients),
-    rtol=1e-5,
-    atol=1e-7,
-  )
-  squares = [np.sum(np.square(g)) for g in jax.tree.leaves(gradients)]
-  assert metrics['gradient_norm'] == pytest.approx(sum(squares) ** 0.5, 1e-5)
-  assert metrics['train_loss'] == pytest.approx(float(loss), 1e-6)
-
-
-def _step_from(
-  trainer: Trainer, params: Any, tokens: np.ndarray
-) -> tuple[TrainState, dict[str, jax.Array]]:
-  """Takes the first step from some weights."""
-  with jax.set_mesh(trainer.mesh):
-    opt_state = jax.jit(trainer.optimizer.init)(params)
-    state = jax.tree.map(
-      lambda x, like: jax.device_put(x, like.sharding),
-      TrainState(jnp.int32(0), params, opt_state),
-      trainer.shapes,
-    )
-    return trainer.step(state, _put(trainer, tokens))
-
-
+@pytest.mark.usefixtures('full_compilation')
 @pytest.mark.parametrize(
-  ('mesh', 'settings'),
-  [
-    ('fsdp=8', {'remat': 'dots'}),
-    ('data=2,fsdp=2,tensor=2', {'dtype': 'bfloat16'}),
-  ],
+  'remat', ['dots', pytest.param('full', marks=pytest.mark.slow)]
 )
-def test_a_mesh_gives_the_gradients_of_one_device(mesh: str, settings: dict):
-  one, many = (_make(mesh=x, **settings) for x in ('', mesh))
-  params = jax.device_get(one.init().params)
-  tokens = _tokens(0, size=32).reshape(2, 16, 17)
-  expected = jax.jit(one.loss_and_gradients)(params, tokens)
-  shardings = jax.tree.map(lambda x: x.sharding, many.shapes.params)
-  with jax.set_mesh(many.mesh):
-    found = jax.jit(many.loss_and_gradients)(
-      jax.device_put(params, shardings), _put(many, tokens)
-    )
-  tolerance = 1e-5 if many.model_config.dtype == 'float32' else 2e-2
-  for x, y in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-    largest = np.abs(y).max()
-    np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest)
-
-
-def test_weights_are_those_of_the_seed():
-  def weights(seed: int) -> np.ndarray:
-    params = _make(seed=seed, num_layers=1).init().params
-    return np.asarray(params['blocks']['mlp']['up']['kernel'])
-
-  assert (weights(1) == weights(1)).all()
-  assert (weights(1) != weights(2)).all()
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures('full_compilation')
-def test_xla_moves_nothing_by_gathering_it_first(capfd):
-  mesh = make_mesh('data=2,fsdp=2,tensor=2')
-  trainer = Trainer(_config(width=128, context_length=128), 1024, mesh)
-  batch = jax.ShapeDtypeStruct(
-    (2, 8, 129), jnp.int32, sharding=batch_sharding(mesh)
-  )
-  # A program that is found in the cache has no warnings.
-  is_cached = jax.config.jax_enable_compilation_cache
-  jax.config.update('jax_enable_compilation_cache', False)
-  with jax.set_mesh(mesh):
-    trainer.step.lower(trainer.shapes, batch).compile()
-  jax.config.update('jax_enable_compilation_cache', is_cached)
-  assert 'full rematerialization' not in capfd.readouterr().err
-
-
-@pytest.mark.usefixtures('full_compilation')
-@pytest.mark.parametrize('remat', ['none', 'dots', 'full'])
 def test_gathered_parameters_are_kept_of_no_layer(remat: str):
   mesh = make_mesh('fsdp=8')
   config = _config(
