@@ -10,10 +10,12 @@ from typing import Any
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
+from orbax.checkpoint import multihost
 
 from examples.gpt2.config import Config, UsageError, describe_changes
 
 _SHUTDOWN_SECONDS = 30
+_WAIT_SECONDS = 3600
 # Errors that process 0 hands to the others as what they are.
 _KNOWN_ERRORS = {'UsageError': UsageError, 'OSError': OSError}
 _calls_for_all = contextvars.ContextVar('calls_for_all', default=False)
@@ -71,6 +73,20 @@ def _has_a_node_for_itself() -> bool:
   )
   is_chosen = 'JAX_LOCAL_DEVICE_IDS' in os.environ
   return not is_chosen and bool(re.fullmatch(r'1(\(x\d+\))?', tasks))
+
+
+def wait_for_all(name: str) -> None:
+  """Waits until all processes are here, for up to an hour.
+
+  Collectives wait for half a minute only. So this belongs behind work that may
+  take much longer in one process than in another, such as compilation. A name
+  serves once.
+  """
+  if jax.process_count() > 1:
+    everyone = set(range(jax.process_count()))
+    multihost.sync_global_processes(
+      name, timeout=_WAIT_SECONDS, processes=everyone
+    )
 
 
 def is_process_0() -> bool:

@@ -20,6 +20,7 @@ from examples.gpt2.devices.processes import (
   is_process_0,
   on_process_0,
   print_once,
+  wait_for_all,
 )
 from examples.gpt2.run import memory
 from examples.gpt2.run.checkpoints import Checkpoints
@@ -153,6 +154,7 @@ def _compile(
     programs, temporary = _compile_all(trainer, config, evaluations)
   finally:
     ended.set()
+  wait_for_all('compiled')
   print_once(
     f'compiled in {time.perf_counter() - start:.0f} s; beside weights and '
     f'moments a step needs {format_bytes(temporary)} on each device'
