@@ -54,20 +54,14 @@ class Trainer:
       (A, B, T + 1) to the mean loss of each sequence, nats a token, (A, B).
   """
 
-  def __init__(
-    self,
-    config: RunConfig,
-    vocab_size: int,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation | None = None,
-  ):
+  def __init__(self, config: RunConfig, vocab_size: int, mesh: Mesh):
     """Makes a trainer; nothing is computed yet.
 
     ``vocab_size`` is the number of token identifiers, which the model rounds
     up. Raises ``UsageError`` if the mesh does not fit the sizes.
     """
     self.mesh = mesh
-    self.optimizer = optimizer or make_optimizer(config)
+    self.optimizer = make_optimizer(config)
     self.model_config = make_model_config(config, vocab_size)
     self._config = config
     self.shapes = self._shapes(shapes(self.model_config))
