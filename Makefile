@@ -13,7 +13,7 @@ ARGS ?=
 TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
   merit_optax tests/merit_optax tests/release \
   tests/docs/references_test.py tests/notebooks_test.py \
-  tests/gpt2/config_test.py tests/gpt2/data tests/gpt2/devices
+  tests/gpt2/config_test.py
 # What depends on the versions of jax, optax, flax and orbax.
 LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
 TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
