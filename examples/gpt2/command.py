@@ -39,14 +39,6 @@ def format_bytes(size: float) -> str:
   return f'{digits} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
 
 
-def format_seconds(seconds: float) -> str:
-  """Returns a duration as text, such as '40 s', '3 min' or '12 h'."""
-  if seconds < 100:
-    return f'{seconds:.0f} s'
-  minutes = seconds / 60
-  return f'{minutes:.0f} min' if minutes < 100 else f'{minutes / 60:.0f} h'
-
-
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
   """Ends the process with a message where the user can correct what is wrong.

@@ -2,7 +2,9 @@ from dataclasses import replace
 import errno
 import importlib.util
 import json
+import math
 from pathlib import Path
+import re
 from unittest import mock
 
 import jax
@@ -112,9 +114,18 @@ def test_a_source_that_is_named_twice_is_refused(finished: Config, tmp_path):
     train(config)
 
 
-def test_a_run_is_made_again_from_its_settings(finished, tmp_path, monkeypatch):
+def test_a_run_is_made_again_from_its_settings(
+  finished, tmp_path, monkeypatch, capsys
+):
   monkeypatch.setattr(loop, '_TRACED', (2, 4))
   settings, again = finished.out_dir / 'config.json', tmp_path / 'again'
   main(['--config', str(settings), '--out-dir', str(again), '--profile'])
   assert_same_run(again, finished.out_dir)
   assert list((again / 'profile').rglob('*.xplane.pb'))
+  (loss,) = re.findall(
+    r'^step 0: validation loss (\S+), about \d\d:\d\d left$',
+    capsys.readouterr().out,
+    re.MULTILINE,
+  )
+  # The first weights give all tokens about the same probability.
+  assert float(loss) == pytest.approx(math.log(288), rel=0.05)

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+import tqdm
 
-from examples.gpt2.command import CommandError, format_bytes, format_seconds
+from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import FittedConfig
 from examples.gpt2.data import batches
 from examples.gpt2.data.tokens import Tokens
@@ -318,8 +319,8 @@ class _Steps:
     left = self.config.steps - done
     seconds = left * (step + evaluation / self.config.eval_every)
     print_once(
-      f'step {done}: validation loss {loss:.4f}; the run takes about '
-      f'{format_seconds(seconds)}'
+      f'step {done}: validation loss {loss:.4f}, about '
+      f'{tqdm.tqdm.format_interval(seconds)} left'
     )
 
   def _stop_if_asked(self, step: int, received: int | None) -> None:
