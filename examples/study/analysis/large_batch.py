@@ -1,4 +1,4 @@
-"""Writes a page and pictures from the trials of ``large_batch``.
+"""Writes a page and a picture from the trials of ``large_batch``.
 
 python -m examples.study.analysis.large_batch
 """
@@ -9,11 +9,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from matplotlib import pyplot as plt
 import numpy as np
 import tyro
 
-from examples.study.analysis.large_batch_figures import draw_logits, draw_runs
+from examples.study.analysis.large_batch_figures import draw_runs
 from examples.study.analysis.runs import (
   Group,
   Run,
@@ -29,13 +28,13 @@ from examples.study.settings import PRESETS, Trial
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Writes a page of tables, and pictures, from the trials."""
+  """Writes a page of tables, and a picture, from the trials."""
 
   results: Path = PRESETS['gpu'][1].results
   """File of the trials."""
 
   page: Path = Path('examples/study/LARGE_BATCH.md')
-  """The page. Pictures get its name, in the folder figures beside it."""
+  """The page. The picture gets its name, in the folder figures beside it."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -45,24 +44,18 @@ def main(args: list[str] | None = None) -> None:
   if not lines:
     raise FileNotFoundError(f'results: {options.results} holds no trial.')
   runs = read_runs(lines)
-  folder, name = options.page.parent / 'figures', options.page.stem.lower()
-  folder.mkdir(parents=True, exist_ok=True)
-  pictures = {f'{name}.png': draw_runs}
-  if best_at_largest_batch(runs):
-    pictures[f'{name}_logits.png'] = draw_logits
-  for file, draw in pictures.items():
-    figure = draw(runs)
-    figure.savefig(folder / file, dpi=120)
-    plt.close(figure)
-  options.page.write_text(_page(runs, lines, options.results, list(pictures)))
-  print(f'wrote {options.page} and {", ".join(pictures)} in {folder}')
+  picture = options.page.parent / f'figures/{options.page.stem.lower()}.png'
+  picture.parent.mkdir(parents=True, exist_ok=True)
+  draw_runs(runs).savefig(picture, dpi=120)
+  options.page.write_text(_page(runs, lines, options.results, picture.name))
+  print(f'wrote {options.page} and {picture}')
 
 
 def _page(
   runs: list[Run],
   lines: list[dict[str, Any]],
   results: Path,
-  pictures: list[str],
+  picture: str,
 ) -> str:
   """Returns the page."""
   largest = max(run.trial.batch_tokens for run in runs)
@@ -72,11 +65,11 @@ def _page(
       'Written by `python -m examples.study.analysis.large_batch` from '
       f'{results.name}.\n',
       f'![Loss over tokens, attention logits, and learning rates]'
-      f'(figures/{pictures[0]})\n',
+      f'(figures/{picture})\n',
       _description(runs[0], largest),
       _PROTOCOL,
       _after_training(runs),
-      *(_chosen(runs, pictures[-1]) if seeds_of_each(runs) else ()),
+      *(_chosen(runs) if seeds_of_each(runs) else ()),
       '## Choice of learning rates\n',
       'Final loss of seed 0 at multiples of the middle rate; lowest in bold.\n',
       _table(_rows_of_rates(runs)),
@@ -138,7 +131,7 @@ def _after_training(runs: list[Run]) -> str:
   )
 
 
-def _chosen(runs: list[Run], picture: str) -> list[str]:
+def _chosen(runs: list[Run]) -> list[str]:
   """Returns the parts of the page on the trials with the chosen rates."""
   groups = best_at_largest_batch(runs)
   steps = groups[0][0].steps[-1]
@@ -151,7 +144,6 @@ def _chosen(runs: list[Run], picture: str) -> list[str]:
     'zero. The attention logit is the largest of the first 64 held-out '
     'sequences.\n',
     '## Largest attention logit of each layer\n',
-    f'![Largest attention logit over tokens](figures/{picture})\n',
     f'After step {steps}, at the best rate; the largest of all seeds.\n',
     _table(
       [

@@ -1,9 +1,7 @@
-"""Pictures of ``large_batch``."""
+"""The picture of ``large_batch``."""
 
-import math
 from typing import Any
 
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 import numpy as np
 
@@ -15,9 +13,8 @@ _NAMES = {'adamw': 'AdamW', 'lamb': 'LAMB', 'merit': 'MERIT', 'muon': 'Muon'}
 
 def draw_runs(runs: list[Run]) -> Figure:
   """Draws losses and attention logits over tokens, and losses over rates."""
-  figure, (curves, logits, rates) = plt.subplots(
-    1, 3, figsize=(12, 3.8), layout='constrained'
-  )
+  figure = Figure((12, 3.8), layout='constrained')
+  curves, logits, rates = figure.subplots(1, 3)
   colors = _colors(runs)
   draw_losses(curves, runs)
   for group in best_at_largest_batch(runs):
@@ -47,39 +44,9 @@ def draw_runs(runs: list[Run]) -> Figure:
   powers = sorted({power for by in found.values() for power in by})
   rates.set_xticks([2.0**x for x in powers], [f'{2.0**x:g}' for x in powers])
   rates.minorticks_off()
-  for axes in (curves, rates):
-    if axes.lines:
-      axes.legend(frameon=False)
+  rates.legend(frameon=False)
   for axes in (curves, logits, rates):
     axes.spines[['top', 'right']].set_visible(False)
-  return figure
-
-
-def draw_logits(runs: list[Run]) -> Figure:
-  """Draws the largest attention logit over tokens, a panel for each layer."""
-  groups, colors = best_at_largest_batch(runs), _colors(runs)
-  num_layers = max(group[0].logits_EL.shape[1] for group in groups)
-  columns = min(num_layers, 4)
-  rows = math.ceil(num_layers / columns)
-  figure, grid = plt.subplots(
-    rows, columns, figsize=(3 * columns, 2.4 * rows), layout='constrained',
-    sharex=True, sharey=True, squeeze=False,
-  )  # fmt: skip
-  for layer, axes in enumerate(grid.flat):
-    axes.spines[['top', 'right']].set_visible(False)
-    if layer >= num_layers:
-      axes.set_axis_off()
-      continue
-    axes.set_title(f'layer {layer + 1}')
-    for group in groups:
-      for i, run in enumerate(group):
-        axes.plot(
-          _million_tokens(run), run.logits_EL[:, layer],
-          color=colors[run.label], label=None if i else run.label,
-        )  # fmt: skip
-  grid[0, 0].legend(frameon=False)
-  figure.supxlabel('million tokens')
-  figure.supylabel('largest attention logit')
   return figure
 
 
@@ -95,7 +62,8 @@ def draw_losses(axes: Any, runs: list[Run]) -> None:
   axes.set(
     title='Validation loss', xlabel='million tokens', ylabel='nats per token'
   )
-  axes.legend(frameon=False)
+  if axes.lines:
+    axes.legend(frameon=False)
 
 
 def _million_tokens(run: Run) -> np.ndarray:
