@@ -103,8 +103,8 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 }
 # Of Adam beside MERIT on hidden matrices, as in examples/study.
 _ADAM_RATE = 0.004
-# Times the width: the best on the demo (width 128, of 0.7, 1 and 1.4 times
-# that), and of examples/study (width 64) at 305 and 610 steps.
+# Times the width: the best at width 128 and 4 layers (of 0.7, 1 and 1.4
+# times that), and of examples/study (width 64) at 305 and 610 steps.
 _ADAMW_RATE_TIMES_WIDTH = 1.0
 # Norms are kept at this multiple of GPT-2 small's proportion to the width.
 _KEPT_SIZE = 2.0
