@@ -7,6 +7,7 @@ from collections.abc import Callable
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +18,22 @@ import merit_optax
 _B1, _B2, _EPS = 0.8, 0.95, 1e-6
 _WARMUP_SHARE = 0.3
 _ADAM_RATE = 0.004
-# Of stacked layers, (L, inputs, outputs).
-_MATRICES = optax.contrib.MuonDimensionNumbers((-2,), (-1,))
+
+
+def _matrices(params: optax.Params) -> Any:
+  """Returns the axes of stacked layers, (L, inputs, *outputs)."""
+  numbers = optax.contrib.MuonDimensionNumbers
+  return jax.tree.map(lambda x: numbers((1,), (*range(2, x.ndim),)), params)
+
 
 chain, decay = optax.chain, optax.add_decayed_weights
 clip = merit_optax.elementwise_clip
 adam = functools.partial(optax.scale_by_adam, _B1, _B2, eps=_EPS)
 max_ratio = functools.partial(
-  merit_optax.scale_by_max_norm_trust_ratio, weight_dimension_numbers=_MATRICES
+  merit_optax.scale_by_max_norm_trust_ratio, weight_dimension_numbers=_matrices
 )
 l2_ratio = functools.partial(
-  merit_optax.scale_by_l2_norm_trust_ratio, weight_dimension_numbers=_MATRICES
+  merit_optax.scale_by_l2_norm_trust_ratio, weight_dimension_numbers=_matrices
 )
 
 
@@ -59,11 +65,11 @@ def by_width(factor: float) -> Callable[[int, int], float]:
 def _muon(dtype: str) -> optax.GradientTransformation:
   """Returns Muon with updates of Adam's size and a decay of 0.1."""
   muon = merit_optax.scale_by_muon(
-    beta=_B1, ns_dtype=dtype, weight_dimension_numbers=_MATRICES
+    beta=_B1, ns_dtype=dtype, weight_dimension_numbers=_matrices
   )
   shape = merit_optax.scale_by_shape(
     lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    weight_dimension_numbers=_MATRICES,
+    weight_dimension_numbers=_matrices,
   )
   return chain(muon, shape, decay(0.1))
 

@@ -24,12 +24,22 @@ import merit_optax
 
 def model_config(settings: Settings) -> pretrain.Config:
   """Returns the settings of a micro-batch for ``examples/pretrain.py``."""
-  fields = {x.name for x in dataclasses.fields(pretrain.Config)}
-  shared = {k: v for k, v in vars(settings).items() if k in fields}
+  names = (
+    'num_layers', 'num_heads', 'width', 'context_length', 'vocab_size',
+    'qk_norm', 'dtype',
+  )  # fmt: skip
+  rows = settings.micro_batch // settings.context_length
   return pretrain.Config(
-    **shared,
+    **{name: getattr(settings, name) for name in names},
+    data=str(settings.data or 'stdlib'),
+    architecture='llama' if settings.llama else 'gpt2',
     init_std=0.02 * math.sqrt(768 / settings.width),
-    batch_size=settings.micro_batch // settings.context_length,
+    remat='full' if settings.remat else 'none',
+    unroll=settings.num_layers if settings.unroll else 1,
+    mesh=f'fsdp={settings.fsdp}',
+    batch_size=rows,
+    micro_batch_size=max(1, rows // jax.device_count()),
+    eval_sequences=settings.eval_tokens // settings.context_length,
   )
 
 
@@ -96,7 +106,8 @@ def max_logits(
 
   def apply(x_BTD: jax.Array, arrays: Any) -> tuple[jax.Array, jax.Array]:
     block = nnx.merge(structure, arrays)
-    query, key, _ = block.query_key_value(x_BTD)
+    y_BTD = block.attention_norm(x_BTD)
+    query, key, _ = block.attention.query_key_value(y_BTD)
     logits_H = merit_optax.attention_statistics(query, key).max_logit
     return block(x_BTD), logits_H.max()
 
@@ -117,13 +128,11 @@ class Trainer:
     self._tokens, self._val_tokens = pretrain.load_tokens(self._config)
     digest = hashlib.sha256()
     for tokens in (self._tokens, self._val_tokens):
-      digest.update(tokens.tobytes())
+      for path, _ in tokens.shards:
+        digest.update(tokens.system.cat_file(path))
     self.data = digest.hexdigest()[:12]
-    self.corpus_tokens = len(self._tokens)
-    # make_batch returns four batches to validate on.
-    self._val_ABT = pretrain.make_batch(
-      self._val_tokens, self._batch_config(settings.eval_tokens // 4), step=0
-    )
+    self.corpus_tokens = int(self._tokens.sizes.sum())
+    self._val_ABT = pretrain.make_batch(self._val_tokens, self._config, step=0)
 
   def _batch_config(self, tokens: int, seed: int = 0) -> pretrain.Config:
     """Returns the settings of batches of so many tokens."""
@@ -131,7 +140,6 @@ class Trainer:
       self._config,
       seed=seed,
       batch_size=tokens // self.settings.context_length,
-      accumulation_steps=tokens // self.settings.micro_batch,
     )
 
   def run(self, trial: Trial) -> dict[str, Any]:

@@ -48,18 +48,22 @@ def settings(tmp_path):
 def test_tokens_are_the_text_of_whole_packages(settings):
   corpus.build(settings)
   tokenizer = Tokenizer.from_file(str(settings.out / 'tokenizer.json'))
-  config = pretrain.Config(data=settings.out, vocab_size=300, context_length=64)
+  config = pretrain.Config(
+    data=str(settings.out), vocab_size=300, context_length=64
+  )
   texts = []
   for name, tokens in zip(
     ('train', 'val'), pretrain.load_tokens(config), strict=True
   ):
-    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+    (size,) = tokens.sizes
+    (window,) = tokens.windows(np.array([0]), int(size))
+    text = tokenizer.decode(window.tolist(), skip_special_tokens=False)
     *files, rest = text.split('<|endoftext|>')
     assert not rest
     facts = json.loads((settings.out / 'corpus.json').read_text())[name]
     assert facts['files'] == len(files)
     assert facts['bytes'] == len(''.join(files).encode())
-    assert facts['tokens'] == len(tokens)
+    assert facts['tokens'] == size
     texts.append(files)
   train, val = texts
   assert len(set(train)) == len(train)

@@ -166,8 +166,8 @@ def test_updates_are_those_of_the_formulas(rule: str):
 
 def test_updates_of_muon_are_nearly_orthogonal(params):
   rate = 0.1 * 2 / (0.3 * _DRY.steps)  # Of the second step.
-  kernel = params['blocks']['up']['kernel']
-  muon = _update('muon', params)['blocks']['up']['kernel']
+  kernel = params['blocks']['mlp']['up']['kernel']
+  muon = _update('muon', params)['blocks']['mlp']['up']['kernel']
   # Singular values of 0.7 to 1.2, times 0.2 sqrt(64); and the decay.
   sizes = np.linalg.svd(np.asarray(muon + rate * 0.1 * kernel))[1]
   assert 0.6 < sizes.min() / (1.6 * rate) < sizes.max() / (1.6 * rate) < 1.3
@@ -199,8 +199,8 @@ def test_largest_logits_are_those_of_the_softmax(params):
   norm = (x - x.mean(-1, keepdims=True)) / np.sqrt(
     x.var(-1, keepdims=True) + 1e-5
   )
-  qkv = norm @ block['qkv']['kernel'] + block['qkv']['bias']
-  qkv = qkv.reshape(3, 16, 2, 3, 8)
+  layer = block['attention']['qkv']
+  qkv = np.einsum('btd,dhxk->bthxk', norm, layer['kernel']) + layer['bias']
   query, key = qkv[..., 0, :], qkv[..., 1, :]
   logits = np.einsum('bqhk,bshk->bhqs', query, key) / np.sqrt(8)
   visible = np.tri(16, dtype=bool)
