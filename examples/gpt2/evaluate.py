@@ -28,11 +28,10 @@ from examples.gpt2.data.tokenizer import encode
 from examples.gpt2.data.tokens import check_length, load_evaluation
 from examples.gpt2.devices.sharding import make_mesh, num_batch_shards
 from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.files import Model
 from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
+from examples.gpt2.model_files import Model, load_model
 from examples.gpt2.run.folder import trained_on
-from examples.gpt2.run.weights import load_model
 from examples.gpt2.storage import as_path
 
 

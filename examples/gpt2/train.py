@@ -28,7 +28,11 @@ from examples.gpt2.devices.processes import (
   print_once,
 )
 from examples.gpt2.generate import sample_text
-from examples.gpt2.model.files import write_description, write_weights
+from examples.gpt2.model_files import (
+  Model,
+  write_description,
+  write_weights,
+)
 from examples.gpt2.plot import plot_runs
 from examples.gpt2.presets import parse, resolve, to_json
 from examples.gpt2.run import loop, memory, report
@@ -36,7 +40,6 @@ from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.signals import StopRequest
 from examples.gpt2.run.start import with_model, with_vocabulary
 from examples.gpt2.run.step import Trainer
-from examples.gpt2.run.weights import describe_model
 from examples.gpt2.storage import as_path
 
 
@@ -159,7 +162,14 @@ def _train(
   stop: StopRequest,
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
-  model = describe_model(trainer, tokens)
+  model = Model(
+    trainer.model_config,
+    tokens.vocab_size,
+    None,
+    tokens.tokenizer,
+    tokens.end_token,
+    tokens.companions,
+  )
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):

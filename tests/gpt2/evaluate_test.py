@@ -15,8 +15,8 @@ from examples.gpt2.data.tokenizer import (
 )
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.files import Model, load_model, save_model
 from examples.gpt2.model.transformer import Transformer, as_module
+from examples.gpt2.model_files import Model, load_model, save_model
 
 _CONFIG = ModelConfig(
   vocab_size=320, context_length=8, num_layers=1, num_heads=2, width=16,

@@ -10,11 +10,17 @@ import pytest
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
-from examples.gpt2.generate import generate, main, sample_text
+from examples.gpt2.generate import (
+  empty_cache,
+  extend,
+  generate,
+  generate_tokens,
+  main,
+  sample_text,
+)
 from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.decoding import empty_cache, extend, generate_tokens
-from examples.gpt2.model.files import Model, save_model
 from examples.gpt2.model.transformer import as_module, shapes
+from examples.gpt2.model_files import Model, save_model
 
 _GPT2 = ModelConfig(
   vocab_size=320, context_length=16, num_layers=2, num_heads=2, width=16,
@@ -203,8 +209,8 @@ def test_settings_out_of_range_exit_with_status_2(flag, value, message, capsys):
 def test_generation_ends_at_the_context_length(bare: Path):
   [text] = generate(bare, prompt='5 250 7')
   assert len(text.split()) == 16
-  message = 'of 3 tokens and --tokens 14 exceed .* model, 16'
+  message = 'of 3 tokens and 14 more exceed .* model, 16'
   with pytest.raises(UsageError, match=message):
     generate(bare, prompt='5 250 7', tokens=14)
-  with pytest.raises(UsageError, match='16 tokens, which fill the context'):
+  with pytest.raises(UsageError, match='of 16 tokens and 1 more exceed'):
     generate(bare, prompt='5 ' * 16)

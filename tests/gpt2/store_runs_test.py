@@ -31,7 +31,7 @@ def run(make_bucket) -> Path:
   return as_path(make_bucket('gs')) / 'run'
 
 
-def test_a_run_in_a_store_is_that_on_a_disk(finished, run, tmp_path):
+def test_a_run_in_a_store_is_that_on_a_disk(finished, run):
   config = dataclasses.replace(finished, out_dir=run)
   with train(config) as folder:
     assert folder.path == run
@@ -45,7 +45,12 @@ def test_a_run_in_a_store_is_that_on_a_disk(finished, run, tmp_path):
   assert evaluate(run, data) == evaluate(local, data)
   assert generate(run, 'the', 8) == generate(local, 'the', 8)
   assert plot_runs((run, local), run / 'both.svg') == run / 'both.svg'
-  export_model(run, run / 'exported')
+
+
+def test_a_model_goes_through_a_store_to_hugging_face(finished, run, tmp_path):
+  pytest.importorskip('transformers', reason='of [convert]')
+  local = finished.out_dir
+  export_model(local, run / 'exported')
   import_model(run / 'exported', run / 'imported')
   export_model(local, tmp_path / 'exported')
   for file in (tmp_path / 'exported').iterdir():

@@ -13,13 +13,13 @@ import pytest
 import safetensors.numpy
 
 from examples import gpt2
+from examples.gpt2 import model_files
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2.evaluate import evaluate
-from examples.gpt2.model import files
+from examples.gpt2.model_files import load_model
 from examples.gpt2.run import loop
 from examples.gpt2.run.folder import RunFolder
 from examples.gpt2.run.step import Trainer
-from examples.gpt2.run.weights import load_model
 from examples.gpt2.train import main, train
 from tests.gpt2.runs import as_flags, assert_same_run
 
@@ -63,7 +63,7 @@ def test_a_run_leaves_all_its_files(finished: Config):
 def test_a_full_disk_at_the_end_leaves_a_run_to_read(tiny, monkeypatch):
   full = OSError(errno.ENOSPC, 'No space left on device')
   with monkeypatch.context() as patch:
-    patch.setattr(files, 'write_arrays', mock.Mock(side_effect=full))
+    patch.setattr(model_files, 'write_arrays', mock.Mock(side_effect=full))
     with pytest.raises(SystemExit, match='2'):
       main(as_flags(tiny))
   load_model(tiny.out_dir)  # Its last checkpoint.

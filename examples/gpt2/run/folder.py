@@ -11,6 +11,7 @@ import warnings
 import jax
 import numpy as np
 
+from examples.gpt2 import model_files
 from examples.gpt2.config import (
   FIELDS,
   RunConfig,
@@ -20,7 +21,6 @@ from examples.gpt2.config import (
   flag,
 )
 from examples.gpt2.devices.processes import on_process_0
-from examples.gpt2.model import files
 from examples.gpt2.optim.optimizers import make_schedule
 from examples.gpt2.run.metrics import MetricsFile, read_metrics
 from examples.gpt2.storage import (
@@ -35,7 +35,13 @@ _CONFIG = 'config.json'
 _METRICS = 'metrics.jsonl'
 _SAMPLE = 'sample.txt'
 # What a run writes besides; without a config.json it is somebody else's.
-_OTHERS = (_METRICS, _SAMPLE, files.DESCRIPTION, files.WEIGHTS, 'checkpoints')
+_OTHERS = (
+  _METRICS,
+  _SAMPLE,
+  model_files.DESCRIPTION,
+  model_files.WEIGHTS,
+  'checkpoints',
+)
 
 
 class RunFolder:
@@ -140,7 +146,7 @@ class RunFolder:
     if max(steps):
       self._check_same_rates(before, config, max(steps), changes)
     # Else they would be taken for those of the longer run.
-    for name in (_SAMPLE, files.WEIGHTS):
+    for name in (_SAMPLE, model_files.WEIGHTS):
       (self.path / name).unlink(missing_ok=True)
 
   def _check_same_rates(

@@ -7,12 +7,16 @@ from typing import Any
 from examples.gpt2.config import Config, RunConfig, UsageError, flag
 from examples.gpt2.data.tokens import Tokens
 from examples.gpt2.model.config import padded_vocab_size
-from examples.gpt2.model.files import Model, read_description
+from examples.gpt2.model_files import (
+  Model,
+  find_step,
+  load_model,
+  read_description,
+)
 from examples.gpt2.presets import PRESETS
 from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.run.folder import saved_steps
 from examples.gpt2.run.step import Trainer, TrainState
-from examples.gpt2.run.weights import find_step, load_model
 from examples.gpt2.storage import as_path
 
 # Settings that say what a model is.

@@ -9,12 +9,12 @@ import pytest
 from examples.gpt2.config import UsageError
 from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.model.files import (
+from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.model_files import (
   Model,
   load_model,
   save_model,
 )
-from examples.gpt2.model.transformer import Transformer
 
 _CONFIG = ModelConfig(
   vocab_size=320, context_length=8, num_layers=2, num_heads=2, width=8,

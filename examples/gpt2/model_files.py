@@ -1,4 +1,8 @@
-"""Model folders: what a model is, its weights and its tokenizer, as files."""
+"""Model folders: what a model is, its weights and its tokenizer, as files.
+
+A run has such a folder too, whose weights are those of a checkpoint until it
+has ended.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 import contextlib
@@ -25,11 +29,11 @@ from examples.gpt2.data.tokenizer import (
 from examples.gpt2.devices import sharding
 from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
+from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.storage import (
   as_path,
   make_folder,
   on_disk,
-  os_errors,
   whole_file,
   write_whole,
 )
@@ -94,76 +98,93 @@ def write_description(folder: Path, model: Model) -> None:
 
 def _remove(folder: Path, names: Iterable[str]) -> None:
   for name in names:
-    with os_errors():
-      (folder / name).unlink(missing_ok=True)
+    (folder / name).unlink(missing_ok=True)
 
 
-def load_model(folder: Path, mesh: Mesh | None = None) -> Model:
-  """Reads a model folder.
+def load_model(
+  folder: Path,
+  mesh: Mesh | None = None,
+  step: int | None = None,
+  flag: str = '--step',
+) -> Model:
+  """Reads a model: an imported one, or that of a run, which may go on.
 
   Args:
-    folder: Folder that :func:`save_model` wrote.
+    folder: Folder of a run or of an imported model.
     mesh: Device mesh, of which each device reads its part of the weights.
       Without one, they are NumPy arrays.
+    step: Step of the checkpoint to read. By default the weights at the end of
+      the run or, of one that has not ended, those of its last checkpoint.
+    flag: What gave the step, for messages.
 
   Returns:
     The model, checked.
 
   Raises:
-    UsageError: If a file or an array is missing, damaged, unknown or of another
-      shape or type than the model's, which is named; or if the mesh does not
-      fit the model.
+    UsageError: If there is no such checkpoint; if a file or an array is
+      missing, damaged, unknown or of another shape or type than the model's,
+      which is named; or if the mesh does not fit the model.
     OSError: If a file cannot be read.
   """
+  folder = as_path(folder)
   model = read_description(folder)
-  path = as_path(folder) / WEIGHTS
-  with naming(path):
-    arrays = open_arrays(path)
-    check_arrays(arrays, sharding.by_path(shapes(model.config)))
-  params = _read(model.config, arrays, mesh)
+  like = shapes(model.config)
+  # Host memory has room for what may not fit on a single device.
+  devices = mesh or sharding.make_mesh('', jax.local_devices(backend='cpu')[:1])
+  like = jax.tree.map(
+    lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+    like,
+    sharding.parameter_shardings(devices, like),
+  )
+  checkpoints = folder / 'checkpoints'
+  if step is None and (
+    (folder / WEIGHTS).is_file() or not checkpoints.exists()
+  ):
+    params = _read_weights(folder / WEIGHTS, like)
+  else:
+    with Checkpoints(checkpoints, read_only=True) as opened:
+      found = find_step(folder, opened, step, flag)
+      params = opened.read(found, {'params': like})['params']
+  if mesh is None:
+    params = jax.tree.map(np.asarray, params)
   return dataclasses.replace(model, params=params)
+
+
+def find_step(
+  run: Path, checkpoints: Checkpoints, step: int | None, flag: str
+) -> int:
+  """Returns the step of a checkpoint, by default the last; it must be there."""
+  steps = checkpoints.steps()
+  if not steps:
+    raise UsageError(f'{run} has no checkpoints yet.')
+  if step not in (None, *steps):
+    raise UsageError(
+      f'{flag} must be the step of a checkpoint in {run} '
+      f'({", ".join(map(str, steps))}), got {step}.'
+    )
+  return steps[-1] if step is None else step
 
 
 def read_description(folder: Path) -> Model:
   """Reads what the model in a folder is, without its weights."""
   folder = as_path(folder)
-  with os_errors():
-    if not folder.is_dir():
-      raise UsageError(f'{folder} is no folder of a run or of a model.')
-    if not (folder / DESCRIPTION).exists():
-      _check_is_not_theirs(folder)
+  if not folder.is_dir():
+    raise UsageError(f'{folder} is no folder of a run or of a model.')
+  if not (folder / DESCRIPTION).exists() and (folder / 'config.json').exists():
+    with naming(folder / 'config.json'):
+      if 'model_type' in read_json(folder / 'config.json'):
+        raise UsageError(
+          'it is of a model of Hugging Face: import that first, by '
+          f'python -m examples.gpt2.convert import {folder} OUT'
+        )
   with naming(folder / DESCRIPTION):
     config, num_tokens = _parse(**read_json(folder / DESCRIPTION))
-  vocabulary = _read_vocabulary(folder, num_tokens)
-  return Model(config, num_tokens, None, *vocabulary)
-
-
-def _check_is_not_theirs(folder: Path) -> None:
-  """Raises ``UsageError`` for a folder of Hugging Face."""
-  settings = {}
-  with contextlib.suppress(FileNotFoundError, ValueError):
-    settings = read_json(folder / 'config.json')
-  if 'model_type' in settings:
-    raise UsageError(
-      f'{folder} holds a model of Hugging Face: import it first, by '
-      f'python -m examples.gpt2.convert import {folder} OUT'
-    )
-
-
-def _read_vocabulary(
-  folder: Path, num_tokens: int
-) -> tuple[tokenizers.Tokenizer | None, str | None, dict[str, bytes]]:
-  """Returns tokenizer, end-of-text token and companions of a model folder.
-
-  Raises ``UsageError`` if the tokenizer is damaged, or has tokens that are not
-  below their number.
-  """
   companions = read_companions(folder)
-  if not (folder / TOKENIZER).is_file():
-    return None, None, companions
-  tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-  end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
-  return tokenizer, end_token, companions
+  tokenizer = end_token = None
+  if (folder / TOKENIZER).is_file():
+    tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
+    end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
+  return Model(config, num_tokens, None, tokenizer, end_token, companions)
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:
@@ -177,23 +198,16 @@ def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:
   return parsed, num_tokens
 
 
-def _read(
-  config: ModelConfig, arrays: dict[str, Any], mesh: Mesh | None
-) -> Any:
-  """Returns the tree of parameters; each device reads its part of the mesh."""
-  like = shapes(config)
-  opened = jax.tree.map_with_path(
-    lambda path, _: arrays[sharding.path_name(path)], like
-  )
-  if mesh is None:
-    return jax.tree.map(lambda x: x[:], opened)
-  return jax.tree.map(
-    lambda x, like, sharding: jax.make_array_from_callback(
-      like.shape, sharding, x.__getitem__
+def _read_weights(path: Path, like: Any) -> Any:
+  """Reads arrays of some shapes; each device reads its part of them."""
+  with naming(path):
+    arrays = open_arrays(path)
+    check_arrays(arrays, sharding.by_path(like))
+  return jax.tree.map_with_path(
+    lambda name, x: jax.make_array_from_callback(
+      x.shape, x.sharding, arrays[sharding.path_name(name)].__getitem__
     ),
-    opened,
     like,
-    sharding.parameter_shardings(mesh, like),
   )
 
 
