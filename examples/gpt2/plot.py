@@ -1,8 +1,5 @@
 """Pictures of runs: python -m examples.gpt2.plot RUN [RUN ...] --out FILE."""
 
-import collections
-import contextlib
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +7,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import EngFormatter
 import numpy as np
 import tyro
 
@@ -22,7 +19,7 @@ from examples.gpt2.storage import as_path, whole_file
 _FORMATS = ('.png', '.pdf', '.svg')
 _LOSS = 'loss (nats per token)'
 _PANELS = {
-  _LOSS: ('unigram_entropy', 'train_loss', 'val_loss'),
+  _LOSS: ('train_loss', 'val_loss'),
   'max attention logit': ('max_attention_logit',),
   'attention entropy (nats)': ('attention_entropy',),
   'gradient norm': ('gradient_norm', 'layers/gradient_norm'),
@@ -31,8 +28,8 @@ _PANELS = {
 }
 _LOGARITHMIC = ('max attention logit', 'gradient norm')
 
-Series = dict[str, dict[int, Any]]
-"""Values of a run by metric and step."""
+Curves = dict[str, tuple[np.ndarray, np.ndarray]]
+"""Tokens seen and values, perhaps by layer, of each metric of a run."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -62,33 +59,32 @@ def plot_runs(
   return as_path(out)
 
 
-def _read(run: Path) -> Series:
+def _read(run: Path) -> Curves:
   lines = read_metrics(run / 'metrics.jsonl')
   if not lines:
     raise UsageError(f'{run} holds no run that has logged a step.')
-  entropy = {}
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    corpus = json.loads((run / 'config.json').read_text())['corpus']
-    entropy['unigram_entropy'] = float(corpus['unigram_entropy'])
-  series: Series = collections.defaultdict(dict)
   for line in lines:
-    layers = {f'layers/{k}': v for k, v in line.get('layers', {}).items()}
-    for metric, value in {**line, **layers, **entropy}.items():
-      series[metric][line['step']] = value
-  return series
+    line |= {f'layers/{k}': x for k, x in line.get('layers', {}).items()}
+  curves = {}
+  for metric in {metric for panel in _PANELS.values() for metric in panel}:
+    points = [(x['tokens'], x[metric]) for x in lines if metric in x]
+    if points:
+      tokens, values = zip(*points, strict=True)
+      # Null, which was not finite, becomes NaN: a gap.
+      curves[metric] = np.array(tokens), np.array(values, float)
+  return curves
 
 
-def _figure(runs: dict[str, Series]) -> Figure:
+def _figure(runs: dict[str, Curves]) -> Figure:
   panels = {
     label: metrics
     for label, metrics in _PANELS.items()
     # Without a clip, or with an optimizer that has none, all shares are 0.
-    if label == _LOSS
-    or any(
-      np.any(np.nan_to_num(_values(series[metric])))
+    if any(
+      np.any(np.nan_to_num(curves[metric][1]))
       for metric in metrics
-      for series in runs.values()
-      if metric in series
+      for curves in runs.values()
+      if metric in curves
     )
   }
   rows = math.ceil(len(panels) / 3)
@@ -99,20 +95,35 @@ def _figure(runs: dict[str, Series]) -> Figure:
   first = None
   for i, (label, metrics) in enumerate(panels.items(), start=1):
     axes = figure.add_subplot(
-      rows, columns, i, xlabel='step', ylabel=label, sharex=first
+      rows, columns, i, xlabel='tokens', ylabel=label, sharex=first
     )
     first = first or axes
     _draw(axes, runs, metrics)
     _scale(axes, label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=''))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False, fontsize=8)
   return figure
 
 
-def _values(points: dict[int, Any]) -> np.ndarray:
-  """Returns values by step; null, which was not finite, is NaN: a gap."""
-  return np.array([*points.values()], float)
+def _draw(
+  axes: Axes, runs: dict[str, Curves], metrics: tuple[str, ...]
+) -> None:
+  for i, (run, curves) in enumerate(runs.items()):
+    present = [metric for metric in metrics if metric in curves]
+    for metric in present:
+      tokens, values = curves[metric]
+      style: dict[str, Any] = dict(label=metric.replace('_', ' '))
+      if len(runs) > 1:
+        values = np.fmax.reduce(np.atleast_2d(values.T))
+        style = dict(color=f'C{i}', label=run if metric == present[-1] else '')
+      elif values.ndim > 1:
+        shades = np.linspace(0, 0.9, values.shape[1])
+        axes.set_prop_cycle(color=matplotlib.colormaps['viridis'](shades))
+        style = dict(label=_layer_names(len(shades)))
+      few = dict(marker='o', markersize=3)
+      style |= few if len(tokens) <= 100 else dict(lw=0.7)
+      axes.plot(tokens, values, **style)
 
 
 def _scale(axes: Axes, label: str) -> None:
@@ -129,33 +140,6 @@ def _scale(axes: Axes, label: str) -> None:
     axes.set_yscale('log')
   else:
     axes.set_ylim(0, 1.05 * positive.max())
-
-
-def _draw(
-  axes: Axes, runs: dict[str, Series], metrics: tuple[str, ...]
-) -> None:
-  for i, (run, series) in enumerate(runs.items()):
-    present = [metric for metric in metrics if metric in series]
-    for metric in present:
-      values = _values(series[metric])
-      if len(runs) > 1:
-        values = np.fmax.reduce(np.atleast_2d(values.T))
-        label = run if metric == present[-1] else ''
-        style: dict[str, Any] = dict(color=f'C{i}', label=label)
-      elif values.ndim > 1:
-        shades = np.linspace(0, 0.9, values.shape[1])
-        axes.set_prop_cycle(color=matplotlib.colormaps['viridis'](shades))
-        style = dict(label=_layer_names(len(shades)))
-      else:
-        style = dict(label=metric.replace('_', ' '))
-      style |= _style(metric, len(values))
-      axes.plot([*series[metric]], values, **style)
-
-
-def _style(metric: str, num_points: int) -> dict[str, Any]:
-  if metric == 'unigram_entropy':
-    return dict(color='gray', linestyle='--')
-  return dict(lw=0.7) if num_points > 100 else dict(marker='o', markersize=3)
 
 
 def _layer_names(count: int) -> list[str]:
