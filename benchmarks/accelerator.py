@@ -136,7 +136,7 @@ def _train(preset: str, is_dry: bool) -> list[str]:
     ['--batch-size', '8', '--rounds', '1', '--steps', '1']
     if is_dry
     # PyTorch takes the same micro-batches.
-    else ['--preset', preset, '--batch-size', '128', '--dtype', 'bfloat16']
+    else [preset, '--batch-size', '128', '--dtype', 'bfloat16']
     + ['--micro-batch-size', '16', '--steps', '2', '--rounds', '5']
   )
   # More of the larger model is neither compiled in time nor fits in 80 GB.
@@ -144,7 +144,7 @@ def _train(preset: str, is_dry: bool) -> list[str]:
     'small': ['adamw', 'merit', 'muon-hyperball'],
     'medium': ['adamw', 'muon-hyperball', '--no-peer'],
   }[preset]
-  return ['benchmarks.train_step', '--optimizers', *candidates, *sizes]
+  return ['benchmarks.train_step', *sizes, '--optimizers', *candidates]
 
 
 def _run(settings: Settings, part: Part, machine: dict[str, Any]) -> None:

@@ -13,10 +13,10 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
+from examples.gpt2 import sharding
 from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import Config, Optimizer
-from examples.gpt2.devices import sharding
-from examples.gpt2.presets import parse
+from examples.gpt2.config import Config, Optimizer, by_name, change
+from examples.gpt2.train import parse
 from examples.plan import hlo, programs
 from examples.plan.collectives import Collective, by_kind, collectives
 
@@ -29,7 +29,7 @@ class Settings:
 
   The compiler for CPU combines and places collectives unlike that for TPU, and
   MERIT reduces twice as many numbers there: see examples.plan for TPUs. The
-  model is that of the trainer's flags, such as --preset and --num-layers.
+  model is that of the trainer's arguments, such as a preset and --num-layers.
   """
 
   optimizers: tuple[Optimizer, ...] = ('merit', 'lamb', 'adamw')
@@ -63,7 +63,7 @@ def main(args: list[str] | None = None) -> None:
       for mesh, optimizer in tqdm.tqdm(cases, 'compiling', leave=False)
     ]
   print(_table(rows))
-  sizes = {name: getattr(model, name) for name in ('preset', 'num_layers')}
+  sizes = {name: by_name(model)[name] for name in ('preset', 'num_layers')}
   values = dataclasses.asdict(settings) | sizes
   write_json(settings.out, {'settings': values, 'rows': rows})
 
@@ -71,7 +71,7 @@ def main(args: list[str] | None = None) -> None:
 def _row(settings: Settings, config: Config) -> dict[str, Any]:
   """Returns what a step and its update alone send."""
   shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
-  config = dataclasses.replace(
+  config = change(
     config,
     batch_size=settings.devices * settings.micro_batches,
     micro_batch_size=settings.devices // shards,

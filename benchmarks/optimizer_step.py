@@ -20,11 +20,12 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import Timing, free_memory, race, ratio, write_json
+from examples.gpt2 import sharding
 from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.devices import sharding
-from examples.gpt2.optim.optimizers import dimension_numbers
-from examples.gpt2.presets import parse, resolve
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.config import resolve
+from examples.gpt2.optimizers import dimension_numbers
+from examples.gpt2.step import Trainer
+from examples.gpt2.train import parse
 import merit_optax
 
 # muon is Optax's, whole-muon the same with ours; products of -bfloat16 are so.
@@ -119,8 +120,10 @@ def main(args: list[str] | None = None) -> None:
 def make_case(preset: str, layers: Layers, num_layers: int | None) -> Case:
   """Returns the parameters of a preset's model."""
   depth = ['--num-layers', str(num_layers)] if num_layers else []
-  config = resolve(parse(['--preset', preset, *depth], _PROG))
-  state = Trainer(config, config.vocab_size, sharding.make_mesh('')).shapes
+  config = resolve(parse([preset, *depth], _PROG))
+  state = Trainer(
+    config, config.model.vocab_size, sharding.make_mesh('')
+  ).shapes
   params = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), dict(state.params)
   )
@@ -128,9 +131,9 @@ def make_case(preset: str, layers: Layers, num_layers: int | None) -> Case:
     layer = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params['blocks']
     )
-    params['blocks'] = {str(i): layer for i in range(config.num_layers)}
+    params['blocks'] = {str(i): layer for i in range(config.model.num_layers)}
   count = sum(x.size for x in jax.tree.leaves(params))
-  name = f'{preset}, {config.num_layers} layers {layers}'
+  name = f'{preset}, {config.model.num_layers} layers {layers}'
   return Case(name, layers, params, count)
 
 

@@ -17,9 +17,9 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
+from examples.gpt2 import hardware, sharding
 from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import UsageError
-from examples.gpt2.devices import chips, sharding
 from examples.plan import flops, hlo, topology
 from examples.plan.collectives import collectives
 from examples.plan.passes import bfloat16_flops
@@ -128,7 +128,8 @@ def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
     'numbers reduced': sum(map(math.prod, shapes)),
     'bytes sent per parameter': sum(x.sent_bytes for x in found) / size,
     'FLOPs per parameter': flops.total_flops(products) / size,
-    'in bfloat16': bfloat16_flops(products, chips.find(kind), kind) / size,
+    'in bfloat16': bfloat16_flops(products, hardware.find_chip(kind), kind)
+    / size,
   }
 
 

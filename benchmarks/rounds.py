@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import tqdm
 
-from examples.gpt2.devices import hardware
+from examples.gpt2 import hardware
 from examples.gpt2.storage import write_whole
 
 

@@ -19,16 +19,21 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
+from examples.gpt2 import hardware, sharding
 from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import Config, FittedConfig, Optimizer
+from examples.gpt2.config import (
+  Config,
+  Optimizer,
+  padded_vocab_size,
+  resolve,
+  to_json,
+)
 from examples.gpt2.data.batches import Mixture, batch_shape, training_batch
 from examples.gpt2.data.token_files import open_files
-from examples.gpt2.devices import chips, hardware, sharding
-from examples.gpt2.model.config import padded_vocab_size
-from examples.gpt2.presets import parse, resolve, to_json
-from examples.gpt2.run.diagnostics import Diagnostics
-from examples.gpt2.run.memory import fit, needed_bytes
-from examples.gpt2.run.step import Trainer, TrainState
+from examples.gpt2.diagnostics import Diagnostics
+from examples.gpt2.memory import fit, needed_bytes
+from examples.gpt2.step import Trainer, TrainState
+from examples.gpt2.train import parse
 from examples.plan import programs
 
 _PROG = 'benchmarks.train_step'
@@ -46,7 +51,7 @@ class Settings:
   sizes, precision and batch, on the same threads or GPU (there compiled, with
   fused AdamW). It is left out where torch or transformers is missing.
 
-  Sizes and precision are those of the trainer's flags, such as --preset,
+  Sizes and precision are those of the trainer's arguments, such as a preset,
   --batch-size (a preset's is for many devices), --dtype, --remat and --unroll.
   """
 
@@ -126,14 +131,14 @@ def _title(optimizer: Optimizer) -> str:
   return f'merit_optax trainer, {optimizer}'
 
 
-def _plan(config: FittedConfig) -> dict[str, float]:
+def _plan(config: Config) -> dict[str, float]:
   """Returns what the compiled step needs, and what it takes by an estimate.
 
   There is none where the peaks of the device are not known, as for a CPU.
   """
   mesh = sharding.make_mesh('')
-  trainer = Trainer(config, config.vocab_size, mesh)
-  chip = chips.find(mesh.devices.flat[0].device_kind)
+  trainer = Trainer(config, config.model.vocab_size, mesh)
+  chip = hardware.find_chip(mesh.devices.flat[0].device_kind)
   if math.isnan(chip.hbm_bandwidth):
     return {'peak_bytes': needed_bytes(programs.compile_step(config, trainer))}
   found = programs.measure_step(config, trainer, chip)
@@ -143,9 +148,7 @@ def _plan(config: FittedConfig) -> dict[str, float]:
   }
 
 
-def _config(
-  settings: Settings, sizes: Config, optimizer: Optimizer
-) -> FittedConfig:
+def _config(settings: Settings, sizes: Config, optimizer: Optimizer) -> Config:
   config = dataclasses.replace(
     sizes,
     optimizer=optimizer,
@@ -154,27 +157,27 @@ def _config(
   return fit(resolve(config), sharding.make_mesh(''))
 
 
-def _tokens(config: FittedConfig) -> np.ndarray:
+def _tokens(config: Config) -> np.ndarray:
   """Returns random tokens of one step, shape (A, B, T + 1)."""
   return np.random.default_rng(0).integers(
-    config.vocab_size,
+    config.model.vocab_size,
     size=batch_shape(config, sharding.make_mesh('')).shape,
     dtype=np.int32,
   )
 
 
-def _start(config: FittedConfig) -> tuple[Trainer, TrainState]:
+def _start(config: Config) -> tuple[Trainer, TrainState]:
   """Returns a trainer and its first state."""
-  trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
+  trainer = Trainer(config, config.model.vocab_size, sharding.make_mesh(''))
   with jax.set_mesh(trainer.mesh):
     return trainer, trainer.init()
 
 
-def _batch(config: FittedConfig, mesh: Mesh) -> jax.Array:
+def _batch(config: Config, mesh: Mesh) -> jax.Array:
   return jax.device_put(_tokens(config), sharding.batch_sharding(mesh))
 
 
-def _ours(config: FittedConfig, settings: Settings) -> Callable[[], None]:
+def _ours(config: Config, settings: Settings) -> Callable[[], None]:
   """Returns a function that takes some steps with our trainer."""
   trainer, state = _start(config)
   batch = _batch(config, trainer.mesh)
@@ -189,7 +192,7 @@ def _ours(config: FittedConfig, settings: Settings) -> Callable[[], None]:
   return run
 
 
-def _diagnostics(config: FittedConfig) -> Callable[[], None]:
+def _diagnostics(config: Config) -> Callable[[], None]:
   """Returns a function that measures the diagnostics of a step."""
   trainer, state = _start(config)
   diagnostics = Diagnostics(config, trainer)
@@ -202,7 +205,7 @@ def _diagnostics(config: FittedConfig) -> Callable[[], None]:
   return run
 
 
-def _update(config: FittedConfig) -> Callable[[], None]:
+def _update(config: Config) -> Callable[[], None]:
   """Returns a function that computes and applies the update of a step."""
   trainer, state = _start(config)
   gradients = jax.tree.map(jnp.copy, state.params)
@@ -216,15 +219,15 @@ def _update(config: FittedConfig) -> Callable[[], None]:
   return run
 
 
-def _reading(config: FittedConfig, folder: Path) -> Callable[[], None]:
+def _reading(config: Config, folder: Path) -> Callable[[], None]:
   """Returns a function that makes the batch of a step, the next each time."""
   generator = np.random.default_rng(0)
   for i in range(4):
-    tokens = generator.integers(config.vocab_size, size=25_000_000)
+    tokens = generator.integers(config.model.vocab_size, size=25_000_000)
     np.save(folder / f'{i}.npy', tokens.astype(np.uint16))
   paths = sorted(folder.iterdir())
   sources = [
-    open_files(some, config.vocab_size) for some in (paths[:2], paths[2:])
+    open_files(some, config.model.vocab_size) for some in (paths[:2], paths[2:])
   ]
   mixture = Mixture(sources, (0.7, 0.3))
   mesh = sharding.make_mesh('')
@@ -237,9 +240,7 @@ def _reading(config: FittedConfig, folder: Path) -> Callable[[], None]:
   return run
 
 
-def _peer(
-  config: FittedConfig, settings: Settings
-) -> Callable[[], None] | None:
+def _peer(config: Config, settings: Settings) -> Callable[[], None] | None:
   """Returns a function that takes some steps in PyTorch, if it is there."""
   # Threads of one framework must not spin while the other computes.
   os.environ.setdefault('OMP_WAIT_POLICY', 'PASSIVE')
@@ -261,7 +262,7 @@ def _peer(
     _tokens(config)[..., :-1].reshape(config.batch_size, -1), device=device
   ).long()
   parts = tokens.split(settings.micro_batch_size or config.batch_size)
-  dtype = torch.bfloat16 if config.dtype == 'bfloat16' else torch.float32
+  dtype = torch.bfloat16 if config.model.dtype == 'bfloat16' else torch.float32
 
   def run() -> None:
     for _ in range(settings.steps):
@@ -277,13 +278,13 @@ def _peer(
   return run
 
 
-def _peer_config(transformers: Any, config: FittedConfig) -> Any:
+def _peer_config(transformers: Any, config: Config) -> Any:
   return transformers.GPT2Config(
-    vocab_size=padded_vocab_size(config.vocab_size),
-    n_positions=config.context_length,
-    n_embd=config.width,
-    n_layer=config.num_layers,
-    n_head=config.num_heads,
+    vocab_size=padded_vocab_size(config.model.vocab_size),
+    n_positions=config.model.context_length,
+    n_embd=config.model.width,
+    n_layer=config.model.num_layers,
+    n_head=config.model.num_heads,
     resid_pdrop=0.0,
     embd_pdrop=0.0,
     attn_pdrop=0.0,
@@ -295,17 +296,19 @@ def _peer_config(transformers: Any, config: FittedConfig) -> Any:
 
 
 def _rows(
-  timings: dict[str, Timing], config: FittedConfig, settings: Settings
+  timings: dict[str, Timing], config: Config, settings: Settings
 ) -> list[dict[str, Any]]:
   """Returns the results of each candidate."""
-  trainer = Trainer(config, config.vocab_size, sharding.make_mesh(''))
+  trainer = Trainer(config, config.model.vocab_size, sharding.make_mesh(''))
   flops = trainer.flops_per_token
   peak = hardware.peak_flops(jax.devices()[0]) * jax.device_count()
   base = _PEER if _PEER in timings else next(iter(timings))
   rows = []
   for name, timing in timings.items():
     steps = 1 if name == _DIAGNOSTICS else settings.steps
-    speed = steps * config.batch_size * config.context_length / timing.median
+    speed = (
+      steps * config.batch_size * config.model.context_length / timing.median
+    )
     rows.append(
       {
         'name': name,
@@ -320,10 +323,10 @@ def _rows(
   return rows
 
 
-def _print(rows: list[dict[str, Any]], config: FittedConfig) -> None:
+def _print(rows: list[dict[str, Any]], config: Config) -> None:
   print(
-    f'{config.preset}, {config.batch_size} x {config.context_length} tokens, '
-    f'{config.dtype}; speed over {rows[0]["speed_over"]}'
+    f'{config.preset}, {config.batch_size} x {config.model.context_length} '
+    f'tokens, {config.model.dtype}; speed over {rows[0]["speed_over"]}'
   )
   for row in rows:
     mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'

@@ -25,10 +25,9 @@ import tyro
 
 from examples import pretrain
 from examples.gpt2 import convert, evaluate, generate, plot, prepare
-from examples.gpt2.config import Config
-from examples.gpt2.devices.sharding import make_mesh
-from examples.gpt2.presets import resolve
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.config import Config, change, resolve
+from examples.gpt2.sharding import make_mesh
+from examples.gpt2.step import Trainer
 from tests.processes import run_all
 
 _ROOT = Path(__file__).parents[1]
@@ -75,7 +74,9 @@ def test_losses_are_those_of_the_trainer(model, tmp_path):
   config = _config(tmp_path, **settings)
   mesh = _one_device(config)
   trainer = Trainer(
-    resolve(Config(unroll=1, norm_epsilon=1e-5, **_SIZES, **settings)),
+    resolve(
+      change(Config(), unroll=1, norm_epsilon=1e-5, **_SIZES, **settings)
+    ),
     config.vocab_size,
     mesh,
   )

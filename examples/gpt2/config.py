@@ -1,42 +1,61 @@
-"""Settings of a training run: the flags, and every fact about each of them.
+"""Settings of a training run: the flags, the presets, and their checks.
 
-The settings come in groups, one for each part of ``--help``. A run has all of
-them in one flat :class:`Config`. What is accepted, and what a setting decides,
-stands in the metadata of its field, which ``setting`` makes.
+What is accepted, and what a setting decides, stands in the metadata of its
+field, which ``setting`` makes. :func:`resolve` fills what follows from other
+settings, once, and checks them all.
 """
 
 from collections.abc import Callable
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import math
+import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias
+import typing
+from typing import (
+  TYPE_CHECKING,
+  Annotated,
+  Any,
+  Literal,
+  NamedTuple,
+  Optional,
+  TypeAlias,
+  TypeVar,
+)
 
 import tyro
 
-Optimizer: TypeAlias = Literal[
-  'merit', 'adamw', 'lamb', 'lion', 'muon', 'muon-hyperball'
-]
+from examples.gpt2.optimizers import OPTIMIZERS, in_steps
+
+T = TypeVar('T')
 Remat: TypeAlias = Literal['none', 'dots', 'full']
+
+if TYPE_CHECKING:
+  Optimizer: TypeAlias = str
+  Derived: TypeAlias = Annotated[T, 'None until `resolve` has filled it']
+else:
+  Optimizer = Literal[tuple(OPTIMIZERS)]
+  Derived = Optional[T]  # noqa: UP045
+
 # Not in --help: what only presets and imported models set.
 _HIDDEN = tyro.conf.Suppress
+_INIT_STD, _GPT2_WIDTH = 0.02, 768
+"""Standard deviation of the initial weights of GPT-2 small, and its width."""
+_NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
+# Sizes that a power of two divides are quicker, and split over a tensor axis.
+_VOCAB_MULTIPLE = 64
 
 
 class UsageError(ValueError):
   """A mistake in the settings or the data that the user can correct."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Range:
-  """The numbers that a setting accepts.
+class Range(NamedTuple):
+  """The values that a setting accepts."""
 
-  Attributes:
-    text: In words, for messages and for ``--help``.
-    holds: Whether it accepts a number.
-  """
-
-  text: str
+  text: str  # In words, for messages.
   holds: Callable[[Any], bool]
 
 
@@ -47,7 +66,7 @@ ABOVE_0 = Range('above 0', lambda x: x > 0)
 DECAY_RATE = Range('in [0, 1)', lambda x: 0 <= x < 1)
 SHARE = Range('in [0, 1]', lambda x: 0 <= x <= 1)
 SEED = Range('in [0, 2**32)', lambda x: 0 <= x < 2**32)
-VOCAB_SIZE = Range('in [257, 2**31)', lambda x: 257 <= x < 2**31)
+VOCAB_SIZE = Range('in [1, 2**31)', lambda x: 1 <= x < 2**31)
 ROPE_SCALING = Range(
   'four numbers above 0, the second below the third',
   lambda x: x[1] < x[2] and all(0 < y < math.inf for y in x),
@@ -58,7 +77,6 @@ def setting(
   default: Any,
   accepts: Range | None = None,
   *,
-  optimizers: tuple[Optimizer, ...] = (),
   decides: bool = True,
   is_schedule: bool = False,
   is_local: bool = False,
@@ -67,8 +85,7 @@ def setting(
 
   Args:
     default: Its default; ``None`` where it follows from other settings.
-    accepts: The numbers that it accepts.
-    optimizers: The optimizers that have it, all if none is named.
+    accepts: The values that it accepts, of those of its type.
     decides: Whether it decides the numbers that a run computes, beyond
       rounding. Such a setting cannot change when a run goes on.
     is_schedule: Whether it may change in a run that goes on, as long as no
@@ -77,7 +94,6 @@ def setting(
   """
   facts = {
     'accepts': accepts,
-    'optimizers': optimizers,
     'decides': decides,
     'is_schedule': is_schedule,
     'is_local': is_local,
@@ -94,8 +110,25 @@ def _by(text: str) -> Any:
   return tyro.conf.arg(help_behavior_hint=hint)
 
 
+_BY_OPTIMIZER = _by('by the optimizer')
+
+
+class RopeScaling(NamedTuple):
+  """How Llama 3.1 slows rotary positions, for a context longer than before.
+
+  Features that turn less than ``low_freq_factor`` times in the original context
+  turn slower by the factor, those that turn more than ``high_freq_factor``
+  times as before, and those in between by something in between.
+  """
+
+  factor: float
+  low_freq_factor: float
+  high_freq_factor: float
+  original_context_length: float  # Tokens.
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelSettings:
+class ModelConfig:
   """What the model is."""
 
   # gpt2: LayerNorm, learned positions, GELU, biases. llama: RMSNorm, rotary
@@ -106,20 +139,21 @@ class ModelSettings:
   # Attention heads of a block.
   num_heads: int = setting(4, AT_LEAST_1)
   # Heads of keys and values, each shared by a group of heads (llama).
-  num_kv_heads: Annotated[int | None, _by('--num-heads')] = setting(
+  num_kv_heads: Annotated[Derived[int], _by('--num-heads')] = setting(
     None, AT_LEAST_1
   )
   # Features of the residual stream.
   width: int = setting(128, AT_LEAST_1)
   # Hidden features of the MLP.
-  mlp_width: Annotated[int | None, _by('4 * --width, llama 8/3 of it')] = (
+  mlp_width: Annotated[Derived[int], _by('4 * --width, llama 8/3 of it')] = (
     setting(None, AT_LEAST_1)
   )
   # Tokens in a sequence.
   context_length: int = setting(128, AT_LEAST_1)
   # Tokens of the byte-pair vocabulary that is trained on text, at most; 257
   # gives plain bytes. Of token files without a tokenizer: the number that all
-  # tokens are below; above 65536, files without a header are uint32.
+  # tokens are below; above 65536, files without a header are uint32. The model
+  # of a run has a row for each, rounded up.
   vocab_size: int = setting(1024, VOCAB_SIZE)
   # Put queries and keys through an RMSNorm in each head.
   qk_norm: bool = setting(False)
@@ -127,25 +161,40 @@ class ModelSettings:
   untied_head: bool = setting(False)
   # Standard deviation of the initial weights.
   init_std: Annotated[
-    float | None, _by('0.02; demo and muon-hyperball: by the width')
+    Derived[float],
+    _by('0.02, below --width 768 more; muon-hyperball: by the width'),
   ] = setting(None, POSITIVE)
-  # Features of a head (llama); None for --width / --num-heads.
-  head_width: Annotated[int | None, _HIDDEN] = setting(None, AT_LEAST_1)
-  # Added to the variance in norms; None for 1e-5, of llama 1e-6.
-  norm_epsilon: Annotated[float | None, _HIDDEN] = setting(None, POSITIVE)
+  # Features of a head (llama); by default width / heads.
+  head_width: Annotated[Derived[int], _HIDDEN] = setting(None, AT_LEAST_1)
+  # Added to the variance in norms; by default 1e-5, of llama 1e-6.
+  norm_epsilon: Annotated[Derived[float], _HIDDEN] = setting(None, POSITIVE)
   # Base of the frequencies of rotary positions (llama).
   rope_theta: Annotated[float, _HIDDEN] = setting(10_000.0, POSITIVE)
-  # Llama 3.1's scaling of rotary positions: factor, low and high frequency
-  # factor, original context length in tokens.
-  rope_scaling: Annotated[tuple[float, float, float, float] | None, _HIDDEN] = (
+  # Llama 3.1's scaling of rotary positions.
+  rope_scaling: Annotated[RopeScaling | None, _HIDDEN, tyro.conf.Fixed] = (
     setting(None, ROPE_SCALING)
   )
+  # Data type of activations, and of Muon's products. Weights are float32.
+  dtype: Literal['float32', 'bfloat16'] = setting('float32')
+  # What the backward pass computes again to save memory: nothing, all but
+  # matrix products, or everything within a block.
+  remat: Remat = setting('none', decides=False)
+  # Layers that are compiled one by one, instead of a loop over one.
+  unroll: Annotated[Derived[int], _by('all where steps are faster for it')] = (
+    setting(None, AT_LEAST_1, decides=False)
+  )
+
+  @property
+  def attention_width(self) -> int:
+    """Features of all heads together."""
+    return self.num_heads * self.head_width
 
 
 @dataclasses.dataclass(frozen=True)
-class DataSettings:
-  """What it is trained on."""
+class Config:
+  """All settings of a run. The defaults are those of the preset demo."""
 
+  model: ModelConfig = ModelConfig()
   # Text, a file or a folder of files; or folders of token files, of
   # examples.gpt2.prepare, nanoGPT, llm.c and others, with weights if they are
   # to be mixed, as in tokens/web:0.7 tokens/code:0.3. 'stdlib' is the source of
@@ -164,52 +213,37 @@ class DataSettings:
   # Seed of the weights and of the order of the data.
   seed: int = setting(0, SEED)
 
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerSettings:
-  """The optimizer."""
-
+  # merit-hidden is MERIT on the matrices of the blocks, with Adam beside it;
   # muon-hyperball is Muon's direction with the norms of matrices kept.
   optimizer: Optimizer = setting('merit')
-  # What updates embeddings, biases and norms: MERIT too, or Adam, at
-  # --adam-rate.
-  others: Literal['same', 'adam'] = setting('same', optimizers=('merit',))
   # Peak learning rate, after a linear warm-up.
   learning_rate: Annotated[
-    float | None, _by('a constant / sqrt(--steps); adamw: 1 / --width')
+    Derived[float], _by('a constant / sqrt(--steps); adamw: 1 / --width')
   ] = setting(None, POSITIVE, is_schedule=True)
-  # Learning rate of what Adam updates beside the optimizer: merit with --others
-  # adam: the rate itself; muon and muon-hyperball: over --learning-rate.
-  adam_rate: Annotated[
-    float | None, _by('merit: 0.004, muon: 1, muon-hyperball: 1/3')
-  ] = setting(None, POSITIVE, optimizers=('merit', 'muon', 'muon-hyperball'))
+  # Learning rate of what Adam updates beside the optimizer (embeddings, biases,
+  # norms): of merit-hidden the rate itself; of muon and muon-hyperball over
+  # --learning-rate.
+  adam_rate: Annotated[Derived[float], _BY_OPTIMIZER] = setting(None, POSITIVE)
   # Weight decay; muon-hyperball: of what Adam updates.
-  weight_decay: Annotated[float | None, _by('by the optimizer')] = setting(
+  weight_decay: Annotated[Derived[float], _BY_OPTIMIZER] = setting(
     None, NOT_NEGATIVE
   )
   # Decay rate of the first moment, or of Muon's momentum.
-  b1: Annotated[float | None, _by('0.9, muon 0.95')] = setting(None, DECAY_RATE)
+  b1: Annotated[Derived[float], _BY_OPTIMIZER] = setting(None, DECAY_RATE)
   # Decay rate of the second moment.
-  b2: Annotated[float | None, _by('0.95, lion 0.99')] = setting(
-    None, DECAY_RATE
+  b2: Annotated[Derived[float], _BY_OPTIMIZER] = setting(None, DECAY_RATE)
+  # Largest size of an element of MERIT's update, before the learning rate; inf
+  # for no clip.
+  clip_threshold: Annotated[Derived[float], _by('1')] = setting(None, ABOVE_0)
+  # Lower bound of the norms in a trust ratio of MERIT.
+  min_norm: Annotated[Derived[float], _by('0')] = setting(None, NOT_NEGATIVE)
+  # Whether the weights of query, key and value count as one matrix, as three,
+  # or as three for each head, in MERIT and Muon.
+  qkv: Annotated[Derived[Literal['fused', 'split', 'heads']], _by('fused')] = (
+    setting(None)
   )
   # Global norm that gradients are clipped to.
   max_gradient_norm: float = setting(1.0, POSITIVE)
-  # Largest size of an element of MERIT's update, before the learning rate; inf
-  # for no clip.
-  clip_threshold: float = setting(1.0, ABOVE_0, optimizers=('merit',))
-  # Lower bound of the norms in a trust ratio of MERIT.
-  min_norm: float = setting(0.0, NOT_NEGATIVE, optimizers=('merit',))
-  # Whether the weights of query, key and value count as one matrix, as three,
-  # or as three for each head.
-  qkv: Literal['fused', 'split', 'heads'] = setting(
-    'fused', optimizers=('merit', 'muon', 'muon-hyperball')
-  )
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduleSettings:
-  """Steps and learning rates."""
 
   # Sequences of a step, on all devices together.
   batch_size: int = setting(32, AT_LEAST_1)
@@ -230,11 +264,6 @@ class ScheduleSettings:
   decay_shape: Literal['linear', '1-sqrt'] = setting('linear', is_schedule=True)
   # Smallest learning rate after the warm-up, over --learning-rate.
   min_rate: float = setting(0.0, SHARE, is_schedule=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class RunSettings:
-  """The run and its results."""
 
   # Folder of the results, on a disk that all hosts share or in gs://. A run
   # that was killed there goes on from its last checkpoint.
@@ -273,27 +302,13 @@ class RunSettings:
   # Write a trace of six steps, for TensorBoard or xprof.
   profile: bool = setting(False, decides=False, is_local=True)
 
-
-@dataclasses.dataclass(frozen=True)
-class DeviceSettings:
-  """Devices and processes."""
-
   # Axes of the device mesh, such as fsdp=4,tensor=2. Devices that are left form
   # the axis data.
   mesh: str = setting('', decides=False)
   # Sequences that each shard of a batch (data * fsdp of the mesh) processes at
   # once, at the most; gradients are accumulated.
-  micro_batch_size: Annotated[int | None, _by('all of them')] = setting(
+  micro_batch_size: Annotated[Derived[int], _by('all of them')] = setting(
     8, AT_LEAST_1, decides=False
-  )
-  # Data type of activations, and of Muon's products. Weights are float32.
-  dtype: Literal['float32', 'bfloat16'] = setting('float32')
-  # What the backward pass computes again to save memory: nothing, all but
-  # matrix products, or everything within a block.
-  remat: Remat = setting('none', decides=False)
-  # Layers that are compiled one by one, instead of a loop over one.
-  unroll: Annotated[int | None, _by('all where steps are faster for it')] = (
-    setting(None, AT_LEAST_1, decides=False)
   )
   # Whether other processes take part: auto asks jax, which finds those of TPU
   # pods, Slurm, Open MPI and Kubernetes.
@@ -310,68 +325,355 @@ class DeviceSettings:
   process_id: int | None = setting(
     None, NOT_NEGATIVE, decides=False, is_local=True
   )
-  # How long to wait for the other processes at the start.
-  connect_minutes: float = setting(30.0, POSITIVE, decides=False)
-  # Folder of compiled programs, which a run that goes on need not compile
-  # again. (None for none.)
-  compile_cache: Path | None = setting(
-    Path('~/.cache/merit_optax/jax'), decides=False, is_local=True
-  )
+  # The preset that the settings began with.
+  preset: Annotated[str, _HIDDEN] = setting('demo', decides=False)
 
 
-GROUPS: dict[str, type] = {
-  'model': ModelSettings,
-  'data': DataSettings,
-  'optimizer': OptimizerSettings,
-  'schedule': ScheduleSettings,
-  'run': RunSettings,
-  'devices': DeviceSettings,
+_MODEL = {x.name: x for x in dataclasses.fields(ModelConfig)}
+FIELDS = _MODEL | {
+  x.name: x for x in dataclasses.fields(Config) if x.name != 'model'
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Config(
-  DeviceSettings,
-  RunSettings,
-  ScheduleSettings,
-  OptimizerSettings,
-  DataSettings,
-  ModelSettings,
-):
-  """All settings. The defaults are those of the preset demo."""
-
-  # A name in examples.gpt2.presets.
-  preset: str = setting('demo', decides=False)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunConfig(Config):
-  """Settings that :func:`examples.gpt2.presets.resolve` has filled in."""
-
-  num_kv_heads: int
-  mlp_width: int
-  head_width: int
-  learning_rate: float
-  weight_decay: float
-  b1: float
-  b2: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedConfig(RunConfig):
-  """Settings that :func:`examples.gpt2.run.memory.fit` has filled in."""
-
-  micro_batch_size: int
-  unroll: int
-
-
-FIELDS = {x.name: x for x in dataclasses.fields(Config)}
 """The settings by name; the metadata of each says what ``setting`` was told."""
+
+
+def _kind(hint: Any) -> Any:
+  """Returns a type without None."""
+  choices = typing.get_args(hint)
+  return choices[0] if type(None) in choices else hint
+
+
+_KINDS = {
+  name: _kind(hint)
+  for settings in (ModelConfig, Config)
+  for name, hint in typing.get_type_hints(settings).items()
+}
 
 
 def fact(name: str, which: str) -> Any:
   """Returns a fact about a setting, see ``setting``."""
   return FIELDS[name].metadata[which]
+
+
+def by_name(config: Config) -> dict[str, Any]:
+  """Returns all settings, of the model and others, by name."""
+  others = {k: x for k, x in vars(config).items() if k != 'model'}
+  return vars(config.model) | others
+
+
+def change(config: Config, **settings: Any) -> Config:
+  """Returns settings with others in their place, also those of the model."""
+  of_model = {k: settings.pop(k) for k in _MODEL.keys() & settings.keys()}
+  model = dataclasses.replace(settings.pop('model', config.model), **of_model)
+  return dataclasses.replace(config, model=model, **settings)
+
+
+_RUN: dict[str, Any] = dict(
+  eval_every=100, eval_sequences=1024, checkpoint_every=100,
+  diagnostics_every=100,
+)  # fmt: skip
+_GPT2 = _RUN | dict(context_length=1024, vocab_size=50257)
+_LLAMA = _GPT2 | dict(architecture='llama', untied_head=True, vocab_size=32000)
+_LLAMA_3 = _LLAMA | dict(norm_epsilon=1e-5)
+
+# All but the demo take about 20 tokens per parameter. Batch sizes are the
+# paper's where it has the model. Sizes of the Llamas are those of Zhao et al.,
+# GaLore, 2024, and of the last three those of the config.json of
+# meta-llama/Meta-Llama-3-8B, TinyLlama/TinyLlama_v1.1 and
+# HuggingFaceTB/SmolLM2-135M.
+PRESETS: dict[str, Config] = {
+  name: change(Config(preset=name), **settings)
+  for name, settings in {
+    'demo': {},
+    'small': _GPT2 | dict(
+      num_layers=12, num_heads=12, width=768,
+      batch_size=1024, micro_batch_size=16, steps=2400,
+    ),
+    'medium': _GPT2 | dict(
+      num_layers=24, num_heads=16, width=1024, batch_size=4096, steps=1700,
+    ),
+    'large': _GPT2 | dict(
+      num_layers=36, num_heads=20, width=1280, batch_size=8192, steps=1850,
+    ),
+    'xl': _GPT2 | dict(
+      num_layers=48, num_heads=25, width=1600, batch_size=8192, steps=3700,
+    ),
+    'llama-130m': _LLAMA | dict(
+      num_layers=12, num_heads=12, width=768, mlp_width=2048,
+      batch_size=1024, micro_batch_size=16, steps=2600,
+    ),
+    'llama-350m': _LLAMA | dict(
+      num_layers=24, num_heads=16, width=1024, mlp_width=2736,
+      batch_size=4096, steps=1760,
+    ),
+    'llama-7b': _LLAMA | dict(
+      num_layers=32, num_heads=32, width=4096, mlp_width=11008,
+      batch_size=8192, steps=16000,
+    ),
+    'llama-3-8b': _LLAMA_3 | dict(
+      num_layers=32, num_heads=32, num_kv_heads=8, width=4096, mlp_width=14336,
+      vocab_size=128256, context_length=8192, rope_theta=500_000.0,
+      batch_size=1024, micro_batch_size=1, steps=19200,
+    ),
+    'tinyllama-1.1b': _LLAMA_3 | dict(
+      num_layers=22, num_heads=32, num_kv_heads=4, width=2048, mlp_width=5632,
+      context_length=2048, batch_size=1024, micro_batch_size=4, steps=10500,
+    ),
+    'smollm2-135m': _LLAMA_3 | dict(
+      num_layers=30, num_heads=9, num_kv_heads=3, width=576, mlp_width=1536,
+      vocab_size=49152, context_length=8192, rope_theta=100_000.0,
+      untied_head=False, batch_size=128, micro_batch_size=1, steps=2600,
+    ),
+  }.items()
+}  # fmt: skip
+
+
+def from_json(settings: dict[str, Any]) -> Config:
+  """Returns settings from JSON values, see :func:`to_json`."""
+  values: dict[str, Any] = {
+    k: tuple(x) if isinstance(x, list) else x for k, x in settings.items()
+  }
+  for name in ('out_dir', 'init_from', 'fork_from', 'cache_dir'):
+    if values.get(name) is not None:
+      values[name] = Path(values[name])
+  return Config(**values | {'model': model_from_json(values['model'])})
+
+
+def model_from_json(settings: dict[str, Any]) -> ModelConfig:
+  """Returns what a model is, from JSON values."""
+  scaling = settings.get('rope_scaling')
+  if scaling is not None:
+    settings = settings | {'rope_scaling': RopeScaling(*scaling)}
+  return ModelConfig(**settings)
+
+
+def to_json(config: Config) -> dict[str, Any]:
+  """Returns all settings as JSON values."""
+  return {
+    name: os.fspath(value) if isinstance(value, os.PathLike) else value
+    for name, value in vars(config).items()
+  } | {'model': dataclasses.asdict(config.model)}
+
+
+def resolve(config: Config) -> Config:
+  """Fills the settings that follow from others, and checks them all.
+
+  What depends on the devices, the micro-batch and ``unroll``, is left.
+
+  Raises:
+    UsageError: If a setting is out of its range, or does not fit another.
+  """
+  check_values(by_name(config))
+  defaults = {
+    name: value(config) if callable(value) else value
+    for name, value in OPTIMIZERS[config.optimizer].defaults.items()
+  }
+  _check_optimizer(config, defaults)
+  config = change(config, **_missing(by_name(config), defaults))
+  config = dataclasses.replace(config, model=complete(config.model, flag))
+  check_values(by_name(config))
+  _check_schedule(config)
+  _check_start(config)
+  _check_run(config)
+  return config
+
+
+def complete(
+  model: ModelConfig, named: Callable[[str], str] = str
+) -> ModelConfig:
+  """Fills what follows of a model from the rest, and checks it.
+
+  Args:
+    model: What the model is.
+    named: Gives what a setting is called in messages.
+
+  Raises:
+    UsageError: If there is no such model.
+  """
+  check_values(vars(model), named)
+  heads = {
+    'num_kv_heads': model.num_heads,
+    'head_width': model.width // model.num_heads,
+  }
+  defaults = heads | {
+    'mlp_width': 16 * math.ceil(model.width / 6)
+    if model.architecture == 'llama'
+    else 4 * model.width,
+    'init_std': proportional_init_std(min(model.width, _GPT2_WIDTH)),
+    'norm_epsilon': _NORM_EPSILON[model.architecture],
+  }
+  model = dataclasses.replace(model, **_missing(vars(model), defaults))
+  num_heads = f'{named("num_heads")} {model.num_heads}'
+  if model.width % model.num_heads:
+    raise UsageError(f'{num_heads} must divide {named("width")} {model.width}.')
+  if model.num_heads % model.num_kv_heads:
+    raise UsageError(
+      f'{named("num_kv_heads")} {model.num_kv_heads} must divide {num_heads}.'
+    )
+  if model.architecture == 'llama' and model.head_width % 2:
+    raise UsageError(
+      f'{named("head_width")} must be even for llama, got {model.head_width} '
+      f'({named("width")} {model.width}, {num_heads}).'
+    )
+  for name in (*heads, 'rope_theta', 'rope_scaling'):
+    value = getattr(model, name)
+    usual = heads.get(name, _MODEL[name].default)
+    if model.architecture != 'llama' and value != usual:
+      raise UsageError(
+        f'{named(name)} is for {named("architecture")} llama, got {value}.'
+      )
+  return model
+
+
+def proportional_init_std(width: int, scale: float = 1.0) -> float:
+  """Returns a multiple of GPT-2 small's proportion to the width."""
+  deviation = scale * _INIT_STD * math.sqrt(_GPT2_WIDTH / width)
+  return float(f'{deviation:.3g}')
+
+
+def padded_vocab_size(num_tokens: int) -> int:
+  """Returns the rows of the embedding for a number of token identifiers."""
+  return math.ceil(num_tokens / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
+
+
+def _missing(values: dict[str, Any], defaults: dict[str, Any]) -> Any:
+  return {k: x for k, x in defaults.items() if values[k] is None}
+
+
+def flag(name: str) -> str:
+  """Returns the command-line flag of a setting."""
+  return '--' + name.replace('_', '-')
+
+
+def check_values(
+  settings: dict[str, Any], named: Callable[[str], str] = flag
+) -> None:
+  """Raises ``UsageError`` for a value that its setting does not accept."""
+  for name, value in settings.items():
+    check_value(name, value, named(name))
+
+
+def check_value(name: str, value: Any, shown: str) -> None:
+  """Raises ``UsageError`` unless a setting accepts a value.
+
+  Args:
+    name: Name of the setting.
+    value: Its value.
+    shown: What it is called in the message.
+  """
+  if value is None and FIELDS[name].default is None:
+    return
+  kind, accepts = _KINDS[name], fact(name, 'accepts')
+  if typing.get_origin(kind) is Literal:
+    choices = typing.get_args(kind)
+    text, fits = f'one of {", ".join(choices)}', value in choices
+  else:
+    text, fits = _type_of(kind, value)
+    if accepts is not None and fits:
+      text, fits = accepts.text, accepts.holds(value)
+  if not fits:
+    raise UsageError(f'{shown} must be {text}, got {value!r}.')
+
+
+def _type_of(kind: Any, value: Any) -> tuple[str, bool]:
+  """Returns the name of a type of number, and whether a value has it."""
+  if kind is bool:
+    return 'true or false', type(value) is bool
+  if kind is int:
+    return 'an integer', type(value) is int
+  if kind is float:
+    return 'a number', type(value) in (int, float)
+  return '', True
+
+
+def check_at_least(least: int, **settings: int | None) -> None:
+  """Raises ``UsageError`` for a setting that is given and below a number."""
+  for name, value in settings.items():
+    if value is not None and value < least:
+      raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
+
+
+def _check_optimizer(config: Config, defaults: dict[str, Any]) -> None:
+  """Raises ``UsageError`` for a setting that the optimizer does not have."""
+  known = {k for x in OPTIMIZERS.values() for k in x.defaults}
+  for name in sorted(known - defaults.keys() - _MODEL.keys()):
+    if getattr(config, name) is not None:
+      owners = [k for k, x in OPTIMIZERS.items() if name in x.defaults]
+      raise UsageError(
+        f'{flag(name)} is for --optimizer {" or ".join(owners)}, got '
+        f'--optimizer {config.optimizer}.'
+      )
+
+
+def _check_schedule(config: Config) -> None:
+  is_changed = any(
+    getattr(config, x) != getattr(Config, x) for x in ('decay', 'decay_shape')
+  )
+  if is_changed and config.schedule != 'wsd':
+    raise UsageError(
+      '--decay and --decay-shape are for --schedule wsd, got --schedule '
+      f'{config.schedule}.'
+    )
+  given = in_steps(config.warmup, config.steps)
+  if config.schedule == 'wsd':
+    given += in_steps(config.decay, config.steps)
+  if given > config.steps:
+    raise UsageError(
+      f'--warmup and --decay must together be at most --steps {config.steps}, '
+      f'got {given}.'
+    )
+
+
+def _check_start(config: Config) -> None:
+  if config.init_from is not None and config.fork_from is not None:
+    raise UsageError(
+      '--init-from takes the weights of a run, --fork-from all of its state: '
+      'leave out one of the two.'
+    )
+  has_source = config.init_from is not None or config.fork_from is not None
+  if config.from_step is not None and not has_source:
+    raise UsageError('--from-step needs --init-from or --fork-from.')
+  if config.fork_from is not None and config.from_step is None:
+    # Else it would be another run as soon as that one has gone on.
+    raise UsageError(
+      f'--fork-from {config.fork_from} needs --from-step, the step of one of '
+      'its checkpoints.'
+    )
+  if config.fork_from is not None and (config.from_step or 0) >= config.steps:
+    raise UsageError(
+      f'--from-step must be below --steps {config.steps}, got '
+      f'{config.from_step}.'
+    )
+
+
+def _check_run(config: Config) -> None:
+  if config.out_dir == Path():
+    raise UsageError(
+      '--out-dir must name a folder, got nothing or the current one, which '
+      'takes its absolute path.'
+    )
+  values = config.coordinator, config.num_processes, config.process_id
+  if None in values and any(x is not None for x in values):
+    raise UsageError(
+      '--coordinator, --num-processes and --process-id must be given together.'
+    )
+  number, count = config.process_id, config.num_processes
+  if number is not None and count is not None and not 0 <= number < count:
+    raise UsageError(
+      f'--process-id must be in [0, {config.num_processes}), the number of '
+      f'processes, got {config.process_id}.'
+    )
+  if config.tensorboard and not _is_installed('tensorboardX'):
+    raise UsageError('--tensorboard needs a package: pip install tensorboardX')
+  if config.wandb is not None and not _is_installed('wandb'):
+    raise UsageError(
+      "--wandb needs a package: pip install 'merit_optax[wandb]'"
+    )
+
+
+def _is_installed(package: str) -> bool:
+  spec = importlib.util.find_spec(package)
+  # A folder of that name, such as wandb makes where it is used, is no package.
+  return spec is not None and spec.origin is not None
 
 
 def identity(config: Config) -> dict[str, Any]:
@@ -380,26 +682,9 @@ def identity(config: Config) -> dict[str, Any]:
     name: value
     if value is None or isinstance(value, (int, float))
     else str(value)
-    for name, value in vars(config).items()
+    for name, value in by_name(config).items()
     if fact(name, 'decides')
   }
-
-
-def in_steps(value: float, config: Config) -> int:
-  """Returns a number of steps, which below 1 is a share of all steps."""
-  return round(value * config.steps if value < 1 else value)
-
-
-def flag(name: str) -> str:
-  """Returns the command-line flag of a setting."""
-  return '--' + name.replace('_', '-')
-
-
-def check_at_least(least: int, **settings: int | None) -> None:
-  """Raises ``UsageError`` for a setting that is given and below a number."""
-  for name, value in settings.items():
-    if value is not None and value < least:
-      raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -29,17 +29,22 @@ import tyro
 
 from examples.gpt2 import model_files
 from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import (
+  ModelConfig,
+  RopeScaling,
+  UsageError,
+  complete,
+  padded_vocab_size,
+)
 from examples.gpt2.data.tokenizer import (
   GENERATION,
   SETTINGS,
   num_identifiers,
   read_companions,
 )
-from examples.gpt2.devices.sharding import by_path, path_name
-from examples.gpt2.model.config import ModelConfig, padded_vocab_size
 from examples.gpt2.model.transformer import shapes
 from examples.gpt2.model_files import Model, load_model, read_json
+from examples.gpt2.sharding import by_path, path_name
 from examples.gpt2.storage import as_path, new_folder
 
 
@@ -302,13 +307,16 @@ def from_theirs(theirs: Any) -> ModelConfig:
       )
     values['rope_theta'] = float(rope['rope_theta'])
     if rope['rope_type'] == 'llama3':
-      values['rope_scaling'] = [float(rope[name]) for name in _ROPE_SCALING]
-  return ModelConfig(
+      values['rope_scaling'] = RopeScaling(
+        *(float(rope[name]) for name in _ROPE_SCALING)
+      )
+  model = ModelConfig(
     **values,
     vocab_size=padded_vocab_size(theirs.vocab_size),
     architecture=kind,
     untied_head=not theirs.tie_word_embeddings,
   )
+  return complete(model)
 
 
 def _read_tokenizer(copy: Path, folder: Path, num_rows: int) -> Any:

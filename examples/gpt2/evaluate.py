@@ -16,7 +16,7 @@ import tqdm
 import tyro
 
 from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import UsageError, check_at_least
+from examples.gpt2.config import ModelConfig, UsageError, check_at_least
 from examples.gpt2.data.batches import make_batch, spread
 from examples.gpt2.data.corpus import load_corpus
 from examples.gpt2.data.token_files import (
@@ -26,12 +26,11 @@ from examples.gpt2.data.token_files import (
 )
 from examples.gpt2.data.tokenizer import encode
 from examples.gpt2.data.tokens import check_length, load_evaluation
-from examples.gpt2.devices.sharding import make_mesh, num_batch_shards
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.loss import token_losses
 from examples.gpt2.model.transformer import as_module
 from examples.gpt2.model_files import Model, load_model
-from examples.gpt2.run.folder import trained_on
+from examples.gpt2.run import trained_on
+from examples.gpt2.sharding import make_mesh, num_batch_shards
 from examples.gpt2.storage import as_path
 
 

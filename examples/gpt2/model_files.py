@@ -18,7 +18,14 @@ from safetensors import SafetensorError
 import safetensors.numpy
 import tokenizers
 
-from examples.gpt2.config import UsageError
+from examples.gpt2 import sharding
+from examples.gpt2.checkpoints import Checkpoints
+from examples.gpt2.config import (
+  ModelConfig,
+  UsageError,
+  complete,
+  model_from_json,
+)
 from examples.gpt2.data.tokenizer import (
   COMPANIONS,
   end_token_of_folder,
@@ -26,10 +33,7 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   with_end_token,
 )
-from examples.gpt2.devices import sharding
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import shapes
-from examples.gpt2.run.checkpoints import Checkpoints
 from examples.gpt2.storage import (
   as_path,
   make_folder,
@@ -189,7 +193,7 @@ def read_description(folder: Path) -> Model:
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:
   """Checks the entries of model.json."""
-  parsed = ModelConfig(**config)
+  parsed = complete(model_from_json(config))
   if type(num_tokens) is not int or not 0 < num_tokens <= parsed.vocab_size:
     raise UsageError(
       'num_tokens must be an integer above 0 and at most vocab_size '

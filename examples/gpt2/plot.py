@@ -13,7 +13,7 @@ import tyro
 
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import UsageError
-from examples.gpt2.run.metrics import read_metrics
+from examples.gpt2.run import read_metrics
 from examples.gpt2.storage import as_path, whole_file
 
 _FORMATS = ('.png', '.pdf', '.svg')

@@ -1,32 +1,34 @@
 """Trains a GPT-2 or Llama: python -m examples.gpt2.train --help."""
 
+import argparse
+from collections.abc import Sequence
 import dataclasses
+import json
+import os
 from pathlib import Path
+import sys
 from typing import Any
 
 import jax
+import tyro
 
+from examples.gpt2 import hardware, loop, memory, run, sharding
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import (
   FIELDS,
+  PRESETS,
   Config,
-  FittedConfig,
-  RunConfig,
   UsageError,
+  by_name,
   digest,
   fact,
   flag,
+  from_json,
   identity,
+  resolve,
+  to_json,
 )
 from examples.gpt2.data.tokens import Tokens, load_tokens
-from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.devices.processes import (
-  check_same,
-  connect,
-  is_process_0,
-  on_process_0,
-  print_once,
-)
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model_files import (
   Model,
@@ -34,13 +36,20 @@ from examples.gpt2.model_files import (
   write_weights,
 )
 from examples.gpt2.plot import plot_runs
-from examples.gpt2.presets import parse, resolve, to_json
-from examples.gpt2.run import loop, memory, report
-from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.signals import StopRequest
-from examples.gpt2.run.start import with_model, with_vocabulary
-from examples.gpt2.run.step import Trainer
-from examples.gpt2.storage import as_path
+from examples.gpt2.processes import (
+  StopRequest,
+  check_same,
+  connect,
+  is_process_0,
+  on_process_0,
+  print_once,
+)
+from examples.gpt2.run import RunFolder
+from examples.gpt2.start import with_model, with_vocabulary
+from examples.gpt2.step import Trainer
+from examples.gpt2.storage import as_path, os_errors
+
+_PROG = 'python -m examples.gpt2.train'
 
 
 def main(args: list[str] | None = None) -> None:
@@ -54,7 +63,63 @@ def main(args: list[str] | None = None) -> None:
       control-C: 130) after one.
   """
   with exit_on_error(), StopRequest() as stop:
-    train(parse(args, 'python -m examples.gpt2.train'), stop)
+    train(parse(args), stop)
+
+
+def parse(args: Sequence[str] | None, prog: str = _PROG) -> Config:
+  """Reads a preset, by default the demo, or --config, and flags over it.
+
+  Args:
+    args: Command line; ``None`` for that of the process.
+    prog: Name of the command.
+
+  Raises:
+    UsageError: If the file of --config cannot be used.
+    SystemExit: If there is no such flag or preset.
+  """
+  start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  start.add_argument('--config', type=as_path)
+  given, rest = start.parse_known_args(sys.argv[1:] if args is None else args)
+  conf = (tyro.conf.OmitArgPrefixes,)
+  if given.config is not None:
+    default = read_config(given.config)
+    return tyro.cli(Config, args=rest, prog=prog, default=default, config=conf)
+  is_flag = not rest or rest[0].startswith('-')
+  if is_flag and rest[:1] not in (['-h'], ['--help']):
+    rest = ['demo', *rest]
+  return tyro.extras.overridable_config_cli(
+    {name: (_describe(preset), preset) for name, preset in PRESETS.items()},
+    args=rest,
+    prog=prog,
+    config=conf,
+    description='Trains a GPT-2 or Llama. The first word is a preset, by '
+    'default demo, whose settings are the defaults of the flags: see demo '
+    '--help. Without it, --config takes the config.json of a run instead.',
+  )
+
+
+def _describe(config: Config) -> str:
+  model = config.model
+  return (
+    f'{model.num_layers} layers of width {model.width}, {config.steps:,} steps '
+    f'of {config.batch_size:,} x {model.context_length:,} tokens'
+  )
+
+
+def read_config(path: Path) -> Config:
+  """Returns the settings in the config.json of a run, or in its folder.
+
+  Raises:
+    UsageError: If the file is not there or holds none.
+  """
+  try:
+    with os_errors():
+      path = path / 'config.json' if path.is_dir() else path
+      return from_json(json.loads(path.read_text())['settings'])
+  except (OSError, ValueError, TypeError, KeyError) as error:
+    raise UsageError(
+      f'{path} holds no settings of a run: {error!r}.'
+    ) from error
 
 
 def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
@@ -91,17 +156,17 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
     if folder.finished:
       print_once(f'This run has been done: {path}')
     else:
-      print_once(report.before(fitted, tokens, trainer, folder))
+      print_once(run.before(fitted, tokens, trainer, folder))
       _train(trainer, fitted, tokens, folder, stop or StopRequest())
     if is_process_0():
-      print(report.after(folder))
+      print(run.after(folder))
   return folder
 
 
 def _check_data(config: Config) -> None:
   if config.preset != 'demo' and config.data == Config.data:
     raise UsageError(
-      f"--preset {config.preset} needs --data: the text of Python's standard "
+      f"{config.preset} needs --data: the text of Python's standard "
       'library is for the demo.'
     )
   if config.out_dir is not None and str(config.out_dir) in config.data:
@@ -116,20 +181,20 @@ def _check_data(config: Config) -> None:
     )
 
 
-def _connect(config: RunConfig) -> None:
+def _connect(config: Config) -> None:
   """Joins the processes of the run, which must have the same settings."""
   connect(config)
-  if config.compile_cache is not None and jax.default_backend() != 'cpu':
+  is_set = 'JAX_COMPILATION_CACHE_DIR' in os.environ
+  if not is_set and jax.default_backend() != 'cpu':
     # Programs for CPUs may not run on another one.
-    folder = str(as_path(config.compile_cache))
+    folder = str(as_path(config.cache_dir) / 'jax')
     jax.config.update('jax_compilation_cache_dir', folder)
+  values = by_name(config)
   shared = [name for name in FIELDS if not fact(name, 'is_local')]
-  check_same({flag(name): str(getattr(config, name)) for name in shared})
+  check_same({flag(name): str(values[name]) for name in shared})
 
 
-def _facts(
-  config: FittedConfig, tokens: Tokens, trainer: Trainer
-) -> dict[str, Any]:
+def _facts(config: Config, tokens: Tokens, trainer: Trainer) -> dict[str, Any]:
   """Returns what config.json holds beside the settings."""
   return {
     'corpus': {
@@ -156,7 +221,7 @@ def default_folder(config: Config, known_by: dict[str, Any]) -> Path:
 
 def _train(
   trainer: Trainer,
-  config: FittedConfig,
+  config: Config,
   tokens: Tokens,
   folder: RunFolder,
   stop: StopRequest,

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Trains under Slurm. Before the time limit the run saves and is queued again, if
 # it has made a step since it began:
-#   sbatch examples/launch/slurm.sh --optimizer muon --preset xl \
+#   sbatch examples/launch/slurm.sh xl --optimizer muon \
 #     --data /shared/tokens --mesh data=2,fsdp=8 --dtype bfloat16 --remat full \
 #     --micro-batch-size 64 --out-dir /shared/run
 # Set nodes, GPUs and time here or as flags of sbatch, which come first.

@@ -4,7 +4,7 @@
 # anywhere that has gcloud, until the training is over:
 #   NAME=xl ZONE=us-west4-a TYPE=v5litepod-256 VERSION=v2-alpha-tpuv5-lite \
 #   SETUP='bash <(gcloud storage cat gs://BUCKET/setup.sh)' \
-#     examples/launch/tpu.sh --optimizer muon --preset xl \
+#     examples/launch/tpu.sh xl --optimizer muon \
 #     --data gs://BUCKET/tokens --mesh fsdp=64 --dtype bfloat16 --remat full \
 #     --micro-batch-size 32 --out-dir gs://BUCKET/run
 # SETUP makes the folder merit_optax with its .venv on a new VM, and does

@@ -13,13 +13,12 @@ from typing import Any
 import jax
 import tyro
 
+from examples.gpt2 import memory
 from examples.gpt2.command import exit_on_error, format_bytes
-from examples.gpt2.config import Config, UsageError
-from examples.gpt2.devices import chips
-from examples.gpt2.devices.chips import Chip
-from examples.gpt2.presets import parse, resolve
-from examples.gpt2.run import memory
+from examples.gpt2.config import Config, UsageError, resolve
+from examples.gpt2.hardware import Chip, find_chip
 from examples.gpt2.storage import as_path, make_folder, write_whole
+from examples.gpt2.train import parse
 from examples.plan import programs, report, sweep, topology
 
 _PROG = 'python -m examples.plan'
@@ -30,7 +29,7 @@ class Settings:
   """Compiles the training step for TPUs or GPUs, without any.
 
   It prints memory, collectives and a roofline's estimate of the time of a step
-  of examples.gpt2.train, and takes all of its flags too, such as --preset,
+  of examples.gpt2.train, and takes all of its arguments too, such as a preset,
   --mesh, --dtype and --remat: see python -m examples.gpt2.train --help.
   """
 
@@ -118,11 +117,11 @@ def _plan(settings: Settings, config: Config) -> None:
 
 def _chip(settings: Settings, kind: str) -> Chip:
   """Returns the peaks of a device, with the bandwidths that are given."""
-  chip = chips.find(kind)
+  chip = find_chip(kind)
   if math.isnan(chip.hbm):
     raise UsageError(
       f'--topology {settings.topology}: the peaks of {kind} are not known to '
-      'examples/gpt2/devices/chips.py.'
+      'examples/gpt2/hardware.py.'
     )
   given = {
     'link_bandwidth': ('--nvlink', settings.nvlink),

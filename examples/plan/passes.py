@@ -19,7 +19,7 @@ the rate.
 from collections.abc import Sequence
 import re
 
-from examples.gpt2.devices.chips import Chip
+from examples.gpt2.hardware import Chip
 from examples.plan import gpus
 from examples.plan.flops import Product
 

@@ -6,13 +6,11 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.config import Config, FittedConfig
+from examples.gpt2 import hardware, memory, sharding
+from examples.gpt2.config import Config, by_name, resolve
 from examples.gpt2.data.batches import batch_shape
-from examples.gpt2.devices import hardware, sharding
-from examples.gpt2.devices.chips import Chip
-from examples.gpt2.presets import resolve
-from examples.gpt2.run import memory
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.hardware import Chip
+from examples.gpt2.step import Trainer
 from examples.plan import flops, hlo, roofline
 from examples.plan.collectives import by_kind, collectives
 from examples.plan.flops import Product
@@ -31,15 +29,15 @@ _DTYPES = {'float32': 'f32', 'bfloat16': 'bf16'}
 
 def make_trainer(
   config: Config, devices: list[jax.Device]
-) -> tuple[FittedConfig, Trainer]:
+) -> tuple[Config, Trainer]:
   """Returns settings and trainer as examples.gpt2.train makes them."""
   mesh = sharding.make_mesh(config.mesh, devices)
   fitted = memory.fit(resolve(config), mesh)
-  return fitted, Trainer(fitted, fitted.vocab_size, mesh)
+  return fitted, Trainer(fitted, fitted.model.vocab_size, mesh)
 
 
 def compile_step(
-  config: FittedConfig, trainer: Trainer, *, quick: bool = False
+  config: Config, trainer: Trainer, *, quick: bool = False
 ) -> jax.stages.Compiled:
   """Compiles a step of training, with the least effort if ``quick``."""
   batch = batch_shape(config, trainer.mesh)
@@ -61,21 +59,21 @@ def _lower_update(trainer: Trainer) -> jax.stages.Lowered:
 
 
 def measure_step(
-  config: FittedConfig, trainer: Trainer, chip: Chip, *, quick: bool = False
+  config: Config, trainer: Trainer, chip: Chip, *, quick: bool = False
 ) -> dict[str, Any]:
   """Compiles a step, with the least effort if ``quick``, and measures it.
 
   Returns JSON values, for :mod:`examples.plan.report`.
   """
   compiled = compile_step(config, trainer, quick=quick)
-  tokens = config.batch_size * config.context_length
+  tokens = config.batch_size * config.model.context_length
   per_token = trainer.flops_per_token
   products = [_model_product(config, trainer), *_update_products(trainer)]
   step = _measure(_parse(compiled), trainer, chip, products)
   speed = tokens / step['seconds']
   peak = chip.flops * trainer.mesh.size
   return {
-    **{name: getattr(config, name) for name in _SETTINGS},
+    **{name: by_name(config)[name] for name in _SETTINGS},
     'mesh': ','.join(f'{k}={n}' for k, n in trainer.mesh.shape.items()),
     'num_params': trainer.num_params,
     **_memory(config, trainer, chip, compiled),
@@ -93,18 +91,18 @@ def measure_update(trainer: Trainer, chip: Chip) -> dict[str, Any]:
   return _measure(program, trainer, chip, flops.products(program))
 
 
-def _model_product(config: FittedConfig, trainer: Trainer) -> Product:
+def _model_product(config: Config, trainer: Trainer) -> Product:
   """Returns the products of forward and backward pass as if they were one.
 
   They are known from the model, and kernels written by hand hide some of them.
   """
   per_token = trainer.flops_per_token
   again = roofline.recomputed_flops(trainer.model_config, per_token)
-  tokens = config.batch_size * config.context_length / trainer.mesh.size
+  tokens = config.batch_size * config.model.context_length / trainer.mesh.size
   return Product(
     flops=tokens * (per_token + again),
     executions=1,
-    dtypes=(_DTYPES[config.dtype],) * 2,
+    dtypes=(_DTYPES[config.model.dtype],) * 2,
     precision=('default',) * 2,
   )
 
@@ -147,7 +145,7 @@ def _measure(
 
 
 def _memory(
-  config: FittedConfig,
+  config: Config,
   trainer: Trainer,
   chip: Chip,
   compiled: jax.stages.Compiled,

@@ -26,8 +26,8 @@ from typing import Any
 
 import jax
 
-from examples.gpt2.devices.chips import Chip
-from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.config import ModelConfig
+from examples.gpt2.hardware import Chip
 from examples.plan.collectives import Collective
 
 

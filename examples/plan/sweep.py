@@ -8,12 +8,12 @@ from typing import Any, get_args
 import jax
 import tqdm
 
-from examples.gpt2.config import Config, FittedConfig, Remat, UsageError
-from examples.gpt2.run import memory
-from examples.gpt2.run.step import Trainer
+from examples.gpt2 import memory
+from examples.gpt2.config import Config, Remat, UsageError, change
+from examples.gpt2.step import Trainer
 from examples.plan import programs
 
-Measure = Callable[[FittedConfig, Trainer], dict[str, Any]]
+Measure = Callable[[Config, Trainer], dict[str, Any]]
 """Function to the measurements of a step."""
 
 
@@ -45,9 +45,9 @@ def ways(config: Config, num_devices: int) -> list[Config]:
   """Returns every mesh with the rematerialization of the settings or more."""
   values = get_args(Remat)
   return [
-    dataclasses.replace(config, mesh=mesh, remat=remat)
+    change(config, mesh=mesh, remat=remat)
     for mesh in meshes(num_devices)
-    for remat in values[values.index(config.remat) :]
+    for remat in values[values.index(config.model.remat) :]
   ]
 
 

@@ -1,6 +1,5 @@
 from collections.abc import Callable, Iterator
 import contextlib
-import dataclasses
 import itertools
 import json
 import os
@@ -12,8 +11,7 @@ import urllib.request
 
 import pytest
 
-from examples.gpt2.config import Config
-from examples.gpt2.presets import resolve
+from examples.gpt2.config import Config, change, resolve
 from examples.gpt2.storage import as_path
 from examples.gpt2.train import train
 from tests.gpt2.runs import TINY
@@ -41,7 +39,7 @@ def make_tiny() -> Callable[[Path], Config]:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Config:
   """Settings of a run that has been done, to read and not to change."""
   config = _tiny(tmp_path_factory.mktemp('finished'))
-  config = dataclasses.replace(config, diagnostics_every=4)
+  config = change(config, diagnostics_every=4)
   train(config)
   return config
 
@@ -76,7 +74,8 @@ def _write_text(folder: Path) -> Path:
 
 
 def _tiny(folder: Path) -> Config:
-  config = Config(
+  config = change(
+    Config(),
     data=(str(_write_text(folder)),),
     out_dir=folder / 'run',
     cache_dir=folder / 'cache',

@@ -15,28 +15,34 @@ import safetensors
 import safetensors.numpy
 
 from examples.gpt2 import convert
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import (
+  PRESETS,
+  Config,
+  ModelConfig,
+  RopeScaling,
+  UsageError,
+  change,
+  padded_vocab_size,
+  resolve,
+)
 from examples.gpt2.convert import export_model, import_model, main
 from examples.gpt2.data.tokenizer import (
   GENERATION,
   SETTINGS,
   train_tokenizer,
 )
-from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.generate import generate
-from examples.gpt2.model.config import ModelConfig, RopeScaling
 from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.model_files import Model, load_model, save_model
-from examples.gpt2.presets import PRESETS, resolve
-from examples.gpt2.run.start import with_model
-from examples.gpt2.run.step import make_model_config
+from examples.gpt2.sharding import by_path
+from examples.gpt2.start import with_model
 
 transformers = pytest.importorskip('transformers', reason='of [convert]')
 
-_GPT2 = ModelConfig(
+_GPT2 = complete(ModelConfig(
   vocab_size=320, context_length=16, num_layers=2, num_heads=2, width=16,
   mlp_width=24,
-)  # fmt: skip
+))  # fmt: skip
 _SCALING = dict(
   factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
   original_max_position_embeddings=8,
@@ -70,9 +76,9 @@ def _any_config(draw: st.DrawFn) -> ModelConfig:
     num_kv_heads=groups,
     head_width=draw(st.sampled_from([2, 6])),
     rope_theta=draw(st.sampled_from([1e4, 5e5])),
-    rope_scaling=draw(st.sampled_from([None, (8.0, 1.0, 4.0, 8.0)])),
+    rope_scaling=draw(st.sampled_from([None, RopeScaling(8.0, 1.0, 4.0, 8.0)])),
   )
-  return ModelConfig(
+  model = ModelConfig(
     vocab_size=320,
     context_length=draw(st.integers(9, 12)),
     num_layers=draw(st.integers(1, 3)),
@@ -83,6 +89,7 @@ def _any_config(draw: st.DrawFn) -> ModelConfig:
     untied_head=draw(st.booleans()),
     **draw(st.sampled_from([{}, llama])),
   )
+  return complete(model)
 
 
 def _params(config: ModelConfig) -> dict:
@@ -382,19 +389,21 @@ def test_the_files_of_gpt2s_tokenizer_are_read(tmp_path: Path):
 def test_a_model_to_start_from_gives_the_settings(tmp_path: Path, kind: str):
   model = _CONFIGS[kind]
   preset = PRESETS['llama-3-8b']
-  start = dataclasses.replace(preset, init_from=_save(tmp_path, model))
+  start = change(preset, init_from=_save(tmp_path, model))
   completed, found = with_model(start)
   assert found.config == model
-  config = make_model_config(resolve(completed), _NUM_TOKENS)
+  config = dataclasses.replace(
+    resolve(completed).model, vocab_size=padded_vocab_size(_NUM_TOKENS)
+  )
   free = {x: vars(model)[x] for x in ('unroll', 'remat', 'init_std')}
   assert dataclasses.replace(config, **free) == model
-  other = dataclasses.replace(start, num_layers=7, context_length=5)
+  other = change(start, num_layers=7, context_length=5)
   message = '--num-layers 7 instead of 2'
   if model.architecture == 'gpt2':
     message += '.*--context-length 5 instead of 16'
   else:
-    shorter = dataclasses.replace(start, context_length=5)
-    assert with_model(shorter)[0].context_length == 5
+    shorter = change(start, context_length=5)
+    assert with_model(shorter)[0].model.context_length == 5
   with pytest.raises(UsageError, match=message):
     with_model(other)
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import ModelConfig, UsageError, complete
 from examples.gpt2.data.corpus import load_corpus
 from examples.gpt2.data.tokenizer import (
   END_OF_TEXT,
@@ -14,14 +14,13 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.evaluate import evaluate, main
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model, save_model
 
-_CONFIG = ModelConfig(
+_CONFIG = complete(ModelConfig(
   vocab_size=320, context_length=8, num_layers=1, num_heads=2, width=16,
   mlp_width=32,
-)  # fmt: skip
+))  # fmt: skip
 
 
 def _params(config: ModelConfig) -> nnx.State:

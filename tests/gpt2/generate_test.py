@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import ModelConfig, UsageError, complete
 from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.devices.sharding import make_mesh, parameter_shardings
 from examples.gpt2.generate import (
   empty_cache,
   extend,
@@ -18,14 +17,14 @@ from examples.gpt2.generate import (
   main,
   sample_text,
 )
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import as_module, shapes
 from examples.gpt2.model_files import Model, save_model
+from examples.gpt2.sharding import make_mesh, parameter_shardings
 
-_GPT2 = ModelConfig(
+_GPT2 = complete(ModelConfig(
   vocab_size=320, context_length=16, num_layers=2, num_heads=2, width=16,
   mlp_width=32,
-)  # fmt: skip
+))  # fmt: skip
 _LLAMA = dataclasses.replace(_GPT2, architecture='llama')
 _CONFIGS = {
   'gpt2': _GPT2,

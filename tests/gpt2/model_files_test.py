@@ -6,9 +6,8 @@ from flax import nnx
 import jax
 import pytest
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import ModelConfig, UsageError, complete
 from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import Transformer
 from examples.gpt2.model_files import (
   Model,
@@ -16,11 +15,11 @@ from examples.gpt2.model_files import (
   save_model,
 )
 
-_CONFIG = ModelConfig(
+_CONFIG = complete(ModelConfig(
   vocab_size=320, context_length=8, num_layers=2, num_heads=2, width=8,
   mlp_width=16, architecture='llama', qk_norm=True, untied_head=True,
   dtype='bfloat16', remat='dots',
-)  # fmt: skip
+))  # fmt: skip
 
 
 @pytest.fixture(scope='module')

@@ -19,11 +19,10 @@ import pytest
 import tokenizers
 
 from examples.gpt2 import prepare as prepare_module
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config, UsageError, change, resolve
 from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.data.tokens import Tokens, load_tokens
 from examples.gpt2.prepare import PrepareConfig, prepare
-from examples.gpt2.presets import resolve
 from tests.gpt2.runs import contents
 
 END = '<|endoftext|>'
@@ -58,7 +57,7 @@ def _arguments(config: PrepareConfig, **settings) -> list[str]:
 
 def _load(config: PrepareConfig, **settings) -> Tokens:
   data = dict(data=(str(config.out_dir),), context_length=16)
-  return load_tokens(resolve(Config(**data, **settings)))
+  return load_tokens(resolve(change(Config(), **data, **settings)))
 
 
 def _index(config: PrepareConfig) -> dict:

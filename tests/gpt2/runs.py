@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from examples.gpt2.config import Config, flag
+from examples.gpt2.config import Config, by_name, flag
 from examples.gpt2.data import batches
-from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.log import MEASURED
+from examples.gpt2.run import MEASURED, RunFolder
 from examples.gpt2.storage import file_system
 
 # Settings of a run that takes a few seconds.
@@ -23,7 +22,8 @@ TINY = dict(
 def as_flags(config: Config) -> list[str]:
   """Returns the flags of settings such as ``tiny``."""
   names = ('out_dir', 'cache_dir', *TINY)
-  flags = [f'{flag(name)}={getattr(config, name)}' for name in names]
+  values = by_name(config)
+  flags = [f'{flag(name)}={values[name]}' for name in names]
   return ['--data', *config.data, *flags]
 
 

@@ -1,6 +1,5 @@
 """Runs whose files are in a bucket: the same bits as on a disk."""
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2 import evaluate as evaluate_module, plot, prepare
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, change
 from examples.gpt2.convert import export_model, import_model
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
@@ -32,7 +31,7 @@ def run(make_bucket) -> Path:
 
 
 def test_a_run_in_a_store_is_that_on_a_disk(finished, run):
-  config = dataclasses.replace(finished, out_dir=run)
+  config = change(finished, out_dir=run)
   with train(config) as folder:
     assert folder.path == run
   assert_same_run(run, finished.out_dir)
@@ -59,7 +58,7 @@ def test_a_model_goes_through_a_store_to_hugging_face(finished, run, tmp_path):
 
 
 def _start(config: Config, run: Path, devices: int, **options: Any):
-  flags = as_flags(dataclasses.replace(config, out_dir=run))
+  flags = as_flags(change(config, out_dir=run))
   return subprocess.Popen(
     [sys.executable, '-m', 'examples.gpt2.train', *flags, '--mesh', 'fsdp=4'],
     cwd=Path(__file__).parents[2],
@@ -76,8 +75,8 @@ def _wait_for(process: subprocess.Popen, path: Path) -> None:
 
 
 def test_killed_on_eight_devices_it_goes_on_with_four(tiny, run, tmp_path):
-  config = dataclasses.replace(tiny, steps=20, checkpoint_every=2)
-  train(dataclasses.replace(config, mesh='fsdp=4', out_dir=tmp_path / 'whole'))
+  config = change(tiny, steps=20, checkpoint_every=2)
+  train(change(config, mesh='fsdp=4', out_dir=tmp_path / 'whole'))
   killed = _start(config, run, 8)
   _wait_for(killed, run / 'checkpoints' / '6' / 'commit_success.txt')
   killed.send_signal(signal.SIGKILL)

@@ -1,4 +1,3 @@
-from dataclasses import replace
 import errno
 import importlib.util
 import json
@@ -13,13 +12,12 @@ import pytest
 import safetensors.numpy
 
 from examples import gpt2
-from examples.gpt2 import model_files
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2 import loop, model_files
+from examples.gpt2.config import Config, UsageError, change
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.model_files import load_model
-from examples.gpt2.run import loop
-from examples.gpt2.run.folder import RunFolder
-from examples.gpt2.run.step import Trainer
+from examples.gpt2.run import RunFolder
+from examples.gpt2.step import Trainer
 from examples.gpt2.train import main, train
 from tests.gpt2.runs import as_flags, assert_same_run
 
@@ -83,7 +81,6 @@ def test_saved_weights_give_the_reported_loss(finished: Config):
 @pytest.mark.parametrize(
   ('mistake', 'message'),
   [
-    ('--preset=small --data=stdlib', '--preset small needs --data'),
     ('--data=x --out-dir=x', '--out-dir x is the folder of --data'),
     ('--data=/no/such/path', 'does not exist'),
     ('--steps=0', '--steps must be at least 1'),
@@ -107,9 +104,15 @@ def test_mistakes_are_told_before_compiling(
   assert message in capsys.readouterr().err
 
 
+def test_a_preset_needs_data(capsys):
+  with pytest.raises(SystemExit, match='2'):
+    main(['small'])
+  assert 'small needs --data' in capsys.readouterr().err
+
+
 def test_a_source_that_is_named_twice_is_refused(finished: Config, tmp_path):
   tokens = next(finished.cache_dir.glob('*/train.bin')).parent
-  config = replace(finished, data=(str(tokens), str(tokens)), out_dir=tmp_path)
+  config = change(finished, data=(str(tokens), str(tokens)), out_dir=tmp_path)
   with pytest.raises(UsageError, match='names a source twice'):
     train(config)
 

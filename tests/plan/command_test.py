@@ -15,11 +15,10 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh
 import pytest
 
-from examples.gpt2.config import Config
-from examples.gpt2.devices import chips, hardware
-from examples.gpt2.devices.sharding import AXES
+from examples.gpt2 import hardware
+from examples.gpt2.config import PRESETS, Config, change
 from examples.gpt2.model.attention import causal_attention
-from examples.gpt2.presets import PRESETS
+from examples.gpt2.sharding import AXES
 from examples.plan import __main__ as plan, programs, roofline, sweep, topology
 
 _TINY = (
@@ -41,8 +40,8 @@ def test_without_the_compiler_it_says_what_to_install(monkeypatch, capsys):
 
 def test_it_takes_the_flags_of_the_trainer_beside_its_own():
   flags = (
-    '--quick', '--preset', 'xl', '--mesh=fsdp=64', '--out', 'plan.json',
-    '--steps', '1e3', '--topology', 'v5p:4x8x8', '--qk-norm',
+    'xl', '--quick', '--mesh=fsdp=64', '--out', 'plan.json',
+    '--steps', '1000', '--topology', 'v5p:4x8x8', '--qk-norm',
   )  # fmt: skip
   settings, config = plan.read(list(flags))
   assert settings == plan.Settings(
@@ -54,7 +53,9 @@ def test_it_takes_the_flags_of_the_trainer_beside_its_own():
 
 
 def test_a_sweep_tries_every_mesh_with_the_rematerialization_or_more():
-  found = [(x.mesh, x.remat) for x in sweep.ways(Config(remat='dots'), 12)]
+  found = [
+    (x.mesh, x.remat) for x in sweep.ways(change(Config(), remat='dots'), 12)
+  ]
   assert len(found) == len(set(found)) == 2 * 18
   assert {remat for _, remat in found} == {'dots', 'full'}
   for text, _ in found:
@@ -77,15 +78,15 @@ def emulated_slice(
   estimate = roofline.estimate
 
   def estimate_in_a_row(
-    chip: chips.Chip, devices: list[jax.Device], *args: Any
+    chip: hardware.Chip, devices: list[jax.Device], *args: Any
   ):
     in_a_row = [types.SimpleNamespace(coords=[i]) for i in range(len(devices))]
     return estimate(chip, in_a_row, *args)
 
-  chip = chips.Chip(1e12, memory_size, 1e11, 1e10)
+  chip = hardware.Chip(1e12, memory_size, 1e11, 1e10)
   monkeypatch.setattr(topology, 'devices', lambda _: jax.devices()[:2])
   monkeypatch.setattr(roofline, 'estimate', estimate_in_a_row)
-  monkeypatch.setattr(chips, 'find', lambda _: chip)
+  monkeypatch.setattr(hardware, 'find_chip', lambda _: chip)
   monkeypatch.setattr(hardware, 'memory_bytes', lambda _: chip.hbm)
   monkeypatch.setattr(importlib.metadata, 'version', lambda _: '1.2.3')
   yield

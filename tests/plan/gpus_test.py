@@ -56,10 +56,11 @@ def test_a_plan_of_two_hosts(kind: str, results_of):
 
 
 _COMPILE = """
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, change
 from examples.plan import gpus, programs
 
-config = Config(
+config = change(
+  Config(),
   num_layers=2, num_heads=4, width=256, context_length=384, vocab_size=512,
   batch_size=16, micro_batch_size=4, dtype='bfloat16', mesh='fsdp=2',
 )

@@ -10,14 +10,15 @@ from examples.plan.__main__ import read
 _ROOT = Path(__file__).parents[2]
 _PAGES = ('*.md', 'docs/*.md', 'examples/*/README.md')
 _COMMAND = re.compile(
-  r'-m examples\.(?:gpt2\.train|plan)((?:\s+--[\w-]+(?: +(?!-)[^\s`"]+)?)+)'
+  r'-m examples\.(?:gpt2\.train|plan)'
+  r'((?: +\w[\w.-]*)?(?:\s+--[\w-]+(?: +(?!-)[^\s`"]+)?)+)'
 )
 # On emulated devices that have the memory of a v5e chip.
 _TRACE = """
 import json, sys
 import jax
 from examples.gpt2.data.batches import batch_shape
-from examples.gpt2.devices import hardware
+from examples.gpt2 import hardware
 from examples.plan.__main__ import read
 from examples.plan.programs import make_trainer
 

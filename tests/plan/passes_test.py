@@ -1,6 +1,6 @@
 import pytest
 
-from examples.gpt2.devices import chips
+from examples.gpt2 import hardware
 from examples.plan import passes
 from examples.plan.flops import Product
 
@@ -8,7 +8,9 @@ _TPU, _H100 = 'TPU v5 lite', 'NVIDIA H100 80GB HBM3'
 
 
 def _passes(kind: str, *product) -> float:
-  return passes.passes(Product(1.0, 1, *product), chips.find(kind), kind)
+  return passes.passes(
+    Product(1.0, 1, *product), hardware.find_chip(kind), kind
+  )
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_a_gpu_multiplies_float32_as_tf32_or_slowly(
    ('NVIDIA B200', 75)],
 )  # fmt: skip
 def test_rates_of_float32_are_those_of_the_data_sheets(kind, teraflops):
-  chip = chips.find(kind)
+  chip = hardware.find_chip(kind)
   times = _passes(kind, ('f32', 'f32'), ('highest', 'highest'))
   assert chip.flops / times == pytest.approx(teraflops * 1e12, rel=0.01)
 
@@ -62,5 +64,5 @@ def test_bfloat16_flops_are_of_all_executions():
     Product(10.0, 3, ('bf16', 'bf16'), default),
     Product(5.0, 2, ('f32', 'f32'), default),
   ]
-  count = passes.bfloat16_flops(products, chips.find(_H100), _H100)
+  count = passes.bfloat16_flops(products, hardware.find_chip(_H100), _H100)
   assert count == 10 * 3 + 2 * 5 * 2

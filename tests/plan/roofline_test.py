@@ -1,17 +1,14 @@
-import dataclasses
 import types
 
 import pytest
 
-from examples.gpt2.devices import chips
-from examples.gpt2.model.config import ModelConfig
-from examples.gpt2.presets import PRESETS, resolve
-from examples.gpt2.run.step import make_model_config
+from examples.gpt2 import hardware
+from examples.gpt2.config import PRESETS, ModelConfig, change, resolve
 from examples.plan import roofline
 from examples.plan.collectives import Collective
 
 _KIND = 'TPU v5 lite'
-_CHIP = chips.find(_KIND)
+_CHIP = hardware.find_chip(_KIND)
 # A torus of 4 x 4.
 _DEVICES = [
   types.SimpleNamespace(device_kind=_KIND, coords=[i % 4, i // 4, 0])
@@ -75,8 +72,8 @@ def test_the_longest_time_binds(bound: str):
 
 
 def _model_config(remat: str) -> ModelConfig:
-  config = resolve(dataclasses.replace(PRESETS['small'], remat=remat))
-  return make_model_config(config, config.vocab_size)
+  config = resolve(change(PRESETS['small'], remat=remat))
+  return config.model
 
 
 def test_recomputed_flops():
@@ -90,7 +87,7 @@ def test_recomputed_flops():
   assert full == pytest.approx((blocks + attention) / 3)
 
 
-_H100 = chips.find('NVIDIA H100 80GB HBM3')
+_H100 = hardware.find_chip('NVIDIA H100 80GB HBM3')
 # Two hosts of four GPUs.
 _GPUS = [types.SimpleNamespace(process_index=i // 4) for i in range(8)]
 _HOST, _PAIRS, _ACROSS = (0, 1, 2, 3), (0, 1, 4, 5), (0, 4)
@@ -127,7 +124,7 @@ def test_gpus_send_over_nvlink_and_between_hosts(kind, group, seconds: float):
   ],
 )  # fmt: skip
 def test_chips_have_memory_and_bandwidths(kind: str, gigabytes: float):
-  chip = chips.find(kind)
+  chip = hardware.find_chip(kind)
   # What is sold as so many GB may be GiB.
   assert chip.hbm == pytest.approx(1e9 * gigabytes, rel=0.08)
   assert chip.flops > chip.hbm_bandwidth > chip.link_bandwidth > 1e10

@@ -14,9 +14,9 @@ import jax
 from jax.sharding import Mesh
 import numpy as np
 
-from examples.gpt2.config import FittedConfig
+from examples.gpt2.config import Config
 from examples.gpt2.data.token_files import TokenFiles
-from examples.gpt2.devices.sharding import batch_sharding, num_batch_shards
+from examples.gpt2.sharding import batch_sharding, num_batch_shards
 
 
 class Mixture(TokenFiles):
@@ -32,7 +32,7 @@ class Mixture(TokenFiles):
     self.weights = tuple(weights)
 
 
-def batch_shape(config: FittedConfig, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def batch_shape(config: Config, mesh: Mesh) -> jax.ShapeDtypeStruct:
   """Returns the shape and sharding of the tokens of a step.
 
   The axes are micro-batches, sequences of a micro-batch of all shards, and
@@ -40,17 +40,17 @@ def batch_shape(config: FittedConfig, mesh: Mesh) -> jax.ShapeDtypeStruct:
   """
   rows = _rows(config, mesh)
   return jax.ShapeDtypeStruct(
-    (config.batch_size // rows, rows, config.context_length + 1),
+    (config.batch_size // rows, rows, config.model.context_length + 1),
     np.int32,
     sharding=batch_sharding(mesh),
   )
 
 
 def training_batch(
-  tokens: TokenFiles | np.ndarray, config: FittedConfig, step: int, mesh: Mesh
+  tokens: TokenFiles | np.ndarray, config: Config, step: int, mesh: Mesh
 ) -> jax.Array:
   """Makes the batch of a step, of number 1 for the first."""
-  length, size = config.context_length, config.batch_size
+  length, size = config.model.context_length, config.batch_size
   sizes = getattr(tokens, 'sizes', (len(tokens),))
   weights = getattr(tokens, 'weights', (1.0,))
   draw = _draw(sizes, weights, config.sampling, config.seed, length)
@@ -100,7 +100,7 @@ def _anywhere(
 
 
 def validation_batch(
-  tokens: TokenFiles | np.ndarray, config: FittedConfig, mesh: Mesh
+  tokens: TokenFiles | np.ndarray, config: Config, mesh: Mesh
 ) -> tuple[jax.Array, int]:
   """Makes the batch of an evaluation, and counts its sequences.
 
@@ -108,15 +108,18 @@ def validation_batch(
   may be the first input of the next. Those after the count, in the order of the
   first two axes, repeat others to fill the last micro-batch.
   """
-  starts = spread(len(tokens), config.context_length, config.eval_sequences)
+  starts = spread(
+    len(tokens), config.model.context_length, config.eval_sequences
+  )
   rows = _rows(config, mesh)
   # Repeated sequences give no new maximum, where padding would.
   filled = np.resize(starts, math.ceil(len(starts) / rows) * rows)
-  batch = make_batch(tokens, filled, config.context_length, rows, mesh)
+  length = config.model.context_length
+  batch = make_batch(tokens, filled, length, rows, mesh)
   return batch, len(starts)
 
 
-def _rows(config: FittedConfig, mesh: Mesh) -> int:
+def _rows(config: Config, mesh: Mesh) -> int:
   return config.micro_batch_size * num_batch_shards(mesh)
 
 

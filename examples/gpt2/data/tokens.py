@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import tokenizers
 
-from examples.gpt2.config import RunConfig, UsageError, digest
+from examples.gpt2.config import Config, UsageError, check_at_least, digest
 from examples.gpt2.data.batches import Mixture
 from examples.gpt2.data.corpus import cache_folder, fill_cache, load_corpus
 from examples.gpt2.data.files import find_files
@@ -36,7 +36,7 @@ from examples.gpt2.data.tokenizer import (
   read_companions,
   read_tokenizer,
 )
-from examples.gpt2.devices.processes import check_same, on_process_0
+from examples.gpt2.processes import check_same, on_process_0
 from examples.gpt2.storage import as_path
 
 _TOKENIZER = 'tokenizer.json'
@@ -82,7 +82,7 @@ class Source(NamedTuple):
   weight: float | None  # Share of the sequences, as a multiple of any unit.
 
 
-def load_tokens(config: RunConfig) -> Tokens:
+def load_tokens(config: Config) -> Tokens:
   """Reads the tokens that the settings name, tokenizing text the first time.
 
   Of several processes, the first does this for all that see its cache. Token
@@ -138,7 +138,7 @@ def _parse(text: str) -> Source:
     return Source(text, None)
 
 
-def _load(config: RunConfig) -> Tokens:
+def _load(config: Config) -> Tokens:
   sources = parse_sources(config.data)
   paths = [source.path for source in sources]
   texts = [x for x in paths if x == 'stdlib' or not has_token_files(as_path(x))]
@@ -187,7 +187,7 @@ def _named(flag: str, value: str) -> Iterator[None]:
 
 
 def _mix(
-  parts: list[Tokens], weights: list[float | None], config: RunConfig
+  parts: list[Tokens], weights: list[float | None], config: Config
 ) -> Tokens:
   """Returns the tokens of all sources, and the order of their sequences."""
   first, order = parts[0], {'sampling': config.sampling}
@@ -214,15 +214,16 @@ def _mix(
   )
 
 
-def _load_text(data: list[str], config: RunConfig) -> Tokens:
+def _load_text(data: list[str], config: Config) -> Tokens:
   """Reads a text, from the cache where it has been tokenized before."""
+  check_at_least(257, vocab_size=config.model.vocab_size)
   cache = cache_folder(config.cache_dir)
   with _named('--data', ' '.join(data)):
     corpus = load_corpus(data, [cache.absolute()])
-    key = digest(corpus.sha256, config.vocab_size, tokenizers.__version__)
+    key = digest(corpus.sha256, config.model.vocab_size, tokenizers.__version__)
     folder = cache / key[:16]
     if read_index(folder) is None:
-      fill_cache(folder, corpus, config.vocab_size)
+      fill_cache(folder, corpus, config.model.vocab_size)
     return dataclasses.replace(
       _open_folder(folder, config),
       source=corpus.source,
@@ -231,9 +232,9 @@ def _load_text(data: list[str], config: RunConfig) -> Tokens:
     )
 
 
-def _open_folder(folder: Path, config: RunConfig) -> Tokens:
+def _open_folder(folder: Path, config: Config) -> Tokens:
   """Opens a folder with token files, perhaps with a tokenizer."""
-  vocab_size, tokenizer, companions = config.vocab_size, None, {}
+  vocab_size, tokenizer, companions = config.model.vocab_size, None, {}
   if (folder / _TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / _TOKENIZER)
     companions = read_companions(folder)
@@ -243,7 +244,7 @@ def _open_folder(folder: Path, config: RunConfig) -> Tokens:
   for part in PARTS:
     if part not in parts:
       raise UsageError(f'{folder} holds token files, but no {part}.bin.')
-    check_length(part, parts[part], config.context_length)
+    check_length(part, parts[part], config.model.context_length)
   if index is not None:
     check_token(index['vocab_size'] - 1, vocab_size, folder)
     sha256, mean = digest(index['shards']), index['unigram_entropy']
@@ -277,7 +278,7 @@ def check_length(
 
 
 def _named_evaluation(
-  text: str, known: list[str], tokens: Tokens, config: RunConfig
+  text: str, known: list[str], tokens: Tokens, config: Config
 ) -> EvaluationSet:
   """Opens a set of ``--eval-data``."""
   name, separator, path = text.partition('=')
@@ -294,7 +295,7 @@ def _named_evaluation(
     found = load_evaluation(
       path, tokens.vocab_size, tokens.tokenizer, tokens.end_token
     )
-    check_length('val', found.tokens, config.context_length)
+    check_length('val', found.tokens, config.model.context_length)
   return found._replace(name=name)
 
 

@@ -14,10 +14,10 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.devices.sharding import constrain
+from examples.gpt2.config import ModelConfig
 from examples.gpt2.model import splash
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.layers import by_token, linear
+from examples.gpt2.sharding import constrain
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
 """Function from queries, (B, T, H, K), keys and values, (B, T, G, K), to what

@@ -12,7 +12,7 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.model.config import ModelConfig
+from examples.gpt2.config import ModelConfig
 
 
 class MLP(nnx.Module):

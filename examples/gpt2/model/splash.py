@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec as P
 
-from examples.gpt2.devices.sharding import BATCH_AXES
+from examples.gpt2.sharding import BATCH_AXES
 
 # Queries, and keys, whose logits are on the chip at once.
 _MOST_IN_BLOCK = 512

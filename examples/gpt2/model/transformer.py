@@ -11,14 +11,14 @@ from flax import nnx
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.devices.sharding import (
+from examples.gpt2.config import ModelConfig
+from examples.gpt2.model import layers
+from examples.gpt2.model.attention import Attend, Attention, causal_attention
+from examples.gpt2.sharding import (
   constrain,
   gather_parameters,
   has_fsdp,
 )
-from examples.gpt2.model import layers
-from examples.gpt2.model.attention import Attend, Attention, causal_attention
-from examples.gpt2.model.config import ModelConfig
 
 
 def _all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -124,7 +124,7 @@ class Transformer(nnx.Module):
       policy = _KEPT[self.config.remat]
       run = jax.checkpoint(run, policy=policy, prevent_cse=False)
     x_BTD, measured = jax.lax.scan(
-      run, constrain(x_BTD), (blocks, by_layer), unroll=self.config.unroll
+      run, constrain(x_BTD), (blocks, by_layer), unroll=self.config.unroll or 1
     )
     return self.final_norm(x_BTD), measured
 

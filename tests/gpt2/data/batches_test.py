@@ -1,4 +1,3 @@
-import dataclasses
 from pathlib import Path
 
 import hypothesis
@@ -6,7 +5,7 @@ from hypothesis import strategies as st
 import jax
 import numpy as np
 
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, change
 from examples.gpt2.data.batches import (
   Mixture,
   batch_shape,
@@ -14,7 +13,7 @@ from examples.gpt2.data.batches import (
   validation_batch,
 )
 from examples.gpt2.data.token_files import open_files
-from examples.gpt2.devices.sharding import (
+from examples.gpt2.sharding import (
   batch_sharding,
   make_mesh,
   num_batch_shards,
@@ -26,9 +25,10 @@ MESHES = ['', 'fsdp=8', 'fsdp=4,tensor=2', 'tensor=8', 'fsdp=2,tensor=2']
 
 
 def _config(**settings) -> Config:
-  return Config(
+  return change(
+    Config(),
     **dict(seed=0, batch_size=48, micro_batch_size=1, context_length=20)
-    | settings
+    | settings,
   )
 
 
@@ -46,7 +46,7 @@ def test_a_batch_is_the_same_on_any_mesh_and_in_any_micro_batches(
   mesh = make_mesh(text)
   config = _config(seed=seed, sampling=sampling)
   expected = np.concatenate(training_batch(TOKENS, config, step, ONE))
-  changed = dataclasses.replace(config, micro_batch_size=micro_batch_size)
+  changed = change(config, micro_batch_size=micro_batch_size)
   batch = training_batch(TOKENS, changed, step, mesh)
   np.testing.assert_array_equal(np.concatenate(batch), expected)
   rows = micro_batch_size * num_batch_shards(mesh)

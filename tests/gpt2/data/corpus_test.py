@@ -1,11 +1,10 @@
-import dataclasses
 from pathlib import Path
 
 import hypothesis
 from hypothesis import strategies as st
 import pytest
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, change
 from examples.gpt2.data import corpus as corpus_module
 from examples.gpt2.data.corpus import fill_cache, load_corpus
 from examples.gpt2.data.tokens import load_tokens
@@ -57,13 +56,13 @@ def test_several_texts_are_one_corpus(tiny, tmp_path: Path):
     path = tmp_path / f'{name}.txt'
     path.write_text(text * 2000)
     paths.append(str(path))
-  tokens = load_tokens(dataclasses.replace(tiny, data=tuple(paths)))
+  tokens = load_tokens(change(tiny, data=tuple(paths)))
   text = tokens.tokenizer.decode(tokens.train[:])
   assert '1 2 3' in text and 'uvw xyz' in text
   assert [x.name for x in tokens.evaluations] == ['text']
   weighted = tuple(f'{path}:1' for path in paths)
   with pytest.raises(UsageError, match='a.txt holds no token files, which'):
-    load_tokens(dataclasses.replace(tiny, data=weighted))
+    load_tokens(change(tiny, data=weighted))
 
 
 def test_folders_of_runs_and_caches_are_not_read_as_text(tmp_path: Path):
@@ -85,7 +84,7 @@ def test_folders_of_runs_and_caches_are_not_read_as_text(tmp_path: Path):
 
 def test_lines_that_end_documents_become_ends(tiny, tmp_path: Path):
   (tmp_path / 'a.txt').write_text(f'one {END} here\n{END}\ntwo\n' * 500)
-  tokens = load_tokens(dataclasses.replace(tiny, data=(str(tmp_path),)))
+  tokens = load_tokens(change(tiny, data=(str(tmp_path),)))
   end = tokens.tokenizer.token_to_id(END)
   text = tokens.tokenizer.decode(tokens.train[:], skip_special_tokens=False)
   assert f' {END} here\n{END}two\n' in text

@@ -1,6 +1,5 @@
 """Text and tokens in object stores: the same as on a disk."""
 
-import dataclasses
 import gzip
 import json
 import os
@@ -12,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from examples.gpt2 import prepare as prepare_module
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, change
 from examples.gpt2.data import corpus as corpus_module
 from examples.gpt2.data.tokens import load_tokens
 from examples.gpt2.prepare import PrepareConfig, prepare
@@ -64,7 +63,7 @@ def test_tokens_are_made_and_read_in_a_store(
   assert len(contents(local.out_dir)) > 8
 
   found, expected = (
-    load_tokens(dataclasses.replace(tiny, data=(os.fspath(x.out_dir),)))
+    load_tokens(change(tiny, data=(os.fspath(x.out_dir),)))
     for x in (remote, local)
   )
   assert found.sha256 == expected.sha256
@@ -76,7 +75,7 @@ def test_text_and_cache_may_be_in_a_store(make_bucket, tiny, monkeypatch):
   bucket = make_bucket('gs')
   text = Path(tiny.data[0]).read_bytes()
   write_whole(as_path(bucket) / 'text.txt', text)
-  there = dataclasses.replace(
+  there = change(
     tiny, data=(f'{bucket}/text.txt',), cache_dir=as_path(bucket) / 'cache'
   )
   expected = load_tokens(tiny)

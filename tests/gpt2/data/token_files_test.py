@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 from pathlib import Path
 
@@ -7,7 +6,7 @@ from hypothesis import strategies as st
 import numpy as np
 import pytest
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config, UsageError, change
 from examples.gpt2.data import token_files
 from examples.gpt2.data.token_files import (
   Shard,
@@ -64,7 +63,7 @@ def test_the_trainer_reads_token_files_of_others(tiny, tmp_path, name):
   write(folder / train, tokens[:15000])
   write(folder / val, tokens[15000:])
   size = 50257 if tokens is GPT2 else 128256
-  config = dataclasses.replace(tiny, data=(str(folder),), vocab_size=size)
+  config = change(tiny, data=(str(folder),), vocab_size=size)
   found = load_tokens(config)
   np.testing.assert_array_equal(found.train[:], tokens[:15000])
   np.testing.assert_array_equal(found.validation[:], tokens[15000:])
@@ -145,7 +144,7 @@ def test_a_token_beyond_the_vocabulary_is_named_before_and_within_a_run(
   tokens[1515] = 300
   for name in ('train.bin', 'val.bin'):
     _raw(tmp_path / name, tokens if name == 'train.bin' else tokens[:99])
-  config = dataclasses.replace(tiny, data=(str(tmp_path),))
+  config = change(tiny, data=(str(tmp_path),))
   with pytest.raises(UsageError, match='token 300, but .* has 288 .*--vocab-s'):
     load_tokens(config)
   # Of a very large file, a part is counted.

@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -6,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.config import Config, UsageError, change
 from examples.gpt2.data import corpus as corpus_module
 from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.data.tokens import (
@@ -21,7 +20,7 @@ from examples.gpt2.train import train
 def _with_bins(config: Config, folder: Path, train, val):
   for name, tokens in (('train.bin', train), ('val.bin', val)):
     np.array(tokens, np.uint16).tofile(folder / name)
-  return dataclasses.replace(config, data=(str(folder),))
+  return change(config, data=(str(folder),))
 
 
 def test_tokens_decode_to_the_text(tiny: Config):
@@ -113,7 +112,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_on_sources_has_a_loss_for_each(tiny: Config, prepared: Path):
   data = f'{prepared / "web"}:0.7', f'{prepared / "code"}:0.3'
   sets = f'raw={prepared / "code.jsonl"}', f'again={prepared / "code"}'
-  config = dataclasses.replace(tiny, data=data, eval_data=sets)
+  config = change(tiny, data=data, eval_data=sets)
   folder = train(config)
   evaluated = [x for x in folder.read_metrics() if 'val_loss' in x]
   assert [x['step'] for x in evaluated] == [4, 6]
@@ -127,7 +126,7 @@ def test_a_run_on_sources_has_a_loss_for_each(tiny: Config, prepared: Path):
   train(config)  # Its own settings are accepted.
   changed = f'{prepared / "web"}:0.6', f'{prepared / "code"}:0.4'
   with pytest.raises(UsageError, match='weights.*0.7.*0.6'):
-    train(dataclasses.replace(config, data=changed))
+    train(change(config, data=changed))
 
 
 def test_parts_that_are_missing_or_too_short_are_refused(tiny, tmp_path):
@@ -144,13 +143,13 @@ def test_parts_that_are_missing_or_too_short_are_refused(tiny, tmp_path):
 def test_sources_that_cannot_be_mixed_are_refused(tiny, prepared, tmp_path):
   data = str(prepared / 'web'), *tiny.data
   with pytest.raises(UsageError, match='holds no token files.* --tokenizer'):
-    load_tokens(dataclasses.replace(tiny, data=data))
+    load_tokens(change(tiny, data=data))
   other = tmp_path / 'other'
   other.mkdir()
   _with_bins(tiny, other, [0] * 99, [0] * 99)
   train_tokenizer(['other'], 260).save(str(other / 'tokenizer.json'))
   with pytest.raises(UsageError, match='must have the same tokenizer'):
-    load_tokens(dataclasses.replace(tiny, data=(data[0], str(other))))
+    load_tokens(change(tiny, data=(data[0], str(other))))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +168,6 @@ def test_evaluation_sets_that_cannot_be_used_are_refused(
   monkeypatch.chdir(prepared)
   Path('short.txt').write_text('x')
   np.save('large.npy', np.full(99, 300))
-  config = dataclasses.replace(tiny, data=('web',), eval_data=(eval_data,))
+  config = change(tiny, data=('web',), eval_data=(eval_data,))
   with pytest.raises(UsageError, match=message):
     load_tokens(config)

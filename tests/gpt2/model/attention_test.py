@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt2.devices.sharding import make_mesh
+from examples.gpt2.config import ModelConfig, complete
 from examples.gpt2.model import attention, splash
 from examples.gpt2.model.attention import causal_attention
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.transformer import as_module, shapes
+from examples.gpt2.sharding import make_mesh
 
 
 def _normal(seed: int, *shape: int) -> np.ndarray:
@@ -66,7 +66,18 @@ def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, heads, monkeypatch):
 
 @pytest.mark.parametrize('qk_norm', [False, True])
 def test_qk_norm_bounds_the_logits(qk_norm: bool):
-  config = ModelConfig(64, 16, 1, 2, 16, 32, 'llama', qk_norm=qk_norm)
+  config = complete(
+    ModelConfig(
+      vocab_size=64,
+      context_length=16,
+      num_layers=1,
+      num_heads=2,
+      width=16,
+      mlp_width=32,
+      architecture='llama',
+      qk_norm=qk_norm,
+    )
+  )
   params = jax.tree.map(lambda x: _normal(x.size, *x.shape), shapes(config))
   attention = params['blocks']['attention']
   attention['qkv']['kernel'] *= 1000

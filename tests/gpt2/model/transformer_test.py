@@ -9,21 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.gpt2.config import PRESETS, ModelConfig, complete, resolve
 from examples.gpt2.convert import from_arrays, to_arrays
-from examples.gpt2.devices.sharding import by_path
 from examples.gpt2.model import layers
-from examples.gpt2.model.config import ModelConfig
 from examples.gpt2.model.loss import mean_cross_entropy
 from examples.gpt2.model.transformer import Transformer, as_module, shapes
 from examples.gpt2.model_files import open_arrays
-from examples.gpt2.presets import PRESETS, resolve
-from examples.gpt2.run.step import make_model_config
+from examples.gpt2.sharding import by_path
 
 _DATA = Path(__file__).parents[2] / 'data'
-_CONFIG = ModelConfig(
+_CONFIG = complete(ModelConfig(
   vocab_size=64, context_length=16, num_layers=2, num_heads=2, width=16,
   mlp_width=32,
-)  # fmt: skip
+))  # fmt: skip
 _KINDS = {
   'gpt2': {},
   'llama': dict(architecture='llama', untied_head=True, mlp_width=48),
@@ -153,10 +151,8 @@ def test_a_common_token_has_the_whole_sum_of_its_gradients():
   ],
 )
 def test_presets_have_the_published_sizes(preset: str, millions: float):
-  settings = resolve(PRESETS[preset])
-  config = make_model_config(settings, settings.vocab_size)
+  config = resolve(PRESETS[preset]).model
   assert config.norm_epsilon == (1e-6 if preset in _RMS else 1e-5)
-  config = dataclasses.replace(config, vocab_size=settings.vocab_size)
   count = sum(x.size for x in jax.tree.leaves(shapes(config)))
   assert round(count / 1e6, 1) == millions
 

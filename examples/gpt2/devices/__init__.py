@@ -1,1 +1,0 @@
-"""Meshes, processes, and what the hardware can do."""

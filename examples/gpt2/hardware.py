@@ -1,0 +1,174 @@
+"""What the machine is and can do: chips, memory, cores, versions."""
+
+import math
+import os
+import platform
+import re
+import resource
+import sys
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jaxlib
+import numpy as np
+import optax
+import orbax.checkpoint
+import tokenizers
+
+import merit_optax
+
+
+class Chip(NamedTuple):
+  """Peaks of a device; NaN where a value is not known."""
+
+  flops: float  # Dense FLOP/s of matrix products in bfloat16.
+  hbm: float = math.nan  # Bytes of memory that a program may use.
+  hbm_bandwidth: float = math.nan  # Bytes a second to and from memory.
+  # Bytes a second, one way: to a neighbour in a TPU's torus, to all GPUs of a
+  # host over NVLink.
+  link_bandwidth: float = math.nan
+  # Bytes a second, one way, to other hosts; only of GPUs.
+  network_bandwidth: float = math.nan
+
+
+_GIB = 2**30
+
+# By words of `device_kind`. A device of TPU v3 or TPU7x is half a chip. FLOP/s
+# are those of the data sheets, without sparsity and with sums in float32.
+# Bandwidths of TPUs up to v6 and of H100, H200 and B200 are those of "How to
+# Scale Your Model", https://jax-ml.github.io/scaling-book. Memory of TPUs is
+# what the compiler says that it may use, a little less than the data sheets'
+# 32, 16 and 96 GB; of a GPU it is three quarters, which jax takes by default.
+# NVLink is half of the data sheets' 600, 900 and 1800 GB/s, which count both
+# ways; networks are those of a DGX, an adapter of 200 (A100) or 400 Gb/s for
+# each GPU.
+_CHIPS = {
+  # Half of the chip's 2307 TFLOP/s and 7380 GB/s,
+  # https://docs.cloud.google.com/tpu/docs/tpu7x.
+  'TPU7x': Chip(1153.5e12, hbm_bandwidth=3.69e12),
+  'TPU v6': Chip(918e12, 31.25 * _GIB, 1.6e12, 9e10),
+  'TPU v6e': Chip(918e12, 31.25 * _GIB, 1.6e12, 9e10),
+  'TPU v5p': Chip(459e12, 95.74 * _GIB, 2.8e12, 9e10),
+  'TPU v5 lite': Chip(197e12, 15.75 * _GIB, 8.1e11, 4.5e10),
+  'TPU v5e': Chip(197e12, 15.75 * _GIB, 8.1e11, 4.5e10),
+  'TPU v5': Chip(459e12, 95.74 * _GIB, 2.8e12, 9e10),
+  'TPU v4': Chip(275e12, 30.75 * _GIB, 1.2e12, 4.5e10),
+  'TPU v3': Chip(61.5e12),
+  # A 72nd of a GB200 NVL72: 360 PFLOP/s with sparsity, 13.4 TB, 576 TB/s.
+  'GB200': Chip(2500e12, 0.75 * 186e9, 8e12, 9e11, 5e10),
+  'B200': Chip(2250e12, 0.75 * 191514411008, 7.67e12, 9e11, 5e10),
+  # 480 GB is the memory of the CPU. NVLink joins only some of these GPUs.
+  'GH200 480GB': Chip(989e12, 0.75 * 96e9, 4e12),
+  'GH200 144G HBM3e': Chip(989e12, 0.75 * 144e9, 4.9e12),
+  'GH200': Chip(989e12),
+  'H200 NVL': Chip(835e12),
+  'H200': Chip(989e12, 0.75 * 151397597184, 4.8e12, 4.5e11, 5e10),
+  'H100 PCIe': Chip(756e12),
+  'H100 NVL': Chip(835e12),
+  'H100 80GB HBM3': Chip(989e12, 0.75 * 84942979072, 3.35e12, 4.5e11, 5e10),
+  'H100': Chip(989e12),
+  # H800 and A800 are H100 and A100 with NVLink of 400 GB/s both ways.
+  'H800 PCIe': Chip(756e12),
+  'H800': Chip(989e12, 0.75 * 80e9, 3.35e12, 2e11),
+  'A100-SXM4-80GB': Chip(312e12, 0.75 * 85100068864, 2.04e12, 3e11, 2.5e10),
+  'A100': Chip(312e12),
+  'A800-SXM4-80GB': Chip(312e12, 0.75 * 80e9, 2.04e12, 2e11),
+  'A800': Chip(312e12),
+  'A10G': Chip(70e12, 0.75 * 24e9, 6e11),
+  'A10': Chip(125e12, 0.75 * 24e9, 6e11),
+  'L40S': Chip(362e12),
+  'L40': Chip(181e12),
+  'L4': Chip(121e12),
+  'V100S': Chip(130e12),
+  'V100': Chip(125e12),
+  # A quarter of 1457 TFLOP/s in 8 bits with sparsity.
+  'RTX 6000 Ada': Chip(364.25e12, 0.75 * 48e9, 9.6e11),
+  # An eighth of 4030 and 3511 TFLOP/s in 4 bits with sparsity.
+  'RTX PRO 6000 Blackwell Workstation': Chip(503.8e12, 0.75 * 96e9, 1.792e12),
+  'RTX PRO 6000 Blackwell Max-Q': Chip(438.9e12, 0.75 * 96e9, 1.792e12),
+  # Of the tables in NVIDIA's papers on the architectures Ada and RTX Blackwell;
+  # with sums in float16 these two are twice as fast.
+  'RTX 4090': Chip(165.2e12, 0.75 * 24e9, 1.008e12),
+  'RTX 5090': Chip(209.5e12, 0.75 * 32e9, 1.792e12),
+  # Smaller chips, which have the names in part.
+  'RTX 4090 D': Chip(math.nan),
+  'RTX 4090 Laptop': Chip(math.nan),
+  'RTX 5090 D': Chip(math.nan),
+  'RTX 5090 Laptop': Chip(math.nan),
+  # The data sheet's seven links have 128 GB/s each, which counts both ways.
+  'MI300X': Chip(1307.4e12, 0.75 * 192e9, 5.3e12, 4.48e11),
+}
+
+
+def find_chip(device_kind: str) -> Chip:
+  """Returns the peaks of a kind of device, as jax names it.
+
+  The longest name counts whose words the kind has: an H200 is no GH200.
+  """
+  kinds = [
+    kind for kind in _CHIPS if re.search(rf'\b{re.escape(kind)}\b', device_kind)
+  ]
+  return _CHIPS[max(kinds, key=len)] if kinds else Chip(math.nan)
+
+
+def peak_flops(device: jax.Device) -> float:
+  """Returns the peak FLOP/s of a device in bfloat16, NaN if not known."""
+  return find_chip(device.device_kind).flops
+
+
+def memory_bytes(device: jax.Device) -> float | None:
+  """Returns the bytes that programs may use of an accelerator.
+
+  They are those of its kind, or what the device says, which comes first for a
+  GPU, since it follows the settings of jax; None where neither is known, and
+  for a CPU. The device may be one that is only compiled for.
+  """
+  if device.platform == 'cpu':
+    return None
+  known = find_chip(device.device_kind).hbm
+  if device.platform == 'tpu' and not math.isnan(known):
+    return known
+  try:
+    said = (device.memory_stats() or {}).get('bytes_limit')
+  except (jax.errors.JaxRuntimeError, NotImplementedError):
+    said = None
+  return said or (None if math.isnan(known) else known)
+
+
+def peak_memory() -> int:
+  """Returns the most bytes in use so far: of a device, or of this process."""
+  stats = jax.local_devices()[0].memory_stats() or {}
+  if 'peak_bytes_in_use' in stats:
+    return int(stats['peak_bytes_in_use'])
+  size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return size if sys.platform == 'darwin' else size * 1024
+
+
+def bytes_per_device(shapes: Any) -> int:
+  """Returns the bytes that each device holds of a tree of sharded shapes."""
+  return sum(
+    math.prod(x.sharding.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize
+    for x in jax.tree.leaves(shapes)
+  )
+
+
+def usable_cores() -> list[int]:
+  """Returns the numbers of the CPU cores that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):
+    return sorted(os.sched_getaffinity(0))
+  return list(range(os.cpu_count() or 1))
+
+
+def versions() -> dict[str, Any]:
+  """Returns versions and devices, as JSON values."""
+  modules = (
+    merit_optax, jax, jaxlib, optax, flax, orbax.checkpoint, tokenizers,
+  )  # fmt: skip
+  return {
+    'versions': {'python': platform.python_version()}
+    | {module.__name__: module.__version__ for module in modules},
+    'devices': [f'{d.platform}:{d.id} {d.device_kind}' for d in jax.devices()],
+    'processes': jax.process_count(),
+    'cpu_cores': os.cpu_count(),
+  }

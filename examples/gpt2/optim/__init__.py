@@ -1,1 +1,0 @@
-"""Optimizers by name, and diagnostics of what they do."""

@@ -1,0 +1,641 @@
+"""A run: its folder, settings, metrics, log and report."""
+
+from collections.abc import Iterator
+import contextlib
+import dataclasses
+import fcntl
+import json
+import math
+from pathlib import Path
+import statistics
+import sys
+import time
+from typing import Any, Self
+import warnings
+
+import jax
+import numpy as np
+import tqdm
+
+from examples.gpt2 import hardware, model_files
+from examples.gpt2.command import CommandError, format_bytes, table
+from examples.gpt2.config import (
+  FIELDS,
+  Config,
+  UsageError,
+  describe_changes,
+  fact,
+  flag,
+)
+from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.optimizers import make_schedule
+from examples.gpt2.processes import is_process_0, on_process_0, print_once
+from examples.gpt2.step import Trainer
+from examples.gpt2.storage import (
+  as_path,
+  is_remote,
+  make_folder,
+  os_errors,
+  write_whole,
+)
+
+
+class MetricsFile:
+  """The file of metrics; in a store, which does not append, as of ``flush``."""
+
+  def __init__(self, path: Path):
+    self._path = path
+    self._lines: list[str] = []
+
+  def replace(self, lines: list[dict[str, Any]]) -> None:
+    """Makes these the lines of the file."""
+    self._lines = [_line(x) for x in lines]
+    self._write()
+
+  def add(self, metrics: dict[str, Any]) -> None:
+    """Adds the line of a step."""
+    line = _line(metrics)
+    self._lines.append(line)
+    if not is_remote(self._path):
+      with self._path.open('a') as file:
+        file.write(line)
+
+  def flush(self) -> None:
+    """Makes sure that a store has all lines."""
+    if is_remote(self._path):
+      self._write()
+
+  @os_errors()
+  def _write(self) -> None:
+    write_whole(self._path, ''.join(self._lines).encode())
+
+
+def _line(metrics: dict[str, Any]) -> str:
+  # JSON has no numbers that are not finite: they become null.
+  finite = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
+  return json.dumps(finite) + '\n'
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+  """Returns the lines of a file of metrics, but for a torn one; [] if none."""
+  try:
+    with os_errors():
+      text = path.read_bytes().decode(errors='replace')
+  except FileNotFoundError:
+    return []
+  lines = []
+  for line in text.splitlines():
+    with contextlib.suppress(ValueError):
+      lines.append(json.loads(line))
+  return [x for x in lines if isinstance(x, dict) and 'step' in x]
+
+
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+  """Returns each number of a step by its path, such as 'layers/clipped/1'."""
+  found = {}
+  for path, value in jax.tree.leaves_with_path(metrics):
+    # Layers count from 1.
+    keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
+    found['/'.join(keys)] = float(value)
+  return found
+
+
+class Dashboards(contextlib.ExitStack):
+  """TensorBoard and Weights & Biases, where a run asks for them.
+
+  A run that resumes goes on with its run at W&B, whose id is in the folder. W&B
+  takes each step once: steps that are taken again have the same numbers and are
+  left out, and those that it lacks are sent first.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    folder: Path,
+    lines: list[dict[str, Any]],
+  ):
+    """Opens them.
+
+    Args:
+      config: Settings of the run.
+      folder: Folder of the run.
+      lines: Metrics of the steps that are done.
+
+    Raises:
+      UsageError: If W&B does not know who it is to log in as.
+    """
+    super().__init__()
+    self._board = self._wandb = None
+    if config.tensorboard:
+      self._board = self.enter_context(_open_board(folder, len(lines)))
+    if config.wandb is not None:
+      self._wandb = _open_wandb(config.wandb, folder)
+      self.callback(self._wandb.finish)
+      for metrics in lines:
+        self._send(metrics)
+
+  def add(self, metrics: dict[str, Any]) -> None:
+    """Logs each number of a step's metrics, by its path."""
+    if self._board is not None:
+      for name, value in scalars(metrics).items():
+        self._board.add_scalar(name, value, metrics['step'])
+    if self._wandb is not None:
+      self._send(metrics)
+
+  def _send(self, metrics: dict[str, Any]) -> None:
+    if metrics['step'] >= self._wandb.starting_step:
+      self._wandb.log(scalars(metrics), step=metrics['step'], commit=True)
+
+
+def _open_board(folder: Path, done: int) -> Any:
+  import tensorboardX  # noqa: PLC0415  Optional.
+
+  if is_remote(folder):
+    raise UsageError(f'--tensorboard needs --out-dir on a disk, got {folder}.')
+  return tensorboardX.SummaryWriter(
+    str(folder / 'tensorboard'), purge_step=done + 1
+  )
+
+
+def _open_wandb(project: str, folder: Path) -> Any:
+  """Returns the run at W&B: a new one, or that of the folder."""
+  import wandb  # noqa: PLC0415  Optional.
+
+  id_file = folder / 'wandb_id.txt'
+  is_new = not id_file.exists()
+  try:
+    run = wandb.init(
+      project=project,
+      id=None if is_new else id_file.read_text(),
+      name=folder.name if is_new else None,
+      resume='allow',
+      dir=None if is_remote(folder) else folder,
+      config=json.loads((folder / 'config.json').read_text()),
+      allow_val_change=True,
+    )
+  except (wandb.errors.Error, ValueError) as error:
+    raise UsageError(
+      f'--wandb {project}: {error} (Without an account or a network, set '
+      'WANDB_MODE=offline.)'
+    ) from error
+  write_whole(id_file, run.id.encode())
+  return run
+
+
+_CONFIG = 'config.json'
+_METRICS = 'metrics.jsonl'
+_SAMPLE = 'sample.txt'
+# What a run writes besides; without a config.json it is somebody else's.
+_OTHERS = (
+  _METRICS,
+  _SAMPLE,
+  model_files.DESCRIPTION,
+  model_files.WEIGHTS,
+  'checkpoints',
+)
+
+
+class RunFolder:
+  """Reads and writes the files of a run, on a disk or in a store.
+
+  Process 0 does it. All processes call the methods, but for those that say
+  otherwise, and an error is raised in all. As a context, it keeps a second run
+  out of a folder on a disk.
+
+  Attributes:
+    path: The folder.
+    checkpoints: Folder of the checkpoints.
+    picture: File of the curves.
+    metrics: The file of metrics; for process 0.
+  """
+
+  def __init__(self, path: Path):
+    self.path = as_path(path)
+    self.checkpoints = self.path / 'checkpoints'
+    self.picture = self.path / 'curves.png'
+    self.metrics = MetricsFile(self.path / _METRICS)
+    self._lock = contextlib.ExitStack()
+
+  def __enter__(self) -> Self:
+    on_process_0(self._open)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._lock.close()
+
+  def _open(self) -> None:
+    """Makes the folder and locks it."""
+    try:
+      make_folder(self.path)
+      if is_remote(self.path):
+        return
+      file = self._lock.enter_context((self.path / '.lock').open('wb'))
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+      raise UsageError(
+        f'--out-dir {self.path} is in use by a run that goes on now.'
+      ) from error
+    except OSError as error:
+      raise UsageError(
+        f'--out-dir {self.path} cannot be written: {error}'
+      ) from error
+
+  @property
+  def finished(self) -> bool:
+    """Whether a run ended here: the sample is written last."""
+    return on_process_0((self.path / _SAMPLE).is_file)
+
+  def start(
+    self, config: Config, known_by: dict[str, Any], others: dict[str, Any]
+  ) -> None:
+    """Writes config.json, unless another run is here.
+
+    Args:
+      config: Settings.
+      known_by: What decides the numbers of the run, as JSON values.
+      others: What config.json holds beside it, as JSON values.
+
+    Raises:
+      UsageError: If the folder holds another run, or something else with a name
+        that a run writes.
+    """
+    content = {'config': known_by, **others}
+    on_process_0(self._start, config, content)
+
+  @os_errors()
+  def _start(self, config: Config, content: dict[str, Any]) -> None:
+    if (self.path / _CONFIG).exists():
+      self._check_same(config, content['config'])
+    elif found := [x for x in _OTHERS if (self.path / x).exists()]:
+      raise self._refusal(f'{", ".join(found)} of something else')
+    if not (self.path / _SAMPLE).exists():
+      text = json.dumps(content, indent=2)
+      write_whole(self.path / _CONFIG, text.encode())
+
+  def _check_same(self, config: Config, known_by: dict[str, Any]) -> None:
+    """Raises ``UsageError`` unless the run here goes on with these settings."""
+    schedule = [x for x in FIELDS if fact(x, 'is_schedule')]
+    try:
+      old = dict(self.read_settings()['config'])
+      before = dataclasses.replace(config, **{x: old[x] for x in schedule})
+    except (ValueError, TypeError, KeyError) as error:
+      raise self._refusal(
+        f'a {_CONFIG} that no run of this trainer wrote, or a damaged one'
+      ) from error
+    changes, steps = describe_changes(old, known_by), saved_steps(self.path)
+    # Without the first state, nothing has been computed.
+    if not changes or not steps:
+      return
+    decisive = describe_changes(
+      *(
+        {k: x for k, x in settings.items() if k not in schedule}
+        for settings in (old, known_by)
+      )
+    )
+    if decisive:
+      raise self._refusal(f'a run with other settings ({changes})')
+    if max(steps):
+      self._check_same_rates(before, config, max(steps), changes)
+    # Else they would be taken for those of the longer run.
+    for name in (_SAMPLE, model_files.WEIGHTS):
+      (self.path / name).unlink(missing_ok=True)
+
+  def _check_same_rates(
+    self, before: Config, now: Config, done: int, changes: str
+  ) -> None:
+    """Raises ``UsageError`` if a step that is done had another rate."""
+    if now.steps < done:
+      raise self._refusal(f'a run that has done {done} steps ({changes})')
+    rates = [
+      np.asarray(jax.vmap(make_schedule(x))(np.arange(done)))
+      for x in (before, now)
+    ]
+    (different,) = np.nonzero(rates[0] != rates[1])
+    if not different.size:
+      return
+    step = int(different[0])
+    hints = ' '.join(
+      f'{flag(x)} {getattr(before, x):g}' for x in ('learning_rate', 'warmup')
+    )
+    raise self._refusal(
+      f'a run with other settings ({changes}): its step {step + 1} had the '
+      f'learning rate {rates[0][step]:.6g}, now {rates[1][step]:.6g}. A run '
+      'can be made longer while its rates do not depend on --steps, before the '
+      f'decay of --schedule wsd, with --warmup in steps (it has {hints}); else '
+      '--fork-from makes a run of its own from a checkpoint'
+    )
+
+  def _refusal(self, what: str) -> UsageError:
+    return UsageError(
+      f'--out-dir {self.path} holds {what}: choose another folder.'
+    )
+
+  def keep_metrics(self, step: int, fork_from: Path | None = None) -> int:
+    """Cuts off the lines of metrics.jsonl after a step, also torn ones.
+
+    Args:
+      step: Last step to keep.
+      fork_from: Folder of a run whose lines to take, if there are none here.
+
+    Returns:
+      The tokens of all steps up to that one, 0 if that is not known.
+    """
+    return on_process_0(self._keep_metrics, step, fork_from)
+
+  @os_errors()
+  def _keep_metrics(self, step: int, fork_from: Path | None) -> int:
+    lines = self.read_metrics()
+    if not lines and fork_from is not None:
+      lines = read_metrics(as_path(fork_from) / _METRICS)
+    kept = {line['step']: line for line in lines if line['step'] <= step}
+    if len(kept) < step:
+      warnings.warn(
+        f'{self.path / _METRICS} has lost {step - len(kept)} of the lines up '
+        f'to step {step}.',
+        stacklevel=4,
+      )
+    self.metrics.replace(list(kept.values()))
+    return kept.get(step, {}).get('tokens', 0)
+
+  def read_metrics(self) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl, but for torn ones; for process 0."""
+    return read_metrics(self.path / _METRICS)
+
+  def read_settings(self) -> dict[str, Any]:
+    """Returns what config.json holds; for process 0."""
+    return json.loads((self.path / _CONFIG).read_text())
+
+  def write_sample(self, text: str) -> None:
+    """Writes the sample, which marks a run as finished; for process 0."""
+    write_whole(self.path / _SAMPLE, text.encode())
+
+
+def saved_steps(run: Path) -> list[int]:
+  """Returns the steps of which there are checkpoints, also unfinished ones."""
+  folder = run / 'checkpoints'
+  names = [x.name for x in folder.iterdir()] if folder.exists() else []
+  return [int(name) for name in names if name.isdecimal()]
+
+
+def trained_on(folder: Path) -> dict[str, Any]:
+  """Returns what config.json says of the data of a run, {} without one."""
+  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    return dict(RunFolder(folder).read_settings()['corpus'])
+  return {}
+
+
+MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
+"""Metrics that differ between two runs of the same settings."""
+_SECONDS = 30.0
+"""How often there is a line, at least, where the output is no terminal."""
+
+
+class NotFiniteError(CommandError):
+  """A loss or gradient is infinite or not a number."""
+
+  status = 3
+
+
+class StepLog(contextlib.ExitStack):
+  """Logs one line a step, and leaves the device no time to wait.
+
+  The metrics of a step are fetched after the next one has been dispatched. As a
+  context, it closes what it has opened at its end.
+  """
+
+  def __init__(
+    self,
+    config: Config,
+    trainer: Trainer,
+    folder: RunFolder,
+    done: int,
+    tokens_done: int,
+  ):
+    """Takes the steps that are done, and their tokens, 0 if not known."""
+    super().__init__()
+    self._config, self._folder = config, folder
+    self._tokens_per_step = config.batch_size * config.model.context_length
+    # A fork may have taken its first steps with another batch size.
+    usual = done * self._tokens_per_step
+    self._excess = tokens_done - usual if tokens_done else 0
+    self._peak_tokens_per_second = (
+      hardware.peak_flops(jax.devices()[0])
+      * jax.device_count()
+      / trainer.flops_per_token
+    )
+    self._learning_rates = np.asarray(
+      jax.vmap(make_schedule(config))(np.arange(config.steps))
+    )
+    self._dashboards: Dashboards | None = None
+    if is_process_0():
+      self._dashboards = self.enter_context(
+        Dashboards(config, folder.path, folder.read_metrics())
+      )
+    is_terminal = sys.stderr.isatty()
+    self._bar = self.enter_context(
+      tqdm.tqdm(
+        total=config.steps,
+        initial=done,
+        unit='step',
+        mininterval=0.5 if is_terminal else _SECONDS,
+        # A line for each, where the output is no terminal.
+        bar_format=None
+        if is_terminal
+        else '{desc}{n_fmt}/{total_fmt} steps, {remaining} left{postfix}\n',
+        disable=not is_process_0(),
+      )
+    )
+    self._evaluation = 'none'
+    self._running: Any = None
+    self._since = time.perf_counter()
+
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """Leaves time out of the speed: evaluations, saves and diagnostics."""
+    jax.block_until_ready(self._running)
+    start = time.perf_counter()
+    yield
+    self._since += time.perf_counter() - start
+
+  def begin_step(
+    self,
+    step: int,
+    metrics: dict[str, jax.Array],
+    diagnostics: dict[str, Any],
+    waited: float,
+  ) -> None:
+    """Remembers a step that has been dispatched, and logs the one before it.
+
+    ``metrics`` may still be on the device; ``waited`` are the seconds in which
+    the batch of the next step was made.
+    """
+    self.finish_step()
+    self._running = step, metrics, diagnostics, waited
+
+  def finish_step(self, evaluation: dict[str, Any] | None = None) -> None:
+    """Waits for the dispatched step, if there is one, and logs it.
+
+    Raises ``NotFiniteError`` if its loss or gradient is infinite or not a
+    number, and such steps are not to be left out.
+    """
+    if self._running is None:
+      return
+    step, arrays, diagnostics, waited = self._running
+    self._running = None
+    values = {k: x.tolist() for k, x in jax.device_get(arrays).items()}
+    metrics = self._measure(step, waited) | values | diagnostics
+    metrics |= evaluation or {}
+    if not all(map(math.isfinite, values.values())):
+      self._stop_unless_skipping(step, values)
+      metrics['skipped'] = True
+    if evaluation:
+      self._evaluation = _describe(metrics)
+    if self._dashboards is not None:
+      self._folder.metrics.add(metrics)
+      self._dashboards.add(metrics)
+    self._show(metrics)
+
+  def _measure(self, step: int, waited: float) -> dict[str, Any]:
+    now = time.perf_counter()
+    seconds = max(now - self._since, 1e-9)
+    self._since = now
+    speed = self._tokens_per_step / seconds
+    mfu = speed / self._peak_tokens_per_second
+    return {
+      'step': step,
+      'tokens': step * self._tokens_per_step + self._excess,
+      'batch_size': self._config.batch_size,
+      'learning_rate': float(self._learning_rates[step - 1]),
+      'tokens_per_second': speed,
+      'mfu': mfu if math.isfinite(mfu) else None,
+      'waited_share': min(1.0, waited / seconds),
+      'peak_bytes': hardware.peak_memory(),
+    }
+
+  def _stop_unless_skipping(self, step: int, values: dict[str, float]) -> None:
+    if self._config.not_finite == 'skip':
+      return
+    found = ', '.join(f'{k} is {v}' for k, v in values.items())
+    raise NotFiniteError(
+      f'at step {step} {found}; the step changed no weights (evaluation before:'
+      f' {self._evaluation}). Metrics so far are in {self._folder.path}.'
+    )
+
+  def _show(self, metrics: dict[str, Any]) -> None:
+    shown = {
+      'loss': f'{metrics["train_loss"]:.3f}',
+      'tokens/s': f'{metrics["tokens_per_second"]:,.0f}',
+      'MFU': 'n/a' if metrics['mfu'] is None else f'{metrics["mfu"]:.1%}',
+    }
+    self._bar.set_postfix(shown, refresh=False)
+    self._bar.update()
+    if 'val_loss' in metrics and is_process_0():
+      # Through the bar, which would be in the way on a terminal.
+      write = self._bar.write if sys.stderr.isatty() else print_once
+      write(_describe(metrics))
+
+
+def _describe(metrics: dict[str, Any]) -> str:
+  """Returns the evaluation of a step as text."""
+  text = f'step {metrics["step"]}: validation loss {metrics["val_loss"]:.4f}'
+  for name, loss in metrics.get('val_losses', {}).items():
+    text += f', {name} {loss:.4f}'
+  if 'max_attention_logit' in metrics:
+    logits = ' '.join(f'{x:.1f}' for x in metrics['max_attention_logit'])
+    text += f', max attention logit by layer {logits}'
+  return text
+
+
+def before(
+  config: Config, tokens: Tokens, trainer: Trainer, folder: RunFolder
+) -> str:
+  """Returns what is to come."""
+  devices = jax.devices()
+  per_step = config.batch_size * config.model.context_length
+  state = hardware.bytes_per_device(trainer.shapes)
+  rows = {
+    'model': f'{config.preset}, {config.model.architecture}, '
+    f'{trainer.num_params:,} parameters, '
+    f'{config.model.num_layers} layers of width {config.model.width}',
+    'text': f'{tokens.source}, {tokens.num_bytes:,} bytes, '
+    f'sha256 {tokens.sha256[:16]}',
+    'tokens': f'{len(tokens.train):,} to train on, '
+    f'{len(tokens.validation):,} held out, vocabulary {tokens.vocab_size:,}, '
+    f'unigram entropy {tokens.unigram_entropy:.3f} nats',
+    'steps': f'{config.steps:,} of {config.batch_size:,} x '
+    f'{config.model.context_length:,} = {per_step:,} tokens, '
+    f'{config.steps * per_step:,} in all, '
+    f'{config.steps * per_step / len(tokens.train):.2g} times the text',
+    'optimizer': f'{config.optimizer}, learning rate '
+    f'{config.learning_rate:g}, weight decay {config.weight_decay:g}',
+    'devices': f'{len(devices)} x {devices[0].device_kind}, '
+    f'{jax.process_count()} process(es), {config.model.dtype}',
+    'mesh': ', '.join(f'{k} {v}' for k, v in trainer.mesh.shape.items()),
+    'memory': f'{format_bytes(state)} of weights and moments on each device',
+    'results': str(folder.path),
+  }
+  return table(rows)
+
+
+def after(folder: RunFolder) -> str:
+  """Returns what came out, with the sample."""
+  lines, settings = folder.read_metrics(), folder.read_settings()
+  corpus = settings['corpus']
+  rows = {'validation loss': 'not known, since metrics are lost'}
+  if lines and 'val_loss' in lines[-1]:
+    rows['validation loss'] = (
+      f'{lines[-1]["val_loss"]:.4f} nats per token '
+      f'(unigram entropy {corpus["unigram_entropy"]:.4f})'
+    )
+  skipped = sum('skipped' in line for line in lines)
+  if skipped:
+    rows['left out'] = f'{skipped} steps whose loss or gradient was not finite'
+  diagnosed = [x for x in lines if 'max_attention_logit' in x]
+  rows |= _diagnosed(diagnosed, settings['config'])
+  sample = folder.path / 'sample.txt'
+  files = {'sample': str(sample)}
+  if folder.picture.is_file():
+    files = {'picture': str(folder.picture)} | files
+  return f'{table(rows | _speed(lines) | files)}\n\n{sample.read_text("utf-8")}'
+
+
+def _diagnosed(
+  lines: list[dict[str, Any]], config: dict[str, Any]
+) -> dict[str, str]:
+  """Returns rows of the diagnostics steps: of the last, and of their noise.
+
+  Trace and squared norm are averaged separately, since either is noisy and
+  their ratio is biased, and over the second half, when weights have settled.
+  """
+  if not lines:
+    return {}
+  logits = ', '.join(
+    'not finite' if x is None else f'{x:.1f}'
+    for x in lines[-1]['max_attention_logit']
+  )
+  rows = {'max attention logit': f'{logits} (first to last layer)'}
+  half = [x for x in lines[len(lines) // 2 :] if not x.get('skipped')]
+  noises = [x['gradient_noise'] for x in half if x['gradient_noise']]
+  trace = math.fsum(noise['trace'] for noise in noises)
+  square = math.fsum(noise['squared_norm'] for noise in noises)
+  if trace > 0 and square > 0:
+    length = config['context_length']
+    scale, per_step = trace / square * length, config['batch_size'] * length
+    rows['gradient noise'] = (
+      f'critical batch about {scale:,.0f} tokens; a step has {per_step:,}'
+    )
+  return rows
+
+
+def _speed(lines: list[dict[str, Any]]) -> dict[str, str]:
+  if not lines:
+    return {}
+  speed = statistics.median_high(line['tokens_per_second'] for line in lines)
+  waited = max(line['waited_share'] for line in lines[len(lines) // 2 :])
+  mfus = [line['mfu'] for line in lines if line['mfu'] is not None]
+  mfu = f'{statistics.median_high(mfus):.1%}' if mfus else 'n/a'
+  return {
+    'speed': f'{speed:,.0f} tokens/s (median), MFU {mfu}, '
+    f'at most {waited:.1%} of a step spent making batches',
+    'peak memory': format_bytes(max(line['peak_bytes'] for line in lines)),
+  }

@@ -1,1 +1,0 @@
-"""A run: its step, loop, checkpoints, folder and log."""

@@ -1,0 +1,114 @@
+"""What a run starts from: weights, the state of another run, or a seed."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from examples.gpt2.checkpoints import Checkpoints
+from examples.gpt2.config import (
+  PRESETS,
+  Config,
+  UsageError,
+  change,
+  flag,
+  padded_vocab_size,
+)
+from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.model_files import (
+  Model,
+  find_step,
+  load_model,
+  read_description,
+)
+from examples.gpt2.run import saved_steps
+from examples.gpt2.step import Trainer, TrainState
+from examples.gpt2.storage import as_path
+
+# Settings of a model that a run which starts from it may choose.
+_CHOSEN = ('vocab_size', 'init_std', 'dtype', 'remat', 'unroll')
+
+
+def with_model(config: Config) -> tuple[Config, Model | None]:
+  """Returns settings with those of the model that a run starts from.
+
+  That is the model of ``--init-from`` or ``--fork-from``, or its copy in
+  ``--out-dir`` where the run goes on; it is returned too, without weights.
+  Raises ``UsageError`` if a setting that is given is another.
+  """
+  source = config.init_from or config.fork_from
+  if source is None:
+    return config, None
+  folder = as_path(source)
+  if config.out_dir is not None:
+    own = as_path(config.out_dir)
+    folder = own if saved_steps(own) else folder
+  model = read_description(folder)
+  usual = PRESETS[config.preset].model
+  found = {k: x for k, x in vars(model.config).items() if k not in _CHOSEN}
+  changes = [
+    f'{flag(name)} {getattr(config.model, name)} instead of {value}'
+    for name, value in found.items()
+    if getattr(config.model, name) not in (getattr(usual, name), value)
+    # A Llama has no weights for positions.
+    and not (name == 'context_length' and found['architecture'] == 'llama')
+  ]
+  if changes:
+    raise UsageError(
+      f'{folder} holds another model than the settings say: '
+      f'{", ".join(changes)}. They may be left out.'
+    )
+  is_given = config.model.context_length != usual.context_length
+  if is_given and found['architecture'] == 'llama':
+    del found['context_length']
+  return change(config, **found), model
+
+
+def with_vocabulary(
+  config: Config, tokens: Tokens, model: Model | None
+) -> Tokens:
+  """Returns tokens with the tokenizer of the model that a run starts from.
+
+  Raises ``UsageError`` if that has another vocabulary or tokenizer than the
+  data.
+  """
+  if model is None:
+    return tokens
+  rows = padded_vocab_size(tokens.vocab_size)
+  known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
+  if len(set(known)) > 1 or rows != model.config.vocab_size:
+    folder = config.init_from or config.fork_from
+    raise UsageError(
+      f'{folder} has another tokenizer than --data {" ".join(config.data)} '
+      f'(with {model.config.vocab_size} and {rows} tokens, rounded up): make '
+      'tokens with it, by python -m examples.gpt2.prepare --tokenizer '
+      f'{folder}.'
+    )
+  if tokens.tokenizer is not None:
+    return tokens
+  return dataclasses.replace(
+    tokens,
+    tokenizer=model.tokenizer,
+    end_token=model.end_token,
+    companions=model.companions,
+  )
+
+
+def initial_state(config: Config, trainer: Trainer) -> TrainState:
+  """Returns the state that a run without checkpoints starts from.
+
+  Raises ``UsageError`` if what it is to start from cannot be used.
+  """
+  if config.init_from is not None:
+    model = load_model(
+      config.init_from, trainer.mesh, config.from_step, '--from-step'
+    )
+    return trainer.init()._replace(params=model.params)
+  if config.fork_from is not None:
+    return _forked_state(as_path(config.fork_from), config.from_step, trainer)
+  return trainer.init()
+
+
+def _forked_state(folder: Path, step: int | None, trainer: Trainer) -> Any:
+  with Checkpoints(folder / 'checkpoints', read_only=True) as checkpoints:
+    found = find_step(folder, checkpoints, step, '--from-step')
+    return checkpoints.read(found, trainer.shapes)

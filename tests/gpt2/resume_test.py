@@ -1,0 +1,254 @@
+"""A run that was stopped goes on to the numbers of one that was not."""
+
+from collections.abc import Callable
+import functools
+import os
+from pathlib import Path
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from examples.gpt2.config import Config, UsageError, change
+from examples.gpt2.run import NotFiniteError
+from examples.gpt2.train import main, train
+from tests.gpt2 import runs
+from tests.processes import free_port
+
+_ROOT = Path(__file__).parents[3]
+# Before what may hold the packages.
+_PATH = os.pathsep.join([str(_ROOT), os.environ.get('PYTHONPATH', '')])
+
+
+@pytest.fixture
+def config(tiny: Config) -> Config:
+  return _eight_steps(tiny)
+
+
+def _eight_steps(tiny: Config) -> Config:
+  return change(tiny, steps=8, checkpoint_every=2)
+
+
+@pytest.fixture(scope='module')
+def uninterrupted(make_tiny, tmp_path_factory) -> Path:
+  """The folder of a run of these settings that was never stopped."""
+  config = _eight_steps(make_tiny(tmp_path_factory.mktemp('uninterrupted')))
+  train(config)
+  return config.out_dir
+
+
+@pytest.mark.parametrize('step', [1, 6])
+def test_a_run_goes_on_from_its_checkpoint(
+  config: Config, uninterrupted: Path, step: int, capsys
+):
+  with pytest.raises(runs.Killed), runs.during(step):
+    train(config)
+  with (config.out_dir / 'metrics.jsonl').open('a') as file:
+    file.write('{"step": 7, "torn')
+  train(config)
+  saved = {1: 0, 6: 4}[step]  # Of step 6 it had not begun.
+  assert f'going on after step {saved},' in capsys.readouterr().out
+  runs.assert_same_run(config.out_dir, uninterrupted)
+
+
+def test_a_signal_saves_a_checkpoint(config: Config, uninterrupted, capsys):
+  flags = runs.as_flags(config)
+  stop = functools.partial(os.kill, os.getpid(), signal.SIGTERM)
+  with pytest.raises(SystemExit) as ended, runs.during(3, stop):
+    main(flags)
+  assert ended.value.code == 143
+  assert 'checkpoint of step 3 has been saved' in capsys.readouterr().err
+  main(flags)
+  assert 'going on after step 3' in capsys.readouterr().out
+  runs.assert_same_run(config.out_dir, uninterrupted)
+
+
+def test_other_data_is_refused(config: Config, uninterrupted: Path):
+  shutil.copytree(uninterrupted, config.out_dir)
+  Path(config.data[0]).write_text('another text. ' * 500)
+  with pytest.raises(UsageError, match='corpus_sha256'):
+    train(config)
+
+
+def test_numbers_that_are_not_finite_stop_the_run(config: Config):
+  # The first step makes weights whose logits overflow.
+  config = change(config, learning_rate=1e20, checkpoint_every=1, eval_every=8)
+  with pytest.raises(NotFiniteError) as error:
+    train(config)
+  for part in ('at step 2', 'train_loss is', '--not-finite skip'):
+    assert part in str(error.value)
+  # Nor are steps that are left out results, if they change nothing.
+  with pytest.raises(NotFiniteError, match='step 8 the validation loss is'):
+    train(change(config, not_finite='skip'))
+  lines = runs.metrics(config.out_dir)
+  skipped = [line['step'] for line in lines if line.get('skipped')]
+  assert skipped == [2, 3, 4, 5, 6, 7, 8]
+  assert not (config.out_dir / 'weights.safetensors').exists()
+
+
+@pytest.fixture(scope='module')
+def whole(tmp_path_factory) -> Path:
+  """The folder of a run that was never stopped."""
+  folder = tmp_path_factory.mktemp('whole')
+  (folder / 'text.txt').write_text('a few words, ' * 2000)
+  assert _start(folder, 'whole').wait() == 0
+  return folder
+
+
+def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
+  """Starts a run of some seconds in a process of its own."""
+  arguments = (
+    '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
+    '--vocab-size', '288', '--num-layers', '2', '--num-heads', '2',
+    '--width', '32', '--context-length', '16', '--batch-size', '16',
+    '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
+    '--diagnostics-every', '20', '--eval-sequences', '24',
+  )  # fmt: skip
+  with (folder / f'{name}.log').open('a') as log:
+    return subprocess.Popen(
+      [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
+      cwd=folder,
+      env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': _PATH},
+      stdout=log,
+      stderr=subprocess.STDOUT,
+    )
+
+
+def _num_lines(path: Path) -> int:
+  return path.read_bytes().count(b'\n') if path.exists() else 0
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_ends_with_the_same_bits(whole: Path):
+  moments = random.Random(0)
+  metrics = whole / 'killed' / 'metrics.jsonl'
+  # Checkpoints come every five steps: often one is being written.
+  for step in sorted(moments.sample(range(6, 56), 6)):
+    run = _start(whole, 'killed')
+    while run.poll() is None and _num_lines(metrics) < step:
+      time.sleep(0.002)
+    time.sleep(moments.uniform(0, 0.05))
+    run.kill()
+    run.wait()
+  assert _start(whole, 'killed').wait() == 0
+  log = (whole / 'killed.log').read_text()
+  assert log.count('going on after step') >= 2
+  runs.assert_same_run(whole / 'whole', whole / 'killed')
+
+
+def _start_pair(
+  folder: Path, name: str, *flags: str, of_second: tuple[str, ...] = ()
+) -> list[subprocess.Popen]:
+  """Starts a run of two processes with four devices each.
+
+  Process 1 has some flags alone.
+  """
+  common = (
+    '--coordinator', f'localhost:{free_port()}', '--num-processes', '2',
+    '--mesh', 'fsdp=4,tensor=2', *flags, '--process-id',
+  )  # fmt: skip
+  return [
+    _start(folder, name, *common, *alone)
+    for alone in (('0',), ('1', *of_second))
+  ]
+
+
+def _wait_for(process: subprocess.Popen, is_there: Callable[[], bool]):
+  """Waits for what a process writes."""
+  while not is_there():
+    assert process.poll() is None
+    time.sleep(0.05)
+
+
+@pytest.fixture
+def pair(tmp_path: Path, monkeypatch) -> Path:
+  """A folder with text, for runs of two processes."""
+  monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '4')
+  (tmp_path / 'text.txt').write_text('a few words, ' * 2000)
+  return tmp_path
+
+
+def _end(running: list[subprocess.Popen]) -> list[int]:
+  """Returns the exit statuses of processes, which must not wait for ever."""
+  try:
+    return [process.wait(timeout=300) for process in running]
+  finally:
+    for process in running:
+      process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('flags', 'message'),
+  [
+    (('--seed', '7'), '--seed: 0 -> 7'),
+    (('--eval-data', 'x=other.txt'), '--eval-data x: '),
+  ],
+)
+def test_processes_with_other_settings_or_data_are_refused(
+  pair: Path, flags: tuple[str, ...], message: str
+):
+  (pair / 'other.txt').write_text('other words, ' * 2000)
+  common = ('--eval-data', 'x=text.txt')
+  statuses = _end(_start_pair(pair, 'run', *common, of_second=flags))
+  assert statuses == [2, 2]
+  assert message in (pair / 'run.log').read_text()
+  assert not (pair / 'run').exists()
+
+
+@pytest.mark.slow
+def test_an_error_of_process_0_ends_all_with_its_status(pair: Path):
+  (pair / 'file').touch()
+  statuses = _end(_start_pair(pair, 'error', '--out-dir', 'file/run'))
+  assert statuses == [2, 2]
+  text = (pair / 'error.log').read_text()
+  assert text.count('--out-dir file/run cannot be written') == 2
+
+
+@pytest.mark.slow
+def test_control_c_of_one_process_saves_and_stops_all(pair: Path):
+  flags = '--steps', '20'
+  first, second = _start_pair(pair, 'stopped', *flags)
+  metrics = pair / 'stopped' / 'metrics.jsonl'
+  _wait_for(first, lambda: _num_lines(metrics) >= 3)
+  second.send_signal(signal.SIGINT)
+  assert _end([first, second]) == [143, 130]
+  log = (pair / 'stopped.log').read_text()
+  assert log.count('has been saved') == 2
+  assert _end(_start_pair(pair, 'stopped', *flags)) == [0, 0]
+  assert 'going on after step' in (pair / 'stopped.log').read_text()
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_after_a_kill_to_the_losses_of_one(
+  pair: Path, whole: Path
+):
+  assert _end(_start_pair(pair, 'whole')) == [0, 0]
+  first, second = _start_pair(pair, 'killed')
+  _wait_for(first, (pair / 'killed' / 'checkpoints' / '10').exists)
+  for process in (second, first):
+    process.kill()
+    process.wait()
+  assert _end(_start_pair(pair, 'killed')) == [0, 0]
+  assert 'going on after step' in (pair / 'killed.log').read_text()
+  runs.assert_same_run(pair / 'whole', pair / 'killed')
+  losses, expected = (
+    [line['train_loss'] for line in runs.metrics(folder / 'whole')]
+    for folder in (pair, whole)
+  )
+  # Rounding errors of the meshes grow with each step.
+  np.testing.assert_allclose(losses[:10], expected[:10], rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_alone_ends_the_others(pair: Path):
+  statuses = _end(_start_pair(pair, 'alone', of_second=('--data', 'gone.txt')))
+  # While it waits for the other to leave, jax's service may end both first.
+  assert statuses[1] in (2, -signal.SIGABRT)
+  assert statuses[0] != 0
+  assert 'gone.txt does not exist' in (pair / 'alone.log').read_text()
