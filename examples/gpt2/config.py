@@ -334,19 +334,7 @@ FIELDS = _MODEL | {
   x.name: x for x in dataclasses.fields(Config) if x.name != 'model'
 }
 """The settings by name; the metadata of each says what ``setting`` was told."""
-
-
-def _kind(hint: Any) -> Any:
-  """Returns a type without None."""
-  choices = typing.get_args(hint)
-  return choices[0] if type(None) in choices else hint
-
-
-_KINDS = {
-  name: _kind(hint)
-  for settings in (ModelConfig, Config)
-  for name, hint in typing.get_type_hints(settings).items()
-}
+_HINTS = typing.get_type_hints(ModelConfig) | typing.get_type_hints(Config)
 
 
 def fact(name: str, which: str) -> Any:
@@ -560,9 +548,11 @@ def check_value(name: str, value: Any, shown: str) -> None:
     value: Its value.
     shown: What it is called in the message.
   """
-  if value is None and FIELDS[name].default is None:
-    return
-  kind, accepts = _KINDS[name], fact(name, 'accepts')
+  kind, accepts = _HINTS[name], fact(name, 'accepts')
+  if type(None) in typing.get_args(kind):
+    if value is None:
+      return
+    kind = typing.get_args(kind)[0]
   if typing.get_origin(kind) is Literal:
     choices = typing.get_args(kind)
     text, fits = f'one of {", ".join(choices)}', value in choices

@@ -1,7 +1,7 @@
 import json
 from pathlib import Path
 
-from examples.gpt2 import report
+from examples.gpt2 import run as report
 from examples.gpt2.run import RunFolder
 
 

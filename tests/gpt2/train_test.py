@@ -38,7 +38,7 @@ def test_metrics_have_a_line_for_each_step(finished: Config):
     evaluated = m['step'] in (4, 6)
     assert ('val_loss' in m) == evaluated
     assert ('max_attention_logit' in m) == ('layers' in m) == evaluated
-  assert len(metrics[-1]['max_attention_logit']) == finished.num_layers
+  assert len(metrics[-1]['max_attention_logit']) == finished.model.num_layers
   assert metrics[-1]['train_loss'] < metrics[0]['train_loss']
 
 

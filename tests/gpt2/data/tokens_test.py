@@ -31,7 +31,7 @@ def test_tokens_decode_to_the_text(tiny: Config):
   assert sorted(''.join(found)) == sorted(text)
   assert text.startswith(found[0][:1000])
   assert found[1][:30] in text
-  assert tokens.vocab_size == tiny.vocab_size
+  assert tokens.vocab_size == tiny.model.vocab_size
   assert tokens.num_bytes == len(text.encode())
   assert len(tokens.validation) < len(tokens.train) / 10
   assert tokens.order == {'sampling': 'without-replacement'}

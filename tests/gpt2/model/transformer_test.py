@@ -159,7 +159,7 @@ def test_presets_have_the_published_sizes(preset: str, millions: float):
 
 def test_initialization_is_gpt2s():
   sizes = dict(num_layers=8, width=64, head_width=None, mlp_width=256)
-  config, expected = _config('gpt2', init_std=0.1, **sizes), 0.1
+  config, expected = complete(_config('gpt2', init_std=0.1, **sizes)), 0.1
   params = jax.jit(
     lambda: nnx.as_pure(nnx.state(Transformer(config, rngs=nnx.Rngs(0))))
   )()
