@@ -22,6 +22,7 @@ from examples.gpt2.config import (
   RopeScaling,
   UsageError,
   change,
+  complete,
   padded_vocab_size,
   resolve,
 )

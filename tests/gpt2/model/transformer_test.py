@@ -29,16 +29,16 @@ _KINDS = {
   'llama-qk': dict(architecture='llama', qk_norm=True),
 }
 _GOLDEN = {
-  'gpt2': ModelConfig(
+  'gpt2': complete(ModelConfig(
     vocab_size=65, context_length=16, num_layers=2, num_heads=4, width=32,
     mlp_width=128,
-  ),
-  'llama': ModelConfig(
+  )),
+  'llama': complete(ModelConfig(
     vocab_size=65, context_length=64, num_layers=2, num_heads=4, width=32,
     mlp_width=40, architecture='llama', num_kv_heads=2, head_width=12,
     norm_epsilon=1e-5, rope_theta=100.0, rope_scaling=(8.0, 1.0, 4.0, 40.0),
     untied_head=True,
-  ),
+  )),
 }  # fmt: skip
 # Presets with RMSNorm's own epsilon; others have GPT-2's.
 _RMS = ('llama-130m', 'llama-350m', 'llama-7b')
