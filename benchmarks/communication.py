@@ -4,7 +4,6 @@ python -m benchmarks.communication --help
 """
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,12 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2 import sharding
+from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import Config, Optimizer, by_name, change
+from examples.gpt2.config import Config, Optimizer, by_name, change, resolve
+from examples.gpt2.memory import fit
+from examples.gpt2.step import Trainer
 from examples.gpt2.train import parse
-from examples.plan import hlo, programs
-from examples.plan.collectives import Collective, by_kind, collectives
 
 _PROG = 'benchmarks.communication'
 
@@ -28,8 +27,8 @@ class Settings:
   """Compiles training steps for emulated CPU devices, and runs none.
 
   The compiler for CPU combines and places collectives unlike that for TPU, and
-  MERIT reduces twice as many numbers there: see examples.plan for TPUs. The
-  model is that of the trainer's arguments, such as a preset and --num-layers.
+  MERIT reduces twice as many numbers there: the trainer's --compile-for is for
+  those. The model is that of its arguments, such as a preset and --num-layers.
   """
 
   optimizers: tuple[Optimizer, ...] = ('merit', 'lamb', 'adamw')
@@ -70,35 +69,25 @@ def main(args: list[str] | None = None) -> None:
 
 def _row(settings: Settings, config: Config) -> dict[str, Any]:
   """Returns what a step and its update alone send."""
-  shards = sharding.num_batch_shards(sharding.make_mesh(config.mesh))
+  mesh = sharding.make_mesh(config.mesh)
   config = change(
     config,
     batch_size=settings.devices * settings.micro_batches,
-    micro_batch_size=settings.devices // shards,
+    micro_batch_size=settings.devices // sharding.num_batch_shards(mesh),
     unroll=1,
   )
-  fitted, trainer = programs.make_trainer(config, jax.devices())
-  step = _collectives(programs.compile_step(fitted, trainer))
-  update = _collectives(programs.compile_update(trainer))
+  fitted = fit(resolve(config), mesh)
+  trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
+  step = compile_for.sent_by_kind(compile_for.compile_step(fitted, trainer))
+  update = compile_for.sent_by_kind(compile_for.compile_update(trainer))
   return {
     'mesh': config.mesh,
     'optimizer': config.optimizer,
-    'step': by_kind(step),
-    'step_bytes': _sent(step),
-    'update': by_kind(update),
-    'update_bytes': _sent(update),
-    'update_numbers': sum(
-      x.executions * math.prod(shape) for x in update for shape in x.shapes
-    ),
+    'step': step,
+    'step_bytes': sum(step.values()),
+    'update': update,
+    'update_bytes': sum(update.values()),
   }
-
-
-def _collectives(compiled: jax.stages.Compiled) -> list[Collective]:
-  return collectives(hlo.parse(compiled.as_text() or ''))
-
-
-def _sent(collectives: list[Collective]) -> float:
-  return sum(x.sent_bytes for x in collectives)
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -108,10 +97,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
     [
       {'mesh': row['mesh'], 'optimizer': row['optimizer']}
       | {
-        f'{kind}, MB': _megabytes(
-          row['step'].get(kind, {}).get('sent_bytes', 0.0)
-        )
-        for kind in kinds
+        f'{kind}, MB': _megabytes(row['step'].get(kind, 0.0)) for kind in kinds
       }
       | {
         'step, MB': _megabytes(row['step_bytes']),

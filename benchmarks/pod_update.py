@@ -17,13 +17,9 @@ import tqdm
 import tyro
 
 from benchmarks.rounds import write_json
-from examples.gpt2 import hardware, sharding
+from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import UsageError
-from examples.plan import flops, hlo, topology
-from examples.plan.collectives import collectives
-from examples.plan.passes import bfloat16_flops
-from examples.plan.traffic import hbm_bytes
 import merit_optax
 
 _Make = Callable[[float, Any], optax.GradientTransformation]
@@ -53,8 +49,8 @@ _Name = Literal[*_MAKERS]  # type: ignore[valid-type]
 class Settings:
   """Compiles update and application of float32 matrices for TPUs or GPUs.
 
-  None is needed, but their compiler: pip install -e '.[pod]', for GPUs
-  '.[plan-cuda]'. It is one matrix, or, with --shape, the stacked ones of a
+  None is needed, but their compiler: pip install -e '.[tpu-compiler]' or
+  '.[gpu-compiler]'. It is one matrix, or, with --shape, the stacked ones of a
   model's layers. Shards should be big, or the compiler for TPUs keeps parts of
   them on chip.
   """
@@ -104,32 +100,25 @@ def _sizes(settings: Settings) -> dict[str, Any]:
 
 def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
   """Returns what the devices of a topology do, by parameter that one holds."""
-  devices = topology.devices(name)
-  weights = _weights(settings, devices)
-  mesh = weights.sharding.mesh
+  weights = _weights(settings, compile_for.devices(name))
   compiled = _compile(optimizer, weights)
-  program = hlo.parse(compiled.as_text() or '')
-  found, products = collectives(program), flops.products(program)
-  kind = devices[0].device_kind
+  found = compile_for.collectives(compiled)
   size = math.prod(weights.sharding.shard_shape(weights.shape))
-  shapes = [shape for x in found for shape in x.shapes]
   # The compiler for GPUs has none.
   cost = compiled.cost_analysis() or {}
   return {
     'topology': name,
-    'mesh': ','.join(f'{axis}={n}' for axis, n in mesh.shape.items()),
+    'mesh': ','.join(
+      f'{axis}={n}' for axis, n in weights.sharding.mesh.shape.items()
+    ),
     'optimizer': optimizer,
-    'bytes moved per parameter': hbm_bytes(program) / size,
-    'by cost_analysis': cost.get('bytes accessed', math.nan) / size,
+    'bytes moved per parameter': cost.get('bytes accessed', math.nan) / size,
     'temporary bytes per parameter': (
       compiled.memory_analysis().temp_size_in_bytes / size
     ),
     'collectives': ', '.join(sorted({x.kind for x in found})),
-    'numbers reduced': sum(map(math.prod, shapes)),
+    'bytes in collectives': sum(x.bytes for x in found),
     'bytes sent per parameter': sum(x.sent_bytes for x in found) / size,
-    'FLOPs per parameter': flops.total_flops(products) / size,
-    'in bfloat16': bfloat16_flops(products, hardware.find_chip(kind), kind)
-    / size,
   }
 
 

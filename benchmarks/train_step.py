@@ -19,7 +19,7 @@ import numpy as np
 import tyro
 
 from benchmarks.rounds import Timing, race, ratio, write_json
-from examples.gpt2 import hardware, sharding
+from examples.gpt2 import compile_for, hardware, sharding
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import (
   Config,
@@ -34,7 +34,6 @@ from examples.gpt2.diagnostics import Diagnostics
 from examples.gpt2.memory import fit, needed_bytes
 from examples.gpt2.step import Trainer, TrainState
 from examples.gpt2.train import parse
-from examples.plan import programs
 
 _PROG = 'benchmarks.train_step'
 _PEER = 'transformers, PyTorch'
@@ -106,10 +105,9 @@ def main(args: list[str] | None = None) -> None:
   rows = _rows(timings, config, settings)
   # What was measured is kept if what follows runs out of time or memory.
   _write(settings, sizes, rows, parts)
-  rows = [
-    row | (_plan(configs[row['name']]) if row['name'] in configs else {})
-    for row in rows
-  ]
+  for row in rows:
+    if row['name'] in configs:
+      row['peak_bytes'] = _peak_bytes(configs[row['name']])
   _print(rows, config)
   for name, seconds in zip((_UPDATE, _READING), parts.values(), strict=True):
     share = seconds / rows[0]['seconds_per_step']
@@ -131,21 +129,10 @@ def _title(optimizer: Optimizer) -> str:
   return f'merit_optax trainer, {optimizer}'
 
 
-def _plan(config: Config) -> dict[str, float]:
-  """Returns what the compiled step needs, and what it takes by an estimate.
-
-  There is none where the peaks of the device are not known, as for a CPU.
-  """
-  mesh = sharding.make_mesh('')
-  trainer = Trainer(config, config.model.vocab_size, mesh)
-  chip = hardware.find_chip(mesh.devices.flat[0].device_kind)
-  if math.isnan(chip.hbm_bandwidth):
-    return {'peak_bytes': needed_bytes(programs.compile_step(config, trainer))}
-  found = programs.measure_step(config, trainer, chip)
-  names = 'seconds', 'seconds_without_overlap'
-  return {'peak_bytes': found['needed_bytes']} | {
-    f'estimated_{name}': found[name] for name in names
-  }
+def _peak_bytes(config: Config) -> int:
+  """Returns the bytes of memory that the compiled step needs."""
+  trainer = Trainer(config, config.model.vocab_size, sharding.make_mesh(''))
+  return needed_bytes(compile_for.compile_step(config, trainer))
 
 
 def _config(settings: Settings, sizes: Config, optimizer: Optimizer) -> Config:
@@ -332,12 +319,10 @@ def _print(rows: list[dict[str, Any]], config: Config) -> None:
     mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
     peak = row.get('peak_bytes')
     size = 'n/a' if peak is None else f'{peak / 2**20:,.0f} MiB'
-    least = row.get('estimated_seconds')
-    estimate = '' if least is None else f'  estimated {least:.3f} s or more'
     print(
       f'{row["name"]:32} {row["seconds_per_step"]:8.3f} s '
       f'(± {row["spread"]:.1%}) {row["tokens_per_second"]:10,.0f} tokens/s  '
-      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x  peak {size}{estimate}'
+      f'MFU {mfu:6} {row["speed_ratio"]:6.2f} x  peak {size}'
     )
 
 

@@ -32,7 +32,7 @@ _LONGEST = (
   'blocks_test.py',
   'optax_suite_test.py',
   'together_test.py',
-  'command_test.py',
+  'compile_for_test.py',
   'report_test.py',
   'benchmarks_test.py',
   'log_test.py',

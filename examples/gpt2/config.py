@@ -310,6 +310,9 @@ class Config:
   micro_batch_size: Annotated[Derived[int], _by('all of them')] = setting(
     8, AT_LEAST_1, decides=False
   )
+  # Compile the step for devices that are not there, such as v5e:16x16 or
+  # h100:8x8, and print the memory that it needs and the bytes that it sends.
+  compile_for: str | None = setting(None, decides=False, is_local=True)
   # Whether other processes take part: auto asks jax, which finds those of TPU
   # pods, Slurm, Open MPI and Kubernetes.
   distributed: Literal['auto', 'on', 'off'] = setting(

@@ -24,80 +24,69 @@ class Chip(NamedTuple):
 
   flops: float  # Dense FLOP/s of matrix products in bfloat16.
   hbm: float = math.nan  # Bytes of memory that a program may use.
-  hbm_bandwidth: float = math.nan  # Bytes a second to and from memory.
-  # Bytes a second, one way: to a neighbour in a TPU's torus, to all GPUs of a
-  # host over NVLink.
-  link_bandwidth: float = math.nan
-  # Bytes a second, one way, to other hosts; only of GPUs.
-  network_bandwidth: float = math.nan
 
 
 _GIB = 2**30
 
 # By words of `device_kind`. A device of TPU v3 or TPU7x is half a chip. FLOP/s
 # are those of the data sheets, without sparsity and with sums in float32.
-# Bandwidths of TPUs up to v6 and of H100, H200 and B200 are those of "How to
-# Scale Your Model", https://jax-ml.github.io/scaling-book. Memory of TPUs is
-# what the compiler says that it may use, a little less than the data sheets'
-# 32, 16 and 96 GB; of a GPU it is three quarters, which jax takes by default.
-# NVLink is half of the data sheets' 600, 900 and 1800 GB/s, which count both
-# ways; networks are those of a DGX, an adapter of 200 (A100) or 400 Gb/s for
-# each GPU.
+# Memory of TPUs is what the compiler says that it may use, a little less than
+# the data sheets' 32, 16 and 96 GB; of a GPU it is three quarters, which jax
+# takes by default.
 _CHIPS = {
-  # Half of the chip's 2307 TFLOP/s and 7380 GB/s,
+  # Half of the chip's 2307 TFLOP/s,
   # https://docs.cloud.google.com/tpu/docs/tpu7x.
-  'TPU7x': Chip(1153.5e12, hbm_bandwidth=3.69e12),
-  'TPU v6': Chip(918e12, 31.25 * _GIB, 1.6e12, 9e10),
-  'TPU v6e': Chip(918e12, 31.25 * _GIB, 1.6e12, 9e10),
-  'TPU v5p': Chip(459e12, 95.74 * _GIB, 2.8e12, 9e10),
-  'TPU v5 lite': Chip(197e12, 15.75 * _GIB, 8.1e11, 4.5e10),
-  'TPU v5e': Chip(197e12, 15.75 * _GIB, 8.1e11, 4.5e10),
-  'TPU v5': Chip(459e12, 95.74 * _GIB, 2.8e12, 9e10),
-  'TPU v4': Chip(275e12, 30.75 * _GIB, 1.2e12, 4.5e10),
+  'TPU7x': Chip(1153.5e12),
+  'TPU v6': Chip(918e12, 31.25 * _GIB),
+  'TPU v6e': Chip(918e12, 31.25 * _GIB),
+  'TPU v5p': Chip(459e12, 95.74 * _GIB),
+  'TPU v5 lite': Chip(197e12, 15.75 * _GIB),
+  'TPU v5e': Chip(197e12, 15.75 * _GIB),
+  'TPU v5': Chip(459e12, 95.74 * _GIB),
+  'TPU v4': Chip(275e12, 30.75 * _GIB),
   'TPU v3': Chip(61.5e12),
-  # A 72nd of a GB200 NVL72: 360 PFLOP/s with sparsity, 13.4 TB, 576 TB/s.
-  'GB200': Chip(2500e12, 0.75 * 186e9, 8e12, 9e11, 5e10),
-  'B200': Chip(2250e12, 0.75 * 191514411008, 7.67e12, 9e11, 5e10),
-  # 480 GB is the memory of the CPU. NVLink joins only some of these GPUs.
-  'GH200 480GB': Chip(989e12, 0.75 * 96e9, 4e12),
-  'GH200 144G HBM3e': Chip(989e12, 0.75 * 144e9, 4.9e12),
+  # A 72nd of a GB200 NVL72: 360 PFLOP/s with sparsity, 13.4 TB.
+  'GB200': Chip(2500e12, 0.75 * 186e9),
+  'B200': Chip(2250e12, 0.75 * 191514411008),
+  # 480 GB is the memory of the CPU.
+  'GH200 480GB': Chip(989e12, 0.75 * 96e9),
+  'GH200 144G HBM3e': Chip(989e12, 0.75 * 144e9),
   'GH200': Chip(989e12),
   'H200 NVL': Chip(835e12),
-  'H200': Chip(989e12, 0.75 * 151397597184, 4.8e12, 4.5e11, 5e10),
+  'H200': Chip(989e12, 0.75 * 151397597184),
   'H100 PCIe': Chip(756e12),
   'H100 NVL': Chip(835e12),
-  'H100 80GB HBM3': Chip(989e12, 0.75 * 84942979072, 3.35e12, 4.5e11, 5e10),
+  'H100 80GB HBM3': Chip(989e12, 0.75 * 84942979072),
   'H100': Chip(989e12),
-  # H800 and A800 are H100 and A100 with NVLink of 400 GB/s both ways.
+  # H800 and A800 are H100 and A100 with a slower NVLink.
   'H800 PCIe': Chip(756e12),
-  'H800': Chip(989e12, 0.75 * 80e9, 3.35e12, 2e11),
-  'A100-SXM4-80GB': Chip(312e12, 0.75 * 85100068864, 2.04e12, 3e11, 2.5e10),
+  'H800': Chip(989e12, 0.75 * 80e9),
+  'A100-SXM4-80GB': Chip(312e12, 0.75 * 85100068864),
   'A100': Chip(312e12),
-  'A800-SXM4-80GB': Chip(312e12, 0.75 * 80e9, 2.04e12, 2e11),
+  'A800-SXM4-80GB': Chip(312e12, 0.75 * 80e9),
   'A800': Chip(312e12),
-  'A10G': Chip(70e12, 0.75 * 24e9, 6e11),
-  'A10': Chip(125e12, 0.75 * 24e9, 6e11),
+  'A10G': Chip(70e12, 0.75 * 24e9),
+  'A10': Chip(125e12, 0.75 * 24e9),
   'L40S': Chip(362e12),
   'L40': Chip(181e12),
   'L4': Chip(121e12),
   'V100S': Chip(130e12),
   'V100': Chip(125e12),
   # A quarter of 1457 TFLOP/s in 8 bits with sparsity.
-  'RTX 6000 Ada': Chip(364.25e12, 0.75 * 48e9, 9.6e11),
+  'RTX 6000 Ada': Chip(364.25e12, 0.75 * 48e9),
   # An eighth of 4030 and 3511 TFLOP/s in 4 bits with sparsity.
-  'RTX PRO 6000 Blackwell Workstation': Chip(503.8e12, 0.75 * 96e9, 1.792e12),
-  'RTX PRO 6000 Blackwell Max-Q': Chip(438.9e12, 0.75 * 96e9, 1.792e12),
+  'RTX PRO 6000 Blackwell Workstation': Chip(503.8e12, 0.75 * 96e9),
+  'RTX PRO 6000 Blackwell Max-Q': Chip(438.9e12, 0.75 * 96e9),
   # Of the tables in NVIDIA's papers on the architectures Ada and RTX Blackwell;
   # with sums in float16 these two are twice as fast.
-  'RTX 4090': Chip(165.2e12, 0.75 * 24e9, 1.008e12),
-  'RTX 5090': Chip(209.5e12, 0.75 * 32e9, 1.792e12),
+  'RTX 4090': Chip(165.2e12, 0.75 * 24e9),
+  'RTX 5090': Chip(209.5e12, 0.75 * 32e9),
   # Smaller chips, which have the names in part.
   'RTX 4090 D': Chip(math.nan),
   'RTX 4090 Laptop': Chip(math.nan),
   'RTX 5090 D': Chip(math.nan),
   'RTX 5090 Laptop': Chip(math.nan),
-  # The data sheet's seven links have 128 GB/s each, which counts both ways.
-  'MI300X': Chip(1307.4e12, 0.75 * 192e9, 5.3e12, 4.48e11),
+  'MI300X': Chip(1307.4e12, 0.75 * 192e9),
 }
 
 

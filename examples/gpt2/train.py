@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import tyro
 
-from examples.gpt2 import hardware, loop, memory, run, sharding
+from examples.gpt2 import compile_for, hardware, loop, memory, run, sharding
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import (
   FIELDS,
@@ -58,12 +58,17 @@ def main(args: list[str] | None = None) -> None:
   Raises:
     SystemExit: With status 2 for a mistake in the settings or a file that
       cannot be read or written, 3 if a loss or gradient was not finite, 4 if a
-      device ran out of memory, 5 if a checkpoint could not be saved, and 128 +
-      the number of the signal (SIGTERM: 143, SIGUSR1: 138, SIGHUP: 129,
+      device has too little memory, 5 if a checkpoint could not be saved, and
+      128 + the number of the signal (SIGTERM: 143, SIGUSR1: 138, SIGHUP: 129,
       control-C: 130) after one.
   """
-  with exit_on_error(), StopRequest() as stop:
-    train(parse(args), stop)
+  with exit_on_error():
+    config = parse(args)
+    if config.compile_for is not None:
+      compile_for.run(config, config.compile_for)
+      return
+    with StopRequest() as stop:
+      train(config, stop)
 
 
 def parse(args: Sequence[str] | None, prog: str = _PROG) -> Config:

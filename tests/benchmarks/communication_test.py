@@ -15,7 +15,7 @@ def test_what_a_step_sends_is_compared(tmp_path: Path, capsys):
   # Weights are gathered for the forward and the backward pass.
   assert merit['step']['all-gather'] == adamw['step']['all-gather']
   assert set(merit['update']) == {'all-reduce'}
-  # The norm of the gradient, and on CPU maxima and minima of each norm.
-  assert adamw['update_numbers'] < 20 < merit['update_numbers']
+  # AdamW sends the norm of the gradient only.
+  assert adamw['update_bytes'] < 200 < merit['update_bytes']
   assert 0 < merit['update_bytes'] < merit['step_bytes'] / 50
   assert 'update alone' in capsys.readouterr().out

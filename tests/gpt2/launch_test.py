@@ -54,7 +54,7 @@ def _launch_lines() -> list[str]:
   lines = {' '.join(x.split()) for x in '\n'.join(blocks).splitlines()}
   command = re.compile('examples.gpt2.train.*(--mesh|--coordinator)')
   found = sorted(line for line in lines if command.search(line))
-  # More devices are too many to emulate here: see tests/plan.
+  # More devices are too many to emulate here: see compile_for_test.
   return [line for line in found if _devices(line.split()) <= 16]
 
 

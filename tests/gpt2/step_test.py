@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.gpt2.compile_for import compile_step
 from examples.gpt2.config import Config, change, resolve
 from examples.gpt2.memory import fit
 from examples.gpt2.optimizers import OPTIMIZERS
 from examples.gpt2.sharding import batch_sharding, make_mesh
 from examples.gpt2.step import Trainer, TrainState
-from examples.plan.programs import compile_step
 
 # A first token that makes something of the step infinite or not a number.
 _NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT = 61, 62, 63
@@ -145,3 +145,16 @@ def test_gathered_parameters_are_kept_of_no_layer(remat: str):
   shapes = set(re.findall(r'\w\[([\d,]+)\]', text))
   assert '3,4,64' in shapes
   assert not shapes & {f'3,{kernel}' for kernel in kernels}
+
+
+@pytest.mark.parametrize('architecture', ['gpt2', 'llama'])
+def test_flops_are_about_those_that_xla_counts(architecture: str):
+  config = _config(
+    architecture=architecture, width=64, context_length=64, unroll=2
+  )
+  trainer = Trainer(config, 512, make_mesh('', jax.devices()[:1]))
+  tokens = jax.ShapeDtypeStruct((4, 65), jnp.int32)
+  step = jax.jit(jax.value_and_grad(trainer.loss))
+  counted = step.lower(trainer.shapes.params, tokens).cost_analysis()['flops']
+  # It leaves out what no gradient needs, and counts norms and activations.
+  assert trainer.flops_per_token == pytest.approx(counted / (4 * 64), rel=0.15)

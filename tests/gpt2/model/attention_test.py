@@ -8,6 +8,7 @@ import hypothesis
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from examples.gpt2.config import ModelConfig, complete
 from examples.gpt2.model import attention, splash
 from examples.gpt2.model.attention import causal_attention
 from examples.gpt2.model.transformer import as_module, shapes
-from examples.gpt2.sharding import make_mesh
+from examples.gpt2.sharding import AXES, make_mesh
 
 
 def _normal(seed: int, *shape: int) -> np.ndarray:
@@ -92,3 +93,15 @@ def test_qk_norm_bounds_the_logits(qk_norm: bool):
   tokens = np.arange(32).reshape(2, 16)
   _, largest = as_module(config, params).features(tokens, attend)
   assert (float(largest[0]) <= math.sqrt(8) * 1.001) == qk_norm
+
+
+@pytest.mark.parametrize('platform', ['tpu', None])
+def test_attention_is_that_of_the_mesh(platform: str | None):
+  device = platform and AbstractDevice(
+    device_kind='chip', num_cores=None, platform=platform
+  )
+  mesh = AbstractMesh((1,) * 3, AXES, abstract_device=device)
+  query = jax.ShapeDtypeStruct((1, 128, 1, 64), 'float32')
+  with jax.sharding.use_abstract_mesh(mesh):
+    program = jax.make_jaxpr(causal_attention)(query, query, query)
+  assert ('pallas_call' in str(program)) == (platform == 'tpu')

@@ -1,0 +1,369 @@
+"""Compiles the training step for TPUs or GPUs that are not there.
+
+It tells whether a step fits into their memory, and what devices send to each
+other: python -m examples.gpt2.train --compile-for v5e:16x16
+"""
+
+from collections.abc import Iterator
+from importlib import metadata
+import math
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from examples.gpt2 import hardware, memory, sharding
+from examples.gpt2.command import columns, format_bytes, table
+from examples.gpt2.config import Config, UsageError, resolve
+from examples.gpt2.data.batches import batch_shape
+from examples.gpt2.start import with_model
+from examples.gpt2.step import Trainer
+
+_FORMS = (
+  'v4:2x2x4, v5e:16x16, v5p:4x8x8 and v6e:4x4 (chips of a slice, hosts have '
+  '2x2), h100:1x8 and h200:16x8 (hosts x GPUs of a host), also a100 and b200'
+)
+_TPU_COMPILER = ('libtpu',)
+_GPU_COMPILER = (
+  'jax-cuda12-plugin', 'nvidia-cudnn-cu12', 'nvidia-cuda-nvcc-cu12',
+)  # fmt: skip
+# Keeps libtpu from asking the metadata server, which is not there, and lets
+# several processes compile at once, since there is no chip to share.
+_TPU_ENVIRONMENT = {
+  'TPU_SKIP_MDS_QUERY': '1',
+  'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
+  'TPU_ACCELERATOR_TYPE': 'v5litepod-4',
+  'TPU_WORKER_HOSTNAMES': 'localhost',
+  'TPU_STDERR_LOG_LEVEL': '3',
+  'TPU_MIN_LOG_LEVEL': '3',
+}
+# What the compiler wants to know of a GPU, from the data sheets.
+_H100 = {
+  'name': 'NVIDIA H100 80GB HBM3',  # As jax names the device.
+  'compute_capability': 9,  # The major one.
+  'cores': 132,  # Streaming multiprocessors.
+  'float32_units': 128,  # In each.
+  'shared_memory': 233472,  # Bytes in each.
+  'cache': 52428800,  # Bytes of the second level.
+  'clock': 1.98,  # GHz.
+  'memory': 84942979072,  # Bytes.
+  'bandwidth': 3352320000000,  # Bytes a second to and from memory.
+}
+_GPUS: dict[str, dict[str, Any]] = {
+  'a100': {
+    'name': 'NVIDIA A100-SXM4-80GB', 'compute_capability': 8, 'cores': 108,
+    'float32_units': 64, 'shared_memory': 167936, 'cache': 41943040,
+    'clock': 1.41, 'memory': 85100068864, 'bandwidth': 2039040000000,
+  },
+  'h100': _H100,
+  'h200': _H100 | {
+    'name': 'NVIDIA H200', 'memory': 151397597184, 'bandwidth': 4800000000000,
+  },
+  'b200': _H100 | {
+    'name': 'NVIDIA B200', 'compute_capability': 10, 'cores': 148,
+    'cache': 132644864, 'clock': 1.965, 'memory': 191514411008,
+    'bandwidth': 7672320000000,
+  },
+}  # fmt: skip
+# The proto GpuTargetConfigProto of XLA, as text. A block may use all shared
+# memory of a multiprocessor but 1 KiB; the other limits are the same for all.
+_TARGET = """
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {shared_memory}
+  shared_memory_per_block_optin: {shared_memory_of_block}
+  threads_per_core_limit: 2048
+  core_count: {cores}
+  fpus_per_core: {float32_units}
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  memory_bandwidth: {bandwidth}
+  l2_cache_size: {cache}
+  clock_rate_ghz: {clock}
+  device_memory_size: {memory}
+  cuda_compute_capability {{ major: {compute_capability} }}
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+device_description_str: "{name}"
+"""
+
+
+def run(config: Config, name: str) -> None:
+  """Compiles the step of a run for a topology, and prints what it needs.
+
+  To be called before the process uses a device: it keeps jax to the CPU, since
+  jax would start libtpu wherever it is installed.
+
+  Raises:
+    UsageError: If a setting is wrong, or the compiler is not installed.
+    OutOfMemoryError: If a device has too little memory for the step.
+  """
+  resolved = resolve(with_model(config)[0])
+  mesh = sharding.make_mesh(config.mesh, devices(name))
+  fitted = memory.fit(resolved, mesh)
+  trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
+  # Nothing that is compiled here can be run, or found again by a run.
+  jax.config.update('jax_enable_compilation_cache', False)
+  with memory.advice(fitted, trainer):
+    step = compile_step(fitted, trainer)
+    print(_report(fitted, trainer, step, compile_update(trainer)))
+    # The compiler for GPUs compiles what does not fit too.
+    memory.check(step, mesh)
+
+
+def devices(name: str) -> list[jax.Device]:
+  """Returns the devices of a topology, such as 'v5e:16x16', to compile for.
+
+  To be called before the process uses a device, see :func:`run`. Raises
+  ``UsageError`` if the compiler is not installed, or there is no such topology.
+  """
+  kind, _, extents = name.partition(':')
+  if absent := missing(kind):
+    extra = 'gpu-compiler' if kind in _GPUS else 'tpu-compiler'
+    raise UsageError(
+      f'--compile-for {name} needs {", ".join(absent)}: pip install -e '
+      f"'.[{extra}]', best in an environment of its own."
+    )
+  jax.config.update('jax_platforms', 'cpu')
+  topology = _gpus if kind in _GPUS else _tpus
+  try:
+    return list(topology(kind, extents).devices)
+  except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+    reason = str(error).splitlines()[0]
+    raise UsageError(
+      f'--compile-for {name}: {reason}. Forms that work: {_FORMS}.'
+    ) from error
+
+
+def missing(kind: str) -> list[str]:
+  """Returns the packages of the compiler for a kind that are not installed."""
+  installed = {package.name for package in metadata.distributions()}
+  needed = _GPU_COMPILER if kind in _GPUS else _TPU_COMPILER
+  return [package for package in needed if package not in installed]
+
+
+def _tpus(kind: str, extents: str) -> Any:
+  for variable, value in _TPU_ENVIRONMENT.items():
+    os.environ.setdefault(variable, value)
+  # Or v4 would be listed by core, of which jax makes no mesh.
+  options = {'chip_config_name': 'megacore'} if kind == 'v4' else {}
+  return topologies.get_topology_desc(f'{kind}:{extents}', 'tpu', **options)
+
+
+def _gpus(kind: str, extents: str) -> Any:
+  if not re.fullmatch(r'[1-9]\d*x[1-9]\d*', extents):
+    raise ValueError('there is no such topology')
+  flags = os.environ.get('XLA_FLAGS', '')
+  if 'xla_gpu_autotune_level' not in flags:
+    # To time kernels takes a GPU.
+    os.environ['XLA_FLAGS'] = f'{flags} --xla_gpu_autotune_level=0'.strip()
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
+  gpu = _GPUS[kind]
+  block = gpu['shared_memory'] - 1024
+  return topologies.get_topology_desc(
+    platform='cuda',
+    # Partitions first: GPUs of one NVLink domain that spans hosts are not told.
+    topology=f'1x{extents}',
+    target_config=_TARGET.format(**gpu, shared_memory_of_block=block),
+  )
+
+
+def compile_step(config: Config, trainer: Trainer) -> jax.stages.Compiled:
+  """Compiles a step of training."""
+  with jax.set_mesh(trainer.mesh):
+    batch = batch_shape(config, trainer.mesh)
+    return trainer.step.lower(trainer.shapes, batch).compile()
+
+
+def compile_update(trainer: Trainer) -> jax.stages.Compiled:
+  """Compiles the end of a step: the optimizer's update and its application."""
+  with jax.set_mesh(trainer.mesh):
+    return trainer.update.lower(trainer.shapes, trainer.shapes.params).compile()
+
+
+def _report(
+  config: Config,
+  trainer: Trainer,
+  step: jax.stages.Compiled,
+  update: jax.stages.Compiled,
+) -> str:
+  """Returns tables of the memory of a device and of the bytes that it sends."""
+  mesh = trainer.mesh
+  device = mesh.devices.flat[0]
+  available = hardware.memory_bytes(device)
+  sent = {'step': sent_by_kind(step), 'update': sent_by_kind(update)}
+  kinds = sorted(sent['step'] | sent['update'])
+  for by_kind in sent.values():
+    by_kind['all'] = sum(by_kind.values())
+  return '\n'.join([
+    table({
+      'devices': f'{mesh.size} x {device.device_kind}',
+      'mesh': ','.join(f'{axis}={size}' for axis, size in mesh.shape.items()),
+      'parameters': f'{trainer.num_params:,}',
+      'micro-batch size': str(config.micro_batch_size),
+      'weights and moments': format_bytes(
+        hardware.bytes_per_device(trainer.shapes)
+      ),
+      'needed memory': format_bytes(memory.needed_bytes(step)),
+      'available memory': format_bytes(available) if available else 'unknown',
+    }),
+    '',
+    columns([
+      {'a device sends': kind}
+      | {what: format_bytes(x.get(kind, 0)) for what, x in sent.items()}
+      for kind in (*kinds, 'all')
+    ]),
+  ])  # fmt: skip
+
+
+# What a compiled program sends, from the text of its HLO.
+
+_COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) .*\{$', re.MULTILINE)
+_INSTRUCTION = re.compile(
+  r'^\s+(?:ROOT )?%?[\w.-]+ = (.*?) ([\w-]+)\((.*?)\)(?:, (.*))?$', re.MULTILINE
+)
+_CALLED = re.compile(
+  r'\b(?:body|condition|calls|to_apply|\w+_computations?)='
+  r'\{?((?:%[\w.-]+(?:, )?)+)'
+)
+_COLLECTIVE = re.compile(
+  r'(?:ragged-)?(all-reduce|all-gather|reduce-scatter|all-to-all|'
+  r'collective-permute)(-start)?$'
+)
+
+
+class Collective(NamedTuple):
+  """A collective operation of a compiled program.
+
+  Its arrays are the whole ones that a group of devices shares: the operands of
+  reduce-scatter, the results of others.
+  """
+
+  kind: str  # Its operation, such as 'all-gather'.
+  bytes: int  # Of its arrays.
+  executions: int  # How often a run of the program executes it.
+  group_size: int  # Devices that share the arrays.
+
+  @property
+  def sent_bytes(self) -> float:
+    """Bytes that a device sends in all executions, by the ring algorithm."""
+    if self.kind == 'collective-permute':
+      return float(self.executions * self.bytes)
+    passes = 2 if self.kind == 'all-reduce' else 1
+    return self.executions * passes * (1 - 1 / self.group_size) * self.bytes
+
+
+def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
+  """Returns the collectives that a run of a program executes.
+
+  Each branch of a conditional counts as taken. A collective that the TPU
+  compiler spreads over several fusions, to compute meanwhile, counts once. Its
+  fusion of an all-reduce with a slice of the result counts as a reduce-scatter.
+  Raises ``ValueError`` if the number of turns of a loop is not known.
+  """
+  # Callees come before callers, so the last computation is the entry.
+  _, *parts = _COMPUTATION.split(compiled.as_text() or '')
+  program = dict(zip(parts[::2], parts[1::2], strict=True))
+  return [x for x in _executed(program, parts[-2], 1) if x.group_size > 1]
+
+
+def sent_by_kind(compiled: jax.stages.Compiled) -> dict[str, float]:
+  """Returns the bytes that a device sends, by the kind of collective."""
+  sent: dict[str, float] = {}
+  for x in collectives(compiled):
+    sent[x.kind] = sent.get(x.kind, 0.0) + x.sent_bytes
+  return sent
+
+
+def _executed(
+  program: dict[str, str], name: str, times: int
+) -> Iterator[Collective]:
+  """Yields the collectives of some executions of a computation."""
+  for types, opcode, operands, attributes in _INSTRUCTION.findall(
+    program[name]
+  ):
+    if found := _COLLECTIVE.match(opcode):
+      sizes, group_size = _sizes(types), _group_size(attributes)
+      kind, is_started = found.groups()
+      if is_started and kind != 'all-reduce':
+        # Operands, results and, of a permute, two more.
+        count = operands.count('%')
+        sizes = sizes[count : 2 * count]
+      size = sum(sizes)
+      if kind == 'reduce-scatter':
+        size *= group_size
+      elif name.startswith('all-reduce-scatter'):
+        kind = 'reduce-scatter'
+      yield Collective(kind, size, times, group_size)
+      continue
+    turns = _turns(program, attributes) if opcode == 'while' else 1
+    for callee in _called(attributes):
+      # The fusion that starts a collective stands for the others of it.
+      is_counted = (
+        callee.startswith('async_collective_fusion')
+        or '"AsyncCollectiveDone"' in program[callee]
+      )
+      if not is_counted:
+        yield from _executed(program, callee, times * turns)
+
+
+def _called(attributes: str) -> list[str]:
+  """Returns the computations that an instruction calls."""
+  return re.findall(r'%([\w.-]+)', ''.join(_CALLED.findall(attributes)))
+
+
+def _turns(program: dict[str, str], attributes: str) -> int:
+  """Returns the turns of a loop: as the text says, or what it counts up to."""
+  if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', attributes):
+    return int(known[1])
+  condition = program[_called(attributes)[0]]
+  parts = [condition, *(program[name] for name in _called(condition))]
+  bounds = re.findall(r' constant\((\d+)\)', ''.join(parts))
+  if not bounds:
+    raise ValueError(f'a loop has no known trip count: {attributes[:200]}')
+  return max(map(int, bounds))
+
+
+def _sizes(types: str) -> list[int]:
+  """Returns the bytes of arrays, from the text of their types."""
+  return [
+    math.prod(int(n) for n in shape.split(',') if n) * _bits(dtype) // 8
+    for dtype, shape in re.findall(r'([a-z]\w*)\[([\d,]*)\]', types)
+  ]
+
+
+def _bits(dtype: str) -> int:
+  """Returns the bits of an element; a token has none."""
+  digits = re.search(r'\d+', dtype.replace('pred', 'u8'))
+  return int(digits[0]) if digits else 0
+
+
+def _group_size(attributes: str) -> int:
+  """Returns how many devices share the arrays of a collective.
+
+  They stand as {{0,1},{2,3}}, [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'} or,
+  for a part of size 4 of an axis, mesh['a'=8] {'a':(2)4}.
+  """
+  if 'source_target_pairs=' in attributes:
+    return 2
+  if found := re.search(r'replica_groups=\{\{([\d,]+)\}', attributes):
+    return found[1].count(',') + 1
+  if found := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):
+    return int(found[1])
+  found = re.search(r'replica_groups=mesh\[(.*?)\].*? \{(.*?)\}', attributes)
+  if not found:
+    raise ValueError(f'no replica groups in {attributes[:200]}')
+  sizes = dict(re.findall(r"'([^']+)'=(\d+)", found[1]))
+  chosen = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", found[2])
+  return math.prod(int(part or sizes[axis]) for axis, part in chosen)

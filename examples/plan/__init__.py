@@ -1,1 +1,0 @@
-"""Compiles the training step for TPUs or GPUs that are not there."""
