@@ -44,10 +44,14 @@ _PLACES = _set(
   'rpe segment time timestep type wpe'
 )
 _TIMES = _set('time timestep')
+_CONVOLUTIONS = _set('conv convs convolution')
+_ROUTERS = _set('router routers routing')
 # Inputs, and what has no inputs: tables, routers, windows, states.
-_TABLES = (_EMBEDDINGS | _PLACES - _TIMES - {'type', 'segment'}) | _set(
-  'codebook codebooks conv convs convolution decay register registers router '
-  'routers routing table tables unembed unembedding stem'
+_TABLES = (
+  (_EMBEDDINGS | _PLACES - _TIMES - {'type', 'segment'})
+  | (_CONVOLUTIONS | _ROUTERS)
+  | _set('codebook codebooks decay register registers stem table tables')
+  | _set('unembed unembedding')
 )
 # Last word of a parameter that stands in for a token.
 _TOKENS = _set('token tokens latent latents prompt prompts')
@@ -80,7 +84,7 @@ _MIXERS = _set(
   'mixer mla mqa multihead qkv recurrent rglru selfattention ssm wqkv xattn'
 )
 _MLPS = _set(
-  'expert experts feedforward ff ffn ffw ffwd glu intermediate mixing mlp mlps '
+  'expert experts feed feedforward ff ffn ffw ffwd glu intermediate mixing mlp mlps '
   'moe relu swiglu'
 )
 # What only a layer of an MLP is called, as fc1, wi_0, gate_proj.
@@ -91,8 +95,8 @@ _BLOCKS = _set('block blocks encoderblock decoderblock h layer layers stacked')
 _PLAIN = (
   _ARRAYS | _QKV | _MIXERS | _MLPS | _MLP_LAYERS | _OUTPUTS | _TRANSFORMS
 ) | _set(
-  'a b c cross dt einsum final fused h i in input linear local mm projection '
-  'proj receptance self shared sparse to vec with x y'
+  'a activation b c cross dt einsum final fused h i in input linear local mm '
+  'net proj projection receptance self shared sparse to vec with x y'
 )
 # Layers that undo the change of width by another one, but no first layers.
 _PAIRED = _PLAIN - _set('in input x y')
@@ -231,9 +235,10 @@ def _role(names: Names, shape: Shape, tree: _Tree) -> Role:
   words = [_words(name) for name in names]
   last: list[str] = next((x for x in reversed(words) if {*x} - {'array'}), [])
   is_bias = not {*last[:1], *last[-1:]}.isdisjoint(_VECTORS)
-  # In lora_b, b is no bias.
-  is_bias = is_bias and not (last[-1] == 'b' and len(last) > 1)
-  if (is_bias and _PLACES.isdisjoint(last)) or _is_norm(_owner(names)):
+  if (
+    (is_bias and _PLACES.isdisjoint(last) and not _is_factor(names, last, tree))
+    or _is_norm(_owner(names))
+  ):
     return 'vector'
   role = _role_by_path(names, shape, tree)
   if role == 'unknown':
@@ -241,6 +246,14 @@ def _role(names: Names, shape: Shape, tree: _Tree) -> Role:
   # Such as (1, 1, features), but a layer can have a single output.
   is_flat = sum(size > 1 for size in shape) < 2 and {*last} - _ARRAYS
   return 'vector' if is_flat and role != 'other' else role
+
+
+def _is_factor(names: Names, last: list[str], tree: _Tree) -> bool:
+  """Returns whether b is the second of two factors, such as in lora_b."""
+  if last[-1:] != ['b'] or len(last) < 2:
+    return False
+  beside = map(_words, tree.children[names[:-1]])
+  return 'lora' in last or [*last[:-1], 'a'] in beside
 
 
 def _role_by_path(names: Names, shape: Shape, tree: _Tree) -> Role:
@@ -255,10 +268,13 @@ def _role_by_path(names: Names, shape: Shape, tree: _Tree) -> Role:
     if words <= _ARRAYS or words == _OF_HEADS:
       continue
     part = _part(names[i], below)
+    if (part == 'mlp' or words & _MLPS) and not is_mlp:
+      is_mlp, inside = True, names[: i + 1]
+    # An MLP of positions, say, may lead from inputs to a table.
+    if part == 'table' and is_mlp and not _is_array_of_table(words, shape):
+      break
     if part == 'table' or _is_gate_of_experts(names, i, tree):
       return 'other'
-    if part == 'mlp' and not is_mlp:
-      is_mlp, inside = True, names[: i + 1]
     is_mlp_layer = is_mlp_layer or not words.isdisjoint(_MLP_LAYERS)
     is_sure = is_sure and (is_mlp or part != 'foreign')
     # An MLP, or a first layer, in a head may be its last one too.
@@ -291,8 +307,8 @@ def _part(name: str, below: set[str]) -> str:
   ordered = _words(name)
   words = {*ordered}
   is_table = words & _TABLES or ordered[-1] in _TOKENS
-  # Layers below the embedding of a time are an MLP.
-  is_time = is_table and below and words & _TIMES
+  # Layers of the embedding of a time are an MLP.
+  is_time = is_table and words & _TIMES and (below or words & _ADAPTIVE)
   rules = {
     'square': words in _SQUARE,
     'table': (is_table and not is_time)
@@ -303,6 +319,12 @@ def _part(name: str, below: set[str]) -> str:
     'known': words <= _PLAIN or words & _BLOCKS,
   }
   return next((part for part, fits in rules.items() if fits), 'foreign')
+
+
+def _is_array_of_table(words: set[str], shape: Shape) -> bool:
+  """Returns whether arrays of an MLP are windows of convolutions or routers."""
+  is_window = len(shape) > 2 and not words.isdisjoint(_CONVOLUTIONS)
+  return is_window or not words.isdisjoint(_ROUTERS)
 
 
 def _is_mixer(words: set[str]) -> bool:
@@ -341,7 +363,8 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
   """Returns what stands beside it: a layer beside an attention is in a block.
 
   The layer then has queries, keys or values beside it and is one of them, or
-  undoes the change of width by another one.
+  undoes the change of width by another one. An MLP of such layers may have any
+  name.
   """
   own: set[str] = set()
   start = len(names)
@@ -351,25 +374,44 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
       break
     own |= words
     start -= 1
-  if own <= _ARRAYS or _is_learned_query(names, tree):
-    return 'unknown'
   parent = names[:start]
-  beside = [{*_words(name)} for name in tree.children[parent] - {names[start]}]
+  beside = _beside(names, start, tree)
   # An attention has keys; a value alone may be an estimate of returns.
   has_keys = any(words <= _PLAIN and words & _KEYS for words in [own, *beside])
   has_queries = has_keys and any(
     words <= _PLAIN and words & _QKV for words in beside
   )
   has_attention = has_queries or any(map(_is_mixer, beside))
-  transposed = (*shape[:-2], shape[-1], shape[-2])
-  is_square = transposed == shape
-  shapes = tree.shapes_below[parent]
-  # Other layers have the width, but not the sizes of inputs and outputs.
-  is_paired = (
-    own <= _PAIRED
-    and transposed in shapes
-    and any(min(shape[-2:]) in x for x in shapes - {shape, transposed})
+  if own <= _ARRAYS or not has_attention:
+    is_mlp = start and _HEADS.isdisjoint(_words(names[start - 1]))
+    in_block = is_mlp and any(map(_is_mixer, _beside(names, start - 1, tree)))
+    is_layer = in_block and _is_paired(own, shape, parent, parent[:-1], tree)
+    return 'hidden' if is_layer else 'unknown'
+  if _is_learned_query(names, tree):
+    return 'unknown'
+  is_layer = (
+    own & (_OUTPUTS | _MLP_LAYERS)
+    if shape[-1] == shape[-2]
+    else _is_paired(own, shape, parent, parent, tree)
   )
-  is_layer = own & (_OUTPUTS | _MLP_LAYERS) if is_square else is_paired
-  is_hidden = (own & _QKV and has_queries) or (has_attention and is_layer)
+  is_hidden = (own & _QKV and has_queries) or is_layer
   return 'hidden' if is_hidden else 'unknown'
+
+
+def _beside(names: Names, i: int, tree: _Tree) -> list[set[str]]:
+  """Returns the words of each name beside one of the names along a path."""
+  return [{*_words(x)} for x in tree.children[names[:i]] - {*names[i : i + 1]}]
+
+
+def _is_paired(
+  own: set[str], shape: Shape, inside: Names, block: Names, tree: _Tree
+) -> bool:
+  """Returns whether a layer, or its pair, leads back to the block's width."""
+  transposed = (*shape[:-2], shape[-1], shape[-2])
+  others = tree.shapes_below[block] - {shape, transposed}
+  # Other layers have the width, but not the sizes of inputs and outputs.
+  return (
+    own <= _PAIRED
+    and transposed in tree.shapes_below[inside] - {shape}
+    and any(min(shape[-2:]) in x for x in others)
+  )
