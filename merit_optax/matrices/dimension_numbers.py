@@ -1,29 +1,25 @@
 """Which axes of a parameter are the rows and the columns of its matrices."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import itertools
 from typing import Any, NamedTuple, TypeAlias
-import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from merit_optax._internal.arguments import is_integer
+from merit_optax._internal.caller import warn
+from merit_optax._internal.readings import record
 from merit_optax._internal.trees import (
   MISSING,
   is_function,
   nearest_entries,
   path_namer,
 )
+from merit_optax.matrices.roles import roles
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
-WeightDimensionNumbers: TypeAlias = (
-  optax.contrib.MuonDimensionNumbers
-  | optax.Params
-  | Callable[[optax.Params], Any]
-  | None
-)
 _NOT_GIVEN = object()
 
 
@@ -45,6 +41,13 @@ class FusedDimensionNumbers(NamedTuple):
   reduction_axis: int | Sequence[int]
   output_axis: int | Sequence[int]
   parts: int | Sequence[int]
+
+
+Spec: TypeAlias = optax.contrib.MuonDimensionNumbers | FusedDimensionNumbers
+# One for all, a (prefix) tree of them, or a function from parameters to these.
+WeightDimensionNumbers: TypeAlias = (
+  Spec | Sequence[Any] | Mapping[Any, Any] | Callable[[Any], Any] | None
+)
 
 
 class MatrixAxes(NamedTuple):
@@ -110,33 +113,45 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
 
   Warns:
     UserWarning: If nothing says which axes of a parameter with more than two
-      are its rows and columns, or if a spec is of no parameter.
+      are its rows and columns, if a spec takes biases or scales of stacked
+      layers as the rows of a matrix, or if a spec is of no parameter.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     return
   specs, unused = _specs(dimension_numbers, params)
-  _axes_of_each(specs, params)
+  treedef: Any = jax.tree.structure(params)
+  each_axes = treedef.flatten_up_to(_axes_of_each(specs, params))
+  record('axes', params, each_axes)
   if unused:
-    warnings.warn(
+    warn(
       'weight_dimension_numbers has specs for what is no parameter: '
-      f'{", ".join(unused)}.',
-      stacklevel=2,
+      f'{", ".join(unused)}.'
     )
   name = path_namer(params)
-  guessed = [
-    f'{name(path)} {leaf.shape}'
-    for (path, leaf), spec in zip(leaves, specs, strict=True)
-    if len(leaf.shape) > 2 and spec is _NOT_GIVEN
-  ]
+  guessed, vectors = [], []
+  for (path, leaf), spec, axes, role in zip(
+    leaves, specs, each_axes, jax.tree.leaves(roles(params)), strict=True
+  ):
+    if spec is _NOT_GIVEN and len(leaf.shape) > 2:
+      guessed.append(f'{name(path)} {leaf.shape}')
+    if spec is not _NOT_GIVEN and axes.rows and role == 'vector':
+      vectors.append(f'{name(path)} {leaf.shape}')
+  if vectors:
+    warn(
+      'By weight_dimension_numbers these parameters are matrices, and by their '
+      f'names biases or scales of stacked layers: {", ".join(vectors)}. '
+      'Pass a tree of specs, where MuonDimensionNumbers((), (1,)) stands for '
+      'vectors of shape (layers, features); '
+      'merit_optax.flax_dimension_numbers makes one for Flax modules.'
+    )
   if guessed:
-    warnings.warn(
+    warn(
       'These parameters have more than two axes and are taken as stacks of '
       f'matrices over their last two: {", ".join(guessed)}. That is wrong for '
       'attention kernels of shape (model, heads, head_dim), for example. Pass '
       'weight_dimension_numbers to say what they are; '
-      'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
-      stacklevel=2,
+      'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.'
     )
 
 
@@ -146,6 +161,11 @@ class _SpecError(Exception):
 
 def _specs(dimension_numbers: Any, params: Any) -> tuple[list[Any], list[str]]:
   """Returns the spec of each parameter, and the names that no parameter has."""
+  if isinstance(dimension_numbers, type):
+    raise ValueError(
+      'weight_dimension_numbers must be specs, or a function from parameters '
+      f'to specs, got the class {dimension_numbers.__name__}.'
+    )
   if is_function(dimension_numbers, _is_spec):
     dimension_numbers = dimension_numbers(params)
   if dimension_numbers is None:

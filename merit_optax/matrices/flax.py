@@ -1,8 +1,9 @@
 """Dimension numbers of Flax modules, from the paths of their parameters."""
 
 from collections.abc import Collection, Mapping, Sequence
+import operator
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -11,6 +12,16 @@ from merit_optax._internal.trees import as_arrays, has_absent, path_namer
 from merit_optax.matrices.dimension_numbers import (
   DimensionNumbers,
   FusedDimensionNumbers,
+  Spec,
+)
+
+# By regular expressions: specs, and numbers of axes or parts.
+Specs: TypeAlias = (
+  Mapping[str, Spec | None] | Mapping[str | re.Pattern[str], Spec | None]
+)
+Counts: TypeAlias = (
+  Mapping[str, int | Sequence[int]]
+  | Mapping[str | re.Pattern[str], int | Sequence[int]]
 )
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
@@ -22,9 +33,9 @@ VECTORS = ('bias', 'scale')
 def flax_dimension_numbers(
   params: Any,
   *,
-  stacked: Mapping[str, int | Sequence[int]] | None = None,
-  overrides: Mapping[str, DimensionNumbers | None] | None = None,
-  fused: Mapping[str, int | Sequence[int]] | None = None,
+  stacked: Counts | None = None,
+  overrides: Specs | None = None,
+  fused: Counts | None = None,
 ) -> Any:
   """Creates the dimension numbers of Flax modules (NNX or Linen).
 
@@ -46,8 +57,10 @@ def flax_dimension_numbers(
   A stack of layers or experts that ``stacked`` does not name can look like an
   attention or convolution kernel. The bias beside a kernel tells them apart:
   one whose shape contradicts the name is refused, as is one that fits a stack
-  of layers too. Without a bias the name decides; :func:`merit_optax.describe`
-  shows how each parameter is treated.
+  of layers too. Without a bias, kernels of queries, keys or values and of the
+  output beside them must agree on the heads or their size; one alone whose
+  heads are as wide as the model is refused, since its second axis may count
+  layers. :func:`merit_optax.describe` shows how each parameter is treated.
 
   Args:
     params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
@@ -91,23 +104,23 @@ def flax_dimension_numbers(
   _check_rules(stacked, overrides)
   check_patterns('fused', fused)
   specs = specs_of_flax(
-    params, {**stacked}, overrides, are_matrices=False, also=(*fused,)
+    params, stacked, overrides, are_matrices=False, other_patterns=(*fused,)
   )
   return _with_parts(specs, params, fused)
 
 
 def specs_of_flax(
   params: Any,
-  stacked: Mapping[str, int | Sequence[int]],
-  overrides: Mapping[str, DimensionNumbers | None],
+  stacked: Counts,
+  overrides: Specs,
   *,
   are_matrices: bool,
-  also: Collection[str] = (),
+  other_patterns: Collection[Any] = (),
 ) -> Any:
   """Returns the dimension numbers of :func:`flax_dimension_numbers`.
 
   If ``are_matrices``, two axes are rows and columns, whatever the name. Each
-  pattern of ``also`` has to match a path too.
+  pattern of ``other_patterns`` has to match a path too.
   """
   params = as_arrays(params)
   name_of = path_namer(params)
@@ -117,7 +130,7 @@ def specs_of_flax(
   }
   unused = [
     pattern
-    for pattern in (*stacked, *overrides, *also)
+    for pattern in (*stacked, *overrides, *other_patterns)
     if not any(re.search(pattern, name) for name in shapes)
   ]
   if unused and not has_absent(params):
@@ -127,21 +140,19 @@ def specs_of_flax(
     )
   unknown: list[str] = []
 
-  def spec(path: tuple[Any, ...], param: Any) -> DimensionNumbers | None:
+  def spec(path: tuple[Any, ...], param: Any) -> Spec | None:
     name, shape = name_of(path), tuple(param.shape)
-    for pattern, numbers in overrides.items():
+    for pattern, override in overrides.items():
       if re.search(pattern, name):
-        return numbers
+        return override
     if are_matrices and len(shape) == 2:
       return DimensionNumbers((0,), (1,))
     axes = _stacked_axes(stacked, name, len(shape))
-    numbers = _recognise(name.split('/'), len(shape), axes)
-    bias = shapes.get(name.removesuffix('kernel') + 'bias')
-    if numbers is None:
-      unknown.append(f'{name} {shape}')
-    elif bias is not None and not _explains(numbers, shape, name, bias):
-      unknown.append(f'{name} {shape} beside a bias {bias}')
-    return numbers
+    found = _recognise(name.split('/'), len(shape), axes)
+    doubt = '' if found is None else _contradiction(found, name, shapes)
+    if found is None or doubt:
+      unknown.append(f'{name} {shape}{doubt}')
+    return found
 
   specs = jax.tree_util.tree_map_with_path(spec, params)
   if unknown:
@@ -149,7 +160,8 @@ def specs_of_flax(
       f'params holds parameters that are not recognized: {", ".join(unknown)}. '
       'If axes count layers or experts, say so by stacked, such as '
       'functools.partial(merit_optax.flax_dimension_numbers, '
-      "stacked={'blocks/': 1}) for weight_dimension_numbers; otherwise give "
+      "stacked={'blocks/': 1}) for weight_dimension_numbers, or {'blocks/': "
+      '(1,)} if they are the second axis; otherwise give '
       'their dimension numbers by overrides, such as '
       "overrides={'query/kernel': MuonDimensionNumbers((0,), (1, 2))}. (Under "
       'optax.inject_hyperparams, which calls functions with '
@@ -158,23 +170,21 @@ def specs_of_flax(
   return specs
 
 
-def _with_parts(
-  specs: Any, params: Any, fused: Mapping[str, int | Sequence[int]]
-) -> Any:
+def _with_parts(specs: Any, params: Any, fused: Counts) -> Any:
   """Returns specs, those of fused kernels with their parts."""
   name_of = path_namer(params)
 
-  def spec(path: tuple[Any, ...], _: Any, numbers: Any) -> Any:
+  def spec(path: tuple[Any, ...], _: Any, single: Any) -> Any:
     for pattern, parts in fused.items():
-      if isinstance(numbers, DimensionNumbers) and re.search(
+      if isinstance(single, DimensionNumbers) and re.search(
         pattern, name_of(path)
       ):
-        rows, columns = numbers
+        rows, columns = single
         is_vector = isinstance(rows, Sequence) and not rows
         return (
-          numbers if is_vector else FusedDimensionNumbers(rows, columns, parts)
+          single if is_vector else FusedDimensionNumbers(rows, columns, parts)
         )
-    return numbers
+    return single
 
   return jax.tree_util.tree_map_with_path(spec, params, specs)
 
@@ -200,9 +210,7 @@ def _check_rules(stacked: Any, overrides: Any) -> None:
       )
 
 
-def _stacked_axes(
-  stacked: Mapping[str, int | Sequence[int]], name: str, ndim: int
-) -> tuple[int, ...]:
+def _stacked_axes(stacked: Counts, name: str, ndim: int) -> tuple[int, ...]:
   """Returns the axes of a parameter that count layers and so on.
 
   Of several patterns that match, the one with the most axes counts.
@@ -233,11 +241,43 @@ def _recognise(
   return DimensionNumbers(axes[:num_rows], axes[num_rows:])
 
 
-def _explains(
-  numbers: DimensionNumbers,
-  shape: tuple[int, ...],
-  name: str,
-  bias: tuple[int, ...],
+def _contradiction(
+  spec: DimensionNumbers, name: str, shapes: Mapping[str, tuple[int, ...]]
+) -> str:
+  """Returns what beside a kernel contradicts its spec, or may do so."""
+  *parents, leaf = name.split('/')
+  rows, columns = spec
+  if leaf != 'kernel' or len(rows + columns) == 2:
+    return ''
+  shape, bias = shapes[name], shapes.get('/'.join([*parents, 'bias']))
+  if bias is not None:
+    fits = _fits_bias(spec, shape, bias)
+    return '' if fits else f' beside a bias {bias}'
+  if len(rows + columns) < len(shape) or _CONVOLUTION.search(parents[-1]):
+    return ''
+  is_input = len(columns) == 2
+  counterpart = _ATTENTION_OUTPUT if is_input else _ATTENTION_INPUT
+  others = [
+    (other, shapes[other])
+    for other in shapes
+    if re.fullmatch(
+      '/'.join([*map(re.escape, parents[:-1]), '[^/]*/kernel']), other
+    )
+    and counterpart.search(other.split('/')[-2])
+    and len(shapes[other]) == 3
+  ]
+  # Heads and head features, and their places in the other kernels.
+  heads = shape[1:] if is_input else shape[:2]
+  place = slice(2) if is_input else slice(1, 3)
+  for other, other_shape in others:
+    if not any(map(operator.eq, heads, other_shape[place])):
+      return f' beside {other} {other_shape}'
+  is_wide = not others and shape[0] == shape[2] and shape[1] > 1
+  return ', of layers or of heads as wide as the model' if is_wide else ''
+
+
+def _fits_bias(
+  spec: DimensionNumbers, shape: tuple[int, ...], bias: tuple[int, ...]
 ) -> bool:
   """Returns whether this reading of a kernel, and no other, has such a bias."""
 
@@ -245,12 +285,9 @@ def _explains(
   def without(axes: Collection[int]) -> list[int]:
     return sorted(n for axis, n in enumerate(shape) if axis not in axes)
 
-  is_matrix = len(numbers.reduction_axis + numbers.output_axis) == 2
-  if is_matrix or not name.endswith('kernel'):
-    return True
-  has_heads = len(shape) == 3 and len(numbers.output_axis) == 2
+  has_heads = len(shape) == 3 and len(spec.output_axis) == 2
   is_stack = has_heads and sorted(bias) == without((1,))
-  return sorted(bias) == without(numbers.reduction_axis) and not is_stack
+  return sorted(bias) == without(spec.reduction_axis) and not is_stack
 
 
 def _num_row_axes(names: list[str], ndim: int) -> int | None:

@@ -84,8 +84,8 @@ _MIXERS = _set(
   'mixer mla mqa multihead qkv recurrent rglru selfattention ssm wqkv xattn'
 )
 _MLPS = _set(
-  'expert experts feed feedforward ff ffn ffw ffwd glu intermediate mixing mlp mlps '
-  'moe relu swiglu'
+  'expert experts feed feedforward ff ffn ffw ffwd glu intermediate mixing mlp '
+  'mlps moe relu swiglu'
 )
 # What only a layer of an MLP is called, as fc1, wi_0, gate_proj.
 _MLP_LAYERS = _set('down fc ffw gate gating lin up wi wo')
@@ -236,9 +236,8 @@ def _role(names: Names, shape: Shape, tree: _Tree) -> Role:
   last: list[str] = next((x for x in reversed(words) if {*x} - {'array'}), [])
   is_bias = not {*last[:1], *last[-1:]}.isdisjoint(_VECTORS)
   if (
-    (is_bias and _PLACES.isdisjoint(last) and not _is_factor(names, last, tree))
-    or _is_norm(_owner(names))
-  ):
+    is_bias and _PLACES.isdisjoint(last) and not _is_factor(names, last, tree)
+  ) or _is_norm(_owner(names)):
     return 'vector'
   role = _role_by_path(names, shape, tree)
   if role == 'unknown':
@@ -363,9 +362,10 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
   """Returns what stands beside it: a layer beside an attention is in a block.
 
   The layer then has queries, keys or values beside it and is one of them, or
-  undoes the change of width by another one. An MLP of such layers may have any
-  name.
+  undoes the change of width by another one, in an MLP of any name or without.
   """
+  if _is_mlp_beside_attention(names, shape, tree):
+    return 'hidden'
   own: set[str] = set()
   start = len(names)
   for name in reversed(names):
@@ -374,7 +374,8 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
       break
     own |= words
     start -= 1
-  parent = names[:start]
+  if own <= _ARRAYS or _is_learned_query(names, tree):
+    return 'unknown'
   beside = _beside(names, start, tree)
   # An attention has keys; a value alone may be an estimate of returns.
   has_keys = any(words <= _PLAIN and words & _KEYS for words in [own, *beside])
@@ -382,36 +383,36 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
     words <= _PLAIN and words & _QKV for words in beside
   )
   has_attention = has_queries or any(map(_is_mixer, beside))
-  if own <= _ARRAYS or not has_attention:
-    is_mlp = start and _HEADS.isdisjoint(_words(names[start - 1]))
-    in_block = is_mlp and any(map(_is_mixer, _beside(names, start - 1, tree)))
-    is_layer = in_block and _is_paired(own, shape, parent, parent[:-1], tree)
-    return 'hidden' if is_layer else 'unknown'
-  if _is_learned_query(names, tree):
-    return 'unknown'
-  is_layer = (
-    own & (_OUTPUTS | _MLP_LAYERS)
-    if shape[-1] == shape[-2]
-    else _is_paired(own, shape, parent, parent, tree)
-  )
-  is_hidden = (own & _QKV and has_queries) or is_layer
+  is_layer = bool(own & (_OUTPUTS | _MLP_LAYERS))
+  if shape[-1] != shape[-2]:
+    parent = names[:start]
+    is_layer = own <= _PAIRED and _is_paired(shape, parent, parent, tree)
+  is_hidden = (own & _QKV and has_queries) or (has_attention and is_layer)
   return 'hidden' if is_hidden else 'unknown'
+
+
+def _is_mlp_beside_attention(names: Names, shape: Shape, tree: _Tree) -> bool:
+  """Returns whether it is a layer of an MLP, whatever that is called."""
+  own: set[str] = set()
+  for i in reversed(range(len(names))):
+    words = {*_words(names[i])}
+    if any(map(_is_mixer, _beside(names, i, tree))):
+      is_layer = own <= _PAIRED and words.isdisjoint(_HEADS)
+      return is_layer and _is_paired(shape, names[: i + 1], names[:i], tree)
+    own |= words
+  return False
 
 
 def _beside(names: Names, i: int, tree: _Tree) -> list[set[str]]:
   """Returns the words of each name beside one of the names along a path."""
-  return [{*_words(x)} for x in tree.children[names[:i]] - {*names[i : i + 1]}]
+  return [{*_words(x)} for x in tree.children[names[:i]] - {names[i]}]
 
 
-def _is_paired(
-  own: set[str], shape: Shape, inside: Names, block: Names, tree: _Tree
-) -> bool:
-  """Returns whether a layer, or its pair, leads back to the block's width."""
-  transposed = (*shape[:-2], shape[-1], shape[-2])
-  others = tree.shapes_below[block] - {shape, transposed}
+def _is_paired(shape: Shape, inside: Names, block: Names, tree: _Tree) -> bool:
+  """Returns whether a layer and its pair leave and reach the block's width."""
+  pair = (*shape[:-2], shape[-1], shape[-2])
   # Other layers have the width, but not the sizes of inputs and outputs.
-  return (
-    own <= _PAIRED
-    and transposed in tree.shapes_below[inside] - {shape}
-    and any(min(shape[-2:]) in x for x in others)
+  others = tree.shapes_below[block] - {shape, pair}
+  return pair in tree.shapes_below[inside] - {shape} and any(
+    min(shape[-2:]) in x for x in others
   )

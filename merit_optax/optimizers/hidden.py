@@ -1,17 +1,19 @@
 """Which parameters are hidden matrices, and which are for another optimizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import re
 from typing import Any, TypeAlias
-import warnings
 
 import jax
 import optax
 
+from merit_optax._internal.caller import warn
+from merit_optax._internal.readings import record
 from merit_optax._internal.trees import (
   as_arrays,
   named_leaves,
   path_namer,
+  path_names,
   with_update,
 )
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
@@ -20,7 +22,15 @@ from merit_optax.matrices.masks import broadcast_mask
 from merit_optax.matrices.per_parameter import NO_PARAMS_MESSAGE
 from merit_optax.matrices.roles import roles
 
-Hidden: TypeAlias = str | Sequence[str] | Any | Callable[[Any], Any] | None
+# Expressions, or booleans in a tree or from a function.
+Hidden: TypeAlias = (
+  str
+  | re.Pattern[str]
+  | Sequence[Any]
+  | Mapping[Any, Any]
+  | Callable[[Any], Any]
+  | None
+)
 
 
 def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
@@ -46,7 +56,8 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   Raises:
     ValueError: If ``hidden`` is none of these or does not fit the parameters;
       if one of its expressions is found in no path; if it chooses a parameter
-      with fewer than two axes.
+      with fewer than two axes, or an expression one that its name tells to be a
+      bias or scale of stacked layers.
 
   Warns:
     UserWarning: If ``hidden`` is ``None`` and names do not tell what a
@@ -66,52 +77,80 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   if not jax.tree.leaves(params):
     return params
   params = as_arrays(params)
-  if hidden is None:
-    _warn_of_unknown(params)
   _check_matches(params, hidden)
+  each_role = jax.tree.leaves(roles(params))
+  if hidden is None:
+    _warn_of_unknown(params, each_role)
   chosen = _chosen(params, hidden)
+  # A tree or a function of booleans is meant as it is.
+  has_patterns = _patterns(hidden) is not None
+
+  def is_vector(shape: tuple[int, ...], role: str) -> bool:
+    is_stack = role == 'vector' and sum(size > 1 for size in shape) > 1
+    return len(shape) < 2 or (has_patterns and is_stack)
+
   vectors = [
     f'{name} {param.shape}'
-    for (name, param), is_hidden in zip(
-      named_leaves(params), jax.tree.leaves(chosen), strict=True
+    for (name, param), role, is_hidden in zip(
+      named_leaves(params), each_role, jax.tree.leaves(chosen), strict=True
     )
-    if is_hidden and len(param.shape) < 2
+    if is_hidden and is_vector(param.shape, role)
   ]
   if vectors:
     raise ValueError(
-      'hidden must choose parameters with two or more axes, got '
+      'hidden must choose parameters with two or more axes, and by expressions '
+      'no biases or scales of stacked layers (a tree of booleans may), got '
       f'{", ".join(vectors)}.'
     )
+  record('hidden', params, jax.tree.leaves(chosen))
   return chosen
 
 
-def _warn_of_unknown(params: Any) -> None:
+def _warn_of_unknown(params: Any, each_role: list[str]) -> None:
   """Warns of parameters whose role is not known."""
-  unknown = {
-    name: param.shape
-    for (name, param), role in zip(
-      named_leaves(params), jax.tree.leaves(roles(params)), strict=True
-    )
+  unknown = ', '.join(
+    f'{name} {param.shape}'
+    for (name, param), role in zip(named_leaves(params), each_role, strict=True)
     if role == 'unknown'
-  }
+  )
   if unknown:
-    example = f'^{re.escape(next(iter(unknown)))}$'
-    listed = ', '.join(f'{name} {shape}' for name, shape in unknown.items())
-    warnings.warn(
+    warn(
       'Names do not tell whether these parameters are hidden matrices, so they '
-      f'are left to the other optimizer: {listed}. Choose all hidden matrices '
-      f'by expressions, such as hidden=[{example!r}]; '
-      'merit_optax.describe(params, hidden=...) shows the result.',
-      stacklevel=3,
+      f'are left to the other optimizer: {unknown}. If they are, pass '
+      f'hidden={_expressions(params, each_role)}; '
+      'merit_optax.describe(params, hidden=...) shows the result.'
     )
+
+
+def _expressions(params: Any, each_role: list[str]) -> list[str]:
+  """Returns expressions for all that are, or may be, hidden matrices.
+
+  Layers that differ in their numbers have one expression, unless it would be
+  found in others too.
+  """
+  role_of = dict(zip(path_names(params), each_role, strict=True))
+  roles_wanted = {'hidden', 'unknown'}
+  if roles_wanted.isdisjoint(each_role):
+    roles_wanted = {'other'}
+  wanted = [name for name in role_of if role_of[name] in roles_wanted]
+  others = '\n'.join(name for name in role_of if name not in wanted)
+
+  def expression(name: str) -> str:
+    exact = f'^{re.escape(name)}$'
+    numbered = re.sub('[0-9]+', '[0-9]+', exact)
+    is_found = re.search(numbered, others, re.MULTILINE)
+    return exact if is_found else numbered
+
+  return [*dict.fromkeys(map(expression, wanted))]
 
 
 def check_hidden(hidden: Hidden) -> Hidden:
   """Returns the argument, whose regular expressions are checked."""
   try:
     for pattern in _patterns(hidden) or ():
-      re.compile(pattern)
-  except re.error as error:
+      # Fails for bytes, which re.compile takes.
+      re.search(pattern, '')
+  except (TypeError, re.error) as error:
     raise ValueError(
       f'hidden must hold regular expressions, got {hidden!r}: {error}.'
     ) from None
@@ -160,6 +199,40 @@ def partition_hidden(
     >>> print(f'{updates["mlp"]["kernel"][0, 0]:.2f}')
     -0.02
   """
+  return _partition(optimizer, others, hidden, lambda params, chosen: None)
+
+
+def partition_beside_adam(
+  optimizer: optax.GradientTransformation,
+  others: optax.GradientTransformation | None,
+  adam: optax.GradientTransformation,
+  adam_learning_rate: optax.ScalarOrSchedule,
+  hidden: Hidden,
+  weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the partition with ``others``, by default Adam at some rate.
+
+  Without dimension numbers, ``init`` compares the biases of hidden matrices
+  with the axes that names tell.
+  """
+  if others is None:
+    others = optax.chain(adam, optax.scale_by_learning_rate(adam_learning_rate))
+
+  def check(params: Any, chosen: Any) -> None:
+    if weight_dimension_numbers is None:
+      _check_biases(params, chosen)
+
+  return _partition(optimizer, others, hidden, check)
+
+
+def _partition(
+  optimizer: optax.GradientTransformation,
+  others: optax.GradientTransformation,
+  hidden: Hidden,
+  check: Callable[[Any, Any], None],
+) -> optax.GradientTransformationExtraArgs:
+  """Returns the partition, whose ``init`` checks what is chosen."""
+  parts = {'hidden': optimizer, 'others': others}
   for name, value in (('optimizer', optimizer), ('others', others)):
     if not isinstance(value, optax.GradientTransformation):
       raise ValueError(
@@ -167,25 +240,16 @@ def partition_hidden(
       )
   hidden = check_hidden(hidden)
 
-  def labels(params: optax.Params) -> Any:
-    return jax.tree.map(
-      lambda is_hidden: 'hidden' if is_hidden else 'others',
-      _chosen(params, hidden),
-    )
-
-  both = optax.partition({'hidden': optimizer, 'others': others}, labels)
-
   def init_fn(params: optax.Params) -> optax.OptState:
     params = as_arrays(params)
-    is_hidden = jax.tree.leaves(hidden_matrices(params, hidden))
-    if is_hidden and not any(is_hidden):
-      names = ', '.join(name for name, _ in named_leaves(params))
-      raise ValueError(
-        f'hidden must choose at least one parameter, got {hidden!r}. By '
-        'default, names have to tell, and here they tell of none. Give '
-        f'expressions that are found in the paths of hidden matrices: {names}.'
-      )
-    return both.init(params)
+    chosen = hidden_matrices(params, hidden)
+    if jax.tree.leaves(chosen) and not any(jax.tree.leaves(chosen)):
+      raise ValueError(_none_is_hidden(params, hidden))
+    check(params, chosen)
+    labels = _labels(chosen)
+    return optax.partition(parts, lambda _: labels).init(params)
+
+  both = optax.partition(parts, lambda x: _labels(_chosen(x, hidden)))
 
   def update_fn(
     updates: optax.Updates,
@@ -204,44 +268,48 @@ def partition_hidden(
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def with_others(
-  optimizer: optax.GradientTransformation,
-  others: optax.GradientTransformation | None,
-  adam: optax.GradientTransformation,
-  adam_learning_rate: optax.ScalarOrSchedule,
-  hidden: Hidden,
-  weight_dimension_numbers: WeightDimensionNumbers,
-) -> optax.GradientTransformationExtraArgs:
-  """Returns the partition with ``others``, by default Adam at some rate.
-
-  Without dimension numbers, ``init`` compares the biases of hidden matrices
-  with the axes that names tell.
-  """
-  if others is None:
-    others = optax.chain(adam, optax.scale_by_learning_rate(adam_learning_rate))
-  both = partition_hidden(optimizer, others, hidden=hidden)
-
-  def init_fn(params: optax.Params) -> optax.OptState:
-    state = both.init(params)
-    if weight_dimension_numbers is None:
-      _check_biases(params, hidden)
-    return state
-
-  return optax.GradientTransformationExtraArgs(init_fn, both.update)
+def _labels(chosen: Any) -> Any:
+  return jax.tree.map(lambda x: 'hidden' if x else 'others', chosen)
 
 
-def _check_biases(params: Any, hidden: Hidden) -> None:
+def _none_is_hidden(params: Any, hidden: Hidden) -> str:
+  """Returns the message if no parameter is chosen."""
+  example = _expressions(params, jax.tree.leaves(roles(params)))
+  if hidden is None:
+    return (
+      f'Pass hidden={example}, or those of these expressions that are not of '
+      'first or last layers: names do not tell of any parameter here that it '
+      'is a hidden matrix.'
+    )
+  return (
+    f'hidden must choose at least one parameter, got {hidden!r}. Expressions '
+    f'would be hidden={example}.'
+  )
+
+
+def _check_biases(params: Any, chosen: Any) -> None:
   """Raises ``ValueError`` where the bias of a hidden matrix contradicts it."""
   name_of = path_namer(params)
+
+  def is_bias(path: Any) -> bool:
+    return name_of(path).split('/')[-1] == 'bias'
+
   hidden_dimension_numbers(
     jax.tree_util.tree_map_with_path(
       lambda path, x, is_hidden: (
-        x if is_hidden or name_of(path).endswith('bias') else optax.MaskedNode()
+        x if is_hidden or is_bias(path) else optax.MaskedNode()
       ),
       params,
-      _chosen(params, hidden),
+      chosen,
     )
   )
+
+
+def specs_or_names(weight_dimension_numbers: WeightDimensionNumbers) -> Any:
+  """Returns the specs, or the function that takes them from names."""
+  if weight_dimension_numbers is None:
+    return hidden_dimension_numbers
+  return weight_dimension_numbers
 
 
 def hidden_dimension_numbers(params: Any) -> Any:
@@ -286,11 +354,12 @@ def _check_matches(params: Any, hidden: Hidden) -> None:
       )
 
 
-def _patterns(hidden: Any) -> list[str] | None:
+def _patterns(hidden: Any) -> list[Any] | None:
   """Returns regular expressions, or None for what is no such choice."""
-  if isinstance(hidden, str):
+  kinds = str, re.Pattern
+  if isinstance(hidden, kinds):
     return [hidden]
-  if isinstance(hidden, Sequence) and hidden:
-    patterns = list(hidden)
-    return patterns if all(isinstance(x, str) for x in patterns) else None
-  return None
+  is_list = isinstance(hidden, Sequence) and hidden
+  return (
+    [*hidden] if is_list and all(isinstance(x, kinds) for x in hidden) else None
+  )

@@ -10,8 +10,8 @@ from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
 from merit_optax.optimizers.hidden import (
   Hidden,
-  hidden_dimension_numbers,
-  with_others,
+  partition_beside_adam,
+  specs_or_names,
 )
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.keep_norms import keep_matrix_norms
@@ -206,7 +206,7 @@ def muon_hyperball(
     Jordan et al., `Muon: An optimizer for hidden layers in neural networks
     <https://kellerjordan.github.io/posts/muon>`_, 2024.
   """
-  numbers = weight_dimension_numbers or hidden_dimension_numbers
+  specs = specs_or_names(weight_dimension_numbers)
   direction = scale_by_muon(
     ns_coeffs,
     ns_steps,
@@ -214,15 +214,15 @@ def muon_hyperball(
     mu_dtype=mu_dtype,
     nesterov=nesterov,
     ns_dtype=ns_dtype,
-    weight_dimension_numbers=numbers,
+    weight_dimension_numbers=specs,
     mesh_axes=mesh_axes,
   )
   hidden_optimizer = hyperball(
-    direction, learning_rate, radius=radius, weight_dimension_numbers=numbers
+    direction, learning_rate, radius=radius, weight_dimension_numbers=specs
   )
   adam = scale_by_adam(mu_dtype=mu_dtype)
   rate = _adam_rate(learning_rate)
-  return with_others(
+  return partition_beside_adam(
     hidden_optimizer, others, adam, rate, hidden, weight_dimension_numbers
   )
 
@@ -294,12 +294,10 @@ def adam_hyperball(
     direction,
     learning_rate,
     radius=radius,
-    weight_dimension_numbers=(
-      weight_dimension_numbers or hidden_dimension_numbers
-    ),
+    weight_dimension_numbers=specs_or_names(weight_dimension_numbers),
   )
   rate = _adam_rate(learning_rate)
-  return with_others(
+  return partition_beside_adam(
     hidden_optimizer, others, direction, rate, hidden, weight_dimension_numbers
   )
 

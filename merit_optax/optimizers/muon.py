@@ -10,8 +10,8 @@ from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
 from merit_optax.optimizers.hidden import (
   Hidden,
-  hidden_dimension_numbers,
-  with_others,
+  partition_beside_adam,
+  specs_or_names,
 )
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.muon import scale_by_muon
@@ -112,7 +112,7 @@ def muon(
     <https://arxiv.org/abs/2502.16982>`_, 2025, for the size of a step.
   """
   rate = arguments.learning_rate('learning_rate', learning_rate)
-  numbers = weight_dimension_numbers or hidden_dimension_numbers
+  specs = specs_or_names(weight_dimension_numbers)
   matrices = optax.chain(
     scale_by_muon(
       ns_coeffs,
@@ -121,17 +121,17 @@ def muon(
       mu_dtype=mu_dtype,
       nesterov=nesterov,
       ns_dtype=ns_dtype,
-      weight_dimension_numbers=numbers,
+      weight_dimension_numbers=specs,
       mesh_axes=mesh_axes,
     ),
-    scale_by_shape(_size_of_adam, weight_dimension_numbers=numbers),
+    scale_by_shape(_size_of_adam, weight_dimension_numbers=specs),
     optax.add_decayed_weights(
       arguments.weight_decay('weight_decay', weight_decay)
     ),
     optax.scale_by_learning_rate(rate),
   )
   adam = scale_by_adam(mu_dtype=mu_dtype, bias_correction=True)
-  return with_others(
+  return partition_beside_adam(
     matrices, others, adam, rate, hidden, weight_dimension_numbers
   )
 

@@ -16,6 +16,7 @@ from merit_optax._internal.dtypes import (
   moment_dtype,
   widen,
 )
+from merit_optax._internal.readings import record
 from merit_optax._internal.trees import as_arrays, check_shapes
 from merit_optax.matrices.dimension_numbers import (
   WeightDimensionNumbers,
@@ -163,6 +164,7 @@ def scale_by_muon(
   def init_fn(params: optax.Params) -> optax.contrib.MuonState:
     params = as_arrays(params)
     check_params(weight_dimension_numbers, params)
+    record('mesh_axes', params, [names] * len(jax.tree.leaves(params)))
     check_decay('beta', beta, mu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     check_real('ns_dtype', ns_dtype, params)
