@@ -99,7 +99,7 @@ _PLAIN = (
   'net proj projection receptance self shared sparse to vec with x y'
 )
 # Layers that undo the change of width by another one, but no first layers.
-_PAIRED = _PLAIN - _set('in input x y')
+_PAIRED = (_PLAIN | _BLOCKS) - _set('in input x y')
 
 
 class _Tree(NamedTuple):
@@ -198,10 +198,9 @@ def _make_tree(
     collections.defaultdict(set),
   )
   for name in [*names, *absent]:
-    is_layer = name in tree.shapes and {*_owner(name)} <= _PAIRED
     for i, part in enumerate(name):
       tree.children[name[:i]].add(part)
-      if is_layer:
+      if name in tree.shapes and {*_owner(name[i:])} <= _PAIRED:
         tree.shapes_below[name[:i]].add(tree.shapes[name])
   return tree
 
@@ -397,7 +396,8 @@ def _is_mlp_beside_attention(names: Names, shape: Shape, tree: _Tree) -> bool:
   for i in reversed(range(len(names))):
     words = {*_words(names[i])}
     if any(map(_is_mixer, _beside(names, i, tree))):
-      is_layer = own <= _PAIRED and words.isdisjoint(_HEADS)
+      is_head = words & _HEADS and words.isdisjoint(_MLPS)
+      is_layer = own <= _PAIRED and not is_head
       return is_layer and _is_paired(shape, names[: i + 1], names[:i], tree)
     own |= words
   return False

@@ -128,18 +128,16 @@ def _expressions(params: Any, each_role: list[str]) -> list[str]:
   Layers that differ in their numbers have one expression, unless it would be
   found in others too.
   """
-  role_of = dict(zip(path_names(params), each_role, strict=True))
-  roles_wanted = {'hidden', 'unknown'}
-  if roles_wanted.isdisjoint(each_role):
-    roles_wanted = {'other'}
-  wanted = [name for name in role_of if role_of[name] in roles_wanted]
-  others = '\n'.join(name for name in role_of if name not in wanted)
+  wanted, others = [], []
+  possible = {'hidden', 'unknown'} & {*each_role} or {'other'}
+  for name, role in zip(path_names(params), each_role, strict=True):
+    (wanted if role in possible else others).append(name)
 
   def expression(name: str) -> str:
     exact = f'^{re.escape(name)}$'
     numbered = re.sub('[0-9]+', '[0-9]+', exact)
-    is_found = re.search(numbered, others, re.MULTILINE)
-    return exact if is_found else numbered
+    is_in_others = any(re.search(numbered, x) for x in others)
+    return exact if is_in_others else numbered
 
   return [*dict.fromkeys(map(expression, wanted))]
 

@@ -54,6 +54,8 @@ def muon(
     :func:`optax.clip_by_global_norm`, and use a warm-up.
   - On GPUs and TPUs pass ``ns_dtype='bfloat16'``, unless products in float32
     are wanted.
+  - ``print(merit_optax.describe(params, optimizer))`` shows how it treats each
+    parameter.
 
   Coming from :func:`optax.contrib.muon`: its steps have this size with
   ``consistent_rms=0.2``. By default their factor is :math:`\sqrt{\max(1, n/m)}`
@@ -75,22 +77,43 @@ def muon(
       an :func:`optax.partition` with a rate for each group; ``None`` for
       :func:`merit_optax.scale_by_adam` with bias correction, at
       ``learning_rate``.
-    hidden: As in ``muon_hyperball``.
-    weight_dimension_numbers: As in ``muon_hyperball``.
+    hidden: Which parameters are hidden matrices: regular expressions, a tree or
+      a function, see :func:`merit_optax.hidden_matrices`; ``None`` for those
+      that names tell.
+    weight_dimension_numbers: Which axes of a hidden matrix are rows and
+      columns, see :func:`merit_optax.scale_by_max_norm_trust_ratio`; a tree may
+      hold specs for other parameters too. ``None`` for the two of a parameter
+      that has two, and for those of
+      :func:`merit_optax.flax_dimension_numbers` of one that has more. For
+      scanned layers, pass that function with ``stacked``:
+      ``functools.partial(merit_optax.flax_dimension_numbers,
+      stacked={'blocks/': 1})``.
     mu_dtype: dtype of the momentum, and of the first moment of the default
       ``others``; ``None`` for the parameter's.
-    nesterov: As in ``muon_hyperball``.
-    ns_coeffs: As in ``muon_hyperball``.
-    ns_steps: As in ``muon_hyperball``.
-    ns_dtype: As in ``muon_hyperball``.
-    mesh_axes: As in ``muon_hyperball``.
+    nesterov: Whether to use Nesterov momentum.
+    ns_coeffs: Coefficients of the Newton-Schulz iterations: ``'jordan'``,
+      ``'polar_express'``, ``'dion'``, or numbers, see
+      :func:`merit_optax.scale_by_muon`.
+    ns_steps: Number of iterations, >= 1; ``None`` for five.
+    ns_dtype: dtype of the operands of their products: float32, bfloat16 or
+      float16; ``None`` for float32.
+    mesh_axes: Axes of the mesh over which whole matrices are spread: a name, a
+      sequence of names, or ``None`` to leave products to the compiler;
+      ``'auto'`` for the axes that split them.
 
   Returns:
-    The corresponding :class:`optax.GradientTransformationExtraArgs`, as that of
-    ``muon_hyperball``.
+    The corresponding :func:`merit_optax.partition_hidden`, whose ``update``
+    needs ``params``.
 
   Raises:
-    ValueError: As ``muon_hyperball`` does.
+    ValueError: If an argument is out of range; by ``init`` and ``update`` if
+      ``hidden`` or a spec does not fit the parameters, and if a hidden matrix
+      with more than two axes is not recognized; by ``init`` if nothing is
+      hidden; by ``update`` if it is called without ``params``.
+
+  Warns:
+    UserWarning: By ``init``, if ``hidden`` is ``None`` and names do not tell
+      what a parameter is.
 
   Examples:
     >>> import jax.numpy as jnp

@@ -128,7 +128,92 @@ def test_of_a_part_of_a_partition(model, rows):
         assert found[name] != 'hidden', name
 
 
-# Names that say nothing.
+# Parts of a block.
+
+_ATTENTIONS = [
+  {'attn': {x: {'kernel': (8, 8)} for x in ('query', 'key', 'value', 'out')}},
+  {'SelfAttention_0': {x: (8, 2, 4) for x in ('q', 'k', 'v')}},
+  {'self_attention': {'qkv': {'w': (8, 24)}, 'proj': {'w': (8, 8)}}},
+]
+_LAYERS = [
+  ('Dense_0', 'Dense_1'),
+  ('w1', 'w2'),
+  ('fc_in', 'fc_out'),
+  ('layers/0', 'layers/2'),
+  ('up_proj/kernel', 'down_proj/kernel'),
+]
+_MLP_WORDS = ['FFN', 'Mlp', 'feed_forward', 'FeedForward', 'ff', 'experts']
+# Of what tells a table, a window or an input, if it stands alone.
+_OTHER_WORDS = [
+  *('position', 'Positional', 'patch', 'time', 'conv', 'embed', 'relative'),
+  *('token', 'head', 'wise', 'foo'),
+]
+
+
+@st.composite
+def _mlp_names(draw):
+  words = draw(st.lists(st.sampled_from(_OTHER_WORDS), max_size=3))
+  name = '_'.join(draw(st.permutations([*words, draw(_MLP_WORDS_DRAWN)])))
+  return name + draw(st.sampled_from(['', '_0', '_12']))
+
+
+_MLP_WORDS_DRAWN = st.sampled_from(_MLP_WORDS)
+
+
+def _stacked(tree, lead):
+  return {
+    name: _stacked(x, lead) if isinstance(x, dict) else _shape(*lead, *x)
+    for name, x in tree.items()
+  }
+
+
+@hypothesis.given(
+  _mlp_names(),
+  st.sampled_from(_ATTENTIONS),
+  st.sampled_from(_LAYERS),
+  st.sampled_from([(), (3,)]),
+  st.sampled_from(['block_0', 'foo', 'decoder/layers/1']),
+)
+def test_an_mlp_beside_an_attention_is_hidden_by_any_name(
+  name, attention, layers, lead, parent
+):
+  # With a third axis, a convolution could be meant.
+  hypothesis.assume(not (lead and 'conv' in name))
+  up, down = layers
+  block = _stacked({**attention, name: {up: (8, 32), down: (32, 8)}}, lead)
+  params = {parent: block, 'wte': _shape(50, 8), 'lm_head': _shape(8, 50)}
+  found = roles(params)
+  assert found[parent][name] == {up: 'hidden', down: 'hidden'}
+  assert found['wte'] == found['lm_head'] == 'other'
+
+
+@hypothesis.given(
+  st.sampled_from(['conv', 'patch_embed', 'router', 'lm_head', 'codebook']),
+  st.sampled_from(_MLP_WORDS),
+  st.sampled_from(_ATTENTIONS),
+)
+def test_a_table_in_an_mlp_or_beside_one_is_not_hidden(word, mlp, attention):
+  tables = {'Dense_0': (3, 8, 32), 'Dense_1': (3, 32, 8)}
+  if word == 'router':
+    tables = {'Dense_0': (8, 4), 'Dense_1': (4, 4)}
+  block = {**attention, mlp: {word: tables, 'up': (8, 32), 'down': (32, 8)}}
+  found = roles({'block_0': _stacked({**block, word: tables}, ())})['block_0']
+  assert 'hidden' not in {*found[word].values(), *found[mlp][word].values()}
+  assert found[mlp]['up'] == found[mlp]['down'] == 'hidden'
+
+
+@hypothesis.given(
+  st.sampled_from(['gating', 'output', 'query', 'attn_out', 'MlpUp', 'lora']),
+  st.lists(st.integers(2, 9), min_size=2, max_size=4),
+  st.booleans(),
+)
+def test_a_b_is_a_bias_unless_an_a_stands_beside(stem, shape, is_factor):
+  params = {f'{stem}_b': _shape(*shape), f'{stem}_w': _shape(16, 16)}
+  if is_factor:
+    params[f'{stem}_a'] = _shape(16, shape[0])
+  found = roles({'layers': {'attention': params}})['layers']['attention']
+  is_bias = found[f'{stem}_b'] == 'vector'
+  assert is_bias == (stem != 'lora' and not is_factor)
 
 
 # Shapes.
