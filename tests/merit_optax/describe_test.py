@@ -1,15 +1,19 @@
 """The table of `describe`."""
 
 import functools
+import re
 import textwrap
 
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import make_mesh
+from tests.merit_optax.arrays import make_mesh, normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
 
@@ -75,6 +79,7 @@ def test_masks_and_an_order_of_ratios():
     w           (2, 3, 4, 5)  hidden   6 x 4 x 5  weight, column  yes      on one device
     """,  # noqa: E501
     hidden='w',
+    weight_dimension_numbers=_Spec(-2, -1),
     ratios=['column', 'weight'],
     trust_ratio_mask={'blocks': False, 'w': True},
     mask=lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
@@ -100,6 +105,99 @@ def test_parts(hidden, up, w):
   }
 
 
+# What an optimizer reads.
+
+
+_KERNELS = {
+  'attention/query/kernel': lambda d, h, f: (d, h, f),
+  'attention/out/kernel': lambda d, h, f: (h, f, d),
+  'mlp/up/kernel': lambda d, h, f: (d, 3 * f),
+  'mlp/down/kernel': lambda d, h, f: (3 * f, d),
+  'embedding': lambda d, h, f: (11, d),
+  'mlp/up/bias': lambda d, h, f: (3 * f,),
+  'conv/kernel': lambda d, h, f: (3, h, d),
+}
+
+
+def _columns(table):
+  """Returns the part and the matrices of each parameter."""
+  header, *lines = table.splitlines()
+  cells = [re.split('  +', line) for line in lines if '  ' in line]
+  part, matrices = map(re.split('  +', header).index, ('part', 'matrices'))
+  return {x[0]: (x[part], x[matrices]) for x in cells}
+
+
+@hypothesis.settings(max_examples=3)
+@hypothesis.given(
+  st.sampled_from([(4, 2, 3), (3, 4, 2)]),
+  st.sets(st.sampled_from([*_KERNELS]), min_size=1),
+  st.sampled_from([0, 2]),
+)
+def test_the_table_has_what_muon_orthogonalizes(sizes, names, layers):
+  names |= {'mlp/up/kernel', 'attention/query/kernel', 'attention/out/kernel'}
+  shapes = {
+    name: (layers,) * (layers > 0) + _KERNELS[name](*sizes) for name in names
+  }
+  specs = functools.partial(
+    merit_optax.flax_dimension_numbers, stacked={'': int(layers > 0)}
+  )
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(1.0),
+    merit_optax.muon(
+      -5.0,
+      others=optax.sgd(0.0),
+      weight_dimension_numbers=specs if layers else None,
+      ns_coeffs='polar_express',
+      ns_steps=9,
+    ),
+  )
+  params = {name: normal(i, shapes[name]) for i, name in enumerate(shapes)}
+  table = _columns(merit_optax.describe(params, optimizer))
+  state = optimizer.init(params)
+  updates, _ = jax.jit(optimizer.update)(params, state, params)
+  for name, update in updates.items():
+    part, matrices = table[name]
+    is_hidden = part == 'hidden'
+    assert is_hidden == bool(np.any(update)) == (matrices != '-'), name
+    if is_hidden:
+      count, m, n = map(int, matrices.split(' x '))
+      values = np.linalg.svd(np.reshape(update, (count, m, n)))[1]
+      np.testing.assert_allclose(values / max(m, n) ** 0.5, 1.0, rtol=0.1)
+  if not layers:
+    of_muon = _columns(merit_optax.describe(params))
+    assert all(of_muon[x] == table[x] for x in table if table[x][1] != '-')
+
+
+def test_the_table_of_a_partition_and_of_a_chain():
+  params = _shapes(w=(2, 3, 4), embedding=(5, 2))
+  spec = _Spec(0, (1, 2))
+  chain = optax.chain(
+    merit_optax.scale_by_muon(weight_dimension_numbers=spec, mesh_axes=None),
+    merit_optax.scale_by_shape(max, weight_dimension_numbers=_Spec(-2, -1)),
+  )
+  both = merit_optax.partition_hidden(chain, optax.sgd(0.1), hidden='w')
+  expected = [
+    ('parameter', 'shape', 'part', 'matrices', 'products'),
+    ('embedding', '(5, 2)', 'others', '-', '-'),
+    ('w', '(2, 3, 4)', 'hidden', '1 x 2 x 12; 2 x 3 x 4', 'on one device'),
+  ]
+  for _ in range(2):  # A trace is not remembered.
+    lines = merit_optax.describe(params, both).splitlines()
+    assert [(*re.split('  +', line),) for line in lines] == expected
+  with pytest.warns(UserWarning, match='more than two axes'):
+    table = merit_optax.describe(params, merit_optax.merit(0.1))
+  assert _columns(table)['embedding'] == ('others', '1 x 5 x 2')
+
+
+def test_guesses_are_named_below_the_table():
+  params = _shapes(**{'attn/query/kernel': (8, 2, 4), 'conv': (3, 2, 4)})
+  *_, note = merit_optax.describe(params).splitlines()
+  assert note.endswith('over their last two axes: attn/query/kernel, conv')
+  params |= _shapes(**{'attn/qkv/kernel': (3, 8, 2, 4)})
+  *_, note = merit_optax.describe(params).splitlines()
+  assert 'muon raises: params holds parameters that are not rec' in note
+
+
 def test_products_on_a_mesh():
   params = _shapes(
     blocks=(6, 64, 64),
@@ -108,7 +206,10 @@ def test_products_on_a_mesh():
     weight_wise=(4,),
   )
   describe = functools.partial(
-    merit_optax.describe, params, hidden='blocks|large'
+    merit_optax.describe,
+    params,
+    hidden='blocks|large',
+    weight_dimension_numbers=_Spec(-2, -1),
   )
   with jax.set_mesh(make_mesh(data=2, fsdp=4)):
     _, blocks, embedding, large, _ = describe().splitlines()
