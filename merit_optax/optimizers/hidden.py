@@ -273,15 +273,15 @@ def _labels(chosen: Any) -> Any:
 def _none_is_hidden(params: Any, hidden: Hidden) -> str:
   """Returns the message if no parameter is chosen."""
   example = _expressions(params, jax.tree.leaves(roles(params)))
-  if hidden is None:
+  if hidden is None and example:
     return (
       f'Pass hidden={example}, or those of these expressions that are not of '
       'first or last layers: names do not tell of any parameter here that it '
       'is a hidden matrix.'
     )
   return (
-    f'hidden must choose at least one parameter, got {hidden!r}. Expressions '
-    f'would be hidden={example}.'
+    'hidden must choose at least one parameter with two or more axes, got '
+    f'{hidden!r} for {", ".join(path_names(params))}.'
   )
 
 

@@ -1,9 +1,13 @@
 """Muon and Hyperball in one call: which parameters, and which steps."""
 
+import ast
 import functools
+import re
 import warnings
 
 import chex
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -61,8 +65,14 @@ _CHOSEN = {
 
 @pytest.mark.parametrize(
   'hidden',
-  ['mlp|lm_head', ['mlp', '^lm_head/'], _CHOSEN, lambda _: _CHOSEN],
-  ids=['pattern', 'patterns', 'tree', 'function'],
+  [
+    'mlp|lm_head',
+    re.compile('MLP|lm_head', re.IGNORECASE),
+    ['mlp', re.compile('^lm_head/')],
+    _CHOSEN,
+    lambda _: _CHOSEN,
+  ],
+  ids=['pattern', 'compiled', 'patterns', 'tree', 'function'],
 )
 def test_hidden_matrices_can_be_chosen(hidden):
   found = merit_optax.hidden_matrices(_MODEL, hidden)
@@ -73,10 +83,11 @@ def test_hidden_matrices_can_be_chosen(hidden):
 @pytest.mark.parametrize(
   'hidden, shape, message',
   [
-    ('bias', (3, 3), r'^hidden .*two or more axes, got mlp/bias \(3,\)'),
+    ('bias', (3, 3), r'^hidden .*two or more axes.*, got mlp/bias \(3,\)'),
     (['mlp', 'no'], (3, 3), "^hidden must match .*got 'no', found"),
     (lambda _: {'mlp': False}, (3, 3), '^hidden must choose at least one'),
     (3, (3, 3), '^hidden must be a tree of booleans.* regular expression'),
+    (re.compile(b'mlp'), (3, 3), '^hidden must hold regular expressions'),
     ({'mlp': {'kernel': True}}, (3, 3), '^hidden must be a tree like params'),
     (None, (2, 3, 3), 'not recognized.*stacked'),
   ],
@@ -96,11 +107,90 @@ def test_names_that_say_nothing_are_warned_of_and_left_to_the_others():
     updates, _ = optimizer.update(params, state, params)
     merit_optax.muon(0.1, hidden='mlp').init(params)
   np.testing.assert_allclose(updates['adapter'], -0.1 * np.eye(3), rtol=1e-4)
-  with (
-    pytest.warns(UserWarning, match='adapter'),
-    pytest.raises(ValueError, match='^hidden must choose at least one'),
-  ):
-    merit_optax.muon(0.1).init({'adapter': jnp.eye(3)})
+
+
+_NOTHING = r'^Pass hidden=\[.*\], or'
+_NAMES = ['layers/0/w', 'layers/1/w', 'x.2.k', 'attn/q/w', 'attn/k/w', '(odd)']
+
+
+@hypothesis.given(
+  st.dictionaries(
+    st.sampled_from([*_NAMES, 'wte', 'layers/2/w', 'norm/scale', 'a/b/kernel']),
+    st.sampled_from([(3, 3), (3, 4), (2, 3, 4), (5,)]),
+    min_size=1,
+  ).filter(lambda x: any(len(x[y]) > 1 for y in {*x} - {'norm/scale'})),
+  st.sampled_from([merit_optax.muon, merit_optax.adam_hyperball]),
+)
+def test_what_messages_suggest_can_be_copied(shapes, build):
+  params = {x: jax.ShapeDtypeStruct(s, jnp.float32) for x, s in shapes.items()}
+  with warnings.catch_warnings(record=True) as record:
+    warnings.simplefilter('always')
+    default = merit_optax.hidden_matrices(params)
+    messages = [str(x.message) for x in record]
+    if not any(default.values()):
+      with pytest.raises(ValueError, match=_NOTHING) as error:
+        build(0.1).init(params)
+      messages.append(str(error.value))
+  for text in messages:
+    (hidden,) = re.findall(r'pass hidden=(\[.*?\])[;,]', text, re.IGNORECASE)
+    with warnings.catch_warnings(action='error'):
+      found = merit_optax.hidden_matrices(params, ast.literal_eval(hidden))
+    # What a warning lists is chosen beside what names tell.
+    expected = {
+      x: default[x] or f'{x} {shapes[x]}' in messages[0] for x in params
+    }
+    if not any(expected.values()):
+      expected['wte'] = True
+    assert found == expected
+
+
+@hypothesis.given(
+  st.sampled_from(['norm', 'ln_1', 'layer_norm', 'q_norm']),
+  st.sampled_from(['weight', 'scale', 'w']),
+  st.lists(st.integers(2, 4), min_size=2, max_size=3),
+)
+def test_expressions_do_not_choose_stacked_scales(norm, name, shape):
+  params = {'blocks': {norm: {name: jnp.ones(shape)}, 'up': {name: jnp.eye(3)}}}
+  with pytest.raises(ValueError, match=f'^hidden.*got blocks/{norm}/{name} '):
+    merit_optax.hidden_matrices(params, f'blocks/.*{name}')
+  chosen = jax.tree.map(lambda _: True, params)  # As it is meant.
+  assert merit_optax.hidden_matrices(params, lambda _: chosen) == chosen
+
+
+@hypothesis.given(
+  st.sampled_from(['dt', 'q', 'relative_position', 'e_score_correction', 'x']),
+  st.lists(st.integers(1, 4), min_size=1, max_size=3),
+  st.sampled_from(['layers', 'mixer', 'mlp/up', 'mlp/up/kernel']),
+)
+def test_a_bias_of_any_name_leaves_a_model_its_optimizer(stem, shape, where):
+  params = {f'{where}_{stem}_bias': jnp.ones(shape), 'mlp/up': jnp.eye(3)}
+  params |= {f'{where}/{stem}_bias': jnp.ones(shape)}
+  for build in (merit_optax.muon, merit_optax.adam_hyperball):
+    build(0.1).init(params)
+  assert sum(merit_optax.hidden_matrices(params).values()) == 1
+
+
+def test_a_choice_is_made_once_in_init_and_in_update():
+  calls = []
+
+  def hidden(params):
+    calls.append(params)
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+  optimizer, params = merit_optax.muon(0.1, hidden=hidden), {'w': jnp.eye(3)}
+  state = optimizer.init(params)
+  assert len(calls) == 1
+  jax.eval_shape(optimizer.update, params, state, params)
+  assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+  'build', [merit_optax.muon, merit_optax.muon_hyperball]
+)
+def test_an_empty_tree_of_specs_is_one(build):
+  optimizer = build(0.1, weight_dimension_numbers={})
+  with pytest.raises(ValueError, match='are missing'):
+    optimizer.init({'mlp': {'up': jnp.eye(3)}})
 
 
 # Which steps they take.
