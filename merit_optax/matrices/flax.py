@@ -15,14 +15,9 @@ from merit_optax.matrices.dimension_numbers import (
   Spec,
 )
 
-# By regular expressions: specs, and numbers of axes or parts.
-Specs: TypeAlias = (
-  Mapping[str, Spec | None] | Mapping[str | re.Pattern[str], Spec | None]
-)
-Counts: TypeAlias = (
-  Mapping[str, int | Sequence[int]]
-  | Mapping[str | re.Pattern[str], int | Sequence[int]]
-)
+# Their keys are regular expressions, as text or compiled.
+Specs: TypeAlias = Mapping[Any, Spec | None]
+Counts: TypeAlias = Mapping[Any, int | Sequence[int]]
 
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
 _ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')

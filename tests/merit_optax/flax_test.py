@@ -1,9 +1,12 @@
 """Dimension numbers of real Flax modules, Linen and NNX."""
 
+import functools
 import re
 import warnings
 
 from flax import linen, nnx
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import optax
@@ -194,6 +197,43 @@ def test_a_name_that_the_bias_contradicts_is_refused(name, kernel, bias):
       take(params)
   if name != 'query':  # As the message advises.
     merit_optax.flax_dimension_numbers(params, stacked={name: 1})
+
+
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(
+  *[st.integers(2, 6)] * 4,
+  st.sets(st.sampled_from(['query', 'key', 'value', 'out']), min_size=1),
+)
+def test_layers_as_the_second_axis_are_not_read_as_heads(
+  model, layers, heads, size, names
+):
+  """As T5X scans them: (model, layers, heads times head_dim)."""
+  hypothesis.assume(layers != heads * size)
+  width = heads * size
+  # Without the output beside them, only a width as the model's gives it away.
+  hypothesis.assume(model == width or 'out' in names and len(names) > 1)
+  scanned = {
+    name: (width, layers, model) if name == 'out' else (model, layers, width)
+    for name in names
+  }
+  params = {f'attention/{x}/kernel': _shape(*s) for x, s in scanned.items()}
+  init = functools.partial(jax.eval_shape, merit_optax.muon(0.1).init)
+  for take in (merit_optax.flax_dimension_numbers, init):
+    with pytest.raises(ValueError, match=r'not recognized: .*stacked.*\(1,\)'):
+      take(params)
+  assert {*_specs(params, stacked={'attention': (1,)}).values()} == {
+    ((0,), (2,))
+  }
+  # Attention with fewer heads of keys.
+  kernels = {
+    name: (heads, size, model)
+    if name == 'out'
+    else (model, heads if name == 'query' else 1, size)
+    for name in names
+  }
+  params = {f'attention/{x}/kernel': _shape(*s) for x, s in kernels.items()}
+  if 'out' in names or size != model:
+    assert len(_specs(params)) == len(names)
 
 
 # Stacked layers.
