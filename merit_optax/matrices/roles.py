@@ -216,11 +216,12 @@ def _vocabulary(
     for size in {*shape}
   )
   longest, shortest = set[int](), set[int]()
-  for name, shape in zip(names, shapes, strict=True):
+  for name, shape, role in zip(names, shapes, found, strict=True):
     words = {word for part in name for word in _words(part)}
     is_of_tokens = words & _EMBEDDINGS and words.isdisjoint(_PLACES)
+    is_table = role == 'other' and len(shape) == 2
     # An MLP has its width twice, an output has the vocabulary once.
-    if is_of_tokens and len(shape) == 2 and uses[max(shape)] < 2:
+    if is_of_tokens and is_table and uses[max(shape)] < 2:
       longest.add(max(shape))
       shortest.add(min(shape))
   # The longest side of an embedding of one class is the width of the others.
@@ -238,6 +239,8 @@ def _role(names: Names, shape: Shape, tree: _Tree) -> Role:
     is_bias and _PLACES.isdisjoint(last) and not _is_factor(names, last, tree)
   ) or _is_norm(_owner(names)):
     return 'vector'
+  if _is_mlp_beside_attention(names, shape, tree):
+    return 'hidden'
   role = _role_by_path(names, shape, tree)
   if role == 'unknown':
     role = _role_by_siblings(names, shape, tree)
@@ -266,13 +269,14 @@ def _role_by_path(names: Names, shape: Shape, tree: _Tree) -> Role:
     if words <= _ARRAYS or words == _OF_HEADS:
       continue
     part = _part(names[i], below)
-    if (part == 'mlp' or words & _MLPS) and not is_mlp:
+    is_table = part == 'table' and not _is_mlp(words | below, shape)
+    if is_table or _is_gate_of_experts(names, i, tree):
+      return 'other'
+    if not is_mlp and part in ('mlp', 'table'):
       is_mlp, inside = True, names[: i + 1]
     # An MLP of positions, say, may lead from inputs to a table.
-    if part == 'table' and is_mlp and not _is_array_of_table(words, shape):
+    if part == 'table':
       break
-    if part == 'table' or _is_gate_of_experts(names, i, tree):
-      return 'other'
     is_mlp_layer = is_mlp_layer or not words.isdisjoint(_MLP_LAYERS)
     is_sure = is_sure and (is_mlp or part != 'foreign')
     # An MLP, or a first layer, in a head may be its last one too.
@@ -319,12 +323,6 @@ def _part(name: str, below: set[str]) -> str:
   return next((part for part, fits in rules.items() if fits), 'foreign')
 
 
-def _is_array_of_table(words: set[str], shape: Shape) -> bool:
-  """Returns whether arrays of an MLP are windows of convolutions or routers."""
-  is_window = len(shape) > 2 and not words.isdisjoint(_CONVOLUTIONS)
-  return is_window or not words.isdisjoint(_ROUTERS)
-
-
 def _is_mixer(words: set[str]) -> bool:
   # An attention has heads too, but no logits or classes.
   return bool(words & _MIXERS) and words.isdisjoint(_HEADS - {'head'})
@@ -361,10 +359,8 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
   """Returns what stands beside it: a layer beside an attention is in a block.
 
   The layer then has queries, keys or values beside it and is one of them, or
-  undoes the change of width by another one, in an MLP of any name or without.
+  undoes the change of width by another one.
   """
-  if _is_mlp_beside_attention(names, shape, tree):
-    return 'hidden'
   own: set[str] = set()
   start = len(names)
   for name in reversed(names):
@@ -390,14 +386,20 @@ def _role_by_siblings(names: Names, shape: Shape, tree: _Tree) -> Role:
   return 'hidden' if is_hidden else 'unknown'
 
 
+def _is_mlp(words: set[str], shape: Shape) -> bool:
+  """Returns whether a name tells an MLP, whatever else it says."""
+  is_window = len(shape) > 2 and words & _CONVOLUTIONS
+  return bool(words & _MLPS) and not (is_window or words & _ROUTERS)
+
+
 def _is_mlp_beside_attention(names: Names, shape: Shape, tree: _Tree) -> bool:
   """Returns whether it is a layer of an MLP, whatever that is called."""
   own: set[str] = set()
   for i in reversed(range(len(names))):
     words = {*_words(names[i])}
     if any(map(_is_mixer, _beside(names, i, tree))):
-      is_head = words & _HEADS and words.isdisjoint(_MLPS)
-      is_layer = own <= _PAIRED and not is_head
+      may_be_mlp = _is_mlp(words, shape) or words.isdisjoint(_TABLES | _HEADS)
+      is_layer = may_be_mlp and own <= _PAIRED
       return is_layer and _is_paired(shape, names[: i + 1], names[:i], tree)
     own |= words
   return False

@@ -128,7 +128,8 @@ def _expressions(params: Any, each_role: list[str]) -> list[str]:
   Layers that differ in their numbers have one expression, unless it would be
   found in others too.
   """
-  wanted, others = [], []
+  wanted: list[str] = []
+  others: list[str] = []
   possible = {'hidden', 'unknown'} & {*each_role} or {'other'}
   for name, role in zip(path_names(params), each_role, strict=True):
     (wanted if role in possible else others).append(name)

@@ -188,14 +188,24 @@ def test_an_mlp_beside_an_attention_is_hidden_by_any_name(
 
 
 @hypothesis.given(
-  st.sampled_from(['conv', 'patch_embed', 'router', 'lm_head', 'codebook']),
+  st.sampled_from(
+    [
+      'conv',
+      'patch_embed',
+      'router',
+      'lm_head',
+      'codebook',
+      'mlp_head',
+      'moe_router',
+    ]
+  ),
   st.sampled_from(_MLP_WORDS),
   st.sampled_from(_ATTENTIONS),
 )
 def test_a_table_in_an_mlp_or_beside_one_is_not_hidden(word, mlp, attention):
   tables = {'Dense_0': (3, 8, 32), 'Dense_1': (3, 32, 8)}
-  if word == 'router':
-    tables = {'Dense_0': (8, 4), 'Dense_1': (4, 4)}
+  if word.endswith(('router', 'head')):
+    tables = {'fc1': (8, 8), 'fc2': (8, 4)}
   block = {**attention, mlp: {word: tables, 'up': (8, 32), 'down': (32, 8)}}
   found = roles({'block_0': _stacked({**block, word: tables}, ())})['block_0']
   assert 'hidden' not in {*found[word].values(), *found[mlp][word].values()}
