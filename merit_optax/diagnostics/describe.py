@@ -212,7 +212,7 @@ def _table_of(
     all_axes = [*dict.fromkeys(readings['axes'][name])]
     products = '-'
     if name in multiplied:
-      (mesh_axes,) = {*multiplied[name]}
+      mesh_axes = multiplied[name][0]
       beside = [leaves[x] for x in multiplied if mesh_axes in multiplied[x]]
       products = how_multiplied(shape, all_axes[0], place_of(beside, mesh_axes))
     rows.append(

@@ -46,8 +46,8 @@ def flax_dimension_numbers(
     ``conv`` (``Conv_0``, ``conv1``, ``patch_conv``): windows and inputs are
     rows, outputs are columns;
   - ``embedding``, of shape (entries, features): a matrix;
-  - ``bias``, ``scale``, and ``weight`` with one axis: the weight-wise ratio
-    over all axes that are not stacked.
+  - ``bias``, ``scale``, and others with at most one axis but kernels: the
+    weight-wise ratio over all axes that are not stacked.
 
   A stack of layers or experts that ``stacked`` does not name can look like an
   attention or convolution kernel. The bias beside a kernel tells them apart:
@@ -291,7 +291,7 @@ def _num_row_axes(names: list[str], ndim: int) -> int | None:
   rules = (
     (leaf in VECTORS, 0),
     (leaf == 'embedding' and ndim == 2, 1),
-    (leaf == 'weight' and ndim == 1, 0),
+    (ndim < 2 and leaf not in ('kernel', 'w', 'embedding'), 0),
     (leaf in ('kernel', 'w', 'weight') and ndim == 2, 1),
     (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_INPUT.search(owner), 1),

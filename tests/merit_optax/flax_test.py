@@ -165,6 +165,15 @@ _UNKNOWN = {
 }
 
 
+def test_vectors_have_any_name():
+  names = ('dt_bias', 'A_log', 'norm/weight', 'gain', 'kernel_scale')
+  stacked = {f'blocks/{name}': _shape(3, 8) for name in names}
+  params = dict.fromkeys(names, _shape(8)) | {'temperature': _shape()} | stacked
+  for name, spec in _specs(params, stacked={'blocks': 1}).items():
+    axes = (1,) if name in stacked else (0,) * (name in names)
+    assert spec == ((), axes)
+
+
 def test_unrecognized_parameters_are_named():
   shapes = _UNKNOWN | {'dense/kernel': (8, 6)}
   params = {path: _shape(*shape) for path, shape in shapes.items()}
