@@ -2,6 +2,7 @@
 
 import collections
 from collections.abc import Iterator, Sequence
+import functools
 import re
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -176,6 +177,7 @@ def _split(path: Sequence[Any], keys: Names) -> Names:
   return tuple(part for part in parts() if part)
 
 
+@functools.lru_cache(maxsize=2**14)
 def _words(name: str) -> list[str]:
   """Returns the words of snake_case and CamelCase, without numbers."""
   return [
