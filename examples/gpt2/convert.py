@@ -42,7 +42,7 @@ from examples.gpt2.data.tokenizer import (
   num_identifiers,
   read_companions,
 )
-from examples.gpt2.model.transformer import shapes
+from examples.gpt2.model import shapes
 from examples.gpt2.model_files import Model, load_model, read_json
 from examples.gpt2.sharding import by_path, path_name
 from examples.gpt2.storage import as_path, new_folder

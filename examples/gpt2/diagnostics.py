@@ -13,7 +13,7 @@ import optax
 
 from examples.gpt2 import sharding
 from examples.gpt2.config import Config
-from examples.gpt2.model.attention import causal_attention
+from examples.gpt2.model import causal_attention
 from examples.gpt2.optimizers import merit_settings
 from examples.gpt2.step import Trainer, TrainState
 from merit_optax import attention_statistics, merit_statistics

@@ -26,8 +26,8 @@ from examples.gpt2.data.token_files import (
 )
 from examples.gpt2.data.tokenizer import encode
 from examples.gpt2.data.tokens import check_length, load_evaluation
-from examples.gpt2.model.loss import token_losses
-from examples.gpt2.model.transformer import as_module
+from examples.gpt2.loss import token_losses
+from examples.gpt2.model import as_module
 from examples.gpt2.model_files import Model, load_model
 from examples.gpt2.run import trained_on
 from examples.gpt2.sharding import make_mesh, num_batch_shards

@@ -19,7 +19,7 @@ import tyro
 
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import ModelConfig, UsageError, check_at_least
-from examples.gpt2.model.transformer import Transformer, as_module
+from examples.gpt2.model import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model
 from examples.gpt2.sharding import make_mesh, num_batch_shards
 

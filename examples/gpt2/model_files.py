@@ -33,7 +33,7 @@ from examples.gpt2.data.tokenizer import (
   read_tokenizer,
   with_end_token,
 )
-from examples.gpt2.model.transformer import shapes
+from examples.gpt2.model import shapes
 from examples.gpt2.storage import (
   as_path,
   make_folder,

@@ -15,8 +15,8 @@ import optax
 
 from examples.gpt2 import sharding
 from examples.gpt2.config import Config, padded_vocab_size
-from examples.gpt2.model.loss import mean_cross_entropy, sequence_losses
-from examples.gpt2.model.transformer import Transformer, as_module, shapes
+from examples.gpt2.loss import mean_cross_entropy, sequence_losses
+from examples.gpt2.model import Transformer, as_module, shapes
 from examples.gpt2.optimizers import make_optimizer
 
 

@@ -33,7 +33,7 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.generate import generate
-from examples.gpt2.model.transformer import as_module, shapes
+from examples.gpt2.model import as_module, shapes
 from examples.gpt2.model_files import Model, load_model, save_model
 from examples.gpt2.sharding import by_path
 from examples.gpt2.start import with_model

@@ -14,7 +14,7 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
 )
 from examples.gpt2.evaluate import evaluate, main
-from examples.gpt2.model.transformer import Transformer, as_module
+from examples.gpt2.model import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model, save_model
 
 _CONFIG = complete(ModelConfig(

@@ -17,7 +17,7 @@ from examples.gpt2.generate import (
   main,
   sample_text,
 )
-from examples.gpt2.model.transformer import as_module, shapes
+from examples.gpt2.model import as_module, shapes
 from examples.gpt2.model_files import Model, save_model
 from examples.gpt2.sharding import make_mesh, parameter_shardings
 

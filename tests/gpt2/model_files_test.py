@@ -8,7 +8,7 @@ import pytest
 
 from examples.gpt2.config import ModelConfig, UsageError, complete
 from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.model import Transformer
 from examples.gpt2.model_files import (
   Model,
   load_model,

@@ -14,7 +14,7 @@ from examples.gpt2.config import (
   complete,
   resolve,
 )
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.model import Transformer
 from examples.gpt2.sharding import (
   make_mesh,
   num_batch_shards,

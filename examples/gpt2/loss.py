@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.model.transformer import Transformer
+from examples.gpt2.model import Transformer
 from examples.gpt2.sharding import constrain, num_current_batch_shards
 
 # Float32 logits of a chunk, of all sequences of a device.

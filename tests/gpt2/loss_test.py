@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
 
+from examples.gpt2 import loss
 from examples.gpt2.compile_for import collectives
-from examples.gpt2.model import loss
-from examples.gpt2.model.loss import mean_cross_entropy, token_losses
+from examples.gpt2.loss import mean_cross_entropy, token_losses
 from examples.gpt2.sharding import make_mesh
 
 

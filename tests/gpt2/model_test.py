@@ -1,23 +1,33 @@
+import contextlib
 import dataclasses
+import functools
 import itertools
+import math
 from pathlib import Path
+from unittest import mock
 
 import chex
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh
 import numpy as np
 import pytest
 
+from examples.gpt2 import model
 from examples.gpt2.config import PRESETS, ModelConfig, complete, resolve
 from examples.gpt2.convert import from_arrays, to_arrays
-from examples.gpt2.model import layers
-from examples.gpt2.model.loss import mean_cross_entropy
-from examples.gpt2.model.transformer import Transformer, as_module, shapes
+from examples.gpt2.loss import mean_cross_entropy
+from examples.gpt2.model import (
+  Transformer,
+  as_module,
+  causal_attention,
+  shapes,
+)
 from examples.gpt2.model_files import open_arrays
-from examples.gpt2.sharding import by_path
+from examples.gpt2.sharding import AXES, by_path, make_mesh
 
-_DATA = Path(__file__).parents[2] / 'data'
+_DATA = Path(__file__).parents[1] / 'data'
 _CONFIG = complete(ModelConfig(
   vocab_size=64, context_length=16, num_layers=2, num_heads=2, width=16,
   mlp_width=32,
@@ -60,9 +70,8 @@ def _params(config: ModelConfig) -> dict:
   )
 
 
-def _model(kind: str, **settings: object) -> Transformer:
-  config = _config(kind, **settings)
-  return as_module(config, _params(config))
+def _normal(seed: int, *shape: int) -> np.ndarray:
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def _value_and_grad(config: ModelConfig):
@@ -116,9 +125,67 @@ def test_remat_saves_memory_and_changes_no_numbers(kind, remats):
     assert less < 0.8 * more
 
 
+@pytest.mark.parametrize('mesh', ['', 'tensor=2'])
+def test_the_kernel_for_tpu_attends_as_softmax_does(mesh, monkeypatch):
+  inputs = _normal(0, 4, 256, 4, 8), *_normal(1, 2, 4, 256, 2, 8)
+  # Several blocks of queries and keys, one of which is masked as a whole.
+  monkeypatch.setattr(model, '_MOST_IN_BLOCK', 128)
+
+  def measure(platform: str):
+    monkeypatch.setattr(model, '_platform', lambda: platform)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array):
+      y, _ = causal_attention(q, k, v)
+      return jnp.sin(y).sum(), y
+
+    return jax.jit(jax.value_and_grad(attend, (0, 1, 2), has_aux=True))
+
+  expected = measure('cpu')(*inputs)
+  interpreted = mock.Mock(
+    side_effect=functools.partial(model.splash_attention, interpret=True)
+  )
+  monkeypatch.setattr(model, 'splash_attention', interpreted)
+  with jax.set_mesh(make_mesh(mesh)) if mesh else contextlib.nullcontext():
+    found = measure('tpu')(*inputs)
+  interpreted.assert_called_once()
+  chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('qk_norm', [False, True])
+def test_qk_norm_bounds_the_logits(qk_norm: bool):
+  config = _config('llama', qk_norm=qk_norm)
+  params = jax.tree.map(lambda x: _normal(x.size, *x.shape), shapes(config))
+  attention = params['blocks']['attention']
+  attention['qkv']['kernel'] *= 1000
+  if qk_norm:
+    for name in ('query_norm', 'key_norm'):
+      attention[name]['scale'] = np.ones_like(attention[name]['scale'])
+
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array):
+    logits = jnp.einsum('BTHK,BSHK->BHTS', q, k) / math.sqrt(8)
+    return causal_attention(q, k, v)[0], jnp.abs(logits).max()
+
+  tokens = np.arange(32).reshape(2, 16)
+  _, largest = as_module(config, params).features(tokens, attend)
+  assert (float(largest[0]) <= math.sqrt(8) * 1.001) == qk_norm
+
+
+@pytest.mark.parametrize('platform', ['tpu', None])
+def test_attention_is_that_of_the_mesh(platform: str | None):
+  device = platform and AbstractDevice(
+    device_kind='chip', num_cores=None, platform=platform
+  )
+  mesh = AbstractMesh((1,) * 3, AXES, abstract_device=device)
+  query = jax.ShapeDtypeStruct((1, 128, 1, 64), 'float32')
+  with jax.sharding.use_abstract_mesh(mesh):
+    program = jax.make_jaxpr(causal_attention)(query, query, query)
+  assert ('pallas_call' in str(program)) == (platform == 'tpu')
+
+
 def test_unrolled_layers_compute_the_same():
   tokens = _TOKENS[:, :16]
-  rolled, unrolled = (jax.jit(_model('llama-qk', unroll=n)) for n in (1, 2))
+  configs = [_config('llama-qk', unroll=n) for n in (1, 2)]
+  rolled, unrolled = (jax.jit(as_module(x, _params(x))) for x in configs)
   np.testing.assert_allclose(
     unrolled(tokens), rolled(tokens), rtol=1e-5, atol=1e-5
   )
@@ -128,8 +195,7 @@ def test_unrolled_layers_compute_the_same():
 
 def test_a_common_token_has_the_whole_sum_of_its_gradients():
   # In bfloat16, 256 + 1 is 256.
-  config = _config('gpt2', dtype='bfloat16')
-  embed = layers.embedding(config, 3, nnx.Rngs(0))
+  embed = model.Embedding(3, 16, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
   tokens = jnp.full([4096], 1)
   assert embed(tokens).dtype == 'bfloat16'
   gradient = nnx.grad(lambda embed: embed(tokens).astype('float32').sum())
