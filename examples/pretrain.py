@@ -65,7 +65,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
   'merit': (lambda rate, c: merit(rate), lambda c: peak('merit', c.steps)),
   'merit-hidden': (
     lambda rate, c: merit_optax.partition_hidden(
-      merit(rate), others=adamw(make_schedule(c, peak=0.004))
+      merit(rate), others=optax.adam(make_schedule(c, 0.004), b2=0.95)
     ),
     lambda c: peak('merit', c.steps),
   ),
@@ -141,13 +141,15 @@ def with_defaults(config: Config) -> Config:
   """Returns the settings with those that follow from others."""
   # GPT-2's at its width. Twice that was better where norms are kept.
   size = 0.04 if config.optimizer == 'muon-hyperball' else 0.02
-  defaults = dict(
+  defaults: dict[str, Any] = dict(
     init_std=size * (768 / config.width) ** 0.5,
     learning_rate=OPTIMIZERS[config.optimizer][1](config),
   )
-  given = {k: v for k, v in vars(config).items() if v is not None}
-  given['vocab_size'] = read_index(config).get('vocab_size', config.vocab_size)
-  return Config(**defaults | given)
+  missing = {k: x for k, x in defaults.items() if getattr(config, k) is None}
+  missing['vocab_size'] = read_index(config).get(
+    'vocab_size', config.vocab_size
+  )
+  return dataclasses.replace(config, **missing)
 
 
 normal = nnx.initializers.normal
@@ -175,7 +177,7 @@ def make_mesh(config: Config) -> Mesh:
       raise ValueError(f'mesh must be as fsdp=4,tensor=2, got {config.mesh!r}.')
     axes[name] = int(size)
   axes['data'] = jax.device_count() // (axes['fsdp'] * axes['tensor'])
-  sizes = vars(config) | axes
+  sizes: Any = vars(config) | axes
   sizes |= dict(devices=jax.device_count(), rows=config.rows)
   for name, *parts in (  # JAX would copy what it cannot split.
     ('devices', 'fsdp', 'tensor'), ('rows', 'fsdp', 'tensor'),
@@ -186,8 +188,8 @@ def make_mesh(config: Config) -> Mesh:
       raise ValueError(f'{"*".join(parts)} must divide {name} {sizes[name]}.')
   shape, types = [axes[x] for x in AXES], (AxisType.Auto,) * 3
   mesh = jax.make_mesh(shape, AXES, axis_types=types)
-  if config.batch_size % (size := micro_batch(config, mesh)):
-    raise ValueError(f'batch_size must be a multiple of {size}, a micro-batch.')
+  if config.batch_size % (rows := micro_batch(config, mesh)):
+    raise ValueError(f'batch_size must be a multiple of {rows}, a micro-batch.')
   return mesh
 
 
@@ -208,9 +210,8 @@ def pin(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
   # The path of a moment ends with that of its parameter. What an optimizer
   # keeps of its rows or columns has fewer axes.
   spec = MATRICES.get(name_of(path[-2:]), P())
-  return jax.lax.with_sharding_constraint(
-    x, spec if len(spec) == x.ndim else P()
-  )
+  spec = spec if len(spec) == x.ndim else P()
+  return jax.lax.with_sharding_constraint(x, spec)
 
 
 def read_index(config: Config) -> dict[str, Any]:
@@ -316,7 +317,7 @@ def make_batch(tokens: Tokens, config: Config, step: int) -> jax.Array:
     numbers = np.linspace(0, count - 1, size, dtype=int)
   numbers_AB = numbers.reshape(-1, rows)
 
-  def read(index: tuple[slice, ...]) -> np.ndarray:
+  def read(index: Any) -> np.ndarray:
     part_AB = numbers_AB[index[:2]]
     return tokens.windows(part_AB.ravel(), length).reshape(*part_AB.shape, -1)
 
@@ -434,8 +435,12 @@ class Transformer(nnx.Module):
   """The model, the parameters of its blocks stacked on an axis of layers."""
 
   def __init__(self, config: Config, rngs: nnx.Rngs):
-    options, init = dict(dtype=config.dtype, rngs=rngs), normal(config.init_std)
-    embedding = functools.partial(nnx.Embed, embedding_init=init, **options)
+    embedding: Any = functools.partial(
+      nnx.Embed,
+      embedding_init=normal(config.init_std),
+      dtype=config.dtype,
+      rngs=rngs,
+    )
     self.config = config
     self.token_embedding = embedding(config.rows, config.width)
     if config.architecture == 'gpt2':
@@ -476,7 +481,7 @@ class Transformer(nnx.Module):
     return self.final_norm(x_BTD)
 
 
-def make_schedule(config: Config, peak: float) -> optax.Schedule:
+def make_schedule(config: Config, peak: Any) -> optax.Schedule:
   """Returns a learning rate with warm-up and cosine decay."""
   warmup = config.steps // 10
   return optax.warmup_cosine_decay_schedule(
@@ -616,16 +621,13 @@ def by_path(tree: Any) -> dict[str, Any]:
 def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
   """Returns the manager of the checkpoints of a run, of which two are kept."""
   last_two = ocp.checkpoint_managers.LatestN(2)
-  return ocp.CheckpointManager(
-    folder / 'checkpoints',
-    item_handlers=ocp.PyTreeCheckpointHandler(),
-    options=ocp.CheckpointManagerOptions(preservation_policy=last_two),
-  )
+  options = ocp.CheckpointManagerOptions(preservation_policy=last_two)
+  handlers = ocp.PyTreeCheckpointHandler()
+  folder = folder / 'checkpoints'
+  return ocp.CheckpointManager(folder, item_handlers=handlers, options=options)
 
 
-def start(
-  manager: ocp.CheckpointManager, config: Config, settings: dict[str, Any]
-) -> tuple[int, Any]:
+def start(manager: Any, config: Config, settings: Any) -> tuple[int, Any]:
   """Returns the steps that are done, and the state after them."""
   state, step = init_state(config), manager.latest_step()
   if step is None:
@@ -634,21 +636,17 @@ def start(
   changed = {k: old.get(k) for k, v in settings.items() if old.get(k) != v}
   if changed:
     raise ValueError(f'{config.out_dir} holds a run with {changed}.')
-  like = by_path(jax.tree.map(ocp.utils.to_shape_dtype_struct, state))
-  structure = jax.tree.structure(state)
-  del state
-  kinds = ocp.checkpoint_utils.construct_restore_args(like)
-  args = ocp.args.PyTreeRestore(like, restore_args=kinds)
+  # What an array is and where it goes; itself it would be in the way.
+  state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+  like = by_path(state)
+  places = ocp.checkpoint_utils.construct_restore_args(like)
+  args = ocp.args.PyTreeRestore(like, restore_args=places)
   arrays = manager.restore(step, args=args)
-  return step, jax.tree.unflatten(structure, [arrays[name] for name in like])
+  leaves = [arrays[name] for name in like]
+  return step, jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 
-def save(
-  manager: ocp.CheckpointManager,
-  step: int,
-  state: Any,
-  settings: dict[str, Any],
-) -> None:
+def save(manager: Any, step: int, state: Any, settings: Any) -> None:
   """Starts to save a state; the next step may change it meanwhile."""
   if not is_finite(state):
     raise FloatingPointError(f'A weight is not finite after step {step}.')
@@ -676,8 +674,8 @@ def write_description(config: Config, folder: Path) -> None:
   model = {name: getattr(config, name) for name in names}
   model |= dict(
     vocab_size=config.rows, num_kv_heads=config.num_heads, untied_head=False,
-    head_width=config.width // config.num_heads, rope_theta=1e4,
-    rope_scaling=None, norm_epsilon=1e-5,
+    head_width=config.width // config.num_heads, norm_epsilon=1e-5,
+    rope_theta=1e4, rope_scaling=None,
   )  # fmt: skip
   text = json.dumps({'num_tokens': config.vocab_size, 'config': model})
   write_whole(folder / 'model.json', text.encode())
@@ -685,13 +683,14 @@ def write_description(config: Config, folder: Path) -> None:
 
 def write_weights(params: Any, folder: Path) -> None:
   """Writes the parameters; all processes call it, and process 0 writes."""
-  arrays = {
-    name: np.asarray(multihost_utils.process_allgather(x, tiled=True))
-    for name, x in by_path(params).items()
-  }
+  gather = functools.partial(multihost_utils.process_allgather, tiled=True)
+  arrays = {k: np.asarray(gather(x)) for k, x in by_path(params).items()}
   if jax.process_index() == 0:
     content = safetensors.numpy.save(arrays)
     write_whole(folder / 'weights.safetensors', content)
+
+
+SPEED = 'tokens_per_second'
 
 
 class Log:
@@ -699,10 +698,12 @@ class Log:
 
   def __init__(self, config: Config, folder: Path, first: int):
     self.config, self.file = config, folder / 'metrics.jsonl'
-    self.running: Any = None
+    schedule = make_schedule(config, config.learning_rate)
+    self.rates = np.asarray(jax.vmap(schedule)(np.arange(config.steps)))
+    self.running: list[tuple[int, Any]] = []
     self.losses: list[float] = []
-    self.unwritten, self.wandb = '', None
-    self.since = first, time.perf_counter()
+    self.wandb: Any = None
+    self.since = time.perf_counter()
     if jax.process_index() == 0:
       # Steps after the last checkpoint come again; a kill may tear a line.
       text = self.file.read_text() if self.file.exists() else ''
@@ -710,52 +711,45 @@ class Log:
       if config.wandb:
         self.wandb = open_wandb(config, folder)
 
-  def begin(self, step: int, rate: float, metrics: Any) -> None:
-    """Remembers a step that has been dispatched, and logs the one before it."""
-    if self.running:
-      self.write(self.finish())
-    self.running = step, rate, metrics
-
-  def finish(self) -> dict[str, float]:
-    """Waits for the step, and returns its metrics."""
-    step, rate, metrics = self.running
-    self.running = None
-    values = {name: float(x) for name, x in metrics.items()}
-    if not np.isfinite([*values.values()]).all():
-      raise FloatingPointError(f'Step {step} had {values}.')
+  def write(self, evaluate: Any = None) -> dict[str, float]:
+    """Waits for the steps that run, and returns the metrics of the last."""
     tokens = self.config.batch_size * self.config.context_length
-    # Since the last pause: a step may begin before the one before it has ended.
-    seconds = time.perf_counter() - self.since[1]
-    speed = (step - self.since[0]) * tokens / seconds
-    line = dict(step=step, tokens=step * tokens, learning_rate=float(rate))
-    return line | values | {'tokens_per_second': speed}
+    values = [{k: float(x) for k, x in x.items()} for _, x in self.running]
+    seconds = (time.perf_counter() - self.since) / len(values)
+    lines = []
+    for (step, _), found in zip(self.running, values, strict=True):
+      if not np.isfinite([*found.values()]).all():
+        raise FloatingPointError(f'Step {step} had {found}.')
+      rate, speed = float(self.rates[step - 1]), tokens / seconds
+      lines.append(dict(step=step, tokens=step * tokens, learning_rate=rate))
+      lines[-1] |= found | {SPEED: speed}
+    if evaluate:
+      lines[-1]['val_loss'] = float(evaluate())
+    self.losses += [line['train_loss'] for line in lines]
+    if jax.process_index() == 0:
+      self.append(lines)
+    self.running, self.since = [], time.perf_counter()
+    return lines[-1]
 
-  def write(self, line: dict[str, float]) -> None:
-    """Logs the metrics of a step."""
-    self.losses.append(line['train_loss'])
-    self.unwritten += json.dumps(line) + '\n'
-    if '://' not in str(self.file):  # A bucket cannot append.
-      self.flush()
-    if self.wandb:
-      self.wandb.log(line, step=line['step'])
-
-  def flush(self) -> None:
-    """Writes the lines that a bucket has not got."""
-    if jax.process_index() == 0 and '://' in str(self.file):
-      write_whole(self.file, (self.file.read_text() + self.unwritten).encode())
-    elif jax.process_index() == 0:
+  def append(self, lines: list[dict[str, float]]) -> None:
+    """Adds lines to the file, and sends them to W&B."""
+    text = ''.join(f'{json.dumps(line)}\n' for line in lines)
+    if '://' in str(self.file):  # A bucket cannot append.
+      write_whole(self.file, (self.file.read_text() + text).encode())
+    else:
       with self.file.open('a') as file:
-        file.write(self.unwritten)
-    self.unwritten = ''
+        file.write(text)
+    for line in lines if self.wandb else ():
+      self.wandb.log(line, step=line['step'])
 
 
 def lines_until(step: int, text: str) -> str:
   """Returns the lines of metrics of the first steps."""
   lines = []
-  for line in text.splitlines():
+  for line in text.splitlines(keepends=True):
     with contextlib.suppress(ValueError):
       if json.loads(line)['step'] <= step:
-        lines.append(f'{line}\n')
+        lines.append(line)
   return ''.join(lines)
 
 
@@ -764,11 +758,14 @@ def open_wandb(config: Config, folder: Path) -> Any:
   import wandb  # noqa: PLC0415  Optional.
 
   file = folder / 'wandb_id.txt'
+  known = file.read_text() if file.exists() else None
+  settings = {k: str(v) for k, v in vars(config).items()}
   run = wandb.init(
     project=config.wandb,
-    id=file.read_text() if file.exists() else None,
+    id=known,
     resume='allow',
-    config={k: str(v) for k, v in vars(config).items()},
+    config=settings,
+    dir=None if '://' in str(folder) else folder,
   )
   file.write_text(run.id)
   return run
@@ -797,12 +794,12 @@ def train(config: Config) -> list[float]:
   if set('[]\\') & set(str(folder)):  # Orbax could not read from there.
     raise ValueError(f'out_dir must have no brackets or backslash: {folder}')
   tokens, val_tokens = load_tokens(config)
-  settings = {k: str(v) for k, v in vars(config).items() if k not in FREE}
+  settings: dict[str, Any] = {
+    k: str(v) for k, v in vars(config).items() if k not in FREE
+  }
   settings['checksums'] = None  # Which checkpoints of examples/gpt2 have.
   # The text itself, wherever it is.
   settings['data'] = digest([tokens, val_tokens], config.context_length + 1)
-  schedule = make_schedule(config, config.learning_rate)
-  rates = np.asarray(jax.vmap(schedule)(np.arange(config.steps)))
   with jax.set_mesh(make_mesh(config)), open_checkpoints(folder) as manager:
     first, state = start(manager, config, settings)
     if is_process_0:
@@ -815,22 +812,19 @@ def train(config: Config) -> list[float]:
       # Does not wait for the devices: they work while the next batch is made.
       batch_ABT = make_batch(tokens, config, step)
       state, metrics = train_step(state, batch_ABT, config)
-      log.begin(step, rates[step - 1], metrics)
-      is_stopped = asked_to_stop(step)
-      is_last = is_stopped or step == config.steps
-      is_evaluated = is_last or step % config.eval_every == 0
+      log.running.append((step, metrics))
+      is_last = (is_stopped := asked_to_stop(step)) or step == config.steps
       is_saved = is_last or step % config.checkpoint_every == 0
-      if is_evaluated or is_saved or step == first + 1:
-        line = log.finish()
-        if is_evaluated:
-          line['val_loss'] = float(eval_step(state['params'], val_ABT, config))
-        log.write(line)
-        log.flush()
-        text = ' '.join(f'{k} {v:,.5g}' for k, v in line.items())
-        say(text)
-        if is_saved:
-          save(manager, step, state, settings)
-        log.since = step, time.perf_counter()
+      if is_last or step % config.eval_every == 0:
+        params = state['params']
+        found = log.write(functools.partial(eval_step, params, val_ABT, config))
+        loss, val, speed = found['train_loss'], found['val_loss'], found[SPEED]
+        say(f'step {step} loss {loss:.3f} val {val:.3f} {speed:,.0f} tokens/s')
+      elif is_saved or step % 10 == 0 or step == first + 1:
+        log.write()
+      if is_saved:
+        save(manager, step, state, settings)
+        log.since = time.perf_counter()  # Saves are not in the speed.
       if is_stopped:
         STOP.set()
         break

@@ -164,6 +164,18 @@ def test_a_run_resumes_with_the_same_losses_and_settings(tmp_path):
   assert pretrain.train(_config(tmp_path, micro_batch_size=None)) == []
 
 
+def test_a_run_at_wandb_goes_on_there(tmp_path, monkeypatch):
+  pytest.importorskip('wandb')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  config = _config(tmp_path, steps=2, wandb='project', **_MESH)
+  names = []
+  for _ in range(2):
+    pretrain.train(config)
+    names.append((tmp_path / 'wandb_id.txt').read_text())
+  assert names[0] == names[1]
+  assert list(tmp_path.glob(f'wandb/*/run-{names[0]}.wandb'))
+
+
 def test_sigterm_saves_and_ends_the_run(tmp_path, monkeypatch):
   flags = [f'--{k.replace("_", "-")}={x}' for k, x in (_SIZES | _MESH).items()]
   command = ['pretrain.py', *flags, f'--out-dir={tmp_path}']
@@ -408,6 +420,13 @@ def test_no_state_that_is_not_finite_is_saved(where, tmp_path):
   ):
     pretrain.train(config)
   assert [x.name for x in (tmp_path / 'checkpoints').iterdir()] == ['4']
+
+
+def test_what_is_given_stays(tmp_path):
+  config = _config(tmp_path, micro_batch_size=None, init_std=None)
+  assert pretrain.with_defaults(config) == dataclasses.replace(
+    config, init_std=0.02 * 48**0.5
+  )
 
 
 def test_a_window_lies_in_one_shard(tmp_path):
