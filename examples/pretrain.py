@@ -690,9 +690,6 @@ def write_weights(params: Any, folder: Path) -> None:
     write_whole(folder / 'weights.safetensors', content)
 
 
-SPEED = 'tokens_per_second'
-
-
 class Log:
   """Writes the metrics of each step as a line of JSON, and to W&B."""
 
@@ -722,7 +719,7 @@ class Log:
         raise FloatingPointError(f'Step {step} had {found}.')
       rate, speed = float(self.rates[step - 1]), tokens / seconds
       lines.append(dict(step=step, tokens=step * tokens, learning_rate=rate))
-      lines[-1] |= found | {SPEED: speed}
+      lines[-1] |= found | {'tokens_per_second': speed}
     if evaluate:
       lines[-1]['val_loss'] = float(evaluate())
     self.losses += [line['train_loss'] for line in lines]
@@ -765,7 +762,7 @@ def open_wandb(config: Config, folder: Path) -> Any:
     id=known,
     resume='allow',
     config=settings,
-    dir=None if '://' in str(folder) else folder,
+    dir=None if '://' in str(folder) else str(folder),
   )
   file.write_text(run.id)
   return run
@@ -815,13 +812,16 @@ def train(config: Config) -> list[float]:
       log.running.append((step, metrics))
       is_last = (is_stopped := asked_to_stop(step)) or step == config.steps
       is_saved = is_last or step % config.checkpoint_every == 0
+      evaluate = None
       if is_last or step % config.eval_every == 0:
         params = state['params']
-        found = log.write(functools.partial(eval_step, params, val_ABT, config))
-        loss, val, speed = found['train_loss'], found['val_loss'], found[SPEED]
-        say(f'step {step} loss {loss:.3f} val {val:.3f} {speed:,.0f} tokens/s')
-      elif is_saved or step % 10 == 0 or step == first + 1:
-        log.write()
+        evaluate = functools.partial(eval_step, params, val_ABT, config)
+      if evaluate or is_saved or step % 10 == 0 or step == first + 1:
+        found = log.write(evaluate)
+        text = f'step {step} loss {found["train_loss"]:.3f}'
+        if evaluate:
+          text += f' val {found["val_loss"]:.3f}'
+        say(f'{text} {found["tokens_per_second"]:,.0f} tokens/s')
       if is_saved:
         save(manager, step, state, settings)
         log.since = time.perf_counter()  # Saves are not in the speed.

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -148,9 +149,9 @@ def test_a_run_resumes_with_the_same_losses_and_settings(tmp_path):
 
   with _before(11, stop), pytest.raises(KeyboardInterrupt):
     pretrain.train(config)
-  assert [x['step'] for x in _lines(tmp_path)] == [*range(1, 10)]
+  assert [x['step'] for x in _lines(tmp_path)] == [*range(1, 11)]
   with (tmp_path / 'metrics.jsonl').open('a') as file:
-    file.write('{"step": 10, "train')  # As of a kill while it is written.
+    file.write('{"step": 11, "train')  # As of a kill while it is written.
   losses = _losses(**_MESH)
   assert pretrain.train(config) == losses[8:]
   lines = _lines(tmp_path)
@@ -488,8 +489,9 @@ def test_commands_of_the_trainer_read_a_run(tmp_path, capsys):
   assert f'{measured:.4f} nats' in capsys.readouterr().out
   generate.main([str(run), '--prompt=import', '--tokens=5', '--step=16'])
   plot.main([str(run), f'--out={tmp_path}/curves.png'])
-  convert.main(['export', str(run), str(tmp_path / 'exported')])
-  assert (tmp_path / 'exported' / 'config.json').exists()
+  if importlib.util.find_spec('transformers'):
+    convert.main(['export', str(run), str(tmp_path / 'exported')])
+    assert (tmp_path / 'exported' / 'config.json').exists()
 
 
 def test_it_needs_nothing_else_of_the_repository():
@@ -532,15 +534,12 @@ def test_a_command_runs(command, tmp_path):
     command += f' --data {_write_tokens(tmp_path)}'
   is_distributed = '--distributed' in command
   outputs = _run(command, num_processes=2 if is_distributed else 1)
-  steps, *others = (
-    re.findall(r'^step (\d+) .*train_loss (\S+) ', x, re.M) for x in outputs
-  )
-  assert [int(step) for step, _ in steps] == [1, 20]
+  steps, *others = (re.findall(r'^step (\d+) loss', x, re.M) for x in outputs)
+  assert steps == ['1', '10', '20']
   assert not any(others)
   if '--data' not in command:
-    expected = _losses()[0], _losses()[-1]
-    found = [float(loss) for _, loss in steps]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-3)
+    found = [line['train_loss'] for line in _lines(tmp_path / 'run')]
+    np.testing.assert_allclose(found, _losses(), rtol=0, atol=1e-3)
 
 
 def _run(command: str, num_processes: int) -> list[str]:
