@@ -5,7 +5,6 @@ python -m benchmarks.train_step --help
 
 from collections.abc import Callable
 import dataclasses
-import itertools
 import math
 import os
 from pathlib import Path
@@ -28,11 +27,11 @@ from examples.gpt2.config import (
   resolve,
   to_json,
 )
-from examples.gpt2.data.batches import Mixture, batch_shape, training_batch
-from examples.gpt2.data.token_files import open_files
+from examples.gpt2.data import TokenSequences, batch_shape, batches, mix
 from examples.gpt2.diagnostics import Diagnostics
 from examples.gpt2.memory import fit, needed_bytes
 from examples.gpt2.step import Trainer, TrainState
+from examples.gpt2.token_files import open_tokens, token_dtype
 from examples.gpt2.train import parse
 
 _PROG = 'benchmarks.train_step'
@@ -211,18 +210,22 @@ def _reading(config: Config, folder: Path) -> Callable[[], None]:
   generator = np.random.default_rng(0)
   for i in range(4):
     tokens = generator.integers(config.model.vocab_size, size=25_000_000)
-    np.save(folder / f'{i}.npy', tokens.astype(np.uint16))
+    dtype = token_dtype(config.model.vocab_size)
+    tokens.astype(dtype).tofile(folder / f'{i}.bin')
   paths = sorted(folder.iterdir())
+  model = config.model
+  files = [open_tokens(path, model.vocab_size) for path in paths]
   sources = [
-    open_files(some, config.model.vocab_size) for some in (paths[:2], paths[2:])
+    TokenSequences(some, model.context_length, model.vocab_size)
+    for some in (files[:2], files[2:])
   ]
-  mixture = Mixture(sources, (0.7, 0.3))
-  mesh = sharding.make_mesh('')
-  steps = itertools.count(1)
+  found = batches(
+    mix(sources, (0.7, 0.3), config.seed),
+    batch_shape(config, sharding.make_mesh('')),
+  )
 
   def run() -> None:
-    batch = training_batch(mixture, config, next(steps), mesh)
-    jax.block_until_ready(batch)
+    jax.block_until_ready(next(found))
 
   return run
 

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from examples.gpt2 import hardware, memory, sharding
 from examples.gpt2.command import columns, format_bytes, table
 from examples.gpt2.config import Config, UsageError, resolve
-from examples.gpt2.data.batches import batch_shape
+from examples.gpt2.data import batch_shape
 from examples.gpt2.start import with_model
 from examples.gpt2.step import Trainer
 

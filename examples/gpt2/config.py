@@ -202,10 +202,6 @@ class Config:
   data: tuple[str, ...] = setting(('stdlib',), decides=False, is_local=True)
   # More text or token files to evaluate on, each as name=path.
   eval_data: tuple[str, ...] = setting((), decides=False, is_local=True)
-  # How sequences are drawn. Without replacement, an epoch has each once.
-  sampling: Literal['without-replacement', 'with-replacement'] = setting(
-    'without-replacement'
-  )
   # Folder that keeps tokenizers and tokens, by the content of the text.
   cache_dir: Path = setting(
     Path('~/.cache/merit_optax'), decides=False, is_local=True

@@ -36,16 +36,16 @@ from examples.gpt2.config import (
   complete,
   padded_vocab_size,
 )
-from examples.gpt2.data.tokenizer import (
+from examples.gpt2.model import shapes
+from examples.gpt2.model_files import Model, load_model, read_json
+from examples.gpt2.sharding import by_path, path_name
+from examples.gpt2.storage import as_path, new_folder
+from examples.gpt2.tokenizer import (
   GENERATION,
   SETTINGS,
   num_identifiers,
   read_companions,
 )
-from examples.gpt2.model import shapes
-from examples.gpt2.model_files import Model, load_model, read_json
-from examples.gpt2.sharding import by_path, path_name
-from examples.gpt2.storage import as_path, new_folder
 
 
 class _Architecture(NamedTuple):

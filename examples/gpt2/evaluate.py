@@ -3,9 +3,9 @@
 Axes: B sequences, T tokens, D features.
 """
 
+import dataclasses
 import math
 from pathlib import Path
-import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -17,21 +17,17 @@ import tyro
 
 from examples.gpt2.command import exit_on_error, table
 from examples.gpt2.config import ModelConfig, UsageError, check_at_least
-from examples.gpt2.data.batches import make_batch, spread
-from examples.gpt2.data.corpus import load_corpus
-from examples.gpt2.data.token_files import (
-  TOKEN_SUFFIXES,
-  TokenFiles,
-  has_token_files,
+from examples.gpt2.data import (
+  check_vocabulary,
+  make_batch,
+  open_evaluation,
+  spread,
 )
-from examples.gpt2.data.tokenizer import encode
-from examples.gpt2.data.tokens import check_length, load_evaluation
 from examples.gpt2.loss import token_losses
 from examples.gpt2.model import as_module
 from examples.gpt2.model_files import Model, load_model
-from examples.gpt2.run import trained_on
+from examples.gpt2.run import RunFolder
 from examples.gpt2.sharding import make_mesh, num_batch_shards
-from examples.gpt2.storage import as_path
 
 
 class Evaluation(NamedTuple):
@@ -45,11 +41,24 @@ class Evaluation(NamedTuple):
   bits_per_byte: float | None
 
 
-class Windows(NamedTuple):
-  """Sequences of a text, of the same length."""
+@dataclasses.dataclass(frozen=True)
+class Windows:
+  """Sequences of a text, of the same length: a source of batches."""
 
+  tokens: Any  # Of the text.
+  vocab_size: int
+  length: int  # Of a sequence, without its last target.
   starts: np.ndarray  # Their first tokens.
   first: np.ndarray  # The first target that counts in each.
+
+  def __len__(self) -> int:
+    return len(self.starts)
+
+  def __getitem__(self, index: Any) -> np.ndarray:
+    start = self.starts[index]
+    tokens = self.tokens[start : start + self.length + 1]
+    check_vocabulary(tokens, self.vocab_size)
+    return tokens.astype(np.int32)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -71,8 +80,7 @@ def main(args: list[str] | None = None) -> None:
 
 def evaluate(
   folder: tyro.conf.Positional[Path],
-  data: str,
-  held_out: bool = False,
+  data: str | None = None,
   text_field: str = 'text',
   context_length: int | None = None,
   stride: int | None = None,
@@ -90,9 +98,7 @@ def evaluate(
     data: Text, JSON lines or Parquet, a file or a folder of files, which is
       tokenized as examples.gpt2.prepare does it, with the model's tokenizer; a
       file of tokens; or a folder of token files with a part to validate on.
-      'stdlib' is what the trainer holds out of it.
-    held_out: Measure the part of a text that the trainer holds out of it. Of a
-      folder of token files that is measured anyway.
+      Default: what was held out of the data of the run.
     text_field: Field that holds the text of a document in JSON, column in
       Parquet.
     context_length: Tokens in a sequence. Default: the model's, or the text's if
@@ -119,16 +125,30 @@ def evaluate(
   model = load_model(folder, devices, step)
   length = context_length or model.config.context_length
   _check_context(model.config, length, stride, sequences)
-  tokens, num_bytes = _read(data, held_out, model, text_field, folder)
+  files, num_bytes = open_evaluation(
+    data or _held_out(folder),
+    model.num_tokens,
+    model.tokenizer,
+    model.end_token,
+    text_field,
+  )
+  tokens = (
+    files[0] if len(files) == 1 else np.concatenate([x[:] for x in files])
+  )
   if context_length is None:
     length = min(length, len(tokens) - 1)
-  check_length('val', tokens, max(length, 1))
+  if len(tokens) <= max(length, 1):
+    raise UsageError(
+      f'--data has {len(tokens)} tokens, too few for a sequence of '
+      f'{max(length, 1)} tokens and its last target.'
+    )
   if sequences is None:
-    windows = _all_windows(len(tokens), length, stride or length)
+    places = _all_places(len(tokens), length, stride or length)
   else:
-    windows = _spread_windows(len(tokens), length, sequences)
+    places = _spread_places(len(tokens), length, sequences)
+  windows = Windows(tokens, model.num_tokens, length, *places)
   rows = micro_batch_size * num_batch_shards(devices)
-  loss = _mean_loss(model, tokens, windows, length, rows, devices)
+  loss = _mean_loss(model, windows, rows, devices)
   bits = loss / math.log(2) * len(tokens)
   return Evaluation(
     loss,
@@ -157,76 +177,39 @@ def _check_context(
     )
 
 
-def _read(
-  data: str, held_out: bool, model: Model, text_field: str, folder: Path
-) -> tuple[TokenFiles | np.ndarray, int]:
-  """Returns tokens, and the bytes of their text or 0."""
-  if held_out and as_path(data).suffix in TOKEN_SUFFIXES:
+def _held_out(folder: Path) -> str:
+  """Returns the folder of token files that a run has its validation part of."""
+  try:
+    return str(RunFolder(folder).read_settings()['data']['folders'][0])
+  except (OSError, KeyError) as error:
     raise UsageError(
-      f'--data {data}: a file of tokens has no part to hold out; leave out '
-      '--held-out, or give a folder of token files.'
-    )
-  is_split = held_out and not has_token_files(as_path(data))
-  if is_split or data == 'stdlib':
-    return _held_out(data, model, folder)
-  found = load_evaluation(
-    data, model.num_tokens, model.tokenizer, model.end_token, text_field
-  )
-  if found.num_bytes and data in trained_on(folder).get('data', ()):
-    print(
-      f'{data} is what the model was trained on: --held-out measures the '
-      'part that it was not.',
-      file=sys.stderr,
-    )
-  return found.tokens, found.num_bytes
+      f'{folder} does not tell what a model was trained on: give --data.'
+    ) from error
 
 
-def _held_out(data: str, model: Model, folder: Path) -> tuple[np.ndarray, int]:
-  """Returns what the trainer holds out of a text, and the number of bytes."""
-  if model.tokenizer is None or model.end_token is None:
-    raise UsageError(
-      f'--data {data}: there is no tokenizer for text that names the token '
-      'after each document; give --data tokens.'
-    )
-  corpus = load_corpus([data])
-  known = trained_on(folder)
-  if known and known['sha256'] != corpus.sha256:
-    print(
-      f'The model was trained on --data {" ".join(known["data"])}, not on '
-      f'{data} as it is now, and may have seen what is held out of it here. '
-      'For a run on token files, --data with their folder measures the part '
-      'that they hold out.',
-      file=sys.stderr,
-    )
-  tokens = encode(model.tokenizer, model.end_token, corpus.texts('val'))
-  return np.concatenate([*tokens]), corpus.num_bytes('val')
+def _all_places(
+  num_tokens: int, length: int, stride: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns starts of windows in which each target of a text counts once.
 
-
-def _all_windows(num_tokens: int, length: int, stride: int) -> Windows:
-  """Returns windows in which each target of a text counts once."""
+  And the first target that counts in each.
+  """
   last = num_tokens - 1 - length
   starts = np.minimum(np.arange(0, last + stride, stride), last)
   ends = starts + length
-  return Windows(starts, np.concatenate([[0], ends[:-1] - starts[1:]]))
+  return starts, np.concatenate([[0], ends[:-1] - starts[1:]])
 
 
-def _spread_windows(num_tokens: int, length: int, count: int) -> Windows:
-  starts = spread(num_tokens, length, count)
-  return Windows(starts, np.zeros_like(starts))
+def _spread_places(
+  num_tokens: int, length: int, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+  starts = spread((num_tokens - 1) // length, count) * length
+  return starts, np.zeros_like(starts)
 
 
-def _mean_loss(
-  model: Model,
-  tokens: TokenFiles | np.ndarray,
-  windows: Windows,
-  length: int,
-  rows: int,
-  mesh: Mesh,
-) -> float:
-  """Returns the mean loss of the targets that count.
-
-  ``length`` is that of the windows, of which ``rows`` are measured at once.
-  """
+def _mean_loss(model: Model, windows: Windows, rows: int, mesh: Mesh) -> float:
+  """Returns the mean loss of the targets that count, ``rows`` at once."""
+  length, count = windows.length, len(windows)
 
   @jax.jit
   def measure(params: Any, tokens_BT: jax.Array, first_B: jax.Array) -> Any:
@@ -238,15 +221,12 @@ def _mean_loss(
 
   total = 0.0
   with jax.set_mesh(mesh):
-    for i in tqdm.trange(
-      0, len(windows.starts), rows, desc='evaluating', delay=2
-    ):
-      starts, first = (x[i : i + rows] for x in windows)
+    for i in tqdm.trange(0, count, rows, desc='evaluating', delay=2):
+      places = np.arange(i, min(i + rows, count))
       # What fills the last batch counts for nothing.
-      fill = (0, rows - len(first))
-      first = np.pad(first, fill, constant_values=length)
-      starts = np.resize(starts, rows)
-      [tokens_BT] = make_batch(tokens, starts, length, rows, mesh)
+      fill = (0, rows - len(places))
+      first = np.pad(windows.first[places], fill, constant_values=length)
+      [tokens_BT] = make_batch(windows, places, rows, length, mesh)
       losses_B = measure(model.params, tokens_BT, first)
       total += float(np.asarray(losses_B).sum(dtype=np.float64))
   return total / float(np.sum(length - windows.first))

@@ -1,8 +1,7 @@
 """The steps of a run: compiles, resumes, evaluates, saves, stops."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 import dataclasses
-import functools
 import math
 import signal
 import threading
@@ -13,12 +12,11 @@ import jax
 import numpy as np
 import tqdm
 
-from examples.gpt2 import memory
+from examples.gpt2 import data as data_module, memory
 from examples.gpt2.checkpoints import Checkpoints
 from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import Config
-from examples.gpt2.data import batches
-from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.data import Data, batch_shape, evaluation_batch
 from examples.gpt2.diagnostics import Diagnostics
 from examples.gpt2.processes import (
   StopRequest,
@@ -78,7 +76,7 @@ class _Evaluation(NamedTuple):
 def run(
   trainer: Trainer,
   config: Config,
-  tokens: Tokens,
+  data: Data,
   folder: RunFolder,
   stop: StopRequest,
 ) -> TrainState:
@@ -100,9 +98,9 @@ def run(
     _Evaluation(
       x.name,
       x.weight,
-      *batches.validation_batch(x.tokens, config, trainer.mesh),
+      *evaluation_batch(x.sequences, config, trainer.mesh),
     )
-    for x in tokens.evaluations
+    for x in data.evaluations
   ]
   with Checkpoints(
     folder.checkpoints, config.max_to_keep, config.keep_period
@@ -110,15 +108,17 @@ def run(
     programs = _compile(trainer, config, evaluations)
     done, state = _first(trainer, config, checkpoints)
     tokens_done = folder.keep_metrics(done, config.fork_from)
-    make_batch = functools.partial(
-      batches.training_batch, tokens.train, config, mesh=trainer.mesh
+    batches = data_module.batches(
+      data.sequences,
+      batch_shape(config, trainer.mesh),
+      done * config.batch_size,
     )
     with StepLog(config, trainer, folder, done, tokens_done) as log:
       steps = _Steps(
         config=config,
         programs=programs,
         evaluations=evaluations,
-        make_batch=make_batch,
+        batches=batches,
         folder=folder,
         checkpoints=checkpoints,
         log=log,
@@ -175,7 +175,7 @@ def _compile_all(
   trainer: Trainer, config: Config, evaluations: Sequence[_Evaluation]
 ) -> tuple[_Programs, int]:
   """Returns the programs, and the temporary bytes of a step on a device."""
-  batch = batches.batch_shape(config, trainer.mesh)
+  batch = batch_shape(config, trainer.mesh)
   step = trainer.step.lower(trainer.shapes, batch).compile()
   memory.check(step, trainer.mesh)
   # Sets of another size need a program of their own.
@@ -204,7 +204,7 @@ class _Steps:
   config: Config
   programs: _Programs
   evaluations: Sequence[_Evaluation]
-  make_batch: Callable[[int], jax.Array]  # From the number of a step.
+  batches: Iterator[jax.Array]
   folder: RunFolder
   checkpoints: Checkpoints
   log: StepLog
@@ -219,7 +219,7 @@ class _Steps:
     try:
       if done < self.config.steps:
         self._say_what_is_left(done)
-      batch: Any = self.make_batch(done + 1)
+      batch: Any = next(self.batches)
       for step in range(done + 1, self.config.steps + 1):
         if self.config.profile:
           self._trace(step - done)
@@ -247,7 +247,7 @@ class _Steps:
     # devices take this one.
     start, following = time.perf_counter(), None
     if step < self.config.steps:
-      following = self.make_batch(step + 1)
+      following = next(self.batches)
     seconds = time.perf_counter() - start
     self.log.begin_step(step, metrics, measured, seconds)
     self._finish(step)

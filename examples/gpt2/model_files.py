@@ -26,13 +26,6 @@ from examples.gpt2.config import (
   complete,
   model_from_json,
 )
-from examples.gpt2.data.tokenizer import (
-  COMPANIONS,
-  end_token_of_folder,
-  read_companions,
-  read_tokenizer,
-  with_end_token,
-)
 from examples.gpt2.model import shapes
 from examples.gpt2.storage import (
   as_path,
@@ -40,6 +33,13 @@ from examples.gpt2.storage import (
   on_disk,
   whole_file,
   write_whole,
+)
+from examples.gpt2.tokenizer import (
+  COMPANIONS,
+  end_token_of_folder,
+  read_companions,
+  read_tokenizer,
+  with_end_token,
 )
 
 TOKENIZER = 'tokenizer.json'

@@ -1,44 +1,45 @@
 """Makes token files from text: python -m examples.gpt2.prepare --help.
 
-Documents are read and tokenized by Hugging Face Datasets, in parts that become
-a token file each.
+Hugging Face Datasets reads the documents and tokenizes them, in parts that
+become a token file each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
 import dataclasses
+import glob
 import hashlib
-import itertools
 import json
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
+import sysconfig
+import tempfile
 from typing import Any
 
 import datasets
+import fsspec
 import numpy as np
 import pyarrow as pa
 import tokenizers
 import tqdm
 import tyro
+import zstandard
 
 from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import (
-  UsageError,
-  check_at_least,
-  describe_changes,
-  digest,
+from examples.gpt2.config import UsageError, check_at_least, describe_changes
+from examples.gpt2.storage import (
+  as_path,
+  file_system,
+  is_remote,
+  make_folder,
+  read,
+  size,
+  whole_file,
+  write_whole,
 )
-from examples.gpt2.data.corpus import cache_folder
-from examples.gpt2.data.documents import load_documents
-from examples.gpt2.data.files import find_files
-from examples.gpt2.data.token_files import (
-  PARTS,
-  PROGRESS,
-  token_dtype,
-  token_writer,
-  write_index,
-)
-from examples.gpt2.data.tokenizer import (
+from examples.gpt2.token_files import INDEX, PARTS, TOKENIZER, token_dtype
+from examples.gpt2.tokenizer import (
   END_OF_TEXT,
   find_end_token,
   num_identifiers,
@@ -47,19 +48,39 @@ from examples.gpt2.data.tokenizer import (
   train_tokenizer,
   with_end_token,
 )
-from examples.gpt2.storage import (
-  as_path,
-  file_system,
-  is_remote,
-  make_folder,
-  write_whole,
-)
 
 _GPT2_VOCAB_SIZE = 50257
 _SAMPLE_BYTES = 100_000_000
 _BYTES_IN_TOKEN = 4  # Of English text, about.
-_BATCH_BYTES = 1 << 20
-_TOKENIZER = 'tokenizer.json'
+_DOCUMENTS_AT_ONCE = 100
+# Held out by default: a share, but of a small text more, up to another share.
+_SHARE, _LEAST_BYTES, _LARGEST_SHARE = 0.005, 1_000_000, 0.05
+# Longer texts are cut there, at the end of a line if possible.
+_LONGEST_DOCUMENT = 1 << 20
+_COLUMN = datasets.Features({'text': datasets.Value('string')})
+
+# Builders of Hugging Face Datasets by suffix; all other files are text.
+_KINDS = {
+  '.jsonl': 'json', '.ndjson': 'json', '.jsonlines': 'json', '.json': 'json',
+  '.parquet': 'parquet',
+}  # fmt: skip
+_COMPRESSED = ('.gz', '.zst', '.bz2', '.xz')
+_HEAD = 1 << 16  # Bytes that tell whether a file is binary.
+_NOT_STDLIB = {
+  'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test',
+}  # fmt: skip
+# Beside the Parquet files of a data set.
+_BESIDE = {'readme.md', 'license', 'dataset_info.json', 'dataset_infos.json'}
+
+
+def _unpack(file: Any, mode: str) -> Any:
+  # By default, fsspec reads the first frame alone.
+  return zstandard.ZstdDecompressor().stream_reader(
+    file, read_across_frames=True
+  )
+
+
+fsspec.compression.register_compression('zstd', _unpack, 'zst', force=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +95,8 @@ class PrepareConfig:
   """
 
   data: tuple[str, ...]
-  """Files, and folders of files, to read in this order, text last."""
+  """Files, and folders of files, to read in this order, text last. 'stdlib' is
+  the source of Python's standard library."""
 
   out_dir: Path
   """Folder of the results: a new or an empty one, or that of the same command,
@@ -96,9 +118,10 @@ class PrepareConfig:
   vocab_size: int | None = None
   """Size of the vocabulary to train, at the most. Default: 50257."""
 
-  validation_share: float = 0.005
-  """Share of the documents to hold out: those whose SHA-256 hash, as a fraction
-  of the largest, is below it. Equal documents fall into the same part."""
+  validation_share: float | None = None
+  """Share of the text to hold out: whole documents, chosen by their SHA-256
+  hash, so that equal ones fall into the same part, or the end of one. Default:
+  0.005, or of a small text 1 MB, at most 0.05."""
 
   shard_tokens: int = 100_000_000
   """Tokens of a file, about: of four bytes each. A kill loses what was made
@@ -121,10 +144,17 @@ def main(args: list[str] | None = None) -> None:
     print(table(prepare(config)))
 
 
-def prepare(config: PrepareConfig) -> dict[str, str]:
+def prepare(
+  config: PrepareConfig, leave_out: Sequence[Path] = ()
+) -> dict[str, str]:
   """Makes the token files of a corpus, or goes on with them after a kill.
 
-  Returns what was made, as names and values for people.
+  Args:
+    config: Settings.
+    leave_out: Absolute paths of folders in the data that are not read.
+
+  Returns:
+    What was made, as names and values for people.
 
   Raises:
     UsageError: If settings or text are wrong, or a part would be empty.
@@ -134,267 +164,517 @@ def prepare(config: PrepareConfig) -> dict[str, str]:
   _check(config)
   folder = as_path(config.out_dir)
   folder = folder if is_remote(folder) else folder.resolve()
-  cache = cache_folder(config.cache_dir).absolute()
-  paths = find_files(config.data, [folder, cache])
-  _start(folder, _settings(config, paths))
-  try:
-    documents = load_documents(paths, config.text_field, cache / 'datasets')
-    tokenizer, end_token = _tokenizer(documents, config, folder)
-  except UsageError:
-    if not any(folder.glob('progress-*.json')):
-      _discard(folder)  # No token file is lost.
-    raise
-  count = math.ceil(
-    documents.data.nbytes / _BYTES_IN_TOKEN / config.shard_tokens
+  cache = as_path(config.cache_dir).absolute()
+  settings = {
+    field: str(value)
+    for field, value in vars(config).items()
+    if field not in ('out_dir', 'num_proc', 'cache_dir')
+  }
+  _check_folder(folder, settings)
+  documents = load_documents(
+    find_files(config.data, [folder, cache, *leave_out]),
+    config.text_field,
+    cache / 'datasets',
   )
-  count = max(min(count, len(documents)), 1)
-  rows = [
-    _make_shard(documents, i, count, tokenizer, end_token, config, folder)
-    for i in tqdm.trange(count, desc='tokenizing', unit=' files')
-  ]
-  try:
-    _check_parts(rows, config)
-  except UsageError:
-    _discard(folder)  # Of no use with another share.
-    raise
-  shards = {x: [row[x] for row in rows if x in row] for x in PARTS}
-  sizes = {
-    'documents': sum(row['documents'] for row in rows),
-    'text_bytes': sum(row['bytes'] for row in rows),
+  parts = _split(documents, config)
+  tokenizer, end_token = _tokenizer(parts['train'], config, folder)
+  make_folder(folder)
+  write_whole(folder / INDEX, _json(settings=settings, shards={}))
+  _write_tokenizer(folder, tokenizer, end_token, config)
+  shards = {
+    part: _write_part(part, parts[part], tokenizer, end_token, config, folder)
+    for part in PARTS
   }
   vocab_size = num_identifiers(tokenizer)
-  described = {'vocab_size': vocab_size, 'end_token': end_token, **sizes}
-  write_index(folder, shards, described)
-  for path in [folder / PROGRESS, *_progress(folder, count)]:
-    path.unlink(missing_ok=True)
-  tokens = [sum(x['tokens'] for x in shards[part]) for part in PARTS]
+  description = {
+    'settings': settings,
+    'vocab_size': vocab_size,
+    'end_token': end_token,
+    'dtype': token_dtype(vocab_size).name,
+    'documents': len(documents),
+  }
+  write_whole(folder / INDEX, _json(**description, shards=shards))
+  tokens = [sum(shards[part].values()) for part in PARTS]
   return {
-    'documents': f'{sizes["documents"]:,}',
+    'documents': f'{len(documents):,}',
     'tokens': '{:,} to train on, {:,} held out'.format(*tokens),
-    'text': f'{sizes["text_bytes"]:,} bytes, '
-    f'{sizes["text_bytes"] / sum(tokens):.2f} bytes per token',
     'vocabulary': f'{vocab_size:,} tokens, {end_token} after each document',
     'results': str(config.out_dir),
   }
 
 
+def _json(**content: Any) -> bytes:
+  return json.dumps(content, indent=1).encode()
+
+
 def _check(config: PrepareConfig) -> None:
   """Raises ``UsageError`` for a setting out of its range."""
-  size, share = config.vocab_size, config.validation_share
-  if size is not None and config.tokenizer:
+  vocab_size, share = config.vocab_size, config.validation_share
+  if vocab_size is not None and config.tokenizer:
     raise UsageError(
-      f'--vocab-size {size} is for a vocabulary that is trained: leave it out '
-      'where --tokenizer gives one.'
+      f'--vocab-size {vocab_size} is for a vocabulary that is trained: leave '
+      'it out where --tokenizer gives one.'
     )
   if config.end_token is not None and not config.tokenizer:
     raise UsageError(
       f'--end-token {config.end_token} is for a --tokenizer: one that is '
       f'trained has {END_OF_TEXT}.'
     )
-  if not 0 < share < 1:
+  if share is not None and not 0 < share < 1:
     raise UsageError(f'--validation-share must be in (0, 1), got {share}.')
-  check_at_least(257, vocab_size=size)
+  check_at_least(257, vocab_size=vocab_size)
   check_at_least(1, shard_tokens=config.shard_tokens, num_proc=config.num_proc)
 
 
-def _settings(config: PrepareConfig, paths: list[Path]) -> dict[str, Any]:
-  """Returns what must be the same where a run goes on."""
-  names = ('tokenizer', 'end_token', 'text_field', 'vocab_size')
-  shares = config.validation_share, config.shard_tokens
-  versions = [file_system(x).ukey(os.fspath(x)) for x in paths]
-  return {
-    **{x: str(getattr(config, x)) for x in names},
-    **dict(zip(('validation_share', 'shard_tokens'), shares, strict=True)),
-    'files': digest(list(map(str, paths)), versions),
-  }
-
-
-def _start(folder: Path, settings: dict[str, Any]) -> None:
-  """Begins in a folder, or goes on with what the same settings left there."""
-  progress = folder / PROGRESS
-  if progress.is_file():
-    changes = describe_changes(json.loads(progress.read_text()), settings)
-    if changes:
-      raise UsageError(
-        f'{folder} holds a part of tokens of other settings or files '
-        f'({changes}): choose another folder, or delete it.'
-      )
+def _check_folder(folder: Path, settings: dict[str, Any]) -> None:
+  """Raises an error unless a folder is empty, or the same command's."""
+  if not folder.exists() or not any(folder.iterdir()):
     return
-  if folder.exists() and any(folder.iterdir()):
+  index = {}
+  with contextlib.suppress(FileNotFoundError, ValueError):
+    index = json.loads(read(folder / INDEX))
+  if index.get('shards') != {}:
     raise FileExistsError(
       f'{folder} is there and not empty: choose another folder, or delete it.'
     )
-  make_folder(folder)
-  write_whole(progress, json.dumps(settings).encode())
+  changes = describe_changes(index['settings'], settings)
+  if changes:
+    raise UsageError(
+      f'{folder} holds a part of tokens of other settings ({changes}): choose '
+      'another folder, or delete it.'
+    )
 
 
-def _discard(folder: Path) -> None:
-  """Deletes a folder, in which all is of this command."""
-  file_system(folder).rm(os.fspath(folder), recursive=True)
+# Tokens.
+
+
+def _split(
+  documents: datasets.Dataset, config: PrepareConfig
+) -> dict[str, datasets.Dataset]:
+  """Holds documents out: those of the lowest hashes, for their share of bytes.
+
+  Where these are too large for that, the end of the next one is held out.
+  """
+  columns = {'hash': datasets.Value('uint64'), 'size': datasets.Value('int64')}
+  known = _map(documents, _measure, columns, config)
+  hashes, sizes = (np.array(known.data[x]) for x in ('hash', 'size'))
+  total = int(sizes.sum())
+  wanted = config.validation_share
+  if wanted is None:
+    wanted = np.clip(_LEAST_BYTES / max(total, 1), _SHARE, _LARGEST_SHARE)
+  order = np.argsort(hashes, kind='stable')
+  reached = np.cumsum(sizes[order]) > wanted * total
+  if not reached.any():
+    raise UsageError(f'{" ".join(config.data)} holds no text.')
+  next_one = int(order[np.argmax(reached)])
+  is_held_out = hashes < hashes[next_one]
+  missing = wanted * total - sizes[is_held_out].sum()
+  parts = {'train': ~is_held_out, 'val': is_held_out}
+  ends = {'train': '', 'val': ''}
+  if missing > wanted * total / 2:
+    text = documents[next_one]['text']
+    cut = _end(text, missing / sizes[next_one])
+    ends = {'train': text[:cut], 'val': text[cut:]}
+    parts['train'][next_one] = False
+  split = {
+    part: datasets.concatenate_datasets(
+      [
+        documents.select(np.flatnonzero(chosen)),
+        datasets.Dataset.from_dict({'text': [ends[part]]}, _COLUMN),
+      ]
+    )
+    for part, chosen in parts.items()
+  }
+  if not all((sizes[parts[x]] > 0).any() or ends[x] for x in PARTS):
+    raise UsageError(
+      f'{" ".join(config.data)} is too short to hold a part out: give more '
+      'text.'
+    )
+  return split
+
+
+def _measure(batch: pa.Table) -> pa.Table:
+  """Returns a hash and the bytes of each text."""
+  texts = [(text or '').encode() for text in batch['text'].to_pylist()]
+  digests = b''.join(hashlib.sha256(text).digest()[:8] for text in texts)
+  hashes = np.frombuffer(digests, '<u8')
+  sizes = np.array([len(text) for text in texts], np.int64)
+  return pa.table({'hash': hashes, 'size': sizes})
+
+
+def _end(text: str, share: float) -> int:
+  """Returns where the last share of a text begins, with a line if one is near.
+
+  It is at least a character.
+  """
+  place = min(round(len(text) * (1 - share)), len(text) - 1)
+  line = text.find('\n', place, place + (len(text) - place) // 2) + 1
+  return line or place
+
+
+def _map(
+  documents: datasets.Dataset,
+  function: Callable[..., pa.Table],
+  columns: dict[str, Any],
+  config: PrepareConfig,
+  **arguments: Any,
+) -> datasets.Dataset:
+  """Returns other columns of documents, made in several processes."""
+  if config.num_proc > 1:
+    # Threads do not survive in a process that was forked.
+    os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+  return documents.with_format('arrow').map(
+    function,
+    batched=True,
+    batch_size=_DOCUMENTS_AT_ONCE,
+    num_proc=config.num_proc if config.num_proc > 1 else None,
+    remove_columns=['text'],
+    features=datasets.Features(columns),
+    fn_kwargs=arguments,
+  )
 
 
 def _tokenizer(
   documents: datasets.Dataset, config: PrepareConfig, folder: Path
 ) -> tuple[tokenizers.Tokenizer, str]:
-  """Reads the tokenizer that the settings name, or trains and writes one."""
-  path = folder / _TOKENIZER
-  if not path.exists():
-    if config.tokenizer is None:
-      size = config.vocab_size or _GPT2_VOCAB_SIZE
-      tokenizer = train_tokenizer(_sample(documents, config), size)
-      companions = with_end_token({}, END_OF_TEXT)
-    else:
-      source = as_path(config.tokenizer)
-      tokenizer = read_tokenizer(source)
-      end_token = find_end_token(source, tokenizer, config.end_token)
-      tokenizer.add_special_tokens([end_token])
-      companions = with_end_token(read_companions(source), end_token)
-    for name, content in companions.items():
-      write_whole(folder / name, content)
-    write_whole(path, tokenizer.to_str(pretty=True).encode())
-  tokenizer = read_tokenizer(path)
-  return tokenizer, find_end_token(folder, tokenizer)
+  """Reads the tokenizer of a killed command or the settings, or trains it."""
+  if (folder / TOKENIZER).exists():
+    tokenizer = read_tokenizer(folder / TOKENIZER)
+    return tokenizer, find_end_token(folder, tokenizer)
+  if config.tokenizer is None:
+    vocab_size = config.vocab_size or _GPT2_VOCAB_SIZE
+    return train_tokenizer(_sample(documents), vocab_size), END_OF_TEXT
+  source = as_path(config.tokenizer)
+  tokenizer = read_tokenizer(source)
+  end_token = find_end_token(source, tokenizer, config.end_token)
+  tokenizer.add_special_tokens([end_token])
+  return tokenizer, end_token
 
 
-def _sample(
-  documents: datasets.Dataset, config: PrepareConfig
-) -> Iterator[str]:
-  """Yields training documents that are spread evenly, 100 MB at the most."""
-  share = _SAMPLE_BYTES / max(1, documents.data.nbytes)
-  chosen = documents.select(range(0, len(documents), math.ceil(1 / share)))
+def _sample(documents: datasets.Dataset) -> Iterator[str]:
+  """Yields documents that are spread evenly, 100 MB at the most."""
+  step = math.ceil(documents.data.nbytes / _SAMPLE_BYTES)
+  chosen = documents.select(range(0, len(documents), max(step, 1)))
   left = _SAMPLE_BYTES
   for row in tqdm.tqdm(chosen, 'reading text for the vocabulary'):
     text = row['text'] or ''
     left -= len(text.encode())
     if left < 0:
       return
-    if _fraction(text) >= config.validation_share:
-      yield text
+    yield text
 
 
-def _progress(folder: Path, count: int) -> list[Path]:
-  """Returns the files that say that a part is done, and what it holds."""
-  return [folder / f'progress-{i:05}.json' for i in range(count)]
+def _write_tokenizer(
+  folder: Path,
+  tokenizer: tokenizers.Tokenizer,
+  end_token: str,
+  config: PrepareConfig,
+) -> None:
+  beside = (
+    read_companions(as_path(config.tokenizer)) if config.tokenizer else {}
+  )
+  for name, content in with_end_token(beside, end_token).items():
+    write_whole(folder / name, content)
+  write_whole(folder / TOKENIZER, tokenizer.to_str(pretty=True).encode())
 
 
-def _make_shard(
+def _write_part(
+  part: str,
   documents: datasets.Dataset,
-  number: int,
-  count: int,
   tokenizer: tokenizers.Tokenizer,
   end_token: str,
   config: PrepareConfig,
   folder: Path,
-) -> dict[str, Any]:
-  """Tokenizes a part of the documents, unless that is done."""
-  done = _progress(folder, count)[number]
-  if done.is_file():
-    return json.loads(done.read_text())
-  part = documents.shard(count, number, contiguous=True)
-  size = math.ceil(part.data.nbytes / max(1, len(part)))
-  dtype = token_dtype(num_identifiers(tokenizer)).name
-  features = {
-    'tokens': datasets.List(datasets.Value(dtype)),
-    'bytes': datasets.Value('int64'),
-    'fraction': datasets.Value('float64'),
-  }
-  key = digest(part._fingerprint, tokenizer.to_str(), end_token)
-  made = part.with_format('arrow').map(
-    _tokenize,
-    batched=True,
-    batch_size=min(max(_BATCH_BYTES // max(size, 1), 1), 1000),
-    num_proc=config.num_proc if config.num_proc > 1 else None,
-    remove_columns=['text'],
-    features=datasets.Features(features),
-    fn_kwargs={'tokenizer': tokenizer, 'end_token': end_token},
-    # What was tokenized before a kill is found by this.
-    new_fingerprint=key[:32],
-    desc=f'file {number + 1} of {count}',
-  )
-  row = _write(made, number, count, config, folder)
-  write_whole(done, json.dumps(row).encode())
-  files = [x['filename'] for x in made.cache_files]
-  del made
-  for file in files:
-    Path(file).unlink(missing_ok=True)
-  return row
+) -> dict[str, int]:
+  """Writes the token files of a part, but for those that are there.
+
+  Returns the number of tokens of each by its name.
+  """
+  dtype = token_dtype(num_identifiers(tokenizer))
+  columns = {'tokens': datasets.List(datasets.Value(dtype.name))}
+  # Of what was selected, ``data`` is the whole table.
+  share = len(documents) / len(documents.data)
+  num_tokens = documents.data.nbytes * share / _BYTES_IN_TOKEN
+  count = min(math.ceil(num_tokens / config.shard_tokens), len(documents))
+  shards = {}
+  for i in tqdm.trange(count, desc=f'tokenizing for {part}', unit=' files'):
+    path = folder / (f'{part}-{i:05}.bin' if count > 1 else f'{part}.bin')
+    if not path.exists():
+      made = _map(
+        documents.shard(count, i, contiguous=True),
+        _tokenize,
+        columns,
+        config,
+        tokenizer=tokenizer,
+        end_token=end_token,
+        dtype=dtype.name,
+      )
+      with whole_file(path) as scratch, scratch.open('wb') as file:
+        for some in made.iter(1000):
+          file.write(some['tokens'].combine_chunks().flatten().to_numpy())
+      made_files = [x['filename'] for x in made.cache_files]
+      del made
+      for name in made_files:
+        Path(name).unlink(missing_ok=True)
+    shards[path.name] = size(path) // dtype.itemsize
+  return shards
 
 
 def _tokenize(
-  batch: pa.Table, tokenizer: tokenizers.Tokenizer, end_token: str
+  batch: pa.Table, tokenizer: tokenizers.Tokenizer, end_token: str, dtype: str
 ) -> pa.Table:
-  """Tokenizes documents; of an empty one, there is nothing."""
-  # Threads do not survive in a process that was forked.
-  os.environ['TOKENIZERS_PARALLELISM'] = 'false'
-  texts = [x for x in batch['text'].to_pylist() if x]
+  tokens = tokenize(batch['text'].to_pylist(), tokenizer, end_token, dtype)
+  offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
+  column = pa.ListArray.from_arrays(
+    pa.array(offsets), pa.array(np.concatenate(tokens))
+  )
+  return pa.table({'tokens': column})
+
+
+def tokenize(
+  texts: Sequence[str | None],
+  tokenizer: tokenizers.Tokenizer,
+  end_token: str,
+  dtype: str = 'uint32',
+) -> list[np.ndarray]:
+  """Returns the tokens of texts, each with the end token; nothing of none.
+
+  Text that spells a special token out does not become that token.
+  """
   tokenizer.encode_special_tokens = True
   end = tokenizer.token_to_id(end_token)
-  dtype = token_dtype(num_identifiers(tokenizer))
-  found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-  ids = [encoding.ids for encoding in found]
-  offsets = np.cumsum([0, *(len(x) + 1 for x in ids)], dtype=np.int32)
-  values = np.fromiter(
-    itertools.chain.from_iterable((*x, end) for x in ids), dtype
+  found = tokenizer.encode_batch_fast(
+    [text or '' for text in texts], add_special_tokens=False
   )
-  return pa.table(
-    {
-      'tokens': pa.ListArray.from_arrays(pa.array(offsets), pa.array(values)),
-      'bytes': pa.array([len(x.encode()) for x in texts], pa.int64()),
-      'fraction': pa.array([_fraction(x) for x in texts], pa.float64()),
-    }
-  )
+  return [
+    np.array([*x.ids, end] if text else [], dtype)
+    for text, x in zip(texts, found, strict=True)
+  ]
 
 
-def _fraction(text: str) -> float:
-  """Returns the hash of a text, as a fraction of the largest."""
-  digest = hashlib.sha256(text.encode()).digest()
-  return int.from_bytes(digest[:8]) / 2**64
+def read_text(
+  data: str, text_field: str, tokenizer: tokenizers.Tokenizer, end_token: str
+) -> tuple[np.ndarray, int]:
+  """Returns the tokens of all documents of a text, and their bytes."""
+  found, num_bytes = [], 0
+  with tempfile.TemporaryDirectory() as folder:
+    documents = load_documents(find_files([data]), text_field, Path(folder))
+    for rows in documents.iter(100):
+      found += tokenize(rows['text'], tokenizer, end_token)
+      num_bytes += sum(len((text or '').encode()) for text in rows['text'])
+  return np.concatenate([np.zeros(0, np.uint32), *found]), num_bytes
 
 
-def _write(
-  made: datasets.Dataset,
-  number: int,
-  count: int,
-  config: PrepareConfig,
-  folder: Path,
-) -> dict[str, Any]:
-  """Writes the token files of a part; returns what is known of them."""
-  fractions = np.array(made.data['fraction'])
-  row: dict[str, Any] = {
-    'documents': len(fractions),
-    'bytes': int(np.sum(np.array(made.data['bytes']))),
-    'fractions': [fractions.min(initial=1), fractions.max(initial=0)],
-  }
-  for part in PARTS:
-    held_out = fractions < config.validation_share
-    chosen = np.flatnonzero(held_out if part == 'val' else ~held_out)
-    if not len(chosen):
-      continue
-    name = f'{part}-{number:05}.bin' if count > 1 else f'{part}.bin'
-    row[part] = {'documents': len(chosen)}
-    with token_writer(folder / name, row[part]) as write:
-      for some in made.select(chosen).with_format('arrow').iter(1000):
-        write(some['tokens'].combine_chunks().flatten().to_numpy())
-  return row
+# Documents.
 
 
-def _check_parts(rows: list[dict[str, Any]], config: PrepareConfig) -> None:
-  """Raises ``UsageError`` if there is no document in one of the parts."""
-  if all(any(part in row for row in rows) for part in PARTS):
-    return
-  count = sum(row['documents'] for row in rows)
-  least = min((row['fractions'][0] for row in rows), default=1)
-  most = max((row['fractions'][1] for row in rows), default=0)
-  share = f'{least + (most - least) / max(count, 2):.2g}'
-  hint = (
-    f'--validation-share {share} would hold some out and leave some'
-    if count > 1 and least < float(share) < most
-    else 'give more documents to --data'
-  )
-  raise UsageError(
-    f'--validation-share {config.validation_share} of {count} documents leaves '
-    f'one part empty: {hint}.'
-  )
+def load_documents(
+  paths: Sequence[Path], text_field: str, cache_dir: Path
+) -> datasets.Dataset:
+  """Reads files of documents, perhaps compressed, on disks or in stores.
+
+  Args:
+    paths: JSON lines, Parquet, or text. A text is a document, or more than one
+      with lines ``<|endoftext|>`` between them; one of more than a million
+      characters is cut.
+    text_field: Field that holds the text in JSON, column in Parquet.
+    cache_dir: Folder on a disk, where the documents are kept as Arrow files.
+
+  Returns:
+    Documents in the only column ``text``, which may be None or empty.
+
+  Raises:
+    UsageError: If a file is damaged, or has no such text.
+  """
+  kinds = [_kind(path) for path in paths]
+  if 'text' in kinds:
+    # Of code, or beside other text, it holds no documents.
+    is_code = [path.suffix == '.json' for path in paths]
+    kinds = ['text' if x else y for x, y in zip(is_code, kinds, strict=True)]
+  tables, texts = [], []
+  for path, kind in zip(paths, kinds, strict=True):
+    if kind == 'text':
+      texts.append(os.fspath(path))
+    else:
+      tables.append(_load_table(path, kind, text_field, cache_dir))
+  if texts:
+    changed = [str(file_system(as_path(x)).modified(x)) for x in texts]
+    with _naming('--data'):
+      tables.append(
+        # The builder 'text' has whole files in memory, of less than 2 GB.
+        datasets.Dataset.from_generator(
+          _read_texts,
+          _COLUMN,
+          os.fspath(cache_dir),
+          gen_kwargs={'paths': texts, 'changed': changed},
+        )
+      )
+  return datasets.concatenate_datasets(tables)
+
+
+def _load_table(
+  path: Path, kind: str, text_field: str, cache_dir: Path
+) -> datasets.Dataset:
+  name = os.fspath(path)
+  with _naming(name):
+    loaded = datasets.load_dataset(
+      kind,
+      data_files=[glob.escape(name)],  # The library looks for a pattern.
+      split='train',
+      cache_dir=os.fspath(cache_dir),
+      **({'columns': [text_field]} if kind == 'parquet' else {}),
+    )
+  dtypes = {k: getattr(x, 'dtype', '') for k, x in loaded.features.items()}
+  if dtypes.get(text_field) not in ('string', 'large_string'):
+    texts = ', '.join(k for k, x in dtypes.items() if x.endswith('string'))
+    raise UsageError(
+      f'{name} has no text in {text_field!r}: expected --text-field to be out '
+      f'of {texts or "others, but nothing in it is text"}.'
+    )
+  column = loaded.select_columns(text_field)
+  if text_field != 'text':
+    column = column.rename_column(text_field, 'text')
+  return column if column.features == _COLUMN else column.cast(_COLUMN)
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+  """Has a ``UsageError`` name a file that is damaged or of another format.
+
+  Errors of a disk or a store stay what they are.
+  """
+  datasets.disable_progress_bars()  # Each file would have some.
+  try:
+    yield
+  except Exception as caught:
+    error: BaseException = caught
+    if isinstance(caught, datasets.exceptions.DatasetGenerationError):
+      error = caught.__cause__ or caught
+    if isinstance(error, UsageError):
+      raise error from caught
+    if isinstance(error, OSError) and error.errno is not None:
+      raise error from caught
+    raise UsageError(f'{name} cannot be read: {error}') from error
+  finally:
+    datasets.enable_progress_bars()
+
+
+def _read_texts(
+  paths: Sequence[str], changed: Sequence[str]
+) -> Iterator[dict[str, str]]:
+  """Yields the documents of text files."""
+  del changed  # Makes the library tell changed files apart.
+  for path in paths:
+    with fsspec.open(
+      path, 'rt', compression='infer', encoding='utf-8-sig', newline=''
+    ) as file:
+      try:
+        for document in _documents(file):
+          yield {'text': document}
+      except UnicodeDecodeError as error:
+        raise UsageError(f'{path} is no UTF-8 text: {error}.') from error
+
+
+def _documents(file: Any) -> Iterator[str]:
+  lines: list[str] = []
+  size = 0
+  while line := file.readline(_LONGEST_DOCUMENT):
+    is_end = line.strip() == END_OF_TEXT
+    if not is_end:
+      lines.append(line)
+      size += len(line)
+    if is_end or size >= _LONGEST_DOCUMENT:
+      yield ''.join(lines)
+      lines, size = [], 0
+  yield ''.join(lines)
+
+
+# Files.
+
+
+def find_files(
+  data: Sequence[str | Path], leave_out: Sequence[Path] = ()
+) -> list[Path]:
+  """Returns files, and those of folders with subfolders, each once, in order.
+
+  Of folders it leaves out hidden files, binary ones, folders of runs, those of
+  ``leave_out`` (absolute), and what a cache of Hugging Face keeps beside
+  ``snapshots``. ``'stdlib'`` is the source of Python's standard library.
+
+  Raises ``UsageError`` if a path does not exist, or there are no files.
+  """
+  found: dict[Path, Path] = {}
+  for name in data:
+    for path in _find(str(name), leave_out):
+      found.setdefault(path if is_remote(path) else path.resolve(), path)
+  if not found:
+    raise UsageError(f'{" ".join(map(str, data))} has no files.')
+  return list(found.values())
+
+
+def _find(name: str, leave_out: Sequence[Path]) -> list[Path]:
+  is_stdlib = name == 'stdlib'
+  root = Path(sysconfig.get_path('stdlib')) if is_stdlib else as_path(name)
+  if root.is_file():
+    if _is_binary(root):
+      raise UsageError(f'{root} holds no text: it has zero bytes.')
+    return [root]
+  if not root.is_dir():
+    raise UsageError(
+      f'{name} does not exist: expected a file or a folder of files.'
+    )
+  paths = []
+  for path in sorted(_walk(root)):
+    parts = path.relative_to(root).parts
+    if is_stdlib:
+      is_wanted = path.suffix == '.py' and not _NOT_STDLIB & {*parts}
+    else:
+      is_wanted = not any(x.startswith('.') for x in parts)
+    whole = path if is_remote(path) else path.absolute()
+    folders = [x for x in path.parents if x.is_relative_to(root)]
+    if (
+      is_wanted
+      and not any(whole.is_relative_to(x) for x in leave_out)
+      and not any(map(_is_no_data, folders))
+      and not _is_binary(path)
+    ):
+      paths.append(path)
+  if any(_kind(path) == 'parquet' for path in paths):
+    paths = [path for path in paths if path.name.lower() not in _BESIDE]
+  return paths
+
+
+def _walk(folder: Path) -> list[Path]:
+  if not is_remote(folder):
+    return [path for path in folder.rglob('*') if path.is_file()]
+  # One request for a thousand files, where a glob would ask for each folder.
+  root = os.fspath(folder).partition('://')[2].rstrip('/') + '/'
+  names = file_system(folder).find(root)
+  return [folder / name.removeprefix(root) for name in names if name != root]
+
+
+def _kind(path: PurePath) -> str:
+  """Returns ``'json'``, ``'parquet'`` or ``'text'``, by the name of a file."""
+  name = path.name.lower()
+  for suffix in _COMPRESSED:
+    name = name.removesuffix(suffix)
+  return _KINDS.get(PurePath(name).suffix, 'text')
+
+
+def _is_binary(path: Path) -> bool:
+  """Whether a file, of no kind that is known, holds no text."""
+  if _kind(path) != 'text' or path.suffix.lower() in _COMPRESSED:
+    return False
+  with path.open('rb') as file:
+    return b'\0' in file.read(_HEAD)
+
+
+def _is_no_data(folder: Path) -> bool:
+  """Whether it is the folder of a run, or blobs of a cache's snapshots."""
+  if folder.name in ('blobs', 'refs'):
+    return (folder.parent / 'snapshots').is_dir()
+  # In a store, each question would be a request.
+  return not is_remote(folder) and (folder / 'model.json').is_file()
 
 
 if __name__ == '__main__':

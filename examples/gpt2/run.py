@@ -27,7 +27,7 @@ from examples.gpt2.config import (
   fact,
   flag,
 )
-from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.data import Data
 from examples.gpt2.optimizers import make_schedule
 from examples.gpt2.processes import is_process_0, on_process_0, print_once
 from examples.gpt2.step import Trainer
@@ -377,13 +377,6 @@ def saved_steps(run: Path) -> list[int]:
   return [int(name) for name in names if name.isdecimal()]
 
 
-def trained_on(folder: Path) -> dict[str, Any]:
-  """Returns what config.json says of the data of a run, {} without one."""
-  with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-    return dict(RunFolder(folder).read_settings()['corpus'])
-  return {}
-
-
 MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 """Metrics that differ between two runs of the same settings."""
 _SECONDS = 30.0
@@ -547,7 +540,7 @@ def _describe(metrics: dict[str, Any]) -> str:
 
 
 def before(
-  config: Config, tokens: Tokens, trainer: Trainer, folder: RunFolder
+  config: Config, data: Data, trainer: Trainer, folder: RunFolder
 ) -> str:
   """Returns what is to come."""
   devices = jax.devices()
@@ -557,15 +550,13 @@ def before(
     'model': f'{config.preset}, {config.model.architecture}, '
     f'{trainer.num_params:,} parameters, '
     f'{config.model.num_layers} layers of width {config.model.width}',
-    'text': f'{tokens.source}, {tokens.num_bytes:,} bytes, '
-    f'sha256 {tokens.sha256[:16]}',
-    'tokens': f'{len(tokens.train):,} to train on, '
-    f'{len(tokens.validation):,} held out, vocabulary {tokens.vocab_size:,}, '
-    f'unigram entropy {tokens.unigram_entropy:.3f} nats',
+    'data': f'{" ".join(config.data)}, sha256 {data.sha256[:16]}',
+    'tokens': f'{data.train_tokens:,} to train on, '
+    f'{data.validation_tokens:,} held out, vocabulary {data.vocab_size:,}',
     'steps': f'{config.steps:,} of {config.batch_size:,} x '
     f'{config.model.context_length:,} = {per_step:,} tokens, '
     f'{config.steps * per_step:,} in all, '
-    f'{config.steps * per_step / len(tokens.train):.2g} times the text',
+    f'{config.steps * per_step / data.train_tokens:.2g} times the data',
     'optimizer': f'{config.optimizer}, learning rate '
     f'{config.learning_rate:g}, weight decay {config.weight_decay:g}',
     'devices': f'{len(devices)} x {devices[0].device_kind}, '
@@ -580,13 +571,9 @@ def before(
 def after(folder: RunFolder) -> str:
   """Returns what came out, with the sample."""
   lines, settings = folder.read_metrics(), folder.read_settings()
-  corpus = settings['corpus']
   rows = {'validation loss': 'not known, since metrics are lost'}
   if lines and 'val_loss' in lines[-1]:
-    rows['validation loss'] = (
-      f'{lines[-1]["val_loss"]:.4f} nats per token '
-      f'(unigram entropy {corpus["unigram_entropy"]:.4f})'
-    )
+    rows['validation loss'] = f'{lines[-1]["val_loss"]:.4f} nats per token'
   skipped = sum('skipped' in line for line in lines)
   if skipped:
     rows['left out'] = f'{skipped} steps whose loss or gradient was not finite'

@@ -13,7 +13,7 @@ from examples.gpt2.config import (
   flag,
   padded_vocab_size,
 )
-from examples.gpt2.data.tokens import Tokens
+from examples.gpt2.data import Data
 from examples.gpt2.model_files import (
   Model,
   find_step,
@@ -63,18 +63,16 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
   return change(config, **found), model
 
 
-def with_vocabulary(
-  config: Config, tokens: Tokens, model: Model | None
-) -> Tokens:
-  """Returns tokens with the tokenizer of the model that a run starts from.
+def with_vocabulary(config: Config, data: Data, model: Model | None) -> Data:
+  """Returns data with the tokenizer of the model that a run starts from.
 
   Raises ``UsageError`` if that has another vocabulary or tokenizer than the
   data.
   """
   if model is None:
-    return tokens
-  rows = padded_vocab_size(tokens.vocab_size)
-  known = [x.to_str() for x in (model.tokenizer, tokens.tokenizer) if x]
+    return data
+  rows = padded_vocab_size(data.vocab_size)
+  known = [x.to_str() for x in (model.tokenizer, data.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
     folder = config.init_from or config.fork_from
     raise UsageError(
@@ -83,10 +81,10 @@ def with_vocabulary(
       'tokens with it, by python -m examples.gpt2.prepare --tokenizer '
       f'{folder}.'
     )
-  if tokens.tokenizer is not None:
-    return tokens
+  if data.tokenizer is not None:
+    return data
   return dataclasses.replace(
-    tokens,
+    data,
     tokenizer=model.tokenizer,
     end_token=model.end_token,
     companions=model.companions,

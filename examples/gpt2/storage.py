@@ -4,7 +4,7 @@ Paths of stores have the methods of ``pathlib``. What goes beyond them, because
 a store keeps whole objects and has neither folders nor locks, is here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import importlib.util
 import os
@@ -12,6 +12,8 @@ from pathlib import Path
 import re
 import shutil
 import tempfile
+import time
+from typing import TypeVar
 
 from etils import epath
 import fsspec
@@ -22,6 +24,13 @@ _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
 
 _LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
+_RIGHTS = {'gs': 'roles/storage.objectViewer', 's3': 's3:GetObject'}
+_WAITS = (1, 2, 4, 8, 16, 32)
+"""Seconds before each further try to read, when a store has failed."""
+_TIMEOUT = 60
+"""Seconds after which a store is taken to hang."""
+
+_T = TypeVar('_T')
 
 # TensorFlow, where it is installed, would take part with errors of its own.
 os.environ['EPATH_USE_TF'] = 'false'
@@ -96,6 +105,65 @@ def os_errors() -> Iterator[None]:
     if library not in _LIBRARIES or isinstance(error, OSError):
       raise
     raise OSError(f'{type(error).__name__}: {error}') from error
+
+
+def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
+  """Reads a file, or its bytes from ``start`` to before ``stop``.
+
+  A store that hangs, is overloaded, drops the connection or breaks its reply
+  off is asked again, for a minute.
+
+  Raises ``OSError``, which names the file, where it cannot be read.
+  """
+  if is_remote(path):
+    return _patiently(path, lambda: _read(path, start, stop))
+  with path.open('rb') as file:
+    file.seek(start)
+    return file.read(-1 if stop is None else stop - start)
+
+
+def _read(path: Path, start: int, stop: int | None) -> bytes:
+  found: bytes = file_system(path).cat_file(
+    os.fspath(path), start=start or None, end=stop, timeout=_TIMEOUT
+  )
+  if stop is not None and len(found) != stop - start:
+    raise OSError(f'{len(found)} of {stop - start} bytes came')
+  return found
+
+
+def size(path: Path) -> int:
+  """Returns the size of a file in bytes; its errors are those of ``read``."""
+  if not is_remote(path):
+    return path.stat().st_size
+  info = file_system(path).info
+  return _patiently(path, lambda: int(info(os.fspath(path))['size']))
+
+
+def _patiently(path: Path, call: Callable[[], _T]) -> _T:
+  """Calls what asks a store, again where it has failed for a moment."""
+  for wait in (*_WAITS, None):
+    try:
+      with os_errors():
+        return call()
+    except FileNotFoundError as error:
+      raise FileNotFoundError(f'{path} is not there.') from error
+    except OSError as error:
+      if _is_denied(error):
+        right = _RIGHTS[os.fspath(path).partition(':')[0]]
+        raise PermissionError(
+          f'{path} cannot be read ({error}): the account of this machine needs '
+          f'the right to read it, such as {right}.'
+        ) from error
+      if wait is None:
+        raise OSError(f'{path} cannot be read: {error}') from error
+      time.sleep(wait)
+  raise AssertionError('the last wait is None')
+
+
+def _is_denied(error: OSError) -> bool:
+  """Returns whether a store has refused, which does not pass."""
+  text = f'{type(error).__name__} {error}'
+  return bool(re.search('Permission|Forbidden|Credentials|Anonymous', text))
 
 
 def make_folder(path: Path) -> None:

@@ -28,7 +28,7 @@ from examples.gpt2.config import (
   resolve,
   to_json,
 )
-from examples.gpt2.data.tokens import Tokens, load_tokens
+from examples.gpt2.data import Data, load_data
 from examples.gpt2.generate import sample_text
 from examples.gpt2.model_files import (
   Model,
@@ -151,18 +151,18 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
   _connect(resolved)
   mesh = sharding.make_mesh(config.mesh)
   fitted = memory.fit(resolved, mesh)
-  tokens = with_vocabulary(fitted, load_tokens(fitted), source)
-  trainer = Trainer(fitted, tokens.vocab_size, mesh)
-  known_by = identity(fitted) | {'corpus_sha256': tokens.sha256} | tokens.order
+  data = with_vocabulary(fitted, load_data(fitted), source)
+  trainer = Trainer(fitted, data.vocab_size, mesh)
+  known_by = identity(fitted) | {'data_sha256': data.sha256}
   path = config.out_dir or default_folder(fitted, known_by)
   with RunFolder(path) as folder, memory.advice(fitted, trainer):
-    facts = _facts(fitted, tokens, trainer)
+    facts = _facts(fitted, data, trainer)
     folder.start(fitted, known_by, {'settings': given, **facts})
     if folder.finished:
       print_once(f'This run has been done: {path}')
     else:
-      print_once(run.before(fitted, tokens, trainer, folder))
-      _train(trainer, fitted, tokens, folder, stop or StopRequest())
+      print_once(run.before(fitted, data, trainer, folder))
+      _train(trainer, fitted, data, folder, stop or StopRequest())
     if is_process_0():
       print(run.after(folder))
   return folder
@@ -199,18 +199,15 @@ def _connect(config: Config) -> None:
   check_same({flag(name): str(values[name]) for name in shared})
 
 
-def _facts(config: Config, tokens: Tokens, trainer: Trainer) -> dict[str, Any]:
+def _facts(config: Config, data: Data, trainer: Trainer) -> dict[str, Any]:
   """Returns what config.json holds beside the settings."""
   return {
-    'corpus': {
-      'data': config.data,
-      'source': tokens.source,
-      'bytes': tokens.num_bytes,
-      'sha256': tokens.sha256,
-      'train_tokens': len(tokens.train),
-      'validation_tokens': len(tokens.validation),
-      'vocab_size': tokens.vocab_size,
-      'unigram_entropy': tokens.unigram_entropy,
+    'data': {
+      'folders': data.folders,
+      'sha256': data.sha256,
+      'train_tokens': data.train_tokens,
+      'validation_tokens': data.validation_tokens,
+      'vocab_size': data.vocab_size,
     },
     'parameters': trainer.num_params,
     'mesh': dict(trainer.mesh.shape),
@@ -227,23 +224,23 @@ def default_folder(config: Config, known_by: dict[str, Any]) -> Path:
 def _train(
   trainer: Trainer,
   config: Config,
-  tokens: Tokens,
+  data: Data,
   folder: RunFolder,
   stop: StopRequest,
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
   model = Model(
     trainer.model_config,
-    tokens.vocab_size,
+    data.vocab_size,
     None,
-    tokens.tokenizer,
-    tokens.end_token,
-    tokens.companions,
+    data.tokenizer,
+    data.end_token,
+    data.companions,
   )
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):
-    params = loop.run(trainer, config, tokens, folder, stop).params
+    params = loop.run(trainer, config, data, folder, stop).params
   arrays = jax.tree.map(sharding.to_host, params)
 
   def write() -> None:
@@ -253,7 +250,8 @@ def _train(
 
   on_process_0(write)
   model = dataclasses.replace(model, params=params)
-  text = sample_text(model, tokens.validation, trainer.mesh, config.seed)
+  start = data.evaluations[0].sequences[0]
+  text = sample_text(model, start, trainer.mesh, config.seed)
   on_process_0(folder.write_sample, text)
 
 

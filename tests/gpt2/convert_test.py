@@ -27,16 +27,16 @@ from examples.gpt2.config import (
   resolve,
 )
 from examples.gpt2.convert import export_model, import_model, main
-from examples.gpt2.data.tokenizer import (
-  GENERATION,
-  SETTINGS,
-  train_tokenizer,
-)
 from examples.gpt2.generate import generate
 from examples.gpt2.model import as_module, shapes
 from examples.gpt2.model_files import Model, load_model, save_model
 from examples.gpt2.sharding import by_path
 from examples.gpt2.start import with_model
+from examples.gpt2.tokenizer import (
+  GENERATION,
+  SETTINGS,
+  train_tokenizer,
+)
 
 transformers = pytest.importorskip('transformers', reason='of [convert]')
 

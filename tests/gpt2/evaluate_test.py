@@ -7,15 +7,14 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import ModelConfig, UsageError, complete
-from examples.gpt2.data.corpus import load_corpus
-from examples.gpt2.data.tokenizer import (
-  END_OF_TEXT,
-  encode,
-  train_tokenizer,
-)
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model, save_model
+from examples.gpt2.prepare import read_text
+from examples.gpt2.tokenizer import (
+  END_OF_TEXT,
+  train_tokenizer,
+)
 
 _CONFIG = complete(ModelConfig(
   vocab_size=320, context_length=8, num_layers=1, num_heads=2, width=16,
@@ -48,11 +47,10 @@ def folder(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
   return path
 
 
-def _held_out(folder: Path, text: Path) -> np.ndarray:
-  """Returns the tokens of the held-out part."""
+def _tokens(folder: Path, text: Path) -> np.ndarray:
   tokenizer = load_model(folder).tokenizer
-  texts = load_corpus([str(text)]).texts('val')
-  return np.concatenate([*encode(tokenizer, END_OF_TEXT, texts)])
+  tokens, _ = read_text(str(text), 'text', tokenizer, END_OF_TEXT)
+  return tokens
 
 
 def _write_token_files(folder: Path, tokens: np.ndarray) -> str:
@@ -80,16 +78,16 @@ def _loss(folder: Path, tokens: np.ndarray, length: int, count: int) -> float:
   ('micro_batch_size', 'mesh', 'length'),
   [(1, 'tensor=2,fsdp=2', None), (8, '', 5)],
 )
-def test_the_command_measures_the_held_out_text(
+def test_the_command_measures_a_text(
   folder, text, micro_batch_size, mesh, length, capsys
 ):
   flags = [f'--mesh={mesh}', f'--micro-batch-size={micro_batch_size}']
   if length is not None:
     flags.append(f'--context-length={length}')
-  data = ['--data', str(text), '--held-out', '--sequences=7']
+  data = ['--data', str(text), '--sequences=7']
   main([str(folder), *data, *flags])
   printed = ' '.join(capsys.readouterr().out.split())
-  expected = _loss(folder, _held_out(folder, text), length or 8, 7)
+  expected = _loss(folder, _tokens(folder, text), length or 8, 7)
   assert printed.startswith(
     f'loss {expected:.4f} nats per token perplexity {math.exp(expected):.4g} '
     f'measured on 7 sequences, {7 * (length or 8)} tokens bits per byte '
@@ -97,20 +95,18 @@ def test_the_command_measures_the_held_out_text(
 
 
 def test_bits_per_byte_count_the_bytes_of_the_text(folder: Path, text: Path):
-  evaluation = evaluate(folder, str(text), held_out=True)
-  tokens = _held_out(folder, text)
-  document = ''.join(load_corpus([str(text)]).texts('val'))
+  evaluation = evaluate(folder, str(text))
+  tokens = _tokens(folder, text)
+  document = text.read_text()
   assert len(document.encode()) > len(document)
   expected = evaluation.loss * len(tokens) / len(document.encode())
   assert evaluation.bits_per_byte == pytest.approx(expected / math.log(2))
 
 
 def test_token_files_are_measured_as_their_text(folder, text, tmp_path):
-  expected = evaluate(folder, str(text), held_out=True)
-  data = _write_token_files(tmp_path, _held_out(folder, text))
-  for held_out in (False, True):
-    evaluation = evaluate(folder, data, held_out=held_out)
-    assert evaluation == expected._replace(bits_per_byte=None)
+  expected = evaluate(folder, str(text))
+  data = _write_token_files(tmp_path, _tokens(folder, text))
+  assert evaluate(folder, data) == expected._replace(bits_per_byte=None)
 
 
 @pytest.mark.parametrize(('stride', 'count'), [(1, 12), (3, 33), (8, 8)])
@@ -127,18 +123,9 @@ def test_every_token_counts_once(folder, tmp_path, stride, count):
   assert found.loss == pytest.approx(np.mean([*losses.values()]), abs=1e-5)
 
 
-def test_the_text_of_the_run_is_named(finished, capsys):
-  evaluate(finished.out_dir, finished.data[0])
-  assert '--held-out measures' in capsys.readouterr().err
-  evaluate(finished.out_dir, finished.data[0], held_out=True)
-  found = capsys.readouterr().err
-  assert '--held-out measures' not in found
-  assert 'may have seen' not in found
-  # Of another text, or the same after a change, another part is held out.
-  part = Path(finished.data[0]).with_name('changed.txt')
-  part.write_text(Path(finished.data[0]).read_text() + 'More.')
-  evaluate(finished.out_dir, str(part), held_out=True)
-  assert 'may have seen what is held out' in capsys.readouterr().err
+def test_a_model_without_a_run_needs_data(folder):
+  with pytest.raises(UsageError, match='does not tell .*: give --data'):
+    evaluate(folder)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +135,7 @@ def test_the_text_of_the_run_is_named(finished, capsys):
     ([], {'stride': 9}, 'at most the context length 8, got 9'),
     ([], {'stride': 2, 'sequences': 2}, 'leave out one'),
     ([270] * 20, {}, 'holds the token 270, .* has 270'),
-    ([1] * 8, {'context_length': 8}, 'val .* 8 tokens, too few .* 8'),
+    ([1] * 8, {'context_length': 8}, '8 tokens, too few .* 8'),
   ],
 )
 def test_settings_and_tokens_that_do_not_fit_are_refused(

@@ -19,14 +19,14 @@ from examples.gpt2.storage import make_folder, write_whole
 from tests.gpt2.runs import contents
 
 _CONFIG = resolve(PRESETS['demo'])
-_IDENTITY = identity(_CONFIG) | {'corpus_sha256': 'ab'}
+_IDENTITY = identity(_CONFIG) | {'data_sha256': 'ab'}
 
 
 def _start(path: Path, **changes) -> RunFolder:
   """Starts a run, with other settings than the demo's."""
   with RunFolder(path) as folder:
     config = change(_CONFIG, **changes)
-    known_by = identity(config) | {'corpus_sha256': 'ab'}
+    known_by = identity(config) | {'data_sha256': 'ab'}
     others = {'settings': to_json(config), 'versions': {'jax': '1'}}
     folder.start(config, known_by, others)
   return folder

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from examples.gpt2.config import ModelConfig, UsageError, complete
-from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.generate import (
   empty_cache,
   extend,
@@ -20,6 +19,7 @@ from examples.gpt2.generate import (
 from examples.gpt2.model import as_module, shapes
 from examples.gpt2.model_files import Model, save_model
 from examples.gpt2.sharding import make_mesh, parameter_shardings
+from examples.gpt2.tokenizer import train_tokenizer
 
 _GPT2 = complete(ModelConfig(
   vocab_size=320, context_length=16, num_layers=2, num_heads=2, width=16,

@@ -7,13 +7,13 @@ import jax
 import pytest
 
 from examples.gpt2.config import ModelConfig, UsageError, complete
-from examples.gpt2.data.tokenizer import train_tokenizer
 from examples.gpt2.model import Transformer
 from examples.gpt2.model_files import (
   Model,
   load_model,
   save_model,
 )
+from examples.gpt2.tokenizer import train_tokenizer
 
 _CONFIG = complete(ModelConfig(
   vocab_size=320, context_length=8, num_layers=2, num_heads=2, width=8,

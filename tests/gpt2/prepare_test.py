@@ -1,7 +1,10 @@
+import bz2
 from collections.abc import Iterable
 import dataclasses
+import gzip
 import hashlib
 import json
+import lzma
 import os
 from pathlib import Path
 import signal
@@ -17,12 +20,25 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
+import zstandard
 
 from examples.gpt2 import prepare as prepare_module
 from examples.gpt2.config import Config, UsageError, change, resolve
-from examples.gpt2.data.tokenizer import train_tokenizer
-from examples.gpt2.data.tokens import Tokens, load_tokens
-from examples.gpt2.prepare import PrepareConfig, prepare
+from examples.gpt2.data import Data, load_data
+from examples.gpt2.prepare import (
+  PrepareConfig,
+  find_files,
+  load_documents,
+  prepare,
+  read_text,
+)
+from examples.gpt2.storage import as_path, make_folder, write_whole
+from examples.gpt2.token_files import open_part
+from examples.gpt2.tokenizer import (
+  find_end_token,
+  read_tokenizer,
+  train_tokenizer,
+)
 from tests.gpt2.runs import contents
 
 END = '<|endoftext|>'
@@ -55,29 +71,31 @@ def _arguments(config: PrepareConfig, **settings) -> list[str]:
   return ['--data', *config.data, *flags]
 
 
-def _load(config: PrepareConfig, **settings) -> Tokens:
-  data = dict(data=(str(config.out_dir),), context_length=16)
-  return load_tokens(resolve(change(Config(), **data, **settings)))
+def _load(config: PrepareConfig) -> Data:
+  return load_data(
+    resolve(change(Config(), data=(str(config.out_dir),), context_length=16))
+  )
 
 
 def _index(config: PrepareConfig) -> dict:
   return json.loads((config.out_dir / 'index.json').read_text())
 
 
-def _documents(tokens: Tokens) -> list[list[list[int]]]:
+def _documents(folder: Path) -> list[list[list[int]]]:
   """Returns the tokens of the documents of both parts."""
-  parts = []
-  for ids in (tokens.train[:], tokens.validation[:]):
-    ends = np.flatnonzero(ids == tokens.tokenizer.token_to_id(tokens.end_token))
+  tokenizer, parts = read_tokenizer(folder), []
+  end = tokenizer.token_to_id(find_end_token(folder, tokenizer))
+  for part in ('train', 'val'):
+    ids = np.concatenate(open_part(folder, part, 1 << 31))
+    ends = np.flatnonzero(ids == end)
     assert ends[-1] == len(ids) - 1
     *documents, _ = np.split(ids, ends + 1)
     parts.append([document[:-1].tolist() for document in documents])
   return parts
 
 
-def _is_held_out(text: str) -> bool:
-  digest = hashlib.sha256(text.encode()).hexdigest()
-  return int(digest[:16], 16) / 2**64 < 0.5
+def _hash(text: str) -> int:
+  return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], 'little')
 
 
 @hypothesis.settings(max_examples=5)
@@ -94,32 +112,68 @@ def test_documents_come_back_from_their_tokens(
   tmp_path_factory, texts, **settings
 ):
   folder = tmp_path_factory.mktemp('round_trip')
-  texts = [*texts, *TEXTS]
+  texts = [*texts, *TEXTS, *TEXTS[:9]]
   path = _write_json(folder / 'a.jsonl', texts)
   config = PrepareConfig(
     (str(path),), folder / 'out', validation_share=0.5, num_proc=1,
     cache_dir=folder / 'cache', **settings,
   )  # fmt: skip
   prepare(config)
-  tokens, index = _load(config), _index(config)
-  found = [
-    [tokens.tokenizer.decode(ids, skip_special_tokens=False) for ids in part]
-    for part in _documents(tokens)
-  ]
-  expected = [[x for x in texts if x and _is_held_out(x) == y] for y in (0, 1)]
-  assert found == expected
-  assert index['text_bytes'] == sum(len(text.encode()) for text in texts)
+  tokenizer, index = read_tokenizer(config.out_dir), _index(config)
+  train, held_out = (
+    [tokenizer.decode(ids, skip_special_tokens=False) for ids in part]
+    for part in _documents(config.out_dir)
+  )
+  kept = [text for text in texts if text]
+  # Those of the lowest hashes are held out, up to the share of the bytes.
+  border = max(map(_hash, held_out))
+  assert held_out == [x for x in kept if _hash(x) <= border]
+  assert train == [x for x in kept if _hash(x) > border]
+  size = sum(len(text.encode()) for text in kept)
+  assert size / 4 < sum(len(text.encode()) for text in held_out) <= size / 2
+  assert index['documents'] == len(texts)
   assert index['end_token'] == END
-  p = np.unique(tokens.train[:], return_counts=True)[1] / len(tokens.train)
-  assert index['unigram_entropy'] == pytest.approx(-np.sum(p * np.log(p)))
-  shards = index['shards'].values()
-  for part, entries in zip(_documents(tokens), shards, strict=True):
-    assert sum(entry['documents'] for entry in entries) == len(part)
-    for entry in entries:
-      content = (config.out_dir / entry['file']).read_bytes()
-      assert hashlib.sha256(content).hexdigest() == entry['sha256']
-      assert len(content) == 2 * entry['tokens']
+  for entries in index['shards'].values():
+    for name, count in entries.items():
+      assert (config.out_dir / name).stat().st_size == 2 * count
     assert (len(entries) > 1) == (config.shard_tokens == 99)
+
+
+@pytest.mark.parametrize('sizes', [[5000], [9000, *[26] * 45], [26] * 300])
+def test_a_small_text_has_a_twentieth_held_out(tmp_path: Path, sizes):
+  texts = tmp_path / 'texts'
+  texts.mkdir()
+  for i, size in enumerate(sizes):
+    lines = ''.join(f'{i} {number}\n' for number in range(size))
+    (texts / f'{i:03}.txt').write_text(lines)
+  config = PrepareConfig(
+    (str(texts),), tmp_path / 'out', vocab_size=300, num_proc=1,
+    cache_dir=tmp_path / 'cache',
+  )  # fmt: skip
+  prepare(config)
+  tokenizer = read_tokenizer(config.out_dir)
+  train, held_out = (
+    [tokenizer.decode(ids) for ids in part]
+    for part in _documents(config.out_dir)
+  )
+  files = [path.read_text() for path in sorted(texts.iterdir())]
+  # All text is in one of the parts, whose pieces end with a line.
+  whole = sorted(''.join((*train, *held_out)).splitlines())
+  assert whole == sorted(''.join(files).splitlines())
+  assert all(text.endswith('\n') for text in (*train, *held_out))
+  share = sum(map(len, held_out)) / sum(map(len, files))
+  assert 0.02 < share < 0.06
+  # No more than one document is in both.
+  assert len(train) + len(held_out) <= len(files) + 1
+
+
+def test_a_text_too_short_to_split_is_refused(tmp_path: Path):
+  (tmp_path / 'a.txt').write_text('\n')
+  config = PrepareConfig((str(tmp_path / 'a.txt'),), tmp_path / 'out')
+  config = dataclasses.replace(config, num_proc=1, cache_dir=tmp_path / 'cache')
+  with pytest.raises(UsageError, match=r'a\.txt is too short'):
+    prepare(config)
+  assert not config.out_dir.exists()
 
 
 def _with_tokenizer(config: PrepareConfig, path: Path) -> PrepareConfig:
@@ -224,13 +278,14 @@ def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
   texts = TEXTS + _HARD
   pa.parquet.write_table(pa.table({'text': texts}), tmp_path / 'a.parquet')
   config = dataclasses.replace(config, data=(str(tmp_path / 'a.parquet'),))
+  # A share that needs no part of the long one.
+  config = dataclasses.replace(config, validation_share=0.002)
   prepare(_with_tokenizer(config, folder))
-  tokens = _load(config)
-  assert tokens.end_token == end
+  assert _load(config).end_token == end
   # As the library itself has them, text that spells special tokens out too.
   tokenizer.encode_special_tokens = True
   expected = [tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
-  assert sorted(sum(_documents(tokens), [])) == sorted(expected)
+  assert sorted(sum(_documents(config.out_dir), [])) == sorted(expected)
 
 
 def test_an_end_token_is_never_assumed(config, tmp_path: Path):
@@ -257,10 +312,11 @@ def test_the_size_of_the_vocabulary_decides_the_type(
   path = tmp_path / 'large.json'
   path.write_text(json.dumps(content))
   prepare(_with_tokenizer(config, path))
-  tokens = _load(config)
-  assert tokens.vocab_size == size
-  assert _index(config)['shards']['train'][0]['dtype'] == dtype
-  assert tokens.tokenizer.decode(tokens.train[:]).startswith('the number')
+  data = _load(config)
+  assert data.vocab_size == size
+  assert _index(config)['dtype'] == dtype
+  start = data.tokenizer.decode(data.evaluations[0].sequences[0])
+  assert start.startswith('the number')
 
 
 @pytest.mark.parametrize(
@@ -284,7 +340,7 @@ def test_shards_that_were_not_copied_whole_are_named(config):
   prepare(config)
   path = config.out_dir / 'val.bin'
   path.write_bytes(path.read_bytes()[:-2])
-  with pytest.raises(UsageError, match=r'val\.bin has .* expected .* by index'):
+  with pytest.raises(UsageError, match=r'val\.bin has .* copied whole'):
     _load(config)
 
 
@@ -305,7 +361,7 @@ def test_a_killed_command_goes_on_to_the_files_of_one_process(
   )
   command = [sys.executable, '-m', 'examples.gpt2.prepare']
   command += _arguments(config, num_proc=2)
-  for wanted in ('progress.json', 'progress-00003.json'):
+  for wanted in ('index.json', 'train-00003.bin'):
     running = subprocess.Popen(
       command, start_new_session=True,
       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -324,15 +380,69 @@ def test_a_killed_command_goes_on_to_the_files_of_one_process(
   assert len(before) == 4
   done = subprocess.run(command, check=True, capture_output=True, text=True)
   assert {x: x.stat().st_mtime_ns for x in before} == before
-  assert contents(config.out_dir) == contents(others / 'out')
-  assert len(contents(config.out_dir)) > 10
-  tokens = _load(config)
-  sizes = f'{len(tokens.train):,} to train on, {len(tokens.validation):,} held'
-  assert sizes in done.stdout
+  for name, content in contents(others / 'out').items():
+    if name != 'index.json':
+      assert (config.out_dir / name).read_bytes() == content
+  index, expected = (
+    json.loads((x / 'index.json').read_text())
+    for x in (config.out_dir, others / 'out')
+  )
+  assert index == expected
+  assert len(index['shards']['train']) > 4
+  counts = [sum(x.values()) for x in index['shards'].values()]
+  assert '{:,} to train on, {:,} held'.format(*counts) in done.stdout
   # What is there is kept.
   again = subprocess.run(command, check=False, capture_output=True, text=True)
   assert again.returncode == 2
   assert 'out is there and not empty' in again.stderr
+
+
+def test_what_was_done_in_a_store_is_not_done_again(
+  bucket: str, tmp_path: Path, monkeypatch
+):
+  settings = dict(vocab_size=300, validation_share=0.2, shard_tokens=500)
+  settings |= dict(num_proc=1, cache_dir=tmp_path / 'cache')
+  local, remote = (
+    PrepareConfig(
+      data=(_write_text(root / 'text'),), out_dir=root / 'tokens', **settings
+    )
+    for root in (tmp_path, as_path(bucket))
+  )
+  prepare(local)
+  write, names = prepare_module.whole_file, []
+
+  def stop(path: Path):
+    names.append(path.name)
+    if len(names) == 3:
+      raise KeyboardInterrupt
+    return write(path)
+
+  monkeypatch.setattr(prepare_module, 'whole_file', stop)
+  with pytest.raises(KeyboardInterrupt):
+    prepare(remote)
+  monkeypatch.setattr(prepare_module, 'train_tokenizer', None)
+  prepare(remote)
+  assert names[:2] == ['train-00000.bin', 'train-00001.bin']
+  assert names[2:] == ['train-00002.bin', *names[3:]]
+  assert len({*names}) == len(names) - 1
+  found = contents(remote.out_dir)
+  for name, content in contents(local.out_dir).items():
+    assert found.pop(name) == content or name == 'index.json'
+  assert not found
+  assert len(names) > 7
+  assert _load(remote).sha256 == _load(local).sha256
+
+
+def _write_text(folder: Path) -> str:
+  texts = [f'the number {i} and its square {i * i}\n' for i in range(300)]
+  make_folder(folder)
+  lines = ''.join(json.dumps({'text': text}) + '\n' for text in texts[:100])
+  write_whole(folder / 'a.jsonl.gz', gzip.compress(lines.encode(), mtime=0))
+  table = pa.BufferOutputStream()
+  pa.parquet.write_table(pa.table({'text': texts[100:200]}), table)
+  write_whole(folder / 'b.parquet', table.getvalue().to_pybytes())
+  write_whole(folder / 'c.txt', '<|endoftext|>\n'.join(texts[200:]).encode())
+  return os.fspath(folder)
 
 
 def test_an_error_after_a_kill_deletes_nothing(config, monkeypatch):
@@ -340,7 +450,7 @@ def test_an_error_after_a_kill_deletes_nothing(config, monkeypatch):
     raise KeyboardInterrupt
 
   with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-    patch.setattr(prepare_module, 'write_index', kill)
+    patch.setattr(prepare_module, 'size', kill)
     prepare(config)
   tokenizer = config.out_dir / 'tokenizer.json'
   whole = tokenizer.read_bytes()
@@ -350,4 +460,142 @@ def test_an_error_after_a_kill_deletes_nothing(config, monkeypatch):
   assert (config.out_dir / 'train.bin').exists()
   tokenizer.write_bytes(whole)
   prepare(config)
-  assert (config.out_dir / 'index.json').exists()
+  assert _index(config)['shards']['val']
+
+
+def test_special_tokens_that_text_spells_out_are_text(tmp_path: Path):
+  tokenizer = train_tokenizer(TEXTS, 300)
+  text, end = f'one{END} two', tokenizer.token_to_id(END)
+  path = _write_json(tmp_path / 'a.jsonl', [text, '', 'three'])
+  ids, num_bytes = read_text(str(path), 'text', tokenizer, END)
+  first, second, rest = np.split(ids, np.flatnonzero(ids == end) + 1)
+  assert tokenizer.decode(first[:-1]) == text
+  assert tokenizer.decode(second[:-1]) == 'three'
+  assert not len(rest)
+  assert num_bytes == len(text) + 5
+
+
+_MIXED = ['one\r\n', 'two é漢😀', '', 'three\n\nlines']
+_PACK = {
+  '': bytes, '.gz': gzip.compress, '.bz2': bz2.compress, '.xz': lzma.compress,
+  '.zst': zstandard.compress,
+}  # fmt: skip
+
+
+def _read(paths: list[Path], tmp_path: Path, field: str = 'text') -> list[str]:
+  return load_documents(paths, field, tmp_path / 'cache')['text'][:]
+
+
+def _lines(texts, field: str = 'text') -> bytes:
+  rows = [{'id': i, field: x, 'meta': {'n': i}} for i, x in enumerate(texts)]
+  return ''.join(json.dumps(row) + '\n' for row in rows).encode()
+
+
+@pytest.mark.parametrize(
+  ('name', 'packing'),
+  [
+    *(('a.jsonl', packing) for packing in _PACK),
+    ('a.NDJSON', ''),
+    ('a.json', '.gz'),
+    ('a.txt', ''),
+    ('a.txt', '.zst'),
+  ],
+)
+def test_compressed_files_are_read(tmp_path: Path, name: str, packing: str):
+  content = '\n<|endoftext|>\n'.join(_MIXED).encode()
+  expected = ['one\r\n\n', 'two é漢😀\n', '\n', 'three\n\nlines']
+  if name != 'a.txt':
+    content, expected = _lines(_MIXED), _MIXED
+  if name == 'a.json':
+    content = json.dumps([{'text': text} for text in _MIXED]).encode()
+  path = tmp_path / (name + packing)
+  path.write_bytes(_PACK[packing](content))
+  assert _read([path], tmp_path) == expected
+
+
+def test_parquet_of_all_kinds_and_odd_places_is_read(tmp_path: Path):
+  folder = tmp_path / 'odd [1]*?'
+  folder.mkdir()
+  (folder / 'README.md').write_text('describes it')
+  for i, column in enumerate(
+    [
+      pa.array(_MIXED),
+      pa.array(_MIXED, pa.large_string()),
+      pa.array(_MIXED).dictionary_encode(),
+      pa.array(['a', None]),
+    ]
+  ):
+    table = pa.table({'content': column, 'other': [{'x': 1}] * len(column)})
+    pa.parquet.write_table(table, folder / f'{i}.parquet')
+  found = _read(find_files([folder]), tmp_path, 'content')
+  assert found == [*_MIXED * 3, 'a', None]
+
+
+def test_files_of_other_fields_are_read_together(tmp_path: Path):
+  (tmp_path / 'a.jsonl').write_bytes(b'{"text": "a", "x": 1}\n{"text": null}\n')
+  (tmp_path / 'b.jsonl').write_bytes(b'{"y": [2], "text": "b"}\n')
+  (tmp_path / 'c.txt').write_text('c')
+  paths = [tmp_path / x for x in ('a.jsonl', 'b.jsonl', 'c.txt')]
+  assert _read(paths, tmp_path) == ['a', None, 'b', 'c']
+
+
+@pytest.mark.parametrize(
+  ('name', 'content', 'message'),
+  [
+    ('a.jsonl', b'{"text": "a"}\njunk\n', r'a\.jsonl cannot be read: JSON'),
+    ('a.jsonl', b'{"x": "y"}\n', "a.jsonl has no text in 'text'.* out of x"),
+    ('a.parquet', b'PAR1 junk', r'a\.parquet cannot be read'),
+    ('a.txt', 'é'.encode('latin-1'), r'a\.txt is no UTF-8 text'),
+    # In the name of a test, a time would differ between workers.
+    ('a.txt.gz', gzip.compress(b'text' * 99, mtime=0)[:-9], 'cannot be read'),
+  ],
+)
+def test_damaged_files_are_named(tmp_path, name, content, message):
+  (tmp_path / name).write_bytes(content)
+  with pytest.raises(UsageError, match=message):
+    _read([tmp_path / name], tmp_path)
+
+
+def test_a_cache_of_the_hub_is_read_once(tmp_path: Path):
+  folder = tmp_path / 'datasets--me--mine'
+  for name in ('blobs', 'refs', 'snapshots/1a2b'):
+    (folder / name).mkdir(parents=True)
+  (folder / 'refs/main').write_text('1a2b')
+  (folder / 'blobs/77ff').write_bytes(_lines(_MIXED))
+  (folder / 'snapshots/1a2b/train.jsonl').symlink_to('../../blobs/77ff')
+  assert _read(find_files([folder]), tmp_path) == _MIXED
+
+
+def test_changed_files_are_read_again_and_long_texts_are_cut(tmp_path: Path):
+  path = tmp_path / 'a.txt'
+  path.write_text('x' * 100 + '\n')
+  _read([path], tmp_path)
+  text = ('x' * 100 + '\n') * 30_000
+  path.write_text(text)
+  found = _read([path], tmp_path)
+  assert ''.join(found) == text
+  assert len(found) == 3
+  assert all(x.endswith('\n') for x in found)
+
+
+def test_folders_of_runs_and_caches_are_not_read_as_text(tmp_path: Path):
+  (tmp_path / 'a.txt').write_text('some text\n' * 99)
+  before = find_files([tmp_path])
+  run = tmp_path / 'run'
+  for name in ('model.json', 'checkpoints/1/x', 'hf/1/config.json', 'a.txt'):
+    (run / name).parent.mkdir(parents=True, exist_ok=True)
+    (run / name).write_text('of the run')
+  cache = tmp_path / 'cache'
+  (cache / 'x').mkdir(parents=True)
+  (cache / 'x' / 'tokenizer.json').write_text('{}')
+  (tmp_path / '.git').write_text('hidden')
+  (tmp_path / 'b.png').write_bytes(b'\x89PNG\r\n\0\0')
+  assert find_files([tmp_path], [cache]) == before
+  with pytest.raises(UsageError, match='b.png holds no text'):
+    find_files([tmp_path / 'b.png'])
+
+
+def test_json_of_code_is_text(tmp_path: Path):
+  (tmp_path / 'package.json').write_text('{}')
+  (tmp_path / 'a.py').write_text('import this')
+  assert _read(find_files([tmp_path]), tmp_path) == ['import this', '{}']

@@ -30,7 +30,6 @@ def _after(folder: Path, lines: list[dict]) -> str:
   run = RunFolder(folder)
   settings = {
     'config': {'batch_size': 16, 'context_length': 32},
-    'corpus': {'unigram_entropy': 5.25},
   }
   (folder / 'config.json').write_text(json.dumps(settings))
   run.picture.touch()
@@ -49,7 +48,7 @@ def test_after_a_run_its_results_are_told(tmp_path: Path):
   ]
   text = _after(tmp_path, lines)
   for part in (
-    '3.0000 nats per token (unigram entropy 5.2500)',
+    '3.0000 nats per token',
     '1 steps whose loss or gradient was not finite',
     '1.0, 2.2 (first to last layer)',
     # (6 + 2) / (2 + 2), times 32 tokens of a sequence.

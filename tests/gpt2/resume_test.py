@@ -71,7 +71,7 @@ def test_a_signal_saves_a_checkpoint(config: Config, uninterrupted, capsys):
 def test_other_data_is_refused(config: Config, uninterrupted: Path):
   shutil.copytree(uninterrupted, config.out_dir)
   Path(config.data[0]).write_text('another text. ' * 500)
-  with pytest.raises(UsageError, match='corpus_sha256'):
+  with pytest.raises(UsageError, match='data_sha256'):
     train(config)
 
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 import contextlib
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from examples.gpt2 import data
 from examples.gpt2.config import Config, by_name, flag
-from examples.gpt2.data import batches
 from examples.gpt2.run import MEASURED, RunFolder
 from examples.gpt2.storage import file_system
 
@@ -40,14 +41,16 @@ def during(
   step: int, action: Callable[[], None] = kill
 ) -> contextlib.AbstractContextManager:
   """Does something while a step is under way, before it is saved."""
-  make = batches.training_batch
+  make = data.batches
 
-  def training_batch(tokens, config, number, mesh):
-    if number == step + 1:
-      action()
-    return make(tokens, config, number, mesh)
+  def batches(sequences, shape, start=0):
+    first = start // math.prod(shape.shape[:2]) + 1
+    for number, batch in enumerate(make(sequences, shape, start), first):
+      if number == step + 1:
+        action()
+      yield batch
 
-  return mock.patch.object(batches, 'training_batch', training_batch)
+  return mock.patch.object(data, 'batches', batches)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -47,7 +47,7 @@ def test_a_run_leaves_all_its_files(finished: Config):
   assert settings['config']['steps'] == 6
   assert {'jax', 'flax', 'optax', 'python'} <= set(settings['versions'])
   assert len(settings['devices']) == jax.device_count()
-  assert settings['corpus']['bytes'] == Path(finished.data[0]).stat().st_size
+  assert (Path(settings['data']['folders'][0]) / 'val.bin').is_file()
   picture = image.imread(finished.out_dir / 'curves.png')
   assert picture[..., :3].std() > 0.05
   weights = safetensors.numpy.load_file(
@@ -68,12 +68,7 @@ def test_a_full_disk_at_the_end_leaves_a_run_to_read(tiny, monkeypatch):
 
 
 def test_saved_weights_give_the_reported_loss(finished: Config):
-  evaluation = evaluate(
-    finished.out_dir,
-    finished.data[0],
-    held_out=True,
-    sequences=finished.eval_sequences,
-  )
+  evaluation = evaluate(finished.out_dir, sequences=finished.eval_sequences)
   reported = RunFolder(finished.out_dir).read_metrics()[-1]['val_loss']
   assert evaluation.loss == pytest.approx(reported, abs=1e-5)
 

@@ -1,17 +1,14 @@
-"""Tokenizers: trained, read, and applied to documents."""
+"""Tokenizers, trained or read, and the token that ends a document."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 import contextlib
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.token_files import token_dtype
 from examples.gpt2.storage import on_disk
 
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
@@ -25,7 +22,6 @@ COMPANIONS = (
 _GPT2_FILES = (('vocab.json', 'merges.txt'), ('encoder.json', 'vocab.bpe'))
 # Without an end, the time to train would grow with the square of a word.
 _LONGEST_WORD = 256
-_TEXTS_AT_ONCE = 64
 
 
 def train_tokenizer(
@@ -49,27 +45,6 @@ def train_tokenizer(
   tokenizer.train_from_iterator(texts, trainer)
   tokenizer.pre_tokenizer = words
   return tokenizer
-
-
-def encode(
-  tokenizer: tokenizers.Tokenizer, end_token: str, texts: Iterable[str]
-) -> Iterator[np.ndarray]:
-  """Yields tokens of texts on all cores, uint16 or uint32, on one axis.
-
-  An empty text becomes the end token. Text that spells a special token out does
-  not become that token.
-  """
-  tokenizer = tokenizers.Tokenizer.from_str(tokenizer.to_str())
-  tokenizer.encode_special_tokens = True
-  end = tokenizer.token_to_id(end_token)
-  dtype = token_dtype(num_identifiers(tokenizer))
-  texts = iter(texts)
-  while group := list(itertools.islice(texts, _TEXTS_AT_ONCE)):
-    found = tokenizer.encode_batch_fast(group, add_special_tokens=False)
-    ids = [
-      x.ids if text else [end] for text, x in zip(group, found, strict=True)
-    ]
-    yield np.fromiter(itertools.chain.from_iterable(ids), dtype)
 
 
 def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:

@@ -12,9 +12,9 @@ import pytest
 import zstandard
 
 from examples.gpt2 import prepare, train
-from examples.gpt2.data.tokenizer import train_tokenizer
+from examples.gpt2.tokenizer import train_tokenizer
 
-_PAGE = Path(__file__).parents[3] / 'docs' / 'data.md'
+_PAGE = Path(__file__).parents[2] / 'docs' / 'data.md'
 _TINY = shlex.split(
   '--num-layers 1 --width 16 --num-heads 2 --context-length 16 --steps 2 '
   '--batch-size 8 --micro-batch-size 1 --eval-every 2 --eval-sequences 8 '

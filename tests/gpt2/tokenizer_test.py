@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 
 from examples.gpt2.config import UsageError
-from examples.gpt2.data.tokenizer import (
-  encode,
+from examples.gpt2.prepare import tokenize
+from examples.gpt2.tokenizer import (
   num_identifiers,
   read_tokenizer,
   train_tokenizer,
@@ -18,7 +18,7 @@ TEXTS = [f'the number {i} and its square {i * i}\n' for i in range(40)]
 
 
 def _encode(tokenizer: tokenizers.Tokenizer) -> np.ndarray:
-  return np.concatenate([*encode(tokenizer, END, [*TEXTS, ''])])
+  return np.concatenate(tokenize(TEXTS, tokenizer, END))
 
 
 @pytest.mark.parametrize(
@@ -60,15 +60,3 @@ def test_a_damaged_or_missing_tokenizer_is_named(tmp_path: Path, content):
     (tmp_path / 'tokenizer.json').write_text(content)
   with pytest.raises(UsageError, match=f'{tmp_path} .*expected a tokenizer'):
     read_tokenizer(tmp_path)
-
-
-def test_special_tokens_that_text_spells_out_are_text():
-  tokenizer = train_tokenizer(TEXTS, 300)
-  text, end = f'one{END} two', tokenizer.token_to_id(END)
-  (ids,) = encode(tokenizer, END, [text, '', 'three', ''])
-  first, second, rest = np.split(ids, np.flatnonzero(ids == end) + 1)
-  assert tokenizer.decode(first[:-1]) == text
-  assert tokenizer.decode(second[:-1]) == 'three'
-  assert not len(rest)
-  # The tokenizer that was given stays as it is.
-  assert end in tokenizer.encode(text).ids

@@ -1,0 +1,533 @@
+"""The data of a run: sources of sequences, and batches of them on the mesh.
+
+A source is a class with ``__len__`` and ``__getitem__``, which gives the tokens
+of a sequence. Grain shuffles, repeats, mixes and reads ahead. A batch is a pure
+function of the seed and of the number of its first sequence, the same for any
+mesh and any number of processes, of which each reads only its own rows.
+"""
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+import concurrent.futures
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import math
+import os
+from pathlib import Path, PurePath
+import tempfile
+from typing import Any, NamedTuple, Protocol
+
+import grain
+import jax
+from jax.sharding import Mesh
+import numpy as np
+import tokenizers
+
+from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.processes import check_same, on_process_0
+from examples.gpt2.sharding import batch_sharding, num_batch_shards
+from examples.gpt2.storage import (
+  as_path,
+  file_system,
+  is_remote,
+  new_folder,
+  size,
+)
+from examples.gpt2.token_files import (
+  PARTS,
+  TOKENIZER,
+  has_token_files,
+  open_part,
+  open_tokens,
+  read_index,
+)
+from examples.gpt2.tokenizer import (
+  end_token_of_folder,
+  num_identifiers,
+  read_companions,
+  read_tokenizer,
+)
+
+_THREADS = 16
+_FINGERPRINTED = 256  # Sequences that the fingerprint of a source depends on.
+
+
+class Sequences(Protocol):
+  """Sequences of a source, each of which always has the same tokens.
+
+  Indexing gives a sequence of --context-length tokens and its last target:
+  int32, shape (T + 1,).
+  """
+
+  def __len__(self) -> int: ...
+
+  def __getitem__(self, index: int) -> np.ndarray: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+  """What a name in --data stands for."""
+
+  train: Sequences
+  validation: Sequences
+  vocab_size: int  # Number that all tokens are below.
+  tokenizer: tokenizers.Tokenizer | None = None
+  end_token: str | None = None  # Follows each document, where that is known.
+  # Files beside the tokenizer that say how it is used.
+  companions: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
+
+
+def open_source(name: str, config: Config) -> Source:
+  """Opens a source of --data, a folder of token files.
+
+  To train on something that is no file, return a ``Source`` of your own here
+  for a name of your choice, which can then be mixed with others.
+
+  Raises ``UsageError`` if files are missing, damaged or too short.
+  """
+  folder = as_path(name)
+  if not folder.exists():
+    raise UsageError('it does not exist.')
+  vocab_size, known = config.model.vocab_size, dict[str, Any]()
+  if (folder / TOKENIZER).is_file():
+    tokenizer = read_tokenizer(folder / TOKENIZER)
+    vocab_size = num_identifiers(tokenizer)
+    known = {
+      'tokenizer': tokenizer,
+      'end_token': end_token_of_folder(folder / TOKENIZER, tokenizer),
+      'companions': read_companions(folder),
+    }
+  parts = {}
+  for part in PARTS:
+    with _naming(part):
+      files = open_part(folder, part, vocab_size)
+      parts[part] = TokenSequences(
+        files, config.model.context_length, vocab_size
+      )
+  return Source(parts['train'], parts['val'], vocab_size, **known)
+
+
+class TokenSequences:
+  """Sequences that lie one after the other in each of several token files.
+
+  Each begins with the last target of the one before. Indexing raises
+  ``UsageError`` for a token that is not below ``vocab_size``, and ``OSError``
+  where a file cannot be read.
+
+  Args:
+    files: Tokens of each file, as an array.
+    length: Tokens of a sequence, without its last target.
+    vocab_size: Number that all tokens have to be below.
+
+  Raises:
+    UsageError: If no file is long enough for a sequence.
+  """
+
+  def __init__(self, files: Sequence[Any], length: int, vocab_size: int):
+    self._files, self._length, self._vocab_size = files, length, vocab_size
+    counts = [max(0, len(tokens) - 1) // length for tokens in files]
+    self._ends = [0, *itertools.accumulate(counts)]
+    if not len(self):
+      raise UsageError(
+        f'it has {max(map(len, files))} tokens, too few for a sequence of '
+        f'--context-length {length} and its last target: give more text, a '
+        'shorter context, or hold out more (--validation-share of prepare).'
+      )
+
+  def __len__(self) -> int:
+    return self._ends[-1]
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    file = bisect.bisect_right(self._ends, index) - 1
+    start = (index - self._ends[file]) * self._length
+    tokens = self._files[file][start : start + self._length + 1]
+    check_vocabulary(tokens, self._vocab_size)
+    return tokens.astype(np.int32)
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
+  """Raises ``UsageError`` for a token that is not in the vocabulary."""
+  largest = tokens.max(initial=0)
+  if largest >= vocab_size:
+    raise UsageError(
+      f'the data holds the token {largest}, but the vocabulary has '
+      f'{vocab_size} tokens: give a larger --vocab-size, which above 65536 '
+      'also has token files without a header read as uint32.'
+    )
+
+
+class EvaluationSet(NamedTuple):
+  """Sequences to evaluate on."""
+
+  name: str
+  sequences: Sequences
+  weight: float  # Of its loss in the validation loss; may be 0.
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+  """What a run is trained and evaluated on."""
+
+  folders: Sequence[str]  # Of the token files; of text, in the cache.
+  # To train on, without end: an epoch of a source has each of its sequences
+  # once, and each epoch another order.
+  sequences: grain.MapDataset
+  train_tokens: int  # Of an epoch.
+  validation_tokens: int
+  sha256: str  # Of the sequences and the weights, hexadecimal.
+  evaluations: Sequence[EvaluationSet]
+  vocab_size: int
+  tokenizer: tokenizers.Tokenizer | None
+  end_token: str | None
+  companions: Mapping[str, bytes]
+
+
+def load_data(config: Config) -> Data:
+  """Opens what the settings name, and makes tokens of text the first time.
+
+  Raises:
+    UsageError: If the data is missing, empty, not text, too short for a
+      sequence in one of its parts, not of the vocabulary, or not the same in
+      all processes.
+  """
+  named = parse_sources(config.data)
+  texts = [name for name, _ in named if _is_text(name)]
+  if not texts:
+    folders, names = [name for name, _ in named], _short_names(named)
+  elif len(texts) == len(named) and named[0][1] is None:
+    # The first process makes the tokens for all that see its cache.
+    on_process_0(_tokens_of_text, texts, config)
+    folders, named = [_tokens_of_text(texts, config)], named[:1]
+    names = [PurePath(texts[0]).name if len(texts) == 1 else 'text']
+  else:
+    tokenizer = next((x for x, _ in named if x not in texts), 'FOLDER')
+    raise UsageError(
+      f'--data {texts[0]} is text, which can be neither mixed nor weighted: '
+      'make tokens of it by python -m examples.gpt2.prepare --data '
+      f'{texts[0]} --tokenizer {tokenizer} --out-dir OTHER.'
+    )
+  opened = []
+  for folder in folders:
+    with _naming(f'--data {folder}'):
+      opened.append(open_source(folder, config))
+  first = _first(opened)
+  found = [y or len(x.train) for x, (_, y) in zip(opened, named, strict=True)]
+  weights = [weight / math.fsum(found) for weight in found]
+  evaluations = [
+    EvaluationSet(name, source.validation, weight)
+    for name, source, weight in zip(names, opened, weights, strict=True)
+  ]
+  for text in config.eval_data:
+    known = [x.name for x in evaluations]
+    with _naming(f'--eval-data {text}'):
+      evaluations.append(_named_set(text, known, first, config))
+  train, validation = (
+    [getattr(x, y) for x in opened] for y in ('train', 'validation')
+  )
+  data = Data(
+    folders=folders,
+    sequences=mix(train, weights, config.seed),
+    train_tokens=sum(map(len, train)) * config.model.context_length,
+    validation_tokens=sum(map(len, validation)) * config.model.context_length,
+    sha256=digest([fingerprint(x) for x in (*train, *validation)], weights),
+    evaluations=evaluations,
+    vocab_size=first.vocab_size,
+    tokenizer=first.tokenizer,
+    end_token=first.end_token,
+    companions=first.companions,
+  )
+  prints = {
+    f'the hash of {x.name}': fingerprint(x.sequences) for x in evaluations
+  }
+  check_same({'the hash of --data': data.sha256, **prints})
+  return data
+
+
+def parse_sources(data: Sequence[str]) -> list[tuple[str, float | None]]:
+  """Parses names and weights, such as ``'tokens/web:0.7'``.
+
+  Raises ``UsageError`` unless all of several have a weight above 0, or none.
+  """
+  sources = [_parse(text) for text in data]
+  given = [weight for _, weight in sources if weight is not None]
+  is_each = len(given) in (0, len(sources))
+  if not sources or not is_each or not all(0 < x < math.inf for x in given):
+    raise UsageError(
+      '--data must name sources, each with a weight above 0, as in '
+      f'tokens/web:0.7 tokens/code:0.3, or none, got {" ".join(data)!r}.'
+    )
+  return sources
+
+
+def _parse(text: str) -> tuple[str, float | None]:
+  name, _, weight = text.rpartition(':')
+  if not name or Path(text).exists():  # A name with a colon.
+    return text, None
+  try:
+    return name, float(weight)
+  except ValueError:  # As in gs://bucket.
+    return text, None
+
+
+def _is_text(name: str) -> bool:
+  path = as_path(name)
+  return name == 'stdlib' or (path.exists() and not has_token_files(path))
+
+
+def _short_names(named: Sequence[tuple[str, float | None]]) -> list[str]:
+  """Returns the last parts of paths, or all of them to tell them apart."""
+  names = [name for name, _ in named]
+  if len({*names}) < len(names):
+    raise UsageError(
+      f'--data names a source twice: {" ".join(names)}. Give each once, with '
+      'the sum of its weights.'
+    )
+  short = [PurePath(name).name for name in names]
+  return short if len({*short}) == len(short) else names
+
+
+@contextlib.contextmanager
+def _naming(what: str) -> Iterator[None]:
+  """Has a ``UsageError`` begin with what it is about."""
+  try:
+    yield
+  except UsageError as error:
+    raise UsageError(f'{what}: {error}') from error
+
+
+def _first(sources: Sequence[Source]) -> Source:
+  """Returns the first source with a tokenizer, with which all must agree."""
+  made_by = {x.tokenizer.to_str() for x in sources if x.tokenizer}
+  if len(made_by) > 1 or len({x.vocab_size for x in sources}) > 1:
+    raise UsageError(
+      'Several sources of --data must have the same tokenizer: make token '
+      'files of the others by python -m examples.gpt2.prepare --tokenizer '
+      'with the folder of the first.'
+    )
+  return next((x for x in sources if x.tokenizer), sources[0])
+
+
+def _tokens_of_text(texts: Sequence[str], config: Config) -> str:
+  """Returns the folder in the cache with the tokens of texts, made if need be.
+
+  Raises ``UsageError`` if there is no text, or the cache cannot be written.
+  """
+  # Slow to import, and needed here alone.
+  from examples.gpt2 import prepare  # noqa: PLC0415
+
+  cache = as_path(config.cache_dir)
+  cache = cache if is_remote(cache) else cache.absolute()
+  known = [
+    [str(x), size(x), str(file_system(x).modified(os.fspath(x)))]
+    for x in prepare.find_files(texts, [cache])
+  ]
+  folder = (
+    cache / digest(known, config.model.vocab_size, tokenizers.__version__)[:16]
+  )
+  try:
+    if read_index(folder) is None:
+      with (
+        # In a store, another run may be writing the same files.
+        new_folder(folder, replace=is_remote(folder)) as scratch,
+        tempfile.TemporaryDirectory() as documents,
+      ):
+        settings = prepare.PrepareConfig(
+          data=tuple(texts), out_dir=scratch, num_proc=1,
+          vocab_size=config.model.vocab_size, cache_dir=Path(documents),
+        )  # fmt: skip
+        prepare.prepare(settings, [cache])
+  except OSError as error:
+    # On a disk, another run may have been quicker.
+    if is_remote(folder) or not folder.is_dir():
+      raise UsageError(
+        f'--cache-dir {cache} cannot be used: {error}. Name another folder.'
+      ) from error
+  return os.fspath(folder)
+
+
+def _named_set(
+  text: str, known: Sequence[str], source: Source, config: Config
+) -> EvaluationSet:
+  """Opens a set of --eval-data."""
+  name, separator, path = text.partition('=')
+  if not separator:
+    name, path = PurePath(text).name or text, text
+  if not name or not path or name in known:
+    raise UsageError(
+      'it must be a path, or name=path with a name that no other set has '
+      f'({", ".join(known)}).'
+    )
+  files, _ = open_evaluation(
+    path, source.vocab_size, source.tokenizer, source.end_token
+  )
+  sequences = TokenSequences(
+    files, config.model.context_length, source.vocab_size
+  )
+  return EvaluationSet(name, sequences, 0.0)
+
+
+def open_evaluation(
+  data: str,
+  vocab_size: int,
+  tokenizer: tokenizers.Tokenizer | None,
+  end_token: str | None,
+  text_field: str = 'text',
+) -> tuple[list[Any], int]:
+  """Opens tokens, or makes them of text as examples.gpt2.prepare does.
+
+  Args:
+    data: Token file, folder with those to validate on, or text, JSON lines or
+      Parquet, a file or a folder of files.
+    vocab_size: Number that all tokens have to be below.
+    tokenizer: Of text.
+    end_token: Follows each document of text.
+    text_field: Field of the text in JSON, column in Parquet.
+
+  Returns:
+    The tokens of each file, and the bytes of their text or 0.
+
+  Raises:
+    UsageError: If there is no such data, or no tokenizer for text.
+  """
+  path = as_path(data)
+  if path.suffix == '.bin' and path.is_file():
+    return [open_tokens(path, vocab_size)], 0
+  if has_token_files(path):
+    return open_part(path, 'val', vocab_size), 0
+  if tokenizer is None or end_token is None:
+    raise UsageError(
+      f'{data} holds no token files to validate on, and there is no tokenizer '
+      'for text that names the token after each document: expected a token '
+      'file, or a folder with val.bin.'
+    )
+  from examples.gpt2 import prepare  # noqa: PLC0415
+
+  tokens, num_bytes = prepare.read_text(data, text_field, tokenizer, end_token)
+  return [tokens], num_bytes
+
+
+def fingerprint(sequences: Sequences) -> str:
+  """Returns a hash of some hundred sequences and of their number."""
+  sha256 = hashlib.sha256(f'{len(sequences)} sequences'.encode())
+  places = spread(len(sequences), _FINGERPRINTED).tolist()
+  with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+    for tokens in threads.map(sequences.__getitem__, places):
+      sha256.update(tokens.tobytes())
+  return sha256.hexdigest()
+
+
+def mix(
+  sources: Sequence[Sequences], weights: Sequence[float], seed: int
+) -> grain.MapDataset:
+  """Returns sequences without end, shuffled in each epoch of a source."""
+  shuffled = [
+    grain.MapDataset.source(x).seed(seed).shuffle().repeat() for x in sources
+  ]
+  return grain.MapDataset.mix(shuffled, list(weights))
+
+
+def batch_shape(
+  config: Config, mesh: Mesh, batch_size: int | None = None
+) -> jax.ShapeDtypeStruct:
+  """Returns the shape and sharding of the tokens of a step.
+
+  The axes are micro-batches, sequences of a micro-batch of all shards, and
+  tokens: inputs and, one further, targets.
+
+  Args:
+    config: Settings of the run.
+    mesh: Device mesh.
+    batch_size: Sequences of the step. Default: the setting.
+  """
+  rows = config.micro_batch_size * num_batch_shards(mesh)
+  count = (batch_size or config.batch_size) // rows
+  return _shape(count, rows, config.model.context_length, mesh)
+
+
+def _shape(
+  micro_batches: int, rows: int, length: int, mesh: Mesh
+) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(
+    (micro_batches, rows, length + 1), np.int32, sharding=batch_sharding(mesh)
+  )
+
+
+def batches(
+  sequences: grain.MapDataset, shape: jax.ShapeDtypeStruct, start: int = 0
+) -> Iterator[jax.Array]:
+  """Yields batches on the mesh, of which the next is read ahead.
+
+  Args:
+    sequences: Sequences in the order in which they are taken.
+    shape: Shape (A, B, T + 1) and sharding of a batch, see ``batch_shape``.
+    start: Number of the first sequence of the first batch. A run that goes on,
+      or whose batches change their size, continues from any.
+
+  Yields:
+    The next batch, int32, as long as there are enough sequences.
+  """
+  micro_batches, rows, _ = shape.shape
+  indices = shape.sharding.addressable_devices_indices_map(shape.shape)
+  # T is not sharded; a process may have any rows of the mesh.
+  mine = sorted({i for _, x, _ in indices.values() for i in range(rows)[x]})
+  steps = (len(sequences) - start) // (micro_batches * rows)
+
+  def micro_batch(number: int) -> np.ndarray:
+    first = start + number * rows
+    return np.stack([sequences[first + row] for row in mine])
+
+  ahead = grain.ReadOptions(_THREADS, max(micro_batches, _THREADS))
+  numbers = grain.MapDataset.range(steps * micro_batches)
+  reader = iter(numbers.map(micro_batch).to_iter_dataset(ahead))
+  with contextlib.closing(reader):
+    for _ in range(steps):
+      tokens_ANT = np.stack(list(itertools.islice(reader, micro_batches)))
+
+      def block(index: Any, tokens_ANT: np.ndarray = tokens_ANT) -> np.ndarray:
+        first = mine.index(range(rows)[index[1]].start)
+        last = mine.index(range(rows)[index[1]][-1]) + 1
+        return tokens_ANT[index[0], first:last, index[2]]
+
+      yield jax.make_array_from_callback(shape.shape, shape.sharding, block)
+
+
+def evaluation_batch(
+  sequences: Sequences, config: Config, mesh: Mesh
+) -> tuple[jax.Array, int]:
+  """Makes the batch of an evaluation, and counts its sequences.
+
+  They are spread evenly. Those after the count, in the order of the first two
+  axes, repeat others to fill the last micro-batch.
+  """
+  places = spread(len(sequences), config.eval_sequences)
+  rows = config.micro_batch_size * num_batch_shards(mesh)
+  batch = make_batch(sequences, places, rows, config.model.context_length, mesh)
+  return batch, len(places)
+
+
+def make_batch(
+  sequences: Sequences, places: np.ndarray, rows: int, length: int, mesh: Mesh
+) -> jax.Array:
+  """Makes a batch of some sequences, which are repeated to fill it.
+
+  Args:
+    sequences: A source.
+    places: Numbers of its sequences.
+    rows: Sequences of a micro-batch of all shards.
+    length: Tokens of a sequence, without its last target.
+    mesh: Device mesh.
+  """
+  count = math.ceil(len(places) / rows)
+  # Repeated sequences give no new maximum, where padding would.
+  filled = np.resize(places, count * rows).tolist()
+  chosen = grain.MapDataset.source(filled).map(sequences.__getitem__)
+  [batch] = batches(chosen, _shape(count, rows, length, mesh))
+  return batch
+
+
+def spread(available: int, most: int) -> np.ndarray:
+  """Returns places that are spread evenly, as many as there are or ``most``."""
+  count = min(available, most)
+  return np.arange(count) * available // max(count, 1)

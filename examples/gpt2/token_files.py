@@ -1,0 +1,148 @@
+"""Token files: of examples.gpt2.prepare, llm.c, nanoGPT and others."""
+
+import contextlib
+import dataclasses
+import json
+from pathlib import Path
+import re
+from typing import Any
+
+import numpy as np
+
+from examples.gpt2.config import UsageError
+from examples.gpt2.storage import is_remote, read, size
+
+INDEX = 'index.json'  # Of what examples.gpt2.prepare has written.
+TOKENIZER = 'tokenizer.json'
+PARTS = ('train', 'val')  # To train on, and held out.
+
+_PART = re.compile(r'(?:^|[_.-])(?:(train)|val|valid|validation)(?=[_.-])')
+# Of llm.c and modded-nanogpt: 256 numbers of 32 bits, of which the first is
+# this, and the third the number of tokens.
+_LLM_C = {20240520: np.uint16, 20240801: np.uint32}
+_LLM_C_HEADER = 1024
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+  """Returns the type of tokens in files: uint16, or uint32 if need be."""
+  return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def open_part(folder: Path, part: str, vocab_size: int) -> list[Any]:
+  """Opens the token files of ``'train'`` or ``'val'``, as arrays of tokens.
+
+  Args:
+    folder: Folder with token files, on a disk or in a store.
+    part: The part.
+    vocab_size: Number of tokens. Files without a header or an index are read as
+      uint32 if it is above 65536, else as uint16.
+
+  Raises:
+    UsageError: If there are no files, or one is cut off or of another format.
+  """
+  index = read_index(folder)
+  if index is None:
+    paths = _find_files(folder)[part]
+    files = [open_tokens(path, vocab_size) for path in paths]
+  else:
+    dtype = np.dtype(index['dtype'])
+    shards = index['shards'][part].items()
+    files = [_open(folder / name, dtype, count) for name, count in shards]
+  if not files:
+    raise UsageError(
+      f'{folder} has no {part}.bin: expected text, or a folder with token '
+      'files to train and to validate on.'
+    )
+  return files
+
+
+def has_token_files(folder: Path) -> bool:
+  """Returns whether a folder holds token files."""
+  return read_index(folder) is not None or any(_find_files(folder).values())
+
+
+def read_index(folder: Path) -> dict[str, Any] | None:
+  """Returns the index of a folder that examples.gpt2.prepare wrote, if any.
+
+  Raises ``UsageError`` if prepare has not finished.
+  """
+  try:
+    index = json.loads(read(folder / INDEX))
+  except (FileNotFoundError, NotADirectoryError, ValueError):
+    return None
+  # Others have files of that name too.
+  if not isinstance(index, dict) or 'shards' not in index:
+    return None
+  if not index['shards']:
+    raise UsageError(
+      f'{folder} holds tokens of an examples.gpt2.prepare that has not '
+      'finished: give its command again, and it goes on.'
+    )
+  return index
+
+
+def _find_files(folder: Path) -> dict[str, list[Path]]:
+  """Returns the token files of a folder by part, in the order of their names.
+
+  They are ``train.bin`` and ``val.bin``, or have a word of their name that says
+  so, as ``fineweb_train_000001.bin`` has. Where there are both of the former,
+  others are copies or of another kind.
+  """
+  usual = {part: [folder / f'{part}.bin'] for part in PARTS}
+  if all(path.is_file() for (path,) in usual.values()):
+    return usual
+  found: dict[str, list[Path]] = {part: [] for part in PARTS}
+  for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+    name = _PART.search(path.name.lower())
+    if name and path.suffix == '.bin' and path.name[0] != '.':
+      found['train' if name[1] else 'val'].append(path)
+  return found
+
+
+def open_tokens(path: Path, vocab_size: int) -> Any:
+  """Opens a token file of llm.c, or one without a header, see ``open_part``."""
+  num_bytes, dtype = size(path), token_dtype(vocab_size)
+  if num_bytes >= _LLM_C_HEADER:
+    head = np.frombuffer(read(path, 0, _LLM_C_HEADER), '<i4').tolist()
+    if head[0] in _LLM_C:
+      dtype = np.dtype(_LLM_C[head[0]])
+      return _open(path, dtype, head[2], _LLM_C_HEADER)
+  if num_bytes % dtype.itemsize:
+    raise UsageError(
+      f'{path} has {num_bytes} bytes: expected {dtype} tokens, a multiple of '
+      f'{dtype.itemsize}.'
+    )
+  return _open(path, dtype, num_bytes // dtype.itemsize)
+
+
+def _open(path: Path, dtype: np.dtype, count: int, offset: int = 0) -> Any:
+  expected, found = offset + count * dtype.itemsize, 0
+  with contextlib.suppress(FileNotFoundError):
+    found = size(path)
+  if found != expected or not count:
+    raise UsageError(
+      f'{path} has {found} bytes, expected {expected} for {count} {dtype} '
+      'tokens: it is damaged, or was not copied whole.'
+    )
+  if is_remote(path):
+    return RemoteTokens(path, dtype, count, offset)
+  # Slices of a memmap itself are slow to make.
+  return np.asarray(np.memmap(path, dtype, 'r', offset, count))
+
+
+@dataclasses.dataclass(frozen=True)
+class RemoteTokens:
+  """The tokens of a file in an object store, read where they are sliced."""
+
+  path: Path
+  dtype: np.dtype
+  size: int
+  offset: int  # Bytes before the first token.
+
+  def __len__(self) -> int:
+    return self.size
+
+  def __getitem__(self, index: slice) -> np.ndarray:
+    first, last, _ = index.indices(self.size)
+    start, stop = (self.offset + x * self.dtype.itemsize for x in (first, last))
+    return np.frombuffer(read(self.path, start, stop), self.dtype)
