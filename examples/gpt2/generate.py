@@ -260,3 +260,7 @@ def extend(
     tokens_BT, attend, first_position=position, by_layer=cache
   )
   return features_BTD, jax.tree.map(functools.partial(put, axis=2), cache, new)
+
+
+if __name__ == '__main__':
+  main()

@@ -102,6 +102,7 @@ def test_command_takes_its_arguments(words):
   module = importlib.import_module(name)
   if hasattr(module, '__path__'):
     module = importlib.import_module(f'{name}.__main__')
+  assert "if __name__ == '__main__':" in inspect.getsource(module)
   if args:
     with pytest.raises((_ReadError, SystemExit)) as raised:
       module.main(args)
