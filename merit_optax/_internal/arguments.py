@@ -112,6 +112,12 @@ def is_integer(value: Any) -> bool:
   return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def check_count(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless a value is an integer >= 1."""
+  if not is_integer(value) or value < 1:
+    raise ValueError(f'{name} must be an integer >= 1, got {value!r}.')
+
+
 def check_patterns(name: str, patterns: Any) -> None:
   """Raises ``ValueError`` unless the keys of a mapping are expressions."""
   if not isinstance(patterns, Mapping):

@@ -138,15 +138,13 @@ def _nearest(
   return None
 
 
-def is_function(x: Any, is_entry: Callable[[Any], bool]) -> bool:
+def is_function(x: Any, params: Any) -> bool:
   """Returns whether a value is a function from parameters to a prefix tree.
 
-  A tree of entries may be callable too, if it has the type of an Equinox model.
+  A prefix tree of an Equinox model is callable too, but has the model's type. A
+  function may be a tree itself, whose leaves say nothing.
   """
-  if isinstance(x, jax.tree_util.Partial):
-    return True
-  leaves = jax.tree.leaves(x, is_leaf=is_entry)
-  return callable(x) and not any(map(is_entry, leaves))
+  return callable(x) and type(x) is not type(params)
 
 
 def as_arrays(tree: Any, argument: str = 'params') -> Any:

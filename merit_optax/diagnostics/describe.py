@@ -1,6 +1,6 @@
 """A table of what the optimizers do with each parameter."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 import math
 from typing import Any
 import warnings
@@ -16,7 +16,7 @@ from merit_optax.matrices.dimension_numbers import (
   matrix_axes,
 )
 from merit_optax.matrices.masks import broadcast_mask, scaled_axes
-from merit_optax.matrices.norms import RATIOS
+from merit_optax.matrices.norms import RATIOS, Ratio
 from merit_optax.matrices.roles import roles
 from merit_optax.matrices.whole_matrices import (
   FROM_MESH,
@@ -39,7 +39,7 @@ def describe(
   *,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
-  ratios: Collection[str] = RATIOS,
+  ratios: Iterable[Ratio] = RATIOS,
   trust_ratio_mask: Any | Callable[[Any], Any] | None = None,
   mask: Any | Callable[[Any], Any] | None = None,
   mesh_axes: MeshAxes = FROM_MESH,

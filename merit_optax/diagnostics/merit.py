@@ -1,7 +1,8 @@
 """Statistics of what MERIT does to each parameter, for diagnostics steps."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +19,11 @@ from merit_optax._internal.trees import (
 from merit_optax.diagnostics.updates import align, by_name, update_to_weight
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
-  WeightDimensionNumbers,
   join_parts,
   split_parts,
 )
 from merit_optax.matrices.masks import scaled_axes
-from merit_optax.matrices.norms import RATIOS, max_norm
+from merit_optax.matrices.norms import RATIOS, Ratio, max_norm
 from merit_optax.optimizers.merit import merit
 from merit_optax.transforms.clip import elementwise_clip
 from merit_optax.transforms.trust_ratio import (
@@ -34,22 +34,7 @@ from merit_optax.transforms.trust_ratio import (
 
 
 def merit_statistics(
-  learning_rate: optax.ScalarOrSchedule,
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.95,
-  eps: jax.typing.ArrayLike = 1e-6,
-  eps_root: jax.typing.ArrayLike = 0.0,
-  weight_decay: optax.ScalarOrSchedule = 0.0,
-  mask: Any | Callable[[optax.Params], Any] | None = None,
-  *,
-  mu_dtype: jax.typing.DTypeLike | None = None,
-  nu_dtype: jax.typing.DTypeLike | None = None,
-  bias_correction: bool = False,
-  clip_threshold: jax.typing.ArrayLike | None = 1.0,
-  ratios: Collection[str] = ('weight', 'row', 'column'),
-  trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
-  min_norm: jax.typing.ArrayLike = 0.0,
-  weight_dimension_numbers: WeightDimensionNumbers = None,
+  learning_rate: optax.ScalarOrSchedule, **settings: Any
 ) -> Callable[[Any, Any, Any], dict[str, jax.Array]]:
   r"""Creates a function that measures what MERIT does to each parameter.
 
@@ -61,20 +46,7 @@ def merit_statistics(
 
   Args:
     learning_rate: As given to the :func:`merit_optax.merit` to be measured.
-    b1: As given to ``merit``.
-    b2: As given to ``merit``.
-    eps: As given to ``merit``.
-    eps_root: As given to ``merit``.
-    weight_decay: As given to ``merit``.
-    mask: As given to ``merit``.
-    mu_dtype: As given to ``merit``.
-    nu_dtype: As given to ``merit``.
-    bias_correction: As given to ``merit``.
-    clip_threshold: As given to ``merit``.
-    ratios: As given to ``merit``.
-    trust_ratio_mask: As given to ``merit``.
-    min_norm: As given to ``merit``.
-    weight_dimension_numbers: As given to ``merit``.
+    **settings: Its other arguments, by name.
 
   Returns:
     A function from ``(gradients, state, params)`` to a flat dictionary of
@@ -93,11 +65,12 @@ def merit_statistics(
       elements for which this ratio is the largest (of equal ones, the first);
     - ``fallback``: share of elements with ratio 1, because a norm is zero;
     - ``clipped``: share of elements that the clip changes;
-    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite if a
-      parameter that is zero moves. See :func:`merit_optax.update_statistics`
-      for further measurements, with any optimizer.
+    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, the largest
+      float32 if a parameter that is zero moves. See
+      :func:`merit_optax.update_statistics` for more, with any optimizer.
 
   Raises:
+    TypeError: If ``merit`` has no argument of a name.
     ValueError: As ``merit`` does; by the function if the state does not hold
       exactly one state of Adam, or holds one for other parameters, if gradients
       and parameters differ in structure or shapes, or if two paths are the same
@@ -115,21 +88,23 @@ def merit_statistics(
     >>> print(measured['w/decided_by_row'], measured['w/update_to_weight'])
     0.0 0.125
   """
-  given = dict(locals())
-  merit(**given)  # Checks the arguments.
+  merit(learning_rate, **settings)  # Checks the arguments.
+  bound = inspect.signature(merit).bind(learning_rate, **settings)
+  bound.apply_defaults()
+  given = bound.arguments
 
   def statistics(
     gradients: Any, state: Any, params: Any
   ) -> dict[str, jax.Array]:
     adam, injected, counts = _find_adam(state)
-    settings = given | {
+    now = given | {
       name: number
       for name, number in injected.items()
       if name in given and not callable(given[name])
     }
     for name, count in counts.items():
-      if callable(settings[name]):
-        settings[name] = settings[name](count)
+      if callable(now[name]):
+        now[name] = now[name](count)
     params, gradients = (
       _with_moments(numbers_as_arrays(tree), adam.mu)
       for tree in (params, gradients)
@@ -137,7 +112,7 @@ def merit_statistics(
     adam = adam._replace(mu=align(adam.mu, params), nu=align(adam.nu, params))
     # MERIT without ratios, clip and learning rate.
     direction = merit(
-      **settings
+      **now
       | {
         'learning_rate': -1.0,
         'clip_threshold': None,
@@ -148,14 +123,14 @@ def merit_statistics(
       align(gradients, params), (adam, *direction.init(params)[1:]), params
     )
     axes = scaled_axes(
-      settings['weight_dimension_numbers'], settings['trust_ratio_mask'], params
+      now['weight_dimension_numbers'], now['trust_ratio_mask'], params
     )
     measure = functools.partial(
       _leaf_statistics,
-      ratios=check_ratios(settings['ratios']),
-      min_norm=settings['min_norm'],
-      clip_threshold=settings['clip_threshold'],
-      learning_rate=settings['learning_rate'],
+      ratios=check_ratios(now['ratios']),
+      min_norm=now['min_norm'],
+      clip_threshold=now['clip_threshold'],
+      learning_rate=now['learning_rate'],
     )
     return by_name(measure, params, z, axes)
 
@@ -169,7 +144,7 @@ def _leaf_statistics(
   z: jax.Array,
   axes: MatrixAxes | None,
   *,
-  ratios: tuple[str, ...],
+  ratios: tuple[Ratio, ...],
   min_norm: jax.typing.ArrayLike,
   clip_threshold: jax.typing.ArrayLike | None,
   learning_rate: jax.typing.ArrayLike,

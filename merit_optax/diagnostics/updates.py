@@ -40,8 +40,8 @@ def update_statistics(
     A flat dictionary of float32 scalars. Keys are the path of a parameter, a
     slash, and one of the following (parameters without elements have none):
 
-    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, infinite if a
-      parameter that is zero moves;
+    - ``update_to_weight``: :math:`\max |\Delta w| / \max |w|`, the largest
+      float32 if a parameter that is zero moves;
     - ``l2_update_to_weight``: :math:`\|\Delta w\|_2 / \|w\|_2`, likewise;
     - each of the two with ``_min`` and ``_max``: the smallest and the largest
       among the matrices of a stack;
@@ -71,9 +71,12 @@ def update_statistics(
 
 
 def update_to_weight(size: jax.Array, param_size: jax.Array) -> jax.Array:
-  """Returns the ratio of two sizes, zero where nothing moves."""
-  # No 0 / 0, which jax_debug_nans would take for a fault.
-  return jnp.where(size > 0, size / jnp.where(size > 0, param_size, 1), size)
+  """Returns the ratio of two sizes, the largest float if zeros move."""
+  limits = jnp.finfo(size.dtype)
+  # No division by zero, which jax_debug_nans and jax_debug_infs would report.
+  is_zero = param_size < limits.tiny
+  ratio = size / jnp.where(is_zero, 1, param_size)
+  return jnp.where(is_zero & (size > 0), limits.max, ratio)
 
 
 def by_name(

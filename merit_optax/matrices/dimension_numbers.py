@@ -166,7 +166,7 @@ def _specs(dimension_numbers: Any, params: Any) -> tuple[list[Any], list[str]]:
       'weight_dimension_numbers must be specs, or a function from parameters '
       f'to specs, got the class {dimension_numbers.__name__}.'
     )
-  if is_function(dimension_numbers, _is_spec):
+  if is_function(dimension_numbers, params):
     dimension_numbers = dimension_numbers(params)
   if dimension_numbers is None:
     return [_NOT_GIVEN] * len(jax.tree.leaves(params)), []

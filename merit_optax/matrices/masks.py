@@ -31,7 +31,7 @@ def checked(name: str, mask: Any) -> Callable[[Any], Any]:
   """
 
   def check(params: Any) -> Any:
-    resolved = mask(params) if is_function(mask, _is_boolean) else mask
+    resolved = mask(params) if is_function(mask, params) else mask
     leaves = jax.tree.leaves(resolved)
     if _is_boolean(mask) or not all(map(_is_boolean, leaves)):
       raise ValueError(
@@ -52,24 +52,18 @@ def broadcast_mask(name: str, mask: Any, params: Any) -> Any:
   return checked(name, mask)(params)
 
 
-def broadcast_prefix(
-  name: str,
-  prefix: Any,
-  params: Any,
-  is_leaf: Callable[[Any], bool] | None = None,
-) -> Any:
+def broadcast_prefix(name: str, prefix: Any, params: Any) -> Any:
   """Returns a prefix tree in the structure of the parameters.
 
   Args:
     name: Name of the argument, for the message.
     prefix: Tree whose leaves stand for all parameters below them.
     params: Tree of parameters.
-    is_leaf: What is a leaf of the prefix, though it looks like a tree.
 
   Raises:
     ValueError: If it is no prefix of the parameters.
   """
-  entries, unused = nearest_entries(prefix, params, is_leaf)
+  entries, unused = nearest_entries(prefix, params)
   leaves = jax.tree_util.tree_leaves_with_path(params)
   name_of = path_namer(params)
   missing = [

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 import functools
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from merit_optax.matrices.dimension_numbers import MatrixAxes
 # Norms along some axes, which stay with size 1, so that any sharding of the
 # array passes through.
 Norm: TypeAlias = Callable[[jax.Array, tuple[int, ...]], jax.Array]
-RATIOS = ('weight', 'row', 'column')
+Ratio: TypeAlias = Literal['weight', 'row', 'column']
+RATIOS: tuple[Ratio, ...] = ('weight', 'row', 'column')
 
 
 # Inlined, it leaves the program as it is, and equal shapes are traced once: of

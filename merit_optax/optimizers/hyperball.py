@@ -1,7 +1,5 @@
 """Hyperball optimizers in one call: chains of this package's transforms."""
 
-from typing import Literal
-
 import jax
 import optax
 
@@ -15,9 +13,9 @@ from merit_optax.optimizers.hidden import (
 )
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.keep_norms import keep_matrix_norms
+from merit_optax.transforms.l2_trust_ratio import scale_by_l2_norm_trust_ratio
 from merit_optax.transforms.muon import scale_by_muon
 from merit_optax.transforms.newton_schulz import Coefficients
-from merit_optax.transforms.trust_ratio import scale_by_l2_norm_trust_ratio
 
 # Adam's learning rate over that of the hidden matrices.
 _ADAM_RATE = 1 / 3
@@ -27,7 +25,6 @@ def hyperball(
   direction: optax.GradientTransformation,
   learning_rate: optax.ScalarOrSchedule,
   *,
-  radius: Literal['current', 'initial'] = 'current',
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Turns any direction into a Hyperball optimizer.
@@ -57,10 +54,6 @@ def hyperball(
       :func:`optax.adamw`: its updates point downhill already, and the loss
       would rise.
     learning_rate: Learning rate, or a schedule from steps to learning rates.
-    radius: Which norm is kept, see :func:`merit_optax.keep_matrix_norms`.
-      Inside :func:`optax.lookahead`, and before
-      :func:`optax.contrib.reduce_on_plateau`, which change steps or parameters
-      themselves, pass ``'initial'``.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`. The
       direction needs its own.
@@ -105,9 +98,7 @@ def hyperball(
     optax.scale_by_learning_rate(
       arguments.learning_rate('learning_rate', learning_rate)
     ),
-    keep_matrix_norms(
-      radius=radius, weight_dimension_numbers=weight_dimension_numbers
-    ),
+    keep_matrix_norms(weight_dimension_numbers=weight_dimension_numbers),
   )
 
 
@@ -118,7 +109,6 @@ def muon_hyperball(
   others: optax.GradientTransformation | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
-  radius: Literal['current', 'initial'] = 'current',
   mu_dtype: jax.typing.DTypeLike | None = None,
   nesterov: bool = True,
   ns_coeffs: Coefficients = 'jordan',
@@ -163,7 +153,6 @@ def muon_hyperball(
       scanned layers, pass that function with ``stacked``:
       ``functools.partial(merit_optax.flax_dimension_numbers,
       stacked={'blocks/': 1})``.
-    radius: Which norm is kept, see :func:`merit_optax.keep_matrix_norms`.
     mu_dtype: dtype of the momentum, and of the first moment of the default
       ``others``; ``None`` for the parameter's.
     nesterov: Whether Muon uses Nesterov momentum.
@@ -218,7 +207,7 @@ def muon_hyperball(
     mesh_axes=mesh_axes,
   )
   hidden_optimizer = hyperball(
-    direction, learning_rate, radius=radius, weight_dimension_numbers=specs
+    direction, learning_rate, weight_dimension_numbers=specs
   )
   adam = scale_by_adam(mu_dtype=mu_dtype)
   rate = _adam_rate(learning_rate)
@@ -237,7 +226,6 @@ def adam_hyperball(
   others: optax.GradientTransformation | None = None,
   hidden: Hidden = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
-  radius: Literal['current', 'initial'] = 'current',
   mu_dtype: jax.typing.DTypeLike | None = None,
   nu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -258,7 +246,6 @@ def adam_hyperball(
     others: As in ``muon_hyperball``.
     hidden: As in ``muon_hyperball``.
     weight_dimension_numbers: As in ``muon_hyperball``.
-    radius: As in ``muon_hyperball``.
     mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
     nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
 
@@ -293,7 +280,6 @@ def adam_hyperball(
   hidden_optimizer = hyperball(
     direction,
     learning_rate,
-    radius=radius,
     weight_dimension_numbers=specs_or_names(weight_dimension_numbers),
   )
   rate = _adam_rate(learning_rate)

@@ -1,6 +1,6 @@
 """The MERIT optimizer: a chain of this package's transforms."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ import optax
 from merit_optax._internal import arguments
 from merit_optax.matrices import masks
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
+from merit_optax.matrices.norms import Ratio
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.clip import elementwise_clip
 from merit_optax.transforms.trust_ratio import scale_by_max_norm_trust_ratio
@@ -27,7 +28,7 @@ def merit(
   nu_dtype: jax.typing.DTypeLike | None = None,
   bias_correction: bool = False,
   clip_threshold: jax.typing.ArrayLike | None = 1.0,
-  ratios: Collection[str] = ('weight', 'row', 'column'),
+  ratios: Iterable[Ratio] = ('weight', 'row', 'column'),
   trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
   min_norm: jax.typing.ArrayLike = 0.0,
   weight_dimension_numbers: WeightDimensionNumbers = None,

@@ -2,8 +2,9 @@
 
 import math
 from types import MappingProxyType
+from typing import Literal
 
-from merit_optax._internal.arguments import is_integer
+from merit_optax._internal.arguments import check_count
 
 # Learning rate times the root of the number of steps.
 _RATE_TIMES_ROOT = MappingProxyType(
@@ -14,7 +15,9 @@ _WIDTH = 64
 
 
 def starting_learning_rate(
-  optimizer: str, steps: int, width: int | None = None
+  optimizer: Literal['merit', 'lamb', 'muon', 'muon_hyperball'],
+  steps: int,
+  width: int | None = None,
 ) -> float:
   r"""Returns a peak learning rate to start a search at.
 
@@ -55,15 +58,10 @@ def starting_learning_rate(
     raise ValueError(
       f'optimizer must be one of {list(_RATE_TIMES_ROOT)}, got {optimizer!r}.'
     )
-  if not is_integer(steps) or steps < 1:
-    raise ValueError(f'steps must be an integer >= 1, got {steps!r}.')
-  if optimizer != 'muon' and width is None:
-    width = _WIDTH
-  if width is None or not is_integer(width) or width < 1:
-    raise ValueError(
-      f'width must be an integer >= 1, which muon needs, got {width!r}.'
-    )
+  check_count('steps', steps)
+  if width is not None or optimizer == 'muon':
+    check_count('width', width)
   rate = _RATE_TIMES_ROOT[optimizer] / math.sqrt(max(steps, _FEWEST_STEPS))
-  if optimizer == 'muon':
+  if width is not None and optimizer == 'muon':
     rate *= (_WIDTH / width) ** 0.25
   return float(f'{rate:.2g}')

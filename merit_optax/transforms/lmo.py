@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 import math
 from types import MappingProxyType
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ _AXES: Mapping[str, Callable[[MatrixAxes], tuple[int, ...]]] = MappingProxyType(
 
 
 def scale_by_lmo(
-  norm: str,
+  norm: Literal['max', 'row', 'column', 'rms'],
   eps: jax.typing.ArrayLike = 0.0,
   *,
   weight_dimension_numbers: WeightDimensionNumbers = None,

@@ -3,9 +3,9 @@
 The rule of MERIT is :func:`trust_ratios` and :func:`largest_ratio`.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Sequence
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,24 +13,21 @@ import optax
 
 from merit_optax._internal import arguments
 from merit_optax._internal.dtypes import common_dtype, widen
-from merit_optax._internal.trees import as_arrays, join, split
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
-  check_params,
-  matrix_axes,
 )
 from merit_optax.matrices.norms import (
   RATIOS,
   Norm,
-  l2_norm,
+  Ratio,
   max_norm,
   norms_by_name,
 )
-from merit_optax.matrices.per_parameter import aligned, per_parameter
+from merit_optax.matrices.per_parameter import per_parameter
 
 # By name, each infinite where one of its norms is zero.
-Ratios: TypeAlias = dict[str, jax.Array]
+Ratios: TypeAlias = dict[Ratio, jax.Array]
 
 
 def trust_ratios(
@@ -38,7 +35,7 @@ def trust_ratios(
   param: jax.Array,
   axes: MatrixAxes,
   *,
-  names: Collection[str] = RATIOS,
+  names: Sequence[Ratio] = RATIOS,
   norm: Norm = max_norm,
   min_norm: jax.typing.ArrayLike = 0.0,
   trust_coefficient: jax.typing.ArrayLike = 1.0,
@@ -109,7 +106,7 @@ def scale_by_max_norm_trust_ratio(
   trust_coefficient: jax.typing.ArrayLike = 1.0,
   eps: jax.typing.ArrayLike = 0.0,
   *,
-  ratios: Collection[str] = RATIOS,
+  ratios: Iterable[Ratio] = RATIOS,
   min_ratio: jax.typing.ArrayLike | None = None,
   max_ratio: jax.typing.ArrayLike | None = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -209,134 +206,34 @@ def scale_by_max_norm_trust_ratio(
     Model Large-batch Training <https://arxiv.org/abs/2508.20577>`_, 2025,
     Algorithm 1. The fallback to 1 is that of the authors' code.
   """
-  return _scale_by_trust_ratio(
-    norm=max_norm,
-    min_norm=min_norm,
-    trust_coefficient=trust_coefficient,
-    eps=eps,
-    ratios=ratios,
-    min_ratio=min_ratio,
-    max_ratio=max_ratio,
-    weight_dimension_numbers=weight_dimension_numbers,
+  rule = trust_ratio_rule(
+    max_norm, ratios, min_norm, trust_coefficient, eps, min_ratio, max_ratio
   )
+  return scale_by_rule(rule, weight_dimension_numbers)
 
 
-def scale_by_l2_norm_trust_ratio(
-  min_norm: jax.typing.ArrayLike = 0.0,
-  trust_coefficient: jax.typing.ArrayLike = 1.0,
-  eps: jax.typing.ArrayLike = 0.0,
-  *,
-  ratios: Collection[str] = ('weight',),
-  min_ratio: jax.typing.ArrayLike | None = None,
-  max_ratio: jax.typing.ArrayLike | None = None,
-  calibrate: bool = False,
-  weight_dimension_numbers: WeightDimensionNumbers = None,
-) -> optax.GradientTransformation:
-  r"""Scales every element by the largest of its l2 trust ratios.
+class TrustRatioRule(NamedTuple):
+  """What is done to the update of one parameter.
 
-  For a matrix :math:`w` and its update :math:`z`,
-
-  .. math::
-
-    z \leftarrow \frac{\|w\|_2}{\|z\|_2} \, z
-
-  by default, which is the ratio of LAMB. Unlike
-  :func:`optax.scale_by_trust_ratio`, which takes one norm over a whole stack of
-  layers, experts or heads, this transform gives each matrix of a parameter the
-  update that it would get on its own. ``ratios`` can add the ratios of rows and
-  columns to the maximum. Arguments, fallback, bounds and batch axes are those
-  of :func:`merit_optax.scale_by_max_norm_trust_ratio`.
-
-  With ``calibrate``, every ratio is divided by its own value at the first step,
-  as in OrScale-LM. It therefore starts at 1, and the learning rate means at
-  first what it means without the ratio. (``trust_coefficient`` cancels.)
-
-  - The first step is that of each matrix: the first at which its update is
-    finite and has a direction of its own. One that consists of weight decay to
-    99 % or more, or is zero, has none: the gradient of a layer is zero as long
-    as the layers after it are. Until then the ratio is 1.
-  - The ratio of a matrix that is zero at that step stays at 1, because there is
-    no size to compare with. ``min_norm`` provides one.
-
-  Norms are float32 sums, so the updates of two meshes differ by rounding. A
-  norm below 1e-14 counts as zero.
-
-  Args:
-    min_norm: Lower bound of every norm, >= 0.
-    trust_coefficient: Multiplier of the trust ratios, > 0.
-    eps: Added to the norm of the update, >= 0.
-    ratios: Which ratios take part in the maximum: one or more of ``'weight'``,
-      ``'row'`` and ``'column'``.
-    min_ratio: Lower bound of the largest ratio, > 0; ``None`` for none.
-    max_ratio: Upper bound of the largest ratio, > 0 and at least ``min_ratio``;
-      ``None`` for none.
-    calibrate: Whether to divide each ratio by that of its first step.
-    weight_dimension_numbers: Which axes of a parameter are rows and columns of
-      its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
-
-  Returns:
-    A :class:`optax.GradientTransformation`, whose ``update`` needs ``params``.
-    It is stateless unless it calibrates: then its state holds the first ratios
-    of all parameters in one array of shape (ratios,) and dtype float32. Ratios
-    are computed in float32 or wider; updates have the dtype to which update and
-    parameter promote.
-
-  Raises:
-    ValueError: If an argument is out of range; by ``init`` and ``update`` if a
-      spec does not fit its parameter, and by ``update`` if it is called without
-      ``params``.
-
-  Warns:
-    UserWarning: By ``init``, if nothing specifies the rows and columns of a
-      parameter with more than two axes.
-
-  Examples:
-    >>> import jax.numpy as jnp
-    >>> import merit_optax
-    >>> transform = merit_optax.scale_by_l2_norm_trust_ratio()
-    >>> params = jnp.array([[3.0, 0.0], [0.0, 4.0]])
-    >>> updates = jnp.array([[2.0, 0.0], [0.0, 0.0]])
-    >>> updates, _ = transform.update(updates, transform.init(params), params)
-    >>> print(updates)
-    [[5. 0.]
-     [0. 0.]]
-
-  References:
-    You et al., `Large Batch Optimization for Deep Learning: Training BERT in
-    76 minutes <https://arxiv.org/abs/1904.00962>`_, 2019.
-
-    Lou and You, `OrScale: Orthogonalised Optimization with Layer-Wise
-    Trust-Ratio Scaling <https://arxiv.org/abs/2605.07815>`_, 2026, for the
-    bounds and the calibration.
+  Attributes:
+    ratios: Function from update, parameter and axes of its matrices to ratios.
+    scale: Function from update, parameter and ratios to the scaled update.
   """
-  return _scale_by_trust_ratio(
-    norm=l2_norm,
-    min_norm=min_norm,
-    trust_coefficient=trust_coefficient,
-    eps=eps,
-    ratios=ratios,
-    min_ratio=min_ratio,
-    max_ratio=max_ratio,
-    weight_dimension_numbers=weight_dimension_numbers,
-    calibrate=calibrate,
-  )
+
+  ratios: Callable[[jax.Array, jax.Array, MatrixAxes], Ratios]
+  scale: Callable[[jax.Array, jax.Array, Ratios], jax.Array]
 
 
-def _scale_by_trust_ratio(
-  *,
+def trust_ratio_rule(
   norm: Norm,
+  ratios: Iterable[Ratio],
   min_norm: jax.typing.ArrayLike,
   trust_coefficient: jax.typing.ArrayLike,
   eps: jax.typing.ArrayLike,
-  ratios: Collection[str],
   min_ratio: jax.typing.ArrayLike | None,
   max_ratio: jax.typing.ArrayLike | None,
-  weight_dimension_numbers: WeightDimensionNumbers,
-  calibrate: bool = False,
-) -> optax.GradientTransformation:
-  """Scales by the largest trust ratio in some norm."""
-  calibrate = arguments.boolean('calibrate', calibrate)
-  min_ratio, max_ratio = _check_bounds(min_ratio, max_ratio)
+) -> TrustRatioRule:
+  """Returns the rule with these settings, checked to be in range."""
   ratios_of = functools.partial(
     trust_ratios,
     names=check_ratios(ratios),
@@ -347,6 +244,7 @@ def _scale_by_trust_ratio(
     ),
     eps=arguments.at_least_zero('eps', eps),
   )
+  min_ratio, max_ratio = _check_bounds(min_ratio, max_ratio)
 
   def scale(update: jax.Array, param: jax.Array, ratios: Ratios) -> jax.Array:
     largest = largest_ratio(
@@ -355,13 +253,16 @@ def _scale_by_trust_ratio(
     bounded = jnp.clip(largest, min_ratio, max_ratio)
     return (bounded * widen(update)).astype(common_dtype(update, param))
 
-  if calibrate:
-    return _scale_by_relative_ratios(
-      ratios_of, scale, norm, weight_dimension_numbers
-    )
+  return TrustRatioRule(ratios_of, scale)
+
+
+def scale_by_rule(
+  rule: TrustRatioRule, weight_dimension_numbers: WeightDimensionNumbers
+) -> optax.GradientTransformation:
+  """Returns the transform that applies a rule to each parameter."""
   return per_parameter(
-    lambda update, param, axes: scale(
-      update, param, ratios_of(update, param, axes)
+    lambda update, param, axes: rule.scale(
+      update, param, rule.ratios(update, param, axes)
     ),
     weight_dimension_numbers,
   )
@@ -387,7 +288,7 @@ def _check_bounds(
   return min_ratio, max_ratio
 
 
-def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
+def check_ratios(ratios: Iterable[Ratio]) -> tuple[Ratio, ...]:
   """Returns the ratios as a tuple, checked to be known and not empty."""
   is_collection = isinstance(ratios, Iterable) and not isinstance(ratios, str)
   names = list(ratios) if is_collection else []
@@ -396,115 +297,3 @@ def check_ratios(ratios: Collection[str]) -> tuple[str, ...]:
       f'ratios must hold one or more of {RATIOS}, got {ratios!r}.'
     )
   return tuple(name for name in RATIOS if name in names)
-
-
-# An update has a direction of its own if it is not longer than this many times
-# what is left of it without its part along the parameter.
-_MOSTLY_DECAY = 100
-
-
-class CalibrationState(NamedTuple):
-  """First ratios of all parameters.
-
-  Attributes:
-    first_ratios: Shape (ratios,), dtype float32: those of each parameter after
-      the other. Zero before the first step of a ratio, infinite if a parameter
-      was zero then.
-  """
-
-  first_ratios: jax.Array
-
-
-def _scale_by_relative_ratios(
-  ratios_of: Callable[[jax.Array, jax.Array, MatrixAxes], Ratios],
-  scale: Callable[[jax.Array, jax.Array, Ratios], jax.Array],
-  norm: Norm,
-  weight_dimension_numbers: WeightDimensionNumbers,
-) -> optax.GradientTransformation:
-  """Returns the transform that scales by ratios relative to the first ones.
-
-  Args:
-    ratios_of: Function from update, parameter and axes of its matrices to
-      ratios.
-    scale: Function from update, parameter and relative ratios to an update.
-    norm: The norm of the ratios.
-    weight_dimension_numbers: As the user gave them.
-  """
-
-  def init_fn(params: optax.Params) -> CalibrationState:
-    params = as_arrays(params)
-    check_params(weight_dimension_numbers, params)
-    # Placeholders of optax.tree.map_params have no leaves.
-    if not jax.tree.leaves(params):
-      return CalibrationState(join(()))
-    axes = matrix_axes(weight_dimension_numbers, params)
-    _refuse_parts(params, axes)
-    ratios = jax.eval_shape(
-      lambda x: join(jax.tree.map(ratios_of, x, x, axes)), params
-    )
-    # A type may tell that a mesh splits parameters, which these are not.
-    return CalibrationState(jnp.zeros(ratios.shape, jnp.float32))
-
-  def update_fn(
-    updates: optax.Updates,
-    state: CalibrationState,
-    params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, CalibrationState]:
-    updates, params, axes = aligned(updates, params, weight_dimension_numbers)
-    ratios = jax.tree.map(ratios_of, updates, params, axes)
-    if not jax.tree.leaves(ratios):
-      return updates, state
-    first = jax.tree.map(
-      functools.partial(_first_ratios, norm),
-      updates,
-      params,
-      axes,
-      ratios,
-      split(state.first_ratios, ratios),
-    )
-    relative = jax.tree.map(_relative, ratios, first)
-    return (
-      jax.tree.map(scale, updates, params, relative),
-      CalibrationState(join(first)),
-    )
-
-  return optax.GradientTransformation(init_fn, update_fn)
-
-
-def _refuse_parts(params: optax.Params, axes: Any) -> None:
-  """Raises ``ValueError`` for matrices that lie side by side in one kernel."""
-  structure: Any = jax.tree.structure(params)
-  if any(a.parts for a in structure.flatten_up_to(axes)):
-    raise ValueError(
-      'weight_dimension_numbers must not hold FusedDimensionNumbers with '
-      'calibrate=True.'
-    )
-
-
-def _first_ratios(
-  norm: Norm,
-  update: jax.Array,
-  param: jax.Array,
-  axes: MatrixAxes,
-  ratios: Ratios,
-  before: Ratios,
-) -> Ratios:
-  """Returns the first ratios, given those known before this step."""
-
-  def first(name: str) -> jax.Array:
-    # What would be zero if the update were a multiple of the parameter. It is
-    # NaN where something is not finite. (The ratios may have other norms.)
-    plain = trust_ratios(update, param, axes, names=(name,), norm=norm)[name]
-    rest = widen(update) - widen(param) / plain
-    lengths = trust_ratios(rest, update, axes, names=(name,), norm=norm)[name]
-    is_first = (before[name] == 0) & (lengths < _MOSTLY_DECAY)
-    return jnp.where(is_first, ratios[name], before[name])
-
-  return {name: first(name) for name in ratios}
-
-
-def _relative(now: jax.Array, first: jax.Array) -> jax.Array:
-  """Returns ratios relative to the first ones, where these say something."""
-  is_known = (first > 0) & (first < jnp.inf)
-  relative = ratio(now, jnp.where(is_known, first, 1))
-  return jnp.where(is_known, jnp.where(now == jnp.inf, now, relative), 1)

@@ -52,7 +52,6 @@ _BAD = {
   'ns_steps': (0, 5.0, '5', True),
   'ns_dtype': (*_NO_DTYPES, 'float64'),
   'mesh_axes': (3, True, ('fsdp', 3), ('x', 'x'), {'fsdp'}),
-  'radius': ('first', None, 1.0),
   'hidden': ('(', ['kernel', '[']),
   'direction': (None, optax.sgd, 0.1),
   'others': (optax.sgd, 0.1),
@@ -194,6 +193,8 @@ def test_every_argument_of_every_function_is_checked():
   fitted = {
     *('mask', 'trust_ratio_mask', 'weight_dimension_numbers'),
     'params',
+    # Of merit.
+    'settings',
   }
   unchecked = {
     f'{function}-{name}'

@@ -1,6 +1,7 @@
 """Arrays, runs of optimizers and an oracle that tests share."""
 
 from collections.abc import Callable, Iterable, Iterator
+import contextlib
 from typing import Any, NamedTuple
 
 import chex
@@ -28,6 +29,16 @@ def normal(seed: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
   if jnp.issubdtype(dtype, jnp.complexfloating):
     numbers = numbers + 1j * generator.normal(size=shape)
   return jnp.asarray(numbers, dtype)
+
+
+@contextlib.contextmanager
+def enable_x64() -> Iterator[None]:
+  """Enables float64, as `jax.enable_x64` does from jax 0.8 on."""
+  jax.config.update('jax_enable_x64', True)
+  try:
+    yield
+  finally:
+    jax.config.update('jax_enable_x64', False)
 
 
 class Step(NamedTuple):

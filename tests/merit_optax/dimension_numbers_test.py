@@ -361,7 +361,7 @@ _TRANSFORMS = {
   'l2': merit_optax.scale_by_l2_norm_trust_ratio,
   'row': functools.partial(merit_optax.scale_by_lmo, 'row'),
   'shape': functools.partial(merit_optax.scale_by_shape, lambda m, n: m / n),
-  'kept': functools.partial(merit_optax.keep_matrix_norms, radius='initial'),
+  'kept': merit_optax.keep_matrix_norms,
 }
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import enable_x64, normal
 
 _RATE = 0.1
 _MIXED = [
@@ -41,7 +41,7 @@ def _adam(state):
   ],
 )
 def test_dtypes_are_those_of_lamb(params_dtype, gradient_dtype):
-  with jax.enable_x64(True):
+  with enable_x64():
     params, gradient = _tree(0, params_dtype), _tree(1, gradient_dtype)
     ours, peer = merit_optax.merit(_RATE), optax.lamb(_RATE)
     state, peer_state = ours.init(params), peer.init(params)
@@ -64,7 +64,7 @@ def test_dtypes_are_those_of_lamb(params_dtype, gradient_dtype):
   [('bfloat16', 'bfloat16'), ('float16', 'float16'), _MIXED[1], _MIXED[2]],
 )
 def test_updates_are_right_in_every_dtype(params_dtype, gradient_dtype):
-  with jax.enable_x64(True):
+  with enable_x64():
     params, gradient = _tree(0, params_dtype), _tree(1, gradient_dtype)
     optimizer = merit_optax.merit(_RATE, weight_decay=0.1)
     update = jax.jit(optimizer.update)
@@ -88,7 +88,7 @@ def test_updates_are_right_in_every_dtype(params_dtype, gradient_dtype):
 
 
 def test_float64_is_not_computed_in_float32():
-  with jax.enable_x64(True):
+  with enable_x64():
     transform = merit_optax.scale_by_max_norm_trust_ratio()
     z, w = jnp.asarray([[3.0]], jnp.float64), jnp.asarray([[0.1]], jnp.float64)
     update, _ = transform.update(z, transform.init(w), w)

@@ -77,9 +77,9 @@ class _LinenModel(linen.Module):
 class _NnxModel(nnx.Module):
   def __init__(self, rngs):
     self.embed = nnx.Embed(10, 8, rngs=rngs)
-    self.norms = nnx.List([
-      norm(8, rngs=rngs) for norm in (nnx.LayerNorm, nnx.RMSNorm, nnx.BatchNorm)
-    ])  # fmt: skip
+    self.layer_norm = nnx.LayerNorm(8, rngs=rngs)
+    self.rms_norm = nnx.RMSNorm(8, rngs=rngs)
+    self.batch_norm = nnx.BatchNorm(8, rngs=rngs)
     self.linear = nnx.Linear(8, 6, rngs=rngs)
     self.einsum = nnx.Einsum('bi,ij->bj', (8, 6), rngs=rngs)
     self.general = nnx.LinearGeneral(8, 6, rngs=rngs)

@@ -271,9 +271,9 @@ def test_mona_is_its_formula(decay, coefficient):
 # Kept norms.
 
 
-def _kept(norm='l2', specs=None, radius='current'):
+def _kept(norm='l2', specs=None):
   transform = merit_optax.keep_matrix_norms(
-    norm, radius=radius, weight_dimension_numbers=specs
+    norm, weight_dimension_numbers=specs
   )
   return jax.jit(lambda u, w: transform.update(u, transform.init(w), w)[0])
 
@@ -316,62 +316,6 @@ def test_bfloat16_weights_take_steps_too_small_for_their_sum():
   np.testing.assert_allclose(
     norms(new, None, 'l2'), norms(w, None, 'l2'), rtol=1e-6
   )
-
-
-# The radius.
-
-
-@pytest.mark.parametrize('radius', ['current', 'initial'])
-def test_a_stored_radius_keeps_the_norm_of_bfloat16_weights(radius):
-  optimizer = merit_optax.hyperball(
-    optax.scale_by_lion(),
-    0.01,
-    radius=radius,
-    weight_dimension_numbers=_Spec(1, 2),
-  )
-
-  def step(carry, i):
-    w, state = carry
-    gradient = jnp.cos(w * i).astype(jnp.bfloat16)
-    updates, state = optimizer.update(gradient, state, w)
-    return (optax.apply_updates(w, updates), state), None
-
-  start = normal(0, (2, 32, 32), jnp.bfloat16)
-  carry = start, optimizer.init(start)
-  (last, _), _ = jax.jit(jax.lax.scan, static_argnums=0)(
-    step, carry, jnp.arange(2000.0)
-  )
-  drift = norms(last, (1, 2), 'l2') / norms(start, (1, 2), 'l2') - 1
-  # What bfloat16 rounds in one step does not add up, if the norm is stored.
-  assert (np.max(np.abs(drift)) < 0.003) == (radius == 'initial')
-
-
-def test_the_radius_is_the_norm_of_the_first_parameters():
-  params = {'a': 2 * np.ones((2, 3, 3)), 'b': np.eye(4), 'c': None}
-  params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
-  optimizer = merit_optax.keep_matrix_norms(
-    radius='initial', weight_dimension_numbers=_Spec(-2, -1)
-  )
-  state = jax.jit(optimizer.init)(params)
-  np.testing.assert_allclose(state.radius, [6.0, 6.0, 2.0], rtol=1e-6)
-
-  @jax.jit
-  def step(updates, state, params):
-    kept, _ = optimizer.update(updates, state, params)
-    return optax.apply_updates(params, kept)
-
-  # A matrix that was zero at first keeps the norm that it has got since.
-  zero = state._replace(radius=0 * state.radius)
-  halves = jax.tree.map(lambda x: x / 2, params)
-  shrinking = jax.tree.map(jnp.negative, halves)
-  for updates, old_state, old in (
-    (shrinking, state, params),
-    (shrinking, zero, params),
-    (optax.tree.zeros_like(params), state, halves),
-  ):
-    chex.assert_trees_all_close(
-      step(updates, old_state, old), params, rtol=1e-6, atol=1e-6
-    )
 
 
 # Calibration.

@@ -123,10 +123,7 @@ _RULES = {
     1e-5,
   ),
   'muon': _Rule(_of_hidden_matrices(merit_optax.muon, weight_decay=0.1), 1e-5),
-  'hyperball': _Rule(
-    _of_hidden_matrices(merit_optax.muon_hyperball, radius='initial'),
-    1e-5,
-  ),
+  'hyperball': _Rule(_of_hidden_matrices(merit_optax.muon_hyperball), 1e-5),
   'hyperball-bfloat16': _Rule(
     _of_hidden_matrices(merit_optax.muon_hyperball, ns_dtype='bfloat16'),
     2e-2,

@@ -209,15 +209,13 @@ def _muon(direction):
   )
 
 
-def _hyperball(direction, radius='current'):
+def _hyperball(direction):
   """Returns what a call of `muon_hyperball` stands for."""
   return optax.chain(
     direction,
     merit_optax.scale_by_l2_norm_trust_ratio(weight_dimension_numbers=_STACKED),
     optax.scale_by_learning_rate(_SCHEDULE),
-    merit_optax.keep_matrix_norms(
-      radius=radius, weight_dimension_numbers=_STACKED
-    ),
+    merit_optax.keep_matrix_norms(weight_dimension_numbers=_STACKED),
   )
 
 
@@ -250,10 +248,8 @@ _TRAINED = ('token_embedding', 'blocks')
       _adam(mu_dtype='float16', bias_correction=True),
     ),
     (
-      merit_optax.muon_hyperball(
-        _SCHEDULE, 0.8, radius='initial', **_MUON_SETTINGS
-      ),
-      _hyperball(_DIRECTION, 'initial'),
+      merit_optax.muon_hyperball(_SCHEDULE, 0.8, **_MUON_SETTINGS),
+      _hyperball(_DIRECTION),
       _adam(1 / 3, mu_dtype='float16'),
     ),
     (

@@ -1,7 +1,5 @@
 """QK-clip on a small attention layer, in all layouts of its projections."""
 
-import re
-
 import chex
 from flax import nnx
 import jax
@@ -138,11 +136,7 @@ def _scanned(layers):
 def test_scanned_layers_equal_separate_ones():
   layers = [_params(seed=seed) for seed in (0, 100, 200)]
   logits = jnp.stack([_max_logits(x) for x in layers])
-  options = {
-    'query': {'query/': _Heads(-2, layers=0)},
-    'key': {'key/': _Heads(-2, layers=0)},
-  }
-  together = _clip({'blocks': _scanned(layers)}, logits, **options)
+  together = _clip({'blocks': _scanned(layers)}, logits)
   alone = _scanned([_clip(x, s) for x, s in zip(layers, logits, strict=True)])
   chex.assert_trees_all_equal(together, {'blocks': alone})
   # Separate layers in one tree, with a tree of logits.
@@ -150,38 +144,6 @@ def test_scanned_layers_equal_separate_ones():
     {'blocks': layers, 'norm': jnp.ones(3)}, {'blocks': list(logits)}
   )
   chex.assert_trees_all_equal(_scanned(listed['blocks']), alone)
-  # Layers that do not lead, before or behind the heads.
-  for axis, head_axis in ((1, 2), (3, 1)):
-    kernels = {
-      name: np.moveaxis(_scanned(layers)[name]['kernel'], 0, axis)
-      for name in ('query', 'key')
-    }
-    heads = _Heads(head_axis, layers=axis)
-    clipped = _clip(kernels, logits, query={'query': heads}, key={'key': heads})
-    for name, kernel in clipped.items():
-      np.testing.assert_array_equal(
-        np.moveaxis(kernel, axis, 0), alone[name]['kernel']
-      )
-
-
-def _fused(params, axis):
-  """Returns queries, other values and keys in one array, along a new axis."""
-  parts = (params['query'], jax.tree.map(np.ones_like, params['query']))
-  return jax.tree.map(lambda *x: np.stack(x, axis), *parts, params['key'])
-
-
-@pytest.mark.parametrize('axis, head_axis', [(-2, -3), (-3, -2)])
-def test_fused_projections(axis, head_axis):
-  params = _params()
-  logits = _max_logits(params)
-  clipped = _clip(
-    _fused(params, axis),
-    logits,
-    query={'': _Heads(head_axis, part=(axis, 0))},
-    key={'': _Heads(head_axis, part=(axis, -1))},
-  )
-  expected = _fused(_clip(params, logits), axis)
-  chex.assert_trees_all_equal(clipped, expected)
 
 
 def test_heads_and_features_in_one_axis():
@@ -197,8 +159,8 @@ def test_heads_and_features_in_one_axis():
   clipped = _clip(
     flat(params),
     logits,
-    query={'qkv': _Heads(-1, part=(-1, slice(0, width)))},
-    key={'qkv': _Heads(-1, part=(-1, slice(width, width + width // 2)))},
+    query={'qkv': _Heads(-1, slice(width))},
+    key={'qkv': _Heads(1, slice(width, width + width // 2))},
     num_key_heads=2,
   )
   chex.assert_trees_all_equal(clipped, flat(expected))
@@ -213,7 +175,7 @@ def test_patterns_match_paths():
   )
   # Without the value of nnx's variables.
   _qk_clip(query={'query/kernel$': _Heads(-2)}).init(params)
-  with pytest.raises(ValueError, match=r"match none: \['keys/'\]"):
+  with pytest.raises(ValueError, match="^key must match .*got 'keys/'"):
     _qk_clip(key={'keys/': _Heads(1)}).init(_params())
 
 
@@ -238,20 +200,6 @@ def test_other_leaves():
 
 
 # Errors.
-
-_QK_NORMS = {
-  *('query_norm', 'k_norm', 'query_ln', 'qk_norm', 'q_rms_norm', 'norm_k'),
-  *('query_rmsnorm', 'RMSNorm_query', 'QKNorm_0', 'QueryNorm'),
-}
-_OTHER_NORMS = {'norm', 'layer_norm', 'monkey_norm', 'attention_ln'}
-
-
-def test_qk_norm_is_refused_and_no_other():
-  norms = dict.fromkeys(_QK_NORMS | _OTHER_NORMS, {'scale': jnp.ones(6)})
-  with pytest.raises(ValueError, match='QK-norm') as error:
-    _qk_clip().init({'attention': _params() | norms})
-  named = re.findall(r"'attention/(\w+)/scale'", str(error.value))
-  assert {*named} == _QK_NORMS
 
 
 def test_updates_of_other_shapes_are_refused():
@@ -284,51 +232,24 @@ def test_logits_that_do_not_fit(max_logits, options):
 @pytest.mark.parametrize(
   'heads',
   [
-    *(_Heads(3), _Heads(-4), _Heads(-2, layers=-2)),
+    *(_Heads(3), _Heads(-4)),
     *(
-      _Heads(-2, part=part)
-      for part in ((7, 0), (0, _FEATURES), (0, slice(4, 99)), (0, slice(2, 0)))
+      _Heads(0, part)
+      for part in (
+        *(slice(_FEATURES, None), slice(4, 99), slice(2, 0)),
+        slice(None, None, 2),
+      )
     ),
   ],
+  ids=str,
 )
 def test_axes_and_parts_that_are_not_there(heads):
   with pytest.raises(
-    ValueError, match=r"^query and key must fit .* 'query/kernel' .*Attention"
+    ValueError, match=r"^query must fit .* 'query/kernel' .*AttentionHeads"
   ):
     _qk_clip(query={'query/kernel': heads}).init(_params())
 
 
-@pytest.mark.parametrize(
-  'parts',
-  [
-    (None, None),
-    ((-3, 0), None),
-    ((-3, 0), (-3, -3)),
-    ((-3, slice(0, 2)), (-3, 1)),
-    ((-3, 0), (-1, 0)),
-  ],
-)
-def test_queries_and_keys_must_lie_apart(parts):
-  query, key = ({'qkv': _Heads(-2, part=part)} for part in parts)
-  with pytest.raises(ValueError, match="different parts of .* 'qkv'"):
-    _qk_clip(query=query, key=key).init({'qkv': jnp.ones((8, 3, 4, 6))})
-
-
-@pytest.mark.parametrize(
-  'heads',
-  [
-    *(-2, _Heads(-2.0), _Heads(True), _Heads(-2, layers='0')),
-    *(
-      _Heads(-2, part=part)
-      for part in (
-        -3,
-        (-3, True),
-        (-3, slice(None, None, -1)),
-        (-3, slice(2.5)),
-      )
-    ),
-  ],
-)
-def test_values_that_are_no_heads_are_refused(heads):
+def test_values_that_are_no_heads_are_refused():
   with pytest.raises(ValueError, match='^query must map .*AttentionHeads'):
-    _qk_clip(query={'query/': heads})
+    _qk_clip(query={'query/': -2})

@@ -317,14 +317,30 @@ def test_values_are_float32_scalars_and_need_no_promotion():
   assert {(x.shape, x.dtype) for x in values} == {((), jnp.dtype('float32'))}
 
 
-def test_zeros_give_finite_values_unless_they_move():
+@pytest.fixture
+def debug_infs():
+  jax.config.update('jax_debug_infs', True)
+  yield
+  jax.config.update('jax_debug_infs', False)
+
+
+@pytest.mark.parametrize('jit', [jax.jit, lambda f: f], ids=['jit', 'eager'])
+@pytest.mark.usefixtures('debug_infs')
+def test_zeros_give_finite_values(jit):
   params = _tree(0) | {'zero': jnp.zeros((4, 5)), 'moves': jnp.zeros(5)}
   gradients = jax.tree.map(jnp.zeros_like, params) | {'moves': jnp.ones(5)}
-  watched = _watch(params, gradients)
-  assert watched.pop('moves/update_to_weight') == np.inf
-  assert all(np.isfinite(value) for value in watched.values())
-  assert watched['zero/fallback'] == watched['moves/fallback'] == 1
-  assert watched['zero/update_to_weight'] == 0
+  optimizer = merit_optax.merit(0.1)
+  state = optimizer.init(params)
+  updates, _ = jax.jit(optimizer.update)(gradients, state, params)
+  found = (
+    jit(merit_optax.merit_statistics(0.1))(gradients, state, params),
+    jit(merit_optax.update_statistics)(updates, params),
+  )
+  for watched in found:
+    assert all(np.isfinite(value) for value in watched.values())
+    assert watched['zero/update_to_weight'] == 0
+    assert watched['moves/update_to_weight'] == np.finfo(np.float32).max
+  assert found[0]['zero/fallback'] == found[0]['moves/fallback'] == 1
 
 
 def test_empty_arrays_have_no_statistics():

@@ -33,7 +33,7 @@ _TRANSFORMS = {
   'merit': lambda: merit_optax.merit(0.1, weight_decay=0.1),
   'adam_hyperball': lambda: merit_optax.adam_hyperball(0.1, hidden=_have_rows),
   'muon': lambda: merit_optax.muon(0.1, hidden=_have_rows, ns_steps=1),
-  'initial radius': lambda: merit_optax.keep_matrix_norms(radius='initial'),
+  'keep_matrix_norms': merit_optax.keep_matrix_norms,
   'calibrated': lambda: merit_optax.scale_by_l2_norm_trust_ratio(
     calibrate=True
   ),
@@ -197,7 +197,7 @@ def test_masks_that_do_not_fit_are_refused(argument, mask, message):
     merit_optax.scale_by_l2_norm_trust_ratio(
       min_ratio=0.1, max_ratio=2.0, calibrate=True
     ),
-    merit_optax.keep_matrix_norms(radius='initial'),
+    merit_optax.keep_matrix_norms(),
   ],
   ids=['merit', 'acceleration', 'lmo', 'muon', 'shape', 'l2_norm', 'keep'],
 )
@@ -337,29 +337,22 @@ def test_updates_without_parameters_are_refused(make):
     transform.update(_PARAMS, transform.init(_PARAMS), None)
 
 
-# States of one array, of all parameters.
+# A state of one array, of all parameters.
 
 
-_ONE_ARRAY = {
-  'first_ratios': merit_optax.scale_by_l2_norm_trust_ratio(calibrate=True),
-  'radius': merit_optax.keep_matrix_norms(radius='initial'),
-}
-
-
-@pytest.mark.parametrize('name', _ONE_ARRAY)
-def test_joined_numbers_are_one_array_that_is_no_parameter(name):
-  transform = _ONE_ARRAY[name]
+def test_joined_numbers_are_one_array_that_is_no_parameter():
+  transform = merit_optax.scale_by_l2_norm_trust_ratio(calibrate=True)
   state = transform.init(_PARAMS)
   assert len(jax.tree.leaves(state)) == 1
   marked = optax.tree.map_params(
     transform, lambda _: 'moment', state, transform_non_params=lambda _: 'other'
   )
-  assert getattr(marked, name) == 'other'
+  assert marked.first_ratios == 'other'
   for empty in ({}, {'a': optax.MaskedNode()}):
     updates, state = transform.update(empty, transform.init(empty), empty)
     assert updates == empty
     # Orbax would not save an empty array.
-    assert getattr(state, name).shape == (1,)
+    assert state.first_ratios.shape == (1,)
   with pytest.raises(ValueError, match='updates must hold .*zeros'):
     state = transform.init(_PARAMS)
     transform.update(_PARAMS | {'w': None}, state, _PARAMS)
