@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Versions of the dependencies; /dev/null takes the newest.
 CONSTRAINTS ?= constraints.txt
+# What `make test` installs: `test`, or `library` for the library's tests alone.
+GROUP ?= test
 # jax 0.12 and later need Python 3.12.
 NEWEST_PYTHON ?= python3.12
 RUN := $(VENV)/bin/python -m
@@ -46,7 +48,7 @@ help: ## Show this list.
 train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about three minutes.
 	$(RUN) examples.gpt2.train $(ARGS)
 
-test: $(VENV)/.test ## Run the quick tests, in about five CPU minutes.
+test: $(VENV)/.$(GROUP) ## Run the quick tests, in about five CPU minutes.
 	$(QUICK) $(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
 test-all: test test-rest test-slow ## Run all tests.
@@ -55,13 +57,14 @@ test-rest: $(VENV)/.dev ## Run those that `make test` leaves out and are not slo
 	$(QUICK) $(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests.
-	$(PYTEST) -m slow $(ALONE:%=--ignore=%)
-	$(RUN) pytest -m slow $(ALONE)
+	$(PYTEST) -m slow $(ALONE:%=--ignore=%) $(ARGS)
+	$(RUN) pytest -m slow $(ALONE) $(ARGS)
 
-test-oldest: ## Run tests with the oldest jax, optax and flax supported.
+test-oldest: ## Run the library, and the trainer, with the oldest versions of each.
 	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
-	  TESTS='$(TRAINER_TESTS) $(LIBRARY_TESTS)' \
-	  ARGS='$(FEW_EXAMPLES) $(ARGS)'
+	  GROUP=library TESTS='$(LIBRARY_TESTS)' ARGS='$(FEW_EXAMPLES) $(ARGS)'
+	$(MAKE) test VENV=$(VENV)-oldest-examples \
+	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
 
 test-newest: ## Run tests with the newest that Python 3.12 gets.
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \

@@ -39,8 +39,20 @@ _LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-  """Begins with the longest files, lest one is left to a single worker."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+  parser.addoption(
+    '--share', default='0/1', help='I/N: every Nth file with tests, from I on'
+  )
+
+
+@pytest.hookimpl(trylast=True)  # After -m and -k.
+def pytest_collection_modifyitems(
+  config: pytest.Config, items: list[pytest.Item]
+) -> None:
+  """Keeps a share; begins with files that take longest, for other workers."""
+  first, count = map(int, config.getoption('share').split('/'))
+  files = sorted({item.path for item in items})[first::count]
+  items[:] = [item for item in items if item.path in files]
   ranks = {name: rank for rank, name in enumerate(_LONGEST)}
   items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))
 

@@ -46,21 +46,31 @@ def test_addresses_agree():
     assert f'git+{urls["Repository"]}"' in (_ROOT / page).read_text()
 
 
-def test_oldest_versions_are_the_bounds_of_the_requirements():
-  requirements = [
-    *_PROJECT['dependencies'],
-    *_PROJECT['optional-dependencies']['examples'],
-  ]
-  bounds = re.findall(
-    r'^([\w-]+)>=([\d.]+)(?:,.*)?$', '\n'.join(requirements), re.M
+@pytest.mark.parametrize(
+  'file, requirements',
+  [
+    ('constraints-oldest.txt', _PYPROJECT['dependency-groups']['library']),
+    (
+      'constraints-oldest-examples.txt',
+      _PROJECT['optional-dependencies']['examples'],
+    ),
+  ],
+)
+def test_oldest_versions_are_the_bounds_of_the_requirements(
+  file: str, requirements: list[str]
+):
+  # The later ones are the higher ones.
+  requirements = [*_PROJECT['dependencies'], *requirements]
+  bounds = dict(
+    re.findall(r'^([\w-]+)>=([\d.]+)(?:,.*)?$', '\n'.join(requirements), re.M)
   )
-  lines = (_ROOT / 'constraints-oldest.txt').read_text().splitlines()
+  lines = (_ROOT / file).read_text().splitlines()
   oldest = dict(x.split('==') for x in lines if not x.startswith('#'))
   assert oldest.pop('jaxlib') == oldest['jax']
   # With three numbers, as releases have.
   assert oldest == {
     name: '.'.join([*version.split('.'), '0', '0'][:3])
-    for name, version in bounds
+    for name, version in bounds.items()
   }
 
 

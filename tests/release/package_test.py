@@ -52,8 +52,13 @@ def _python(*arguments: str | Path, python: Path | str = sys.executable) -> str:
   return done.stdout
 
 
+def _files(folder: str) -> set[str]:
+  """Returns the Python files of a folder and of those below it."""
+  return {str(x.relative_to(_ROOT)) for x in _ROOT.glob(f'{folder}/**/*.py')}
+
+
 def test_wheel_holds_the_library_only(wheel: Path):
-  modules = {f'merit_optax/{x.name}' for x in _ROOT.glob('merit_optax/*.py')}
+  modules = _files('merit_optax')
   about = {'METADATA', 'RECORD', 'WHEEL', 'licenses/LICENSE'}
   with zipfile.ZipFile(wheel) as archive:
     assert set(archive.namelist()) == (
@@ -72,11 +77,7 @@ def test_sdist_holds_the_library_and_its_tests(built: Path):
   sdist = built / f'{_NAME}.tar.gz'
   with tarfile.open(sdist) as archive:
     names = {x.removeprefix(f'{_NAME}/') for x in archive.getnames()}
-  expected = {
-    str(path.relative_to(_ROOT))
-    for folder in ('merit_optax', 'tests/merit_optax')
-    for path in _ROOT.glob(f'{folder}/*.py')
-  }
+  expected = _files('merit_optax') | _files('tests/merit_optax')
   assert expected <= names
   assert {'README.md', 'LICENSE', 'CHANGELOG.md', 'CITATION.cff'} <= names
   assert not {x for x in names if x.startswith(('examples', 'benchmarks'))}
