@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import merit_optax
+from tests.merit_optax.arrays import call, transforms
 
 _NAN, _INF = float('nan'), float('inf')
 _NO_NUMBERS = (
@@ -97,39 +98,12 @@ _GOOD = {
   'mesh_axes': ('auto', None, 'x', ('x', 'y'), ['x'], ()),
   'hidden': (None, 'kernel', ['a', 'b'], {'w': True}, lambda tree: tree),
 }
-# Arguments that a function needs, and that may be wrong too.
-_HEADS = {'q': merit_optax.AttentionHeads(-2)}
-_QUERY = jnp.ones((1, 2, 3, 4))
-_REQUIRED = {
-  **dict.fromkeys(
-    ['merit', 'merit_statistics', 'muon', 'muon_hyperball', 'adam_hyperball'],
-    {'learning_rate': 0.1},
-  ),
-  'hyperball': {'direction': optax.identity(), 'learning_rate': 0.1},
-  'starting_learning_rate': {'optimizer': 'merit', 'steps': 400},
-  'scale_by_lmo': {'norm': 'row'},
-  'scale_by_shape': {'factor': max},
-  'qk_clip': {'threshold': 1.0, 'query': _HEADS, 'key': _HEADS},
-  'attention_statistics': {'query': _QUERY, 'key': _QUERY},
-  'flax_dimension_numbers': {'params': {'kernel': jnp.ones((2, 2))}},
-}
 # What the others take has tests of its own.
 _FUNCTIONS = sorted(
-  set(merit_optax.__all__)
-  - {'describe', 'hidden_matrices', 'partition_hidden', 'update_statistics'}
-  - {'AttentionHeads', 'AttentionStatistics', 'FusedDimensionNumbers'}
+  {name for name in merit_optax.__all__ if name.islower()}
+  - {'describe', 'hidden_matrices', 'update_statistics'}
 )
-_TRANSFORMS = (
-  *('merit', 'scale_by_adam', 'scale_by_l2_norm_trust_ratio', 'scale_by_lmo'),
-  *('scale_by_muon', 'add_acceleration'),
-  'elementwise_clip',
-)
-
-
-def _call(function, **given):
-  """Calls a function, with what it needs beside some arguments."""
-  arguments = _REQUIRED.get(function, {}) | given
-  return getattr(merit_optax, function)(**arguments)
+_TRANSFORMS = transforms()
 
 
 def _each(table, functions):
@@ -147,7 +121,7 @@ def _each(table, functions):
 def test_bad_values_are_named(function, name, values):
   for value in values:
     with pytest.raises(ValueError) as error:
-      _call(function, **{name: value})
+      call(function, **{name: value})
     # The name first: "eps" is a part of "eps_root".
     assert str(error.value).startswith(f'{name} must ')
     given = value
@@ -158,12 +132,11 @@ def test_bad_values_are_named(function, name, values):
 
 @pytest.mark.parametrize(
   'function, name, values',
-  _each(_GOOD, (*_TRANSFORMS, 'muon_hyperball'))
-  + _each(_GOOD_NUMBERS, _TRANSFORMS),
+  _each(_GOOD, _TRANSFORMS) + _each(_GOOD_NUMBERS, _TRANSFORMS),
 )
 def test_good_values_pass(function, name, values):
   for value in values:
-    built = _call(function, **{name: value})
+    built = call(function, **{name: value})
     assert isinstance(built, optax.GradientTransformation), value
 
 
@@ -178,7 +151,7 @@ def test_arrays_and_tracers_pass_unread(function, name, values):
   params = {'w': jnp.full((2, 3), 0.5)}
 
   def update(value):
-    optimizer = _call(function, **{name: value})
+    optimizer = call(function, **{name: value})
     return optimizer.update(params, optimizer.init(params), params)[0]
 
   del values
@@ -246,4 +219,4 @@ def test_arguments_that_inject_hyperparams_calls_are_refused(name, value):
 def test_values_of_patterns_are_checked(name, values):
   for value in values:
     with pytest.raises(ValueError, match=rf"^{name}\['kernel'\] must be"):
-      _call('flax_dimension_numbers', **{name: {'kernel': value}})
+      call('flax_dimension_numbers', **{name: {'kernel': value}})

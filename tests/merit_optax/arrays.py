@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
+import inspect
 from typing import Any, NamedTuple
 
 import chex
@@ -13,6 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
 
+import merit_optax
+
 # Matrices of numbers whose squares float32 holds, and of zeros.
 _SIZES = st.floats(2.0**-10, 2.0**10, width=32)
 MATRICES = hnp.arrays(
@@ -20,6 +23,43 @@ MATRICES = hnp.arrays(
   (3, 4),
   elements=st.one_of(st.just(0.0), _SIZES, _SIZES.map(lambda x: -x)),
 )
+
+
+# What a function needs besides parameters, by its name and by an argument's.
+_HEADS = {'w': merit_optax.AttentionHeads(-1)}
+_QUERY = jnp.ones((1, 2, 3, 4))
+NEEDED: dict[str, dict[str, Any]] = {
+  'attention_statistics': {'query': _QUERY, 'key': _QUERY},
+  'flax_dimension_numbers': {'params': {'kernel': jnp.ones((2, 2))}},
+  'hyperball': {'direction': optax.identity()},
+  'partition_hidden': {'optimizer': optax.sgd(0.1), 'others': optax.sgd(0.1)},
+  'qk_clip': {'threshold': 1.0, 'query': _HEADS, 'key': _HEADS},
+  'scale_by_lmo': {'norm': 'row'},
+  'scale_by_shape': {'factor': max},
+  'starting_learning_rate': {'optimizer': 'merit', 'steps': 400},
+}
+_NEEDED_ANYWHERE = {
+  'learning_rate': 0.1,
+  'hidden': lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
+}
+
+
+def call(name: str, **given: Any) -> Any:
+  """Calls a public function, with what it needs besides what is given."""
+  function = getattr(merit_optax, name)
+  taken = inspect.signature(function).parameters
+  everywhere = {k: v for k, v in _NEEDED_ANYWHERE.items() if k in taken}
+  return function(**everywhere | NEEDED.get(name, {}) | given)
+
+
+def transforms() -> list[str]:
+  """Returns the names of all public functions that return a transform."""
+  kinds = optax.GradientTransformation, optax.GradientTransformationExtraArgs
+  return [
+    name
+    for name in merit_optax.__all__
+    if inspect.signature(getattr(merit_optax, name)).return_annotation in kinds
+  ]
 
 
 def normal(seed: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:

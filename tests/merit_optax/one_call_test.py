@@ -286,11 +286,26 @@ def test_calls_are_partitions_of_public_parts(actual, hidden, others):
   )
 
 
-@pytest.mark.parametrize('name', ['optimizer', 'others'])
-def test_a_partition_is_of_optimizers(name):
-  given = {'optimizer': optax.sgd(0.1), 'others': optax.sgd(0.1)} | {name: 0.1}
-  with pytest.raises(ValueError, match=f'^{name} must be an optax.Grad.*0.1'):
-    merit_optax.partition_hidden(**given)
+@pytest.mark.parametrize(
+  'optimizer, expected',
+  [
+    ('merit', 0.02),
+    ('lamb', 0.0225),
+    ('muon', 0.0125),
+    ('muon_hyperball', 0.0625),
+  ],
+)
+def test_starting_rates_are_the_documented_ones(optimizer, expected):
+  rate = functools.partial(merit_optax.starting_learning_rate, optimizer)
+  # With two digits. Four times the steps halve it, sixteen times the width
+  # halves that of Muon alone.
+  for steps, factor in ((400, 1), (1600, 0.5)):
+    found = rate(steps, width=1024)
+    np.testing.assert_allclose(found, factor * expected, rtol=0.03)
+  assert rate(400, width=64) == pytest.approx(
+    expected * (2 if optimizer == 'muon' else 1), rel=0.03
+  )
+  assert rate(1, width=64) == rate(150, width=64) > rate(180, width=64)
 
 
 def test_rates_of_muon_in_optax_are_converted_as_documented():

@@ -4,6 +4,7 @@ import functools
 
 import chex
 import equinox as eqx
+from equinox.internal import closure_to_pytree
 from flax import linen, nnx
 from flax.core import freeze
 import hypothesis
@@ -15,7 +16,9 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import normal, run
+from merit_optax.matrices import masks
+from merit_optax.matrices.dimension_numbers import matrix_axes
+from tests.merit_optax.arrays import call, normal, run, transforms
 
 # Nothing is guessed of these trees.
 pytestmark = pytest.mark.filterwarnings('error::UserWarning')
@@ -28,23 +31,19 @@ def _have_rows(params):
   return jax.tree.map(lambda x: len(x.shape) > 1, params)
 
 
-# All transforms that see parameters, one way or another.
+# All transforms; QK-clip has its patterns.
+_MUONS = {'muon', 'muon_hyperball', 'scale_by_muon'}
 _TRANSFORMS = {
-  'merit': lambda: merit_optax.merit(0.1, weight_decay=0.1),
-  'adam_hyperball': lambda: merit_optax.adam_hyperball(0.1, hidden=_have_rows),
-  'muon': lambda: merit_optax.muon(0.1, hidden=_have_rows, ns_steps=1),
-  'keep_matrix_norms': merit_optax.keep_matrix_norms,
+  name: functools.partial(
+    call, name, **{'ns_steps': 1} if name in _MUONS else {}
+  )
+  for name in set(transforms()) - {'qk_clip'}
+} | {
   'calibrated': lambda: merit_optax.scale_by_l2_norm_trust_ratio(
-    calibrate=True
-  ),
-  'acceleration': merit_optax.add_acceleration,
+    min_ratio=0.1, max_ratio=2.0, calibrate=True
+  )
 }
-_EACH_TRANSFORM = pytest.mark.parametrize(
-  'make', _TRANSFORMS.values(), ids=_TRANSFORMS
-)
-_MASK_ARGUMENTS = pytest.mark.parametrize(
-  'argument', ['mask', 'trust_ratio_mask']
-)
+_EACH_TRANSFORM = pytest.mark.parametrize('name', sorted(_TRANSFORMS))
 
 
 def _step(optimizer, params, gradients=None):
@@ -123,6 +122,49 @@ def test_a_field_named_value_keeps_its_name():
   optimizer.init({'c': _Critic(optax.MaskedNode(), jnp.ones(2))})
 
 
+# Functions, and trees that are callable.
+
+
+class _Rule(eqx.Module):
+  """A rule that is a tree itself, with the entries that it returns."""
+
+  entries: object
+
+  def __call__(self, params):
+    return self.entries
+
+
+_FORMS = {
+  'tree': lambda entries: entries,
+  'function': lambda entries: lambda _: entries,
+  'closure': lambda entries: closure_to_pytree(lambda _: entries),
+  'partial': lambda entries: functools.partial(_Rule(entries)),
+  'Partial': lambda entries: jax.tree_util.Partial(_Rule(entries)),
+  'module': _Rule,
+}
+_MODEL = eqx.filter(_mlp(), eqx.is_inexact_array)
+
+
+@pytest.mark.parametrize('form', _FORMS.values(), ids=_FORMS)
+@pytest.mark.parametrize('params', [_PARAMS, freeze(_PARAMS), _MODEL])
+def test_functions_and_models_are_told_apart(form, params):
+  flags = _have_rows(params)
+  mask = masks.checked('mask', form(flags))
+  chex.assert_trees_all_equal(mask(params), flags)
+  specs = jax.tree.map(lambda x: _Spec(-1, -2) if x.ndim > 1 else None, params)
+  assert matrix_axes(form(specs), params) == matrix_axes(specs, params)
+
+
+def test_an_optimizer_may_be_a_tree():
+  # As optimistix.OptaxMinimiser makes one of it.
+  merit = merit_optax.merit(
+    0.1, weight_dimension_numbers=lambda _: {'w': _Spec(1, 0), 'b': None}
+  )
+  chex.assert_trees_all_equal(
+    _step(closure_to_pytree(merit), _PARAMS), _step(merit, _PARAMS)
+  )
+
+
 # Masks.
 
 
@@ -130,38 +172,14 @@ def _masked(argument, mask):
   return merit_optax.merit(0.1, weight_decay=0.1, **{argument: mask})
 
 
-_MASKS = [
-  {'w': True, 'b': False},
-  freeze({'w': np.True_, 'b': jnp.array(False)}),
-  _have_rows,
-  # With a boolean in it, as in a tree of them.
-  jax.tree_util.Partial(lambda flag, params: _have_rows(params), True),
-]
-
-
-@_MASK_ARGUMENTS
-@pytest.mark.parametrize('mask', _MASKS)
+@pytest.mark.parametrize('argument', ['mask', 'trust_ratio_mask'])
+@pytest.mark.parametrize(
+  'mask', [{'w': np.True_, 'b': jnp.array(False)}, _have_rows]
+)
 def test_masks_fit_by_name(argument, mask):
   actual = _step(_masked(argument, mask), freeze(_PARAMS))
-  expected = _step(_masked(argument, _MASKS[0]), _PARAMS)
+  expected = _step(_masked(argument, {'w': True, 'b': False}), _PARAMS)
   chex.assert_trees_all_equal(dict(actual), expected)
-
-
-@pytest.mark.parametrize(
-  'take',
-  [
-    lambda params, mask: _step(_masked('mask', mask), params),
-    lambda params, mask: _step(_masked('trust_ratio_mask', mask), params),
-    lambda params, mask: merit_optax.describe(params, mask=mask),
-  ],
-  ids=['mask', 'trust_ratio_mask', 'describe'],
-)
-def test_masks_in_a_callable_model(take):
-  params = eqx.filter(_mlp(), eqx.is_inexact_array)
-  mask = _have_rows(params)
-  chex.assert_trees_all_equal(
-    take(params, mask), take(params, lambda _: mask), strict=True
-  )
 
 
 @pytest.mark.parametrize(
@@ -175,34 +193,19 @@ def test_masks_in_a_callable_model(take):
     (True, 'static_args'),
   ],
 )
-@_MASK_ARGUMENTS
-def test_masks_that_do_not_fit_are_refused(argument, mask, message):
-  describe = functools.partial(merit_optax.describe, **{argument: mask})
-  for take in (_masked(argument, mask).init, describe):
+def test_masks_that_do_not_fit_are_refused(mask, message):
+  for argument in ('mask', 'trust_ratio_mask'):
     with pytest.raises(ValueError, match=f'^{argument} must.*{message}'):
-      take(_PARAMS)
+      _masked(argument, mask).init(_PARAMS)
 
 
 # Leaves.
 
 
-@pytest.mark.parametrize(
-  'transform',
-  [
-    merit_optax.merit(0.1, weight_decay=0.1),
-    merit_optax.add_acceleration(0.9),
-    merit_optax.scale_by_lmo('row'),
-    merit_optax.scale_by_muon(ns_steps=1),
-    merit_optax.scale_by_shape(lambda m, n: 0.2 * max(m, n) ** 0.5),
-    merit_optax.scale_by_l2_norm_trust_ratio(
-      min_ratio=0.1, max_ratio=2.0, calibrate=True
-    ),
-    merit_optax.keep_matrix_norms(),
-  ],
-  ids=['merit', 'acceleration', 'lmo', 'muon', 'shape', 'l2_norm', 'keep'],
-)
+@_EACH_TRANSFORM
 @pytest.mark.parametrize('dtype', [jnp.float16, jnp.complex64])
-def test_odd_leaves_keep_their_forms_and_leave_others_alone(transform, dtype):
+def test_odd_leaves_keep_their_forms_and_leave_others_alone(name, dtype):
+  transform = _TRANSFORMS[name]()
   matrix = normal(0, (3, 4), dtype)
   tree = {
     'none': None,
@@ -231,18 +234,17 @@ def test_odd_leaves_keep_their_forms_and_leave_others_alone(transform, dtype):
 
 
 @_EACH_TRANSFORM
-def test_leaves_without_an_update_are_passed_over(make):
-  optimizer, model = make(), _mlp()
-  params = eqx.filter(model, eqx.is_inexact_array)
+def test_leaves_without_an_update_are_passed_over(name):
+  optimizer = _TRANSFORMS[name]()
 
   @jax.jit
   def steps(params):
     state = optimizer.init(params)
     # Its leaves are those of the model, with the activation.
-    whole = eqx.combine(params, model)
+    whole = eqx.combine(params, _mlp())
     return [optimizer.update(params, state, x)[0] for x in (whole, params)]
 
-  chex.assert_trees_all_equal(*steps(params))
+  chex.assert_trees_all_equal(*steps(_MODEL))
 
 
 @pytest.mark.parametrize('value', [2, 2.0 + 1.0j])
@@ -274,6 +276,7 @@ def test_integers_do_not_move():
 _TAKE_TREES = {
   name: (lambda tree, make=make: make().init(tree))
   for name, make in _TRANSFORMS.items()
+  if name != 'elementwise_clip'
 } | {
   'describe': merit_optax.describe,
   'hidden_matrices': merit_optax.hidden_matrices,
@@ -281,8 +284,9 @@ _TAKE_TREES = {
 }
 
 
-@pytest.mark.parametrize('take', _TAKE_TREES.values(), ids=_TAKE_TREES)
-def test_other_leaves_are_named(take):
+@pytest.mark.parametrize('name', sorted(_TAKE_TREES))
+def test_other_leaves_are_named(name):
+  take = _TAKE_TREES[name]
   tree = {'layer': {'kernel': jnp.ones((3, 2)), 'activation': jax.nn.relu}}
   with pytest.raises(ValueError, match="got .* as 'layer/activation'"):
     take(tree)
@@ -290,51 +294,30 @@ def test_other_leaves_are_named(take):
     take({'kernel': jnp.ones((3, 2), jnp.float8_e4m3fn)})
 
 
-@pytest.mark.parametrize(
-  'make',
-  [
-    *_TRANSFORMS.values(),
-    merit_optax.scale_by_adam,
-    merit_optax.scale_by_muon,
-    merit_optax.scale_by_max_norm_trust_ratio,
-    merit_optax.keep_matrix_norms,
-    lambda: merit_optax.elementwise_clip(1.0),
-  ],
-)
-def test_updates_that_do_not_fit_are_refused(make):
-  transform = make()
+# Which look at updates alone, without a moment of each parameter.
+_STATELESS = {'elementwise_clip', 'scale_by_lmo', 'scale_by_shape'}
+# Which need no parameters.
+_FREE = _STATELESS | {'add_acceleration', 'scale_by_adam', 'scale_by_muon'}
+
+
+@_EACH_TRANSFORM
+def test_updates_that_do_not_fit_are_refused(name):
+  transform = _TRANSFORMS[name]()
   state = transform.init(_PARAMS)
 
-  def update(updates, params=_PARAMS):
-    transform.update(updates, state, params)
-
-  few_bits = _PARAMS | {'w': jnp.ones((3, 2), jnp.float8_e4m3fn)}
-  message = "updates must have .* got float8_e4m3fn for 'w'"
-  with pytest.raises(ValueError, match=message):
-    update(few_bits)
-  if make in (merit_optax.scale_by_adam, merit_optax.scale_by_muon):
-    for absent in (None, optax.MaskedNode()):
-      message = "^updates must hold an array for 'b'"
-      with pytest.raises(ValueError, match=message):
-        update(_PARAMS | {'b': absent})
-  if make in _TRANSFORMS.values():
-    # It would broadcast.
-    message = r"got \(2,\) for 'w' of shape \(3, 2\)"
+  def refused(message, params=_PARAMS, **updates):
     with pytest.raises(ValueError, match=message):
-      update(_PARAMS | {'w': jnp.ones(2)})
+      transform.update(_PARAMS | updates, state, params)
 
-
-@pytest.mark.parametrize(
-  'make',
-  [
-    *(make for name, make in _TRANSFORMS.items() if name != 'acceleration'),
-    merit_optax.scale_by_max_norm_trust_ratio,
-  ],
-)
-def test_updates_without_parameters_are_refused(make):
-  transform = make()
-  with pytest.raises(ValueError, match='not passing `params`'):
-    transform.update(_PARAMS, transform.init(_PARAMS), None)
+  few_bits = jnp.ones((3, 2), jnp.float8_e4m3fn)
+  refused("updates must have .* got float8_e4m3fn for 'w'", w=few_bits)
+  if name not in _STATELESS:  # It would broadcast.
+    refused(r"got \(2,\) for 'w' of shape \(3, 2\)", w=jnp.ones(2))
+  if name in _FREE - _STATELESS:
+    for absent in (None, optax.MaskedNode()):
+      refused("^updates must hold an array for 'b'", b=absent)
+  if name not in _FREE:
+    refused('not passing `params`', params=None)
 
 
 # A state of one array, of all parameters.
@@ -394,13 +377,13 @@ def test_an_infinite_gradient_stays_in_the_moments(dtype):
 
 @pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
 @_EACH_TRANSFORM
-def test_promotion_may_be_forbidden(make, dtype):
+def test_promotion_may_be_forbidden(name, dtype):
   params = {'w': jnp.ones((3, 2), dtype), 'b': jnp.ones(2, dtype)}
-  optimizer = make()
+  optimizer = _TRANSFORMS[name]()
   state = optimizer.init(params)
   # Nor is anything wrong with arrays of NumPy.
   gradients = jax.tree.map(np.asarray, params)
   with jax.numpy_dtype_promotion('strict'), jax.numpy_rank_promotion('raise'):
-    updates, _ = jax.jit(optimizer.update)(gradients, state, params)
+    updates, _ = jax.eval_shape(optimizer.update, gradients, state, params)
     jax.eval_shape(merit_optax.update_statistics, updates, params)
   chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
