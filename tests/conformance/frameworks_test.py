@@ -69,6 +69,10 @@ def test_nnx_optimizer_of_sharded_parameters():
     @nnx.jit
     def create():
       model = _NnxModel(nnx.Rngs(0))
+      # Flax does so by itself from 0.12 on.
+      state = nnx.state(model)
+      specs = nnx.get_partition_spec(state)
+      nnx.update(model, jax.lax.with_sharding_constraint(state, specs))
       return model, nnx.Optimizer(model, _optimizer(), wrt=nnx.Param)
 
     @nnx.jit

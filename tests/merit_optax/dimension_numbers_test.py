@@ -362,6 +362,7 @@ _TRANSFORMS = {
   'row': functools.partial(merit_optax.scale_by_lmo, 'row'),
   'shape': functools.partial(merit_optax.scale_by_shape, lambda m, n: m / n),
   'kept': merit_optax.keep_matrix_norms,
+  'hyperball': functools.partial(merit_optax.hyperball, optax.identity(), 0.1),
 }
 
 

@@ -148,7 +148,19 @@ def _uncorrected_directions(gradients):
     yield _orthogonal(_MOMENTUM * m + g)
 
 
-@pytest.mark.parametrize('norm', ['l2', 'max'])
+_HYPERBALLS = {
+  'l2': merit_optax.hyperball(
+    optax.identity(), _RATE, weight_dimension_numbers=_SPECS
+  ),
+  'max': optax.chain(
+    _max(ratios=('weight',)),
+    optax.scale_by_learning_rate(_RATE),
+    _keep('max'),
+  ),
+}
+
+
+@pytest.mark.parametrize('norm', _HYPERBALLS)
 def test_hyperball_is_its_formula(norm):
   def rule(w, gradients):
     radius = norms(w, None, norm)
@@ -157,12 +169,7 @@ def test_hyperball_is_its_formula(norm):
       w = radius * w / norms(w, None, norm)
       yield w
 
-  hyperball = optax.chain(
-    {'l2': _l2, 'max': _max}[norm](ratios=('weight',)),
-    optax.scale_by_learning_rate(_RATE),
-    _keep(norm),
-  )
-  _assert_follows(hyperball, rule, rtol=1e-5)
+  _assert_follows(_HYPERBALLS[norm], rule, rtol=1e-5)
 
 
 # A plain momentum in front, and no momentum in Muon, whose own corrects the
@@ -268,6 +275,49 @@ def test_mona_is_its_formula(decay, coefficient):
   _assert_follows(mona, rule)
 
 
+# Norms in a run: trust ratios on Muon's direction, and weight decay.
+
+
+def _growth(*transforms):
+  """Returns the norm of a matrix under random gradients, over its first one.
+
+  Nothing but the rule decides on the norm then. After 300, 600 and 900 steps.
+  """
+  muon = merit_optax.scale_by_muon(weight_dimension_numbers=_Spec(0, 1))
+  rate = optax.scale_by_learning_rate(0.05)
+  optimizer = optax.chain(muon, *transforms, rate)
+  start = normal(0, (12, 24)) / 5
+
+  @jax.jit
+  def run():
+    def step(carry, key):
+      w, state = carry
+      g = jax.random.normal(key, w.shape)
+      updates, state = optimizer.update(g, state, w)
+      w = optax.apply_updates(w, updates)
+      return (w, state), jnp.linalg.norm(w)
+
+    keys = jax.random.split(jax.random.key(1), 900)
+    return jax.lax.scan(step, (start, optimizer.init(start)), keys)[1]
+
+  return np.asarray(run() / jnp.linalg.norm(start), np.float64)[299::300]
+
+
+def test_norms_run_away_under_decay_after_an_unbounded_ratio_alone():
+  decay = optax.add_decayed_weights(_DECAY)
+  unbounded = merit_optax.scale_by_l2_norm_trust_ratio()
+  bounded = merit_optax.scale_by_l2_norm_trust_ratio(
+    min_ratio=0.5, max_ratio=1.5
+  )
+  first, second, third = _growth(unbounded, decay)
+  # Exponentially: each step grows by a fraction of the norm, whatever that is.
+  assert third > 100 * first
+  np.testing.assert_allclose(third / second, second / first, rtol=0.5)
+  for chain in ((decay, unbounded), (bounded, decay)):
+    _, second, third = _growth(*chain)
+    np.testing.assert_allclose(third, second, rtol=0.15)
+
+
 # Kept norms.
 
 
@@ -294,6 +344,13 @@ def test_a_kept_norm_hides_no_nan(norm):
   kept = _kept(norm, _Spec(1, 2))(updates, params)
   assert jnp.isfinite(kept[0]).all()
   assert jnp.isnan(kept[1, 5, 7])
+
+
+def test_a_norm_that_overflows_is_nan_and_no_zero():
+  w, u = jnp.full((2, 3), 1e20), jnp.ones((2, 3))
+  for update, param in ((u, w), (w, u), (-(1 - 1e-5) * w, w)):
+    assert jnp.isnan(_kept('l2')(update, param)).all()
+  np.testing.assert_array_equal(_kept('max')(u, w), 0 * w)
 
 
 def test_bfloat16_weights_take_steps_too_small_for_their_sum():
@@ -344,6 +401,9 @@ def _applied_ratios(transform, steps):
 
 _W = normal(0, (3, 4))
 _Z = jnp.ones((3, 4))
+# As long as the parameter and at right angles to it.
+_ACROSS = _Z - jnp.sum(_W) / jnp.sum(_W**2) * _W
+_ACROSS *= jnp.linalg.norm(_W) / jnp.linalg.norm(_ACROSS)
 _NAN = _Z.at[0, 0].set(jnp.nan)
 _BOUNDS = {'min_ratio': 0.1, 'max_ratio': 5.0}
 _SIZES = [(_Z, _W), (_Z, 2 * _W), (4 * _Z, _W), (_Z, _W)]
@@ -355,7 +415,7 @@ _USELESS = {
   'nan': (_NAN, np.nan),
   'inf': (_Z.at[0, 0].set(jnp.inf), np.nan),
   'decay-bfloat16': ((0.1 * _W).astype(jnp.bfloat16), 1),
-  'mostly-decay': (0.1 * _W + 1e-4 * _Z, 1),
+  'mostly-decay': (_W + _ACROSS / 200, 1),
 }
 
 
@@ -377,6 +437,12 @@ _USELESS = {
         id=name,
       )
       for name, (update, ratio) in _USELESS.items()
+    ),
+    # Of an update with a direction of its own, though it is mostly decay.
+    (
+      {},
+      [(_W + _ACROSS / 50, _W), (_Z, _W)],
+      [1, np.sqrt(np.mean(_W**2) * (1 + 1 / 50**2))],
     ),
     # Whatever else is in the ratios.
     *(

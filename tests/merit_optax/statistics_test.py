@@ -116,6 +116,13 @@ def test_only_the_ratios_in_use_decide():
   assert [watched[name] for name in _SHARES] == [0, 1, 0]
 
 
+def test_the_median_of_an_even_number_lies_between_two():
+  w = jnp.array([[1.0, 1.0], [4.0, 4.0]])
+  watched = _watch_matrix(w, jnp.ones((2, 2)), ratios=('row',))
+  least, median, largest = (watched[name] for name in _RATIOS)
+  assert median == (least + largest) / 2 > least
+
+
 @pytest.mark.parametrize('shape', [(4, 5), (5,)])
 def test_of_equal_ratios_the_first_counts(shape):
   watched = _watch_matrix(jnp.ones(shape), jnp.ones(shape))
