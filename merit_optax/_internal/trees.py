@@ -1,16 +1,13 @@
-"""Trees of parameters: paths as text, what may be a leaf, arrays joined."""
+"""Trees of parameters: paths as text, and what may be a leaf."""
 
 import collections
 from collections.abc import Callable, Container
-import itertools
 import numbers
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-
-from merit_optax._internal.sharding import sharded_as, whole
 
 Path: TypeAlias = tuple[Any, ...]
 IsLeaf: TypeAlias = Callable[[Any], bool] | None
@@ -108,7 +105,7 @@ def nearest_entries(
     # What is in a box there may be without one here.
     key = boxed.get(_keys(path)) if key is None else key
     used.add(key)
-    if _is_empty(leaf):  # Of what is masked out, there may be entries.
+    if _is_empty(leaf):  # Entries may be given for what is masked out.
       empty.add(_keys(path))
     else:
       found.append(MISSING if key is None else entries[key])
@@ -253,40 +250,3 @@ def is_absent(x: Any) -> bool:
 def has_absent(tree: Any) -> bool:
   """Returns whether parameters were left out, or masked out, of a tree."""
   return any(map(is_absent, jax.tree.leaves(tree, is_leaf=is_absent)))
-
-
-def join(tree: Any) -> jax.Array:
-  """Returns all arrays of a tree as one with a single axis, in float32.
-
-  A state that holds it has one array besides the moments, as a counter, whose
-  rank no parameter has to share and that needs no sharding of its own. If they
-  have no elements, it has a zero, since Orbax saves no empty array.
-  """
-  parts = [whole(x).ravel().astype(jnp.float32) for x in jax.tree.leaves(tree)]
-  is_empty = not any(part.size for part in parts)
-  return jnp.zeros(1, jnp.float32) if is_empty else jnp.concatenate(parts)
-
-
-def split(joined: jax.Array, like: Any) -> Any:
-  """Returns the parts of a joined array in a tree of arrays like them.
-
-  Raises:
-    ValueError: If it was joined of more or fewer elements.
-  """
-  leaves, structure = jax.tree.flatten(like)
-  ends = list(itertools.accumulate(x.size for x in leaves))
-  size = max([0, *ends])
-  if size and joined.size != size:
-    raise ValueError(
-      'updates must hold arrays for the parameters that init was given (zeros '
-      f'where there is no gradient, not None): the state has {joined.size} '
-      f'numbers, for these parameters there would be {size}.'
-    )
-  parts = jnp.split(joined, ends)[:-1]
-  return jax.tree.unflatten(
-    structure,
-    [
-      sharded_as(x, part.reshape(x.shape).astype(x.dtype))
-      for part, x in zip(parts, leaves, strict=True)
-    ],
-  )

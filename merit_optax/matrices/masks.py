@@ -16,7 +16,7 @@ from merit_optax._internal.trees import (
 from merit_optax.matrices.dimension_numbers import matrix_axes
 
 
-def checked(name: str, mask: Any) -> Callable[[Any], Any]:
+def as_function(name: str, mask: Any) -> Callable[[Any], Any]:
   """Returns a mask as a function from parameters to a tree like them.
 
   Args:
@@ -49,7 +49,7 @@ def broadcast_mask(name: str, mask: Any, params: Any) -> Any:
   """Returns a mask as a tree of the structure of the parameters."""
   if mask is None:
     return jax.tree.map(lambda _: True, params)
-  return checked(name, mask)(params)
+  return as_function(name, mask)(params)
 
 
 def broadcast_prefix(name: str, prefix: Any, params: Any) -> Any:

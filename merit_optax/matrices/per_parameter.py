@@ -55,7 +55,9 @@ def per_parameter(
     state: optax.EmptyState,
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.EmptyState]:
-    updates, params, axes = aligned(updates, params, weight_dimension_numbers)
+    updates, params, axes = match_to_params(
+      updates, params, weight_dimension_numbers
+    )
     # Eagerly it would be compiled anew for each transform, of which
     # optax.inject_hyperparams makes one in each step.
     leaves = jax.tree.leaves((updates, params))
@@ -66,7 +68,7 @@ def per_parameter(
   return optax.GradientTransformation(init_fn, update_fn)
 
 
-def aligned(
+def match_to_params(
   updates: optax.Updates,
   params: optax.Params | None,
   weight_dimension_numbers: WeightDimensionNumbers,

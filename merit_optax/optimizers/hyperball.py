@@ -116,7 +116,7 @@ def muon_hyperball(
   ns_dtype: jax.typing.DTypeLike | None = None,
   mesh_axes: MeshAxes = FROM_MESH,
 ) -> optax.GradientTransformationExtraArgs:
-  """Hyperball with Muon's direction, and Adam for what is no hidden matrix.
+  """Hyperball with Muon's direction, and Adam for all other parameters.
 
   Each step turns every hidden matrix by a fraction of its norm along Muon's
   direction, and keeps its norm: :func:`merit_optax.hyperball` of
@@ -135,7 +135,7 @@ def muon_hyperball(
 
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
-      learning rates: the norm of a step as a fraction of that of the matrix.
+      learning rates: the norm of a step over the norm of the matrix.
     beta: Decay rate of Muon's momentum, in [0, 1). (The default of
       ``scale_by_muon`` is 0.95, as in Optax.)
     others: Optimizer of all other parameters, such as ``optax.adamw(0.004)`` or
@@ -229,7 +229,7 @@ def adam_hyperball(
   mu_dtype: jax.typing.DTypeLike | None = None,
   nu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-  """Hyperball with Adam's direction, and Adam for what is no hidden matrix.
+  """Hyperball with Adam's direction, and Adam for all other parameters.
 
   As :func:`merit_optax.muon_hyperball`, with the direction of
   :func:`merit_optax.scale_by_adam` for hidden matrices. Its update takes about
@@ -237,7 +237,7 @@ def adam_hyperball(
 
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
-      learning rates: the norm of a step as a fraction of that of the matrix.
+      learning rates: the norm of a step over the norm of the matrix.
     b1: Decay rate of the first moment of all parameters, in [0, 1).
     b2: Decay rate of the second moment of all parameters, in [0, 1).
     eps: Added to the root of the second moment, >= 0; at zero, a zero gradient

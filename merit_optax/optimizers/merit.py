@@ -78,8 +78,8 @@ def merit(
     weight_decay: Weight decay, inside the trust ratio, >= 0, or a schedule.
     mask: Tree of booleans (or a function from parameters to one) that selects
       the parameters to decay; ``None`` for all.
-    mu_dtype: dtype of the first moment; ``None`` for that of the parameter.
-    nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
+    mu_dtype: dtype of the first moment; ``None`` for the parameter's.
+    nu_dtype: dtype of the second moment; ``None`` for the parameter's.
     bias_correction: Whether to apply Adam's bias correction. The paper does
       not use it.
     clip_threshold: Largest magnitude of an element of the scaled update, before
@@ -153,10 +153,10 @@ def merit(
   )
   if trust_ratio_mask is not None:
     trust_ratio = optax.masked(
-      trust_ratio, masks.checked('trust_ratio_mask', trust_ratio_mask)
+      trust_ratio, masks.as_function('trust_ratio_mask', trust_ratio_mask)
     )
   if mask is not None:
-    mask = masks.checked('mask', mask)
+    mask = masks.as_function('mask', mask)
   return optax.chain(
     scale_by_adam(
       b1=b1,

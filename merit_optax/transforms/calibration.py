@@ -1,6 +1,7 @@
 """OrScale's calibration: trust ratios relative to those of the first step."""
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal.dtypes import widen
-from merit_optax._internal.trees import as_arrays, join, split
+from merit_optax._internal.sharding import sharded_as, whole
+from merit_optax._internal.trees import as_arrays
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
@@ -16,7 +18,7 @@ from merit_optax.matrices.dimension_numbers import (
   matrix_axes,
 )
 from merit_optax.matrices.norms import Norm, Ratio
-from merit_optax.matrices.per_parameter import aligned
+from merit_optax.matrices.per_parameter import match_to_params
 from merit_optax.transforms.trust_ratio import (
   Ratios,
   TrustRatioRule,
@@ -33,9 +35,9 @@ class CalibrationState(NamedTuple):
   """First ratios of all parameters.
 
   Attributes:
-    first_ratios: Shape (ratios,), dtype float32: those of each parameter after
-      the other. Zero before the first step of a ratio, infinite if a parameter
-      was zero then.
+    first_ratios: Shape (ratios,), dtype float32, one parameter after the
+      other. Zero before the first step of a ratio, infinite if a parameter was
+      zero then.
   """
 
   first_ratios: jax.Array
@@ -59,11 +61,11 @@ def calibrated(
     check_params(weight_dimension_numbers, params)
     # Placeholders of optax.tree.map_params have no leaves.
     if not jax.tree.leaves(params):
-      return CalibrationState(join(()))
+      return CalibrationState(_join(()))
     axes = matrix_axes(weight_dimension_numbers, params)
     _refuse_parts(params, axes)
     ratios = jax.eval_shape(
-      lambda x: join(jax.tree.map(rule.ratios, x, x, axes)), params
+      lambda x: _join(jax.tree.map(rule.ratios, x, x, axes)), params
     )
     # A type may tell that a mesh splits parameters, which these are not.
     return CalibrationState(jnp.zeros(ratios.shape, jnp.float32))
@@ -73,7 +75,9 @@ def calibrated(
     state: CalibrationState,
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, CalibrationState]:
-    updates, params, axes = aligned(updates, params, weight_dimension_numbers)
+    updates, params, axes = match_to_params(
+      updates, params, weight_dimension_numbers
+    )
     ratios = jax.tree.map(rule.ratios, updates, params, axes)
     if not jax.tree.leaves(ratios):
       return updates, state
@@ -83,12 +87,12 @@ def calibrated(
       params,
       axes,
       ratios,
-      split(state.first_ratios, ratios),
+      _split(state.first_ratios, ratios),
     )
     relative = jax.tree.map(_relative, ratios, first)
     return (
       jax.tree.map(rule.scale, updates, params, relative),
-      CalibrationState(join(first)),
+      CalibrationState(_join(first)),
     )
 
   return optax.GradientTransformation(init_fn, update_fn)
@@ -131,3 +135,41 @@ def _relative(now: jax.Array, first: jax.Array) -> jax.Array:
   is_known = (first > 0) & (first < jnp.inf)
   relative = ratio(now, jnp.where(is_known, first, 1))
   return jnp.where(is_known, jnp.where(now == jnp.inf, now, relative), 1)
+
+
+def _join(ratios: Any) -> jax.Array:
+  """Returns all ratios as one array with a single axis.
+
+  As a counter, it needs no sharding of its own, and no parameter has to share
+  its rank. Without ratios it has a zero, since Orbax saves no empty array.
+  """
+  parts = [
+    whole(x).ravel().astype(jnp.float32) for x in jax.tree.leaves(ratios)
+  ]
+  is_empty = not any(part.size for part in parts)
+  return jnp.zeros(1, jnp.float32) if is_empty else jnp.concatenate(parts)
+
+
+def _split(joined: jax.Array, like: Any) -> Any:
+  """Returns the parts of a joined array in a tree of arrays like them.
+
+  Raises:
+    ValueError: If it was joined of more or fewer elements.
+  """
+  leaves, structure = jax.tree.flatten(like)
+  ends = list(itertools.accumulate(x.size for x in leaves))
+  size = max([0, *ends])
+  if size and joined.size != size:
+    raise ValueError(
+      'updates must hold arrays for the parameters that init was given (zeros '
+      f'where there is no gradient, not None): the state has {joined.size} '
+      f'numbers, for these parameters there would be {size}.'
+    )
+  parts = jnp.split(joined, ends)[:-1]
+  return jax.tree.unflatten(
+    structure,
+    [
+      sharded_as(x, part.reshape(x.shape).astype(x.dtype))
+      for part, x in zip(parts, leaves, strict=True)
+    ],
+  )

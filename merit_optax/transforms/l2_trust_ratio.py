@@ -42,10 +42,9 @@ def scale_by_l2_norm_trust_ratio(
   as in OrScale-LM. It therefore starts at 1, and the learning rate means at
   first what it means without the ratio. (``trust_coefficient`` cancels.)
 
-  - The first step is that of each matrix: the first at which its update is
-    finite and has a direction of its own. One that consists of weight decay to
-    99 % or more, or is zero, has none: the gradient of a layer is zero as long
-    as the layers after it are. Until then the ratio is 1.
+  - Each matrix has its own first step: the first at which its update is finite,
+    not zero, and not weight decay to 99 % or more. (The gradient of a layer is
+    zero as long as the layers after it are.) Until then the ratio is 1.
   - The ratio of a matrix that is zero at that step stays at 1, because there is
     no size to compare with. ``min_norm`` provides one.
 
@@ -61,7 +60,7 @@ def scale_by_l2_norm_trust_ratio(
     min_ratio: Lower bound of the largest ratio, > 0; ``None`` for none.
     max_ratio: Upper bound of the largest ratio, > 0 and at least ``min_ratio``;
       ``None`` for none.
-    calibrate: Whether to divide each ratio by that of its first step.
+    calibrate: Whether to divide each ratio by its value at the first step.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`.
 

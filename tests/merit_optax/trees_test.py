@@ -149,7 +149,7 @@ _MODEL = eqx.filter(_mlp(), eqx.is_inexact_array)
 @pytest.mark.parametrize('params', [_PARAMS, freeze(_PARAMS), _MODEL])
 def test_functions_and_models_are_told_apart(form, params):
   flags = _have_rows(params)
-  mask = masks.checked('mask', form(flags))
+  mask = masks.as_function('mask', form(flags))
   chex.assert_trees_all_equal(mask(params), flags)
   specs = jax.tree.map(lambda x: _Spec(-1, -2) if x.ndim > 1 else None, params)
   assert matrix_axes(form(specs), params) == matrix_axes(specs, params)

@@ -139,6 +139,9 @@ table: str = merit_optax.describe(params)
 query = jnp.ones((2, 16, 4, 8))
 found = merit_optax.attention_statistics(query, query)
 largest: jax.Array = found.max_logit
+merit_optax.merit_statistics(0.02, weight_decay=0.01, ratios={"row", "column"})
+merit_optax.scale_by_l2_norm_trust_ratio(ratios=["weight"])
+rate: float = merit_optax.starting_learning_rate("muon", 400, width=64)
 """
 
 
@@ -148,6 +151,10 @@ _MISTAKES = {
   'merit_optax.describe(params) + 1': 'Unsupported operand types',
   'found.logit': 'has no attribute "logit"',
   'merit_optax.lamb': 'has no attribute "lamb"',
+  'merit_optax.merit(0.1, ratios="row")': '"Iterable[Literal[',
+  'merit_optax.keep_matrix_norms("l1")': "Literal['l2', 'max']",
+  'merit_optax.scale_by_lmo("spectral")': "Literal['max', 'row', ",
+  'merit_optax.starting_learning_rate("adamw", 9)': "Literal['merit', ",
 }
 
 
@@ -161,7 +168,8 @@ def test_a_users_program_is_type_checked(user: Path, tmp_path: Path):
   )  # fmt: skip
   *complaints, count = done.stdout.splitlines()
   # Nothing is wrong with the lines before them.
-  assert count.startswith('Found 5 errors in 1 file'), done.stdout + done.stderr
+  expected = f'Found {len(_MISTAKES)} errors in 1 file'
+  assert count.startswith(expected), done.stdout + done.stderr
   first = len(_TYPED.splitlines()) + 1
   for number, expected in enumerate(_MISTAKES.values(), first):
     (found,) = [x for x in complaints if f'program.py:{number}: error' in x]
