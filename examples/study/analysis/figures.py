@@ -16,7 +16,7 @@ COLORS = {
   'Muon': '#d55e00', 'Hyperball': '#000000',
   'Hyperball, MERIT’s ratios': '#56b4e9',
 }  # fmt: skip
-_RULES = {
+_RULES: dict[str, Any] = {
   'MERIT': 'merit',
   'LAMB': 'lamb',
   'Muon': 'muon',
