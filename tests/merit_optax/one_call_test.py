@@ -301,9 +301,9 @@ def test_starting_rates_are_the_documented_ones(optimizer, expected):
   # halves that of Muon alone.
   for steps, factor in ((400, 1), (1600, 0.5)):
     found = rate(steps, width=1024)
-    np.testing.assert_allclose(found, factor * expected, rtol=0.03)
+    np.testing.assert_allclose(found, factor * expected, rtol=0.05)
   assert rate(400, width=64) == pytest.approx(
-    expected * (2 if optimizer == 'muon' else 1), rel=0.03
+    expected * (2 if optimizer == 'muon' else 1), rel=0.05
   )
   assert rate(1, width=64) == rate(150, width=64) > rate(180, width=64)
 
