@@ -182,7 +182,7 @@ def _adam(
   )
 
 
-def _starting_rate(name: str) -> Callable[[Config], float | None]:
+def _starting_rate(name: Any) -> Callable[[Config], float | None]:
   return lambda config: merit_optax.starting_learning_rate(
     name, config.steps, config.model.width
   )

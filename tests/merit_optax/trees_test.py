@@ -210,11 +210,11 @@ def test_odd_leaves_keep_their_forms_and_leave_others_alone(name, dtype):
   tree = {
     'none': None,
     'masked': optax.MaskedNode(),
-    'empty': jnp.zeros((0, 2), dtype),
-    'columns': jnp.zeros((3, 0), dtype),
+    'no_rows': {'w': jnp.zeros((0, 2), dtype)},
+    'no_columns': {'w': jnp.zeros((3, 0), dtype)},
     'scalar': jnp.ones((), dtype),
     'zero': jnp.zeros((), dtype),
-    'one': jnp.ones((1, 1), dtype),
+    'one': {'w': jnp.ones((1, 1), dtype)},
     'nothing': (),
     'w': matrix,
   }
