@@ -5,9 +5,9 @@ that a disk or a copy has flipped: it restores the wrong number without a word.
 So the checksum of every array is saved with it, and compared after the restore.
 """
 
-import functools
+from collections.abc import Callable
+import contextlib
 import logging
-import math
 from pathlib import Path
 import textwrap
 from typing import Any, Self
@@ -21,9 +21,8 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from examples.gpt2.command import CommandError
 from examples.gpt2.config import UsageError
-from examples.gpt2.processes import on_process_0
 from examples.gpt2.sharding import by_path
-from examples.gpt2.storage import is_remote, move
+from examples.gpt2.storage import is_remote
 
 # Orbax warns of each folder that it opens to read.
 logging.getLogger('absl').setLevel(logging.ERROR)
@@ -39,6 +38,33 @@ class UnsavedError(CommandError):
   """A checkpoint could not be saved."""
 
   status = 5
+
+
+class _Kept(policies.PreservationPolicy):
+  """Keeps the newest checkpoints, the best, and some in between.
+
+  Attributes:
+    val_losses: Validation losses by step, of those that are known.
+    damaged: Steps of damaged checkpoints. They count for nothing, and stay
+      until the run comes to their step.
+  """
+
+  def __init__(self, max_to_keep: int | None, keep_period: int | None):
+    self._max_to_keep, self._keep_period = max_to_keep, keep_period
+    self.val_losses: dict[int, float] = {}
+    self.damaged: set[int] = set()
+
+  def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
+    """Returns whether to keep each of the checkpoints, in order of steps."""
+    del context
+    steps = [x.step for x in checkpoints]
+    sound = [step for step in steps if step not in self.damaged]
+    kept = {*self.damaged, *sound[-(self._max_to_keep or len(sound)) :]}
+    if evaluated := [step for step in sound if step in self.val_losses]:
+      kept.add(min(evaluated, key=self.val_losses.__getitem__))
+    if self._keep_period is not None:
+      kept |= {step for step in sound if step % self._keep_period == 0}
+    return [step in kept for step in steps]
 
 
 class Checkpoints:
@@ -68,28 +94,23 @@ class Checkpoints:
     self._folder = epath.Path(
       folder if is_remote(folder) else folder.absolute()
     )
-    kept: list[policies.PreservationPolicy] = [policies.LatestN(max_to_keep)]
-    kept.append(
-      policies.BestN(
-        get_metric_fn=_val_loss,
-        reverse=True,  # The smallest loss.
-        n=1,
-      )
-    )
-    if keep_period is not None:
-      kept.append(policies.EveryNSteps(keep_period))
+    self._kept = _Kept(max_to_keep, keep_period)
     self._manager = ocp.CheckpointManager(
       self._folder,
       item_handlers=ocp.PyTreeCheckpointHandler(),
       options=ocp.CheckpointManagerOptions(
-        preservation_policy=policies.AnyPreservationPolicy(kept),
-        best_fn=_val_loss,
-        best_mode='min',
+        preservation_policy=self._kept,
         create=not read_only,
         read_only=read_only,
         cleanup_tmp_directories=not read_only,
       ),
     )
+    if not read_only:
+      for step in self.steps():
+        # That of a damaged checkpoint does not count.
+        with contextlib.suppress(Exception):
+          loss = self._manager.metadata(step).custom_metadata['val_loss']
+          self._kept.val_losses[step] = float(loss)
 
   def __enter__(self) -> Self:
     return self
@@ -121,24 +142,28 @@ class Checkpoints:
         raise UnsavedError(
           f'{name} is not finite after step {step}, which is not saved.'
         )
-    metrics = {'val_loss': math.inf if val_loss is None else val_loss}
-    self._try(
-      functools.partial(
-        self._manager.save,
+    metadata = {'checksums': checksums(arrays), 'val_loss': val_loss}
+    if val_loss is not None:
+      self._kept.val_losses[step] = val_loss
+
+    def start() -> None:
+      if step in self._kept.damaged:
+        self._manager.delete(step)
+        self._kept.damaged.remove(step)
+      self._manager.save(
         step,
         args=ocp.args.PyTreeSave(arrays),
-        metrics=metrics,
-        custom_metadata={'checksums': checksums(arrays)},
+        custom_metadata=metadata,
         force=True,
-      ),
-      step,
-    )
+      )
+
+    self._try(start, step)
 
   def wait(self) -> None:
     """Waits until the save under way is durable; raises ``UnsavedError``."""
     self._try(self._manager.wait_until_finished, self._manager.latest_step())
 
-  def _try(self, action: Any, step: int | None) -> None:
+  def _try(self, action: Callable[[], None], step: int | None) -> None:
     try:
       action()
     except Exception as error:
@@ -150,8 +175,7 @@ class Checkpoints:
   def restore(self, like: Any) -> tuple[int, Any] | None:
     """Restores the newest sound checkpoint, on any mesh.
 
-    Newer ones, which are damaged, are set aside with a warning: in a folder
-    beside this one.
+    Newer ones, which are damaged, are named in a warning.
 
     Args:
       like: Tree of the shapes and shardings to restore to.
@@ -160,33 +184,27 @@ class Checkpoints:
       Step and state, ``None`` if there is no checkpoint.
 
     Raises:
-      UsageError: If there are some but none is sound; they stay where they are.
+      UsageError: If there are some but none is sound.
       OSError: If a store is away, which does not say that they are damaged.
     """
-    damaged: dict[int, str] = {}
+    reasons = []
     for step in reversed(self.steps()):
       try:
         state = self.read(step, like)
       except UsageError as error:
-        damaged[step] = str(error)
+        reasons.append(str(error))
+        self._kept.damaged.add(step)
         continue
-      for bad, reason in damaged.items():
-        path = on_process_0(self._set_aside, bad)
+      if reasons:
         warnings.warn(
-          f'{reason} One before it is used, and it is in {path} now.',
+          f'{" ".join(reasons)} That of step {step} is used instead.',
           RuntimeWarning,
           stacklevel=2,
         )
-      self._manager.reload()
       return step, state
-    if damaged:
-      raise UsageError(' '.join(damaged.values()))
+    if reasons:
+      raise UsageError(' '.join(reasons))
     return None
-
-  def _set_aside(self, step: int) -> str:
-    path = self._folder.parent / f'damaged-{step}'
-    move(self._folder / str(step), path)
-    return str(path)
 
   def read(self, step: int, like: Any) -> Any:
     """Reads a checkpoint, or a part of it.
@@ -232,10 +250,6 @@ class Checkpoints:
       )
     leaves = [arrays[name] for name in targets]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
-
-
-def _val_loss(metrics: Any) -> float:
-  return float(metrics['val_loss'])
 
 
 @jax.jit
