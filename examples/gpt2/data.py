@@ -44,7 +44,7 @@ from examples.gpt2.token_files import (
   read_index,
 )
 from examples.gpt2.tokenizer import (
-  end_token_of_folder,
+  end_token,
   num_identifiers,
   read_companions,
   read_tokenizer,
@@ -96,7 +96,7 @@ def open_source(name: str, config: Config) -> Source:
     vocab_size = num_identifiers(tokenizer)
     known = {
       'tokenizer': tokenizer,
-      'end_token': end_token_of_folder(folder / TOKENIZER, tokenizer),
+      'end_token': end_token(folder, tokenizer),
       'companions': read_companions(folder),
     }
   parts = {}

@@ -36,7 +36,7 @@ from examples.gpt2.storage import (
 )
 from examples.gpt2.tokenizer import (
   COMPANIONS,
-  end_token_of_folder,
+  end_token,
   read_companions,
   read_tokenizer,
   with_end_token,
@@ -184,11 +184,11 @@ def read_description(folder: Path) -> Model:
   with naming(folder / DESCRIPTION):
     config, num_tokens = _parse(**read_json(folder / DESCRIPTION))
   companions = read_companions(folder)
-  tokenizer = end_token = None
+  tokenizer = end = None
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-    end_token = end_token_of_folder(folder / TOKENIZER, tokenizer)
-  return Model(config, num_tokens, None, tokenizer, end_token, companions)
+    end = end_token(folder, tokenizer)
+  return Model(config, num_tokens, None, tokenizer, end, companions)
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:

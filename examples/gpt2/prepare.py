@@ -106,14 +106,12 @@ class PrepareConfig:
   """Field that holds the text of a document in JSON, column in Parquet."""
 
   tokenizer: Path | None = None
-  """Vocabulary to use: a tokenizer.json, or a folder with it or with GPT-2's
-  vocab.json and merges.txt (or encoder.json and vocab.bpe). Without, a
+  """Vocabulary to use: a tokenizer.json, or a folder with it. Without, a
   byte-level byte-pair vocabulary is trained on up to 100 MB of the text."""
 
   end_token: str | None = None
-  """Token of --tokenizer that follows each document. Default: what the files
-  beside it name (tokenizer_config.json, special_tokens_map.json,
-  generation_config.json, config.json), or its only special token."""
+  """Token of --tokenizer that follows each document. Default: the eos_token of
+  the tokenizer_config.json beside it, else its only special token."""
 
   vocab_size: int | None = None
   """Size of the vocabulary to train, at the most. Default: 50257."""

@@ -1,6 +1,7 @@
 import bz2
 from collections.abc import Iterable
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
@@ -246,19 +247,14 @@ def _qwen():
   return _byte_level(*special, split=_SPLIT.replace('{1,3}', ''), nfc=True)
 
 
-# Tokenizers, the file that names the end of a text, what it says, and the end.
+# Tokenizers, the token that is named as the end of a text, and the end.
 PUBLISHED = {
-  'Llama 2': (_llama_2, 'tokenizer_config.json', {'eos_token': '</s>'}, '</s>'),
+  'Llama 2': (_llama_2, '</s>', '</s>'),
   'Llama 3': (
-    _llama_3, 'config.json', {'eos_token_id': 300}, '<|end_of_text|>',
+    _llama_3, {'content': '<|end_of_text|>'}, '<|end_of_text|>',
   ),
-  'Llama 3, instruct': (
-    _llama_3, 'generation_config.json', {'eos_token_id': [300, 301]},
-    '<|end_of_text|>',
-  ),
-  'Qwen': (
-    _qwen, 'special_tokens_map.json', {'eos_token': {'content': END}}, END,
-  ),
+  'Qwen': (_qwen, END, END),
+  'GPT-2': (functools.partial(_byte_level, END), None, END),
 }  # fmt: skip
 _HARD = [
   ' two  spaces first', 'and\n\n  lines\r\n\tof code\n',
@@ -270,11 +266,12 @@ _HARD = [
 
 @pytest.mark.parametrize('name', PUBLISHED)
 def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
-  make, file, content, end = PUBLISHED[name]
+  make, named, end = PUBLISHED[name]
   folder, tokenizer = tmp_path / 'published', make()
   folder.mkdir()
   tokenizer.save(str(folder / 'tokenizer.json'))
-  (folder / file).write_text(json.dumps(content))
+  settings = {'eos_token': named}
+  (folder / 'tokenizer_config.json').write_text(json.dumps(settings))
   texts = TEXTS + _HARD
   pa.parquet.write_table(pa.table({'text': texts}), tmp_path / 'a.parquet')
   config = dataclasses.replace(config, data=(str(tmp_path / 'a.parquet'),))
