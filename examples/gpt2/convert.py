@@ -200,7 +200,10 @@ def import_model(
   folder = as_path(folder)
   with new_folder(as_path(out)) as scratch, _copy(folder) as copy:
     with _naming(folder / 'config.json'):
-      theirs = _transformers().AutoConfig.from_pretrained(copy)
+      # Else it asks whether to run code that the folder names.
+      theirs = _transformers().AutoConfig.from_pretrained(
+        copy, trust_remote_code=False
+      )
       config = from_theirs(theirs)
     if (copy / GENERATION).is_file():
       shutil.copy(copy / GENERATION, scratch)

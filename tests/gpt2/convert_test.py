@@ -238,6 +238,11 @@ def test_weights_of_other_versions_are_read(tmp_path: Path):
   ('kind', 'entries', 'message'),
   [
     ('gpt2', {'model_type': 'opt'}, "model_type must be .* got 'opt'"),
+    (
+      'gpt2',
+      {'model_type': 'mine', 'auto_map': {'AutoConfig': 'a.B'}},
+      'cannot be used: .* contains custom code',
+    ),
     ('gpt2', {'n_layer': '2'}, 'n_layer.* expected int, got str'),
     ('gpt2', {'activation_function': 'gelu'}, 'activation_function must be'),
     ('gpt2', {'scale_attn_by_inverse_layer_idx': True}, 'must be False'),
