@@ -167,14 +167,12 @@ def _compile(name: str, weights: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
     updates, state = optimizer.update(gradient, state, param)
     return optax.apply_updates(param, updates), state
 
-  replicated = NamedSharding(weights.sharding.mesh, P())
   state = jax.tree.map(
-    lambda x: (
-      weights
-      if x.shape == weights.shape
-      else jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+    lambda x, sharding: jax.ShapeDtypeStruct(
+      x.shape, x.dtype, sharding=sharding
     ),
     jax.eval_shape(optimizer.init, weights),
+    merit_optax.state_shardings(optimizer, weights),
   )
   shardings = jax.tree.map(lambda x: x.sharding, (weights, state))
   with jax.set_mesh(weights.sharding.mesh):

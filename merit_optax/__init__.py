@@ -18,6 +18,7 @@ from merit_optax.optimizers.hyperball import (
 from merit_optax.optimizers.merit import merit
 from merit_optax.optimizers.muon import muon
 from merit_optax.optimizers.starting_learning_rate import starting_learning_rate
+from merit_optax.optimizers.state_shardings import state_shardings
 from merit_optax.transforms.acceleration import add_acceleration
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.clip import elementwise_clip
@@ -57,5 +58,6 @@ __all__ = (
   'scale_by_muon',
   'scale_by_shape',
   'starting_learning_rate',
+  'state_shardings',
   'update_statistics',
 )

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 import merit_optax
-from tests.merit_optax.arrays import state_shardings, step_function
+from tests.merit_optax.arrays import step_function
 
 assert jax.process_count() == processes
 assert jax.device_count() == 8
@@ -62,7 +62,7 @@ optimizer = merit_optax.merit(
   weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(-2, -1),
 )
 params = tree(0)
-places = shardings, state_shardings(optimizer, params, shardings, mesh)
+places = shardings, merit_optax.state_shardings(optimizer, params)
 state = jax.jit(optimizer.init, out_shardings=places[1])(params)
 step = jax.jit(step_function(optimizer), out_shardings=places)
 for seed in range(1, 6):

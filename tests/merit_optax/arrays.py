@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 import numpy as np
 import optax
 
@@ -120,27 +120,6 @@ def step_function(optimizer: optax.GradientTransformation) -> Callable:
     return optax.apply_updates(params, updates), state
 
   return step
-
-
-def state_shardings(
-  optimizer: optax.GradientTransformation,
-  params: Any,
-  shardings: Any,
-  mesh: Mesh,
-) -> Any:
-  """Returns the shardings of a state whose moments lie as told."""
-
-  def is_masked(x: Any) -> bool:
-    return isinstance(x, optax.MaskedNode)
-
-  return optax.tree.map_params(
-    optimizer,
-    lambda x, sharding: x if is_masked(x) else sharding,
-    jax.eval_shape(optimizer.init, params),
-    shardings,
-    is_leaf=is_masked,
-    transform_non_params=lambda _: NamedSharding(mesh, P()),
-  )
 
 
 def norms(x: Any, axis: Any, kind: str = 'max') -> np.ndarray:

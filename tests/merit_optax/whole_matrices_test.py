@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import make_mesh, normal, state_shardings
+from tests.merit_optax.arrays import make_mesh, normal
 
 # As users compile.
 pytestmark = pytest.mark.usefixtures('full_compilation')
@@ -33,7 +33,7 @@ def _sent(mesh, name='fsdp', **settings):
   state = jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
     jax.eval_shape(transform.init, array),
-    state_shardings(transform, array, sharding, mesh),
+    merit_optax.state_shardings(transform, array),
   )
   update = jax.jit(transform.update, out_shardings=(sharding, None))
   text = update.lower(array, state).compile().as_text()
