@@ -100,36 +100,6 @@ def corrected(moment: Any, decay: Any, count: jax.Array) -> Any:
     return optax.tree.bias_correction(moment, decay, count)
 
 
-def cast_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns a moment in the dtype of another, at most its largest number.
-
-  An infinity would stay for ever. One that a gradient holds is no overflow, and
-  is kept, so that it does not pass for a number.
-  """
-  if x.dtype == like.dtype or not jnp.issubdtype(like.dtype, jnp.floating):
-    return x.astype(like.dtype)
-  limit = float(jnp.finfo(like.dtype).max)
-  bounded = jnp.where(jnp.isinf(x), x, jnp.clip(x, -limit, limit))
-  return bounded.astype(like.dtype)
-
-
-def without_overflow(
-  squares: jax.Array, before: jax.Array, gradient: jax.Array
-) -> jax.Array:
-  """Returns an average of squares, infinite only if it already was or has to.
-
-  Args:
-    squares: The average.
-    before: The average of the step before.
-    gradient: The gradient of this step.
-  """
-  if jnp.iscomplexobj(squares):
-    return squares
-  is_overflow = jnp.isfinite(gradient) & jnp.isfinite(before)
-  limit = jnp.finfo(squares.dtype).max
-  return jnp.where(is_overflow, jnp.minimum(squares, limit), squares)
-
-
 def cast_to_both(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
   """Returns an array in the dtype to which those of two others promote."""
   return x.astype(common_dtype(a, b))

@@ -7,7 +7,6 @@ import optax
 
 from merit_optax._internal import arguments
 from merit_optax._internal.dtypes import (
-  cast_like,
   cast_to_both,
   check_decay,
   check_real,
@@ -114,7 +113,7 @@ def add_acceleration(
     mu = optax.tree.update_moment(g, mu, decay, 1)
     return (
       jax.tree.map(cast_to_both, accelerated, updates, state.mu),
-      AccelerationState(jax.tree.map(cast_like, mu, state.mu)),
+      AccelerationState(optax.tree.cast_like(mu, state.mu)),
     )
 
   return optax.GradientTransformation(init_fn, update_fn)

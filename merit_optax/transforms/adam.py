@@ -6,14 +6,12 @@ import optax
 
 from merit_optax._internal import arguments
 from merit_optax._internal.dtypes import (
-  cast_like,
   cast_to_both,
   check_decay,
   check_real,
   corrected,
   moment_dtype,
   widen,
-  without_overflow,
 )
 from merit_optax._internal.trees import as_arrays, check_shapes
 
@@ -27,7 +25,6 @@ def scale_by_adam(
   *,
   nu_dtype: jax.typing.DTypeLike | None = None,
   bias_correction: bool = False,
-  nesterov: bool = False,
 ) -> optax.GradientTransformation:
   r"""Rescales updates according to the Adam algorithm.
 
@@ -68,9 +65,6 @@ def scale_by_adam(
     bias_correction: Whether to correct the moments for their initialization at
       zero. MERIT does not, because its trust ratio cancels a factor common to
       all elements.
-    nesterov: Whether to use Nesterov momentum, as in
-      :func:`optax.scale_by_adam`: the last line then uses
-      :math:`\beta_1 m + (1 - \beta_1) g` instead of :math:`m`.
 
   Returns:
     A :class:`optax.GradientTransformation` whose state is an
@@ -106,7 +100,6 @@ def scale_by_adam(
   eps = arguments.at_least_zero('eps', eps)
   eps_root = arguments.at_least_zero('eps_root', eps_root)
   bias_correction = arguments.boolean('bias_correction', bias_correction)
-  nesterov = arguments.boolean('nesterov', nesterov)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   nu_dtype = moment_dtype('nu_dtype', nu_dtype)
   check_decay('b1', b1, mu_dtype)
@@ -131,23 +124,18 @@ def scale_by_adam(
     del params
     updates = as_arrays(updates, 'updates')
     check_shapes(state.mu, updates)
-    g, mu, old_nu = jax.tree.map(widen, (updates, state.mu, state.nu))
+    g, mu, nu = jax.tree.map(widen, (updates, state.mu, state.nu))
     mu = optax.tree.update_moment(g, mu, b1, 1)
-    nu = optax.tree.update_moment_per_elem_norm(g, old_nu, b2, 2)
-    nu = jax.tree.map(without_overflow, nu, old_nu, g)
+    nu = optax.tree.update_moment_per_elem_norm(g, nu, b2, 2)
     count = optax.safe_increment(state.count)
     new_state = optax.ScaleByAdamState(
       count=count,
-      mu=jax.tree.map(cast_like, mu, state.mu),
-      nu=jax.tree.map(cast_like, nu, state.nu),
+      mu=optax.tree.cast_like(mu, state.mu),
+      nu=optax.tree.cast_like(nu, state.nu),
     )
     if bias_correction:
-      ahead = optax.safe_increment(count) if nesterov else count
-      g = corrected(g, b1, count)
-      mu = corrected(mu, b1, ahead)
+      mu = corrected(mu, b1, count)
       nu = corrected(nu, b2, count)
-    if nesterov:
-      mu = optax.tree.update_moment(g, mu, b1, 1)
     u = jax.tree.map(lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu, nu)
     return jax.tree.map(cast_to_both, u, updates, state.mu), new_state
 

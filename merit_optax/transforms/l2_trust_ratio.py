@@ -49,7 +49,7 @@ def scale_by_l2_norm_trust_ratio(
     no size to compare with. ``min_norm`` provides one.
 
   Norms are float32 sums, so the updates of two meshes differ by rounding. A
-  norm below 1e-14 counts as zero.
+  norm below 1.1e-19 (float32) counts as zero.
 
   Args:
     min_norm: Lower bound of every norm, >= 0.

@@ -56,10 +56,10 @@ def scale_by_lmo(
   The momentum comes before this transform (:func:`optax.ema`), and what depends
   on the shape after it (:func:`merit_optax.scale_by_shape`).
 
-  A part whose RMS is zero stays zero. Every other part has its full size,
-  however small its gradient is: the row of an embedding whose token no longer
-  occurs keeps moving until its momentum underflows, unless ``eps`` is large in
-  comparison.
+  A part whose l2 norm is zero, or below 1.1e-19 in float32, becomes zero. Every
+  other part has its full size, however small its gradient is: the row of an
+  embedding whose token no longer occurs keeps moving until its momentum
+  underflows, unless ``eps`` is large in comparison.
 
   Args:
     norm: ``'max'``, ``'row'``, ``'column'`` or ``'rms'``.

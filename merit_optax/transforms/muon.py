@@ -8,7 +8,6 @@ import optax
 
 from merit_optax._internal import arguments
 from merit_optax._internal.dtypes import (
-  cast_like,
   cast_to_both,
   check_decay,
   check_real,
@@ -189,7 +188,7 @@ def scale_by_muon(
     mu = optax.tree.update_moment(g, mu, beta, 1)
     new_state = optax.contrib.MuonState(
       count=count,
-      mu=jax.tree.map(cast_like, mu, state.mu),
+      mu=optax.tree.cast_like(mu, state.mu),
       ns_coeffs=state.ns_coeffs,
     )
     ahead = optax.safe_increment(count) if nesterov else count

@@ -4,7 +4,6 @@ Both sides get the same gradients. Gradients are sums, whose last bits depend on
 the sharding; the maxima that MERIT takes do not.
 """
 
-from collections.abc import Iterator
 import contextlib
 import functools
 import itertools
@@ -21,7 +20,6 @@ import optax
 import pytest
 
 import merit_optax
-from merit_optax.matrices.norms import max_norm
 from tests.merit_optax.arrays import (
   assert_same_bits,
   make_mesh,
@@ -373,22 +371,11 @@ def _most_numbers(shape, spec):
   return matrices * (2 * (rows + columns) + 2)
 
 
-@pytest.fixture
-def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  """Takes norms as accelerators do; on CPU three times as many travel."""
-  monkeypatch.setattr(
-    jax.lax, 'platform_dependent', lambda *x, default, cpu: default(*x)
-  )
-  max_norm.clear_cache()
-  yield
-  max_norm.clear_cache()
-
-
 @pytest.mark.parametrize(
   'names, axis_type',
   [(_SPLIT, _AUTO), (_SOME, _EXPLICIT), (_WHOLE, _AUTO)],
 )
-@pytest.mark.usefixtures('full_compilation', 'as_on_accelerators')
+@pytest.mark.usefixtures('full_compilation')
 def test_merit_sends_only_norms(names, axis_type):
   mesh = make_mesh(axis_type, **_MESH)
   found = _compile_step(
@@ -408,7 +395,7 @@ def test_merit_sends_only_norms(names, axis_type):
   assert max(sizes) <= 96
 
 
-@pytest.mark.usefixtures('full_compilation', 'as_on_accelerators')
+@pytest.mark.usefixtures('full_compilation')
 def test_all_reduces_of_an_unrolled_model_are_combined():
   mesh = make_mesh(**_MESH)
   layer = {

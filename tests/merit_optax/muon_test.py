@@ -131,14 +131,22 @@ def test_large_matrices_are_multiplied_in_blocks(dtype):
   np.testing.assert_allclose(_update()(matrix), (u * values) @ v, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+  'dtype, exponents', [('float32', (-18, 18)), ('float64', (-150, 150))]
+)
 @hypothesis.given(
   st.integers(0, 2**31),
   st.sampled_from([(1, 7), (5, 5), (2, 4, 10)]),
-  st.floats(-4, 15),
+  st.data(),
 )
-def test_singular_values_are_near_one_at_any_scale(seed, shape, exponent):
+def test_singular_values_are_near_one_at_any_scale(
+  dtype, exponents, seed, shape, data
+):
   matrix = np.random.default_rng(seed).normal(size=shape) + np.eye(*shape[-2:])
-  found = _update()(jnp.asarray(matrix * 10.0**exponent, jnp.float32))
+  scale = 10.0 ** data.draw(st.floats(*exponents))
+  with jax.enable_x64(dtype == 'float64'):
+    found = _update(eps=0.0)(jnp.asarray(matrix * scale, dtype))
+  assert found.dtype == dtype
   values = np.linalg.svd(np.asarray(found, np.float64), compute_uv=False)
   assert values.max() < 1.25
   # Those of the smallest fraction take more iterations than five.

@@ -114,6 +114,19 @@ def test_a_step_is_at_most_the_rate_times_the_largest_weight(decay, pair):
   assert np.max(np.abs(updates)) <= bound * _ULPS
 
 
+@hypothesis.given(exponent=st.floats(0, 38), seed=st.integers(0, 2**31))
+def test_the_bound_holds_after_a_gradient_whose_square_overflows(
+  exponent, seed
+):
+  gradients = np.array(normal(seed, (8, 3, 4)))
+  gradients[2, 0, 0] = 10.0**exponent
+  w = np.array(normal(seed + 1, (3, 4)))
+  params, updates = _steps(learning_rate=0.25)(w, gradients)
+  before = np.concatenate([w[None], params[:-1]])
+  largest = np.abs(before).max((1, 2)).astype(np.float64)
+  assert np.all(np.abs(updates).max((1, 2)) <= 0.25 * largest * _ULPS)
+
+
 # Invariances.
 
 
@@ -202,6 +215,25 @@ def test_updates_are_finite(options, params, gradients):
     assert np.all(np.isfinite(leaf))
 
 
+@pytest.mark.parametrize('part', [1, 1j, -0.5 + 0.8j])
+def test_updates_of_complex_numbers_below_1e19_are_finite(part):
+  gradients = np.full((3, 3, 4), 1e19 * part, np.complex64)
+  w = np.array(normal(0, (3, 4), jnp.complex64))
+  assert np.all(np.isfinite(_steps(learning_rate=0.01)(w, gradients)))
+
+
+@pytest.mark.parametrize('spoiled, rest', [(np.nan, np.nan), (np.inf, 0.0)])
+def test_behind_a_clip_nan_spreads_to_all_parameters_and_infinity_does_not(
+  spoiled, rest
+):
+  params = {'a': jnp.ones((3, 4)), 'b': jnp.ones((3, 4))}
+  gradients = {**params, 'a': params['a'].at[0, 0].set(spoiled)}
+  clipped = optax.chain(optax.clip_by_global_norm(1.0), merit_optax.merit(0.1))
+  updates, _ = clipped.update(gradients, clipped.init(params), params)
+  assert np.all(np.isnan(updates['a']))
+  np.testing.assert_array_equal(updates['b'], np.full((3, 4), rest))
+
+
 @hypothesis.settings(max_examples=100)
 @hypothesis.given(pair=_pairs(_extreme))
 def test_scaled_updates_are_finite(pair):
@@ -251,7 +283,8 @@ def test_maxima_of_many_numbers(shape, dtype):
 
 
 _AXES = ((0,), (1,), (0, 1))
-_in_range = st.floats(-12, 18).map(lambda x: float(np.float32(10.0**x)))
+# Exponents of numbers whose squares are normal.
+_RANGES = {'float32': (-18, 18), 'float64': (-150, 150)}
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -262,20 +295,36 @@ def _gradient_and_norms(x, axis):
 
 
 @pytest.mark.parametrize('axis', [(1,), (0, 1)])
-@hypothesis.given(
-  x=hnp.arrays(
-    np.float32,
-    (3, 4),
-    elements=st.one_of(st.just(0.0), _in_range, _in_range.map(lambda x: -x)),
-  )
-)
-def test_l2_norms_and_gradients_from_1e_12_to_1e18(axis, x):
-  gradient, norms = _gradient_and_norms(x, axis)
-  x = x.astype(np.float64)
+@pytest.mark.parametrize('dtype', _RANGES)
+@hypothesis.given(data=st.data())
+def test_l2_norms_and_gradients_as_far_as_squares_are_normal(dtype, axis, data):
+  sizes = st.floats(*_RANGES[dtype]).map(lambda x: 10.0**x)
+  elements = st.one_of(st.just(0.0), sizes, sizes.map(lambda x: -x))
+  # Arrays of NumPy are rounded as they are filled.
+  x = data.draw(hnp.arrays(np.float64, (3, 4), elements=elements)).astype(dtype)
+  with jax.enable_x64(dtype == 'float64'):
+    gradient, norms = map(np.asarray, _gradient_and_norms(x, axis))
+  assert norms.dtype == x.dtype
+  x = x.astype(np.longdouble)
   expected = np.sqrt(np.sum(x**2, axis, keepdims=True))
-  np.testing.assert_allclose(norms, expected, rtol=1e-6)
+  eps = np.finfo(dtype).eps
+  np.testing.assert_allclose(norms, expected, rtol=8 * eps)
   expected = x / np.where(expected == 0, 1, expected)
-  np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+  np.testing.assert_allclose(gradient, expected, rtol=64 * eps)
+
+
+@pytest.mark.parametrize('dtype', _RANGES)
+@pytest.mark.parametrize('norm', ['max', 'row', 'column', 'rms'])
+@hypothesis.given(data=st.data())
+def test_directions_have_their_full_size_however_small_gradients_are(
+  norm, dtype, data
+):
+  size = 10.0 ** data.draw(st.floats(*_RANGES[dtype]))
+  with jax.enable_x64(dtype == 'float64'):
+    transform = merit_optax.scale_by_lmo(norm)
+    gradient = jnp.full((3, 4), size, dtype)
+    direction, _ = transform.update(gradient, transform.init(gradient))
+  np.testing.assert_allclose(direction, 1, rtol=1e-6)
 
 
 # Precision.
