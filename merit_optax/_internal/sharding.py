@@ -1,12 +1,15 @@
-"""Shardings of arrays on meshes with Explicit axes."""
+"""Shardings of arrays on meshes."""
 
 from collections.abc import Iterable
+import itertools
 
 import jax
+from jax.experimental.shard_alike import shard_alike
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import PartitionSpec
 
 
-def whole(x: jax.Array, axes: Iterable[int] | None = None) -> jax.Array:
+def unsplit(x: jax.Array, axes: Iterable[int] | None = None) -> jax.Array:
   """Returns an array whose type does not tell that a mesh splits these axes.
 
   Args:
@@ -31,4 +34,16 @@ def sharded_as(like: jax.Array, x: jax.Array) -> jax.Array:
   if not any(sharding.spec):
     return x
   found: jax.Array = jax.sharding.reshard(x, sharding)
+  return found
+
+
+_numbers = itertools.count()
+
+
+def placed_like(x: jax.Array, like: jax.Array) -> jax.Array:
+  """Returns an array that a mesh with Auto axes splits as it does another."""
+  # Without it, jax 0.10 lowers all calls with one shape to the same group, and
+  # the compiler splits all of their arrays alike.
+  with set_xla_metadata(shard_group=next(_numbers)):
+    found: jax.Array = shard_alike(x, like)[0]
   return found

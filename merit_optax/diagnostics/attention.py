@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from merit_optax._internal import arguments
-from merit_optax._internal.sharding import whole
+from merit_optax._internal.sharding import unsplit
 
 _QUERIES_AT_ONCE = 128
 
@@ -150,7 +150,7 @@ def _to_btnh(name: str, x: jax.Array, layout: str) -> jax.Array:
     x, layout = x[None], 'B' + layout
   in_order = jnp.transpose(x, [layout.index(axis) for axis in 'BTNH'])
   # Each query needs all keys, and all their features.
-  return whole(in_order, (1, 3))
+  return unsplit(in_order, (1, 3))
 
 
 def _check_shapes(query: jax.Array, key: jax.Array) -> None:

@@ -23,7 +23,7 @@ from merit_optax.matrices.whole_matrices import (
   MeshAxes,
   check_mesh_axes,
   how_multiplied,
-  place_of,
+  spread_of,
 )
 from merit_optax.optimizers.hidden import (
   Hidden,
@@ -130,7 +130,7 @@ def describe(
     matrices = {
       name: x for name, x, y in zip(names, leaves, chosen, strict=True) if y
     }
-    place = place_of([*matrices.values()], check_mesh_axes(mesh_axes))
+    spread = spread_of([*matrices.values()], check_mesh_axes(mesh_axes))
   scaled = treedef.flatten_up_to(
     scaled_axes(weight_dimension_numbers, trust_ratio_mask, params)
   )
@@ -156,7 +156,7 @@ def describe(
         '-' if axes is None else _matrices(shape, axes),
         _ratios(axes, ratios),
         'yes' if is_decayed else 'no',
-        how_multiplied(shape, axes, place)
+        how_multiplied(shape, axes, spread)
         if is_hidden and axes is not None and axes.rows
         else '-',
       )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal.dtypes import widen
-from merit_optax._internal.sharding import whole
+from merit_optax._internal.sharding import unsplit
 from merit_optax._internal.trees import (
   numbers_as_arrays,
   path_namer,
@@ -165,7 +165,7 @@ def _leaf_statistics(
     for x in (learning_rate * clipped, param)
   )
   # An array split over Explicit axes of a mesh cannot be sorted.
-  in_order = jnp.sort(whole(ratio).ravel())
+  in_order = jnp.sort(unsplit(ratio).ravel())
   middle = in_order[(ratio.size - 1) // 2], in_order[ratio.size // 2]
   return {
     'trust_ratio_min': jnp.min(ratio),

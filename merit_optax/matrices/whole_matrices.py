@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
+from merit_optax._internal.sharding import placed_like
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   join_parts,
@@ -26,17 +27,19 @@ _USUAL_AXES = ('fsdp', 'tensor')
 _ANY = P.UNCONSTRAINED
 
 
-class Place(NamedTuple):
-  """Where matrices of one shape are computed.
+class Spread(NamedTuple):
+  """How whole matrices are spread over devices.
 
   Attributes:
     mesh: Mesh, or ``None`` for one device.
     names: Axes of the mesh over which whole matrices are spread, or none: the
       compiler splits products.
+    is_ordered: Whether matrices are to move over these axes in this order.
   """
 
   mesh: Any
   names: tuple[str, ...]
+  is_ordered: bool = True
 
 
 def check_mesh_axes(mesh_axes: Any) -> tuple[str, ...] | str:
@@ -68,6 +71,7 @@ def map_matrices(
   updates: Any,
   axes: Any,
   mesh_axes: tuple[str, ...] | str,
+  like: Any,
   *args: jax.Array,
 ) -> Any:
   """Applies a function to stacks of whole matrices.
@@ -85,48 +89,54 @@ def map_matrices(
     axes: Tree of :class:`MatrixAxes`, of the same structure. Without rows, an
       array is a matrix of one row.
     mesh_axes: What :func:`check_mesh_axes` returns.
+    like: Tree of arrays that lie on the mesh as the results should.
     *args: Arrays that every device gets.
 
   Returns:
     Tree like ``updates``.
   """
+  spread = spread_of(jax.tree.leaves(updates), mesh_axes)
+  if spread.names:
+    updates = jax.tree.map(placed_like, updates, like)
   # Matrices side by side are arrays of their own.
-  split = jax.tree.map(split_parts, updates, axes)
-  split_axes = jax.tree.map(
+  parts = jax.tree.map(split_parts, updates, axes)
+  axes_of_parts = jax.tree.map(
     lambda _, a: [a._replace(parts=())] * max(1, len(a.parts)), updates, axes
   )
-  mapped = _map_leaves(function, split, split_axes, mesh_axes, *args)
-  return jax.tree.map(
+  mapped = _map_leaves(function, parts, axes_of_parts, spread, *args)
+  found = jax.tree.map(
     lambda _, a, parts: join_parts(parts, a), updates, axes, mapped
   )
+  # Else nothing would tell the compiler, on Auto axes, where results belong.
+  return jax.tree.map(placed_like, found, like) if spread.names else found
 
 
 def _map_leaves(
   function: Callable[..., jax.Array],
   updates: Any,
   axes: Any,
-  mesh_axes: tuple[str, ...] | str,
+  spread: Spread,
   *args: jax.Array,
 ) -> Any:
   """Applies a function to stacks of the matrices of all arrays."""
   treedef: Any
   leaves, treedef = jax.tree.flatten(updates)
   leaf_axes = treedef.flatten_up_to(axes)
-  place = place_of(leaves, mesh_axes)
-  # What holds nothing has nothing to compute.
+  # Empty arrays stay as they are.
   indices = [i for i, x in enumerate(leaves) if x.size]
 
   def apply(*arrays: jax.Array) -> list[jax.Array]:
     arrays, shared = arrays[: len(indices)], arrays[len(indices) :]
     which = [leaf_axes[i] for i in indices]
     # Explicit axes are Auto ones here.
-    here = place._replace(mesh=_mesh(arrays))
+    here = spread._replace(mesh=_mesh(arrays))
     return _map_stacks(function, arrays, which, here, shared)
 
   arrays = [leaves[i] for i in indices]
-  explicit = [] if place.mesh is None else _axes(place.mesh, AxisType.Explicit)
+  mesh = spread.mesh
+  explicit = [] if mesh is None else _axes(mesh, AxisType.Explicit)
   if explicit:
-    arrays = [_on_mesh(x, place.mesh) for x in arrays]
+    arrays = [_on_mesh(x, mesh) for x in arrays]
     # Within, shardings are constraints, as on an Auto mesh.
     apply = jax.sharding.auto_axes(
       apply, axes=tuple(explicit), out_sharding=[_sharding(x) for x in arrays]
@@ -137,7 +147,9 @@ def _map_leaves(
   return treedef.unflatten(leaves)
 
 
-def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
+def spread_of(
+  arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str
+) -> Spread:
   """Returns the mesh of arrays, and its axes that whole matrices spread over.
 
   By default these are the axes that split one of the arrays, as far as their
@@ -152,7 +164,7 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
   """
   mesh = _mesh(arrays)
   if mesh is None:
-    return Place(None, ())
+    return Spread(None, ())
   free = [name for name in _free_axes(mesh) if mesh.shape[name] > 1]
   if mesh_axes != FROM_MESH:
     missing = [name for name in mesh_axes if name not in mesh.axis_names]
@@ -161,14 +173,13 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
         f'mesh_axes must name axes of the mesh {mesh.axis_names}, got '
         f'{missing}.'
       )
-    return Place(mesh, tuple(x for x in mesh_axes if x in free))
+    return Spread(mesh, tuple(x for x in mesh_axes if x in free))
   splitting = {name for x in arrays for name in _splitting(_sharding(x).spec)}
   only = free if len(mesh.axis_names) == 1 else ()
   for names in (splitting, _USUAL_AXES, only):
-    found = tuple(name for name in free if name in names)
-    if found:
-      return Place(mesh, found)
-  # Usual axes of one device say that nothing splits matrices.
+    if found := tuple(name for name in free if name in names):
+      return Spread(mesh, found, is_ordered=False)
+  # If these axes have one device each, nothing splits matrices.
   if free and not {*_USUAL_AXES} & {*mesh.axis_names}:
     warnings.warn(
       f'Nothing says which axes of the mesh {dict(mesh.shape)} split matrices, '
@@ -177,7 +188,7 @@ def place_of(arrays: Sequence[Any], mesh_axes: tuple[str, ...] | str) -> Place:
       'pass mesh_axes=None if that is what you want.',
       stacklevel=2,
     )
-  return Place(mesh, ())
+  return Spread(mesh, ())
 
 
 def _free_axes(mesh: Any) -> list[str]:
@@ -199,15 +210,15 @@ def _on_mesh(x: jax.Array, mesh: Any) -> jax.Array:
 
 
 def how_multiplied(
-  shape: tuple[int, ...], axes: MatrixAxes, place: Place
+  shape: tuple[int, ...], axes: MatrixAxes, spread: Spread
 ) -> str:
   """Returns where the products of a parameter's matrices are computed."""
-  if place.mesh is None or place.mesh.size == 1:
+  if spread.mesh is None or spread.mesh.size == 1:
     return 'on one device'
   size = math.prod(shape[axis] for axis in axes.rows + axes.columns)
-  if not place.names or size > _LARGEST_WHOLE:
+  if not spread.names or size > _LARGEST_WHOLE:
     return 'left to the compiler'
-  return f'whole, over {", ".join(place.names)}'
+  return f'whole, over {", ".join(spread.names)}'
 
 
 def _mesh(arrays: Sequence[Any]) -> Any:
@@ -231,7 +242,7 @@ def _map_stacks(
   function: Callable[..., jax.Array],
   arrays: Sequence[jax.Array],
   axes: Sequence[MatrixAxes],
-  place: Place,
+  spread: Spread,
   args: Sequence[jax.Array],
 ) -> list[jax.Array]:
   """Stacks matrices, applies the function and takes the stacks apart."""
@@ -242,7 +253,7 @@ def _map_stacks(
   results: dict[int, jax.Array] = {}
   for members in groups.values():
     joined = jnp.concatenate([stacks[i] for i in members])
-    joined = _apply(function, joined, place, args)
+    joined = _apply(function, joined, spread, args)
     sizes = itertools.accumulate(len(stacks[i]) for i in members)
     parts = jnp.split(joined, list(sizes)[:-1])
     results |= dict(zip(members, parts, strict=True))
@@ -283,32 +294,43 @@ def _order_and_shape(
 def _apply(
   function: Callable[..., jax.Array],
   stack: jax.Array,
-  place: Place,
+  spread: Spread,
   args: Sequence[jax.Array],
 ) -> jax.Array:
   """Applies a function to a stack, on a mesh where its matrices are whole."""
-  mesh, names = place
+  mesh, names, _ = spread
   if not names or math.prod(stack.shape[1:]) > _LARGEST_WHOLE:
     return function(stack, *args)
   count = math.prod(mesh.shape[name] for name in names)
   padded = jnp.pad(stack, ((0, -len(stack) % count), (0, 0), (0, 0)))
-  # Moving one axis of the mesh at a time makes an all-to-all of each move, and
-  # back again. The compiler would gather a stack that moves along two at once.
-  moves = [P(names[: i + 1], _ANY, _ANY) for i in range(len(names))]
+  moves = _moves(stack.shape, count, spread)
   for spec in moves:
     padded = _constrain(padded, mesh, spec)
-  spread = P(names)
   result = jax.shard_map(
     function,
     mesh=mesh,
-    in_specs=(spread, *(P() for _ in args)),
-    out_specs=spread,
+    in_specs=(P(names), *(P() for _ in args)),
+    out_specs=P(names),
     axis_names={*_free_axes(mesh)},
     check_vma=False,
-  )(_constrain(padded, mesh, spread), *args)
+  )(_constrain(padded, mesh, P(names)), *args)
   for spec in reversed(moves):
     result = _constrain(result, mesh, spec)
   return result[: len(stack)]
+
+
+def _moves(shape: tuple[int, ...], count: int, spread: Spread) -> list[P]:
+  """Returns the specs of a stack on its way to whole matrices on devices.
+
+  Of each, the compiler makes an all-to-all. It would gather a stack that moves
+  over two axes of the mesh at once, and over the major one of two that split
+  one axis. Hence all of them split rows, or else columns, first.
+  """
+  names = spread.names
+  axis = next((axis for axis in (1, 2) if shape[axis] % count == 0), None)
+  if axis and len(names) > 1 and not spread.is_ordered:
+    return [P(*[_ANY] * axis, names), P(names, _ANY, _ANY)]
+  return [P(names[: i + 1], _ANY, _ANY) for i in range(len(names))]
 
 
 def _constrain(x: jax.Array, mesh: Any, spec: P) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal.dtypes import widen
-from merit_optax._internal.sharding import sharded_as, whole
+from merit_optax._internal.sharding import sharded_as, unsplit
 from merit_optax._internal.trees import as_arrays
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
@@ -144,7 +144,7 @@ def _join(ratios: Any) -> jax.Array:
   its rank. Without ratios it has a zero, since Orbax saves no empty array.
   """
   parts = [
-    whole(x).ravel().astype(jnp.float32) for x in jax.tree.leaves(ratios)
+    unsplit(x).ravel().astype(jnp.float32) for x in jax.tree.leaves(ratios)
   ]
   is_empty = not any(part.size for part in parts)
   return jnp.zeros(1, jnp.float32) if is_empty else jnp.concatenate(parts)

@@ -16,7 +16,7 @@ from merit_optax._internal.dtypes import (
   widen,
 )
 from merit_optax._internal.readings import record
-from merit_optax._internal.trees import as_arrays, check_shapes
+from merit_optax._internal.trees import as_arrays, check_shapes, with_update
 from merit_optax.matrices.dimension_numbers import (
   WeightDimensionNumbers,
   check_params,
@@ -111,7 +111,10 @@ def scale_by_muon(
       Explicit; else ``'fsdp'`` and ``'tensor'``, those of them that the mesh
       has; else the axis of a mesh with a single one.
       Name those that parameters are split over: over axes that hold copies,
-      more is sent. Under :func:`jax.vmap` over an Explicit axis, give ``None``.
+      more is sent. Matrices move over them in this order: name first what
+      splits layers or experts, and the minor one of two that split one axis,
+      ``('fsdp', 'data')`` for ``P(('data', 'fsdp'))``. Under :func:`jax.vmap`
+      over an Explicit axis, give ``None``.
       Ignored without a mesh.
 
   Returns:
@@ -178,9 +181,9 @@ def scale_by_muon(
     state: optax.contrib.MuonState,
     params: optax.Params | None = None,
   ) -> tuple[optax.Updates, optax.contrib.MuonState]:
-    del params
     updates = as_arrays(updates, 'updates')
     check_shapes(state.mu, updates)
+    like = updates if params is None else with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
     count = optax.safe_increment(state.count)
@@ -204,6 +207,7 @@ def scale_by_muon(
       m,
       axes,
       names,
+      like,
       jnp.asarray(eps),
     )
     return jax.tree.map(cast_to_both, u, updates, state.mu), new_state

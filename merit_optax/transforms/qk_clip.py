@@ -10,7 +10,7 @@ import optax
 
 from merit_optax._internal import arguments
 from merit_optax._internal.dtypes import common_dtype, widen
-from merit_optax._internal.sharding import sharded_as, whole
+from merit_optax._internal.sharding import sharded_as, unsplit
 from merit_optax._internal.trees import (
   as_arrays,
   check_shape,
@@ -208,7 +208,7 @@ def _logits(found: Any) -> jax.Array:
       'expected a real array of shape (heads,) or (layers, heads), such as '
       '.max_logit of attention_statistics, or a tree of them with one for it'
     )
-  return whole(logits)
+  return unsplit(logits)
 
 
 def _scales(

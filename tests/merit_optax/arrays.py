@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Iterator
 import contextlib
 import inspect
+import math
+import re
 from typing import Any, NamedTuple
 
 import chex
@@ -120,6 +122,22 @@ def step_function(optimizer: optax.GradientTransformation) -> Callable:
     return optax.apply_updates(params, updates), state
 
   return step
+
+
+def collectives(text: str) -> list[tuple[str, list[int]]]:
+  """Returns the collectives of an HLO text: name, and sizes of their arrays."""
+  names = 'all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter'
+  found = re.findall(rf'= (.*?) ({names}|ragged-\S+)(?:-start)?\(', text)
+  return [
+    (
+      name,
+      [
+        math.prod(int(size) for size in shape.split(',') if size)
+        for shape in re.findall(r'\w\[([\d,]*)\]', types)
+      ],
+    )
+    for types, name in found
+  ]
 
 
 def norms(x: Any, axis: Any, kind: str = 'max') -> np.ndarray:

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import itertools
 import math
-import re
 from typing import NamedTuple
 
 import chex
@@ -22,6 +21,7 @@ import pytest
 import merit_optax
 from tests.merit_optax.arrays import (
   assert_same_bits,
+  collectives,
   make_mesh,
   normal,
   step_function,
@@ -326,22 +326,6 @@ def test_functions_return_what_one_device_returns(
 # Communication.
 
 
-def _collectives(text):
-  """Returns the collectives of an HLO text: name, and sizes of their arrays."""
-  names = 'all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter'
-  found = re.findall(rf'= (.*?) ({names}|ragged-\S+)(?:-start)?\(', text)
-  return [
-    (
-      name,
-      [
-        math.prod(int(size) for size in shape.split(',') if size)
-        for shape in re.findall(r'\w\[([\d,]*)\]', types)
-      ],
-    )
-    for types, name in found
-  ]
-
-
 def _compile_step(params, shardings, mesh, **options):
   """Returns the collectives of update and application."""
   optimizer = merit_optax.merit(0.1, weight_decay=0.1, **options)
@@ -354,7 +338,7 @@ def _compile_step(params, shardings, mesh, **options):
       (*places, shardings),
     )
     step = jax.jit(step_function(optimizer), out_shardings=places)
-    return _collectives(step.lower(*arguments).compile().as_text())
+    return collectives(step.lower(*arguments).compile().as_text())
 
 
 def _most_numbers(shape, spec):
