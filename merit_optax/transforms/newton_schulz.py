@@ -1,6 +1,6 @@
 """Orthogonalization of matrices by Newton-Schulz iterations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
 import math
 from types import MappingProxyType
@@ -18,89 +18,19 @@ Coefficients: TypeAlias = str | Triple | Sequence[Triple]
 
 _Product: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 
-_USUAL_STEPS = 5
-# Products of smaller matrices are not faster in blocks.
-_LEAST_BLOCK = 256
-# Polar Express divides the coefficients of all iterations but the last by
-# powers of this, so that a singular value that was rounded up still converges.
-_SAFETY = 1.01
 
-
-def _with_safety(a: float, b: float, c: float) -> Triple:
-  return a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5
-
-
-NAMED_COEFFICIENTS = MappingProxyType(
-  {
-    # Jordan et al., https://kellerjordan.github.io/posts/muon, 2024.
-    'jordan': ((3.4445, -4.7750, 2.0315),),
-    # Jordan et al., modded-nanogpt; also those of Dion, arXiv 2504.05295, 2025.
-    'dion': (
-      (4.0848, -6.8946, 2.9270),
-      (3.9505, -6.3029, 2.6377),
-      (3.7418, -5.5913, 2.3037),
-      (2.8769, -3.1427, 1.2046),
-      (2.8366, -3.0525, 1.2012),
-    ),
-    # Amsel et al., The Polar Express, arXiv 2505.16932, 2025.
-    'polar_express': (
-      _with_safety(8.28721201814563, -23.595886519098837, 17.300387312530933),
-      _with_safety(4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-      _with_safety(3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-      _with_safety(3.3184196573706015, -2.488488024314874, 0.51004894012372),
-      _with_safety(2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-      _with_safety(1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-      _with_safety(1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-      (1.875, -1.25, 0.375),
-    ),
-  }
-)
-
-# In the Gram form, iterations enlarge a rounding error of the Gram matrix. Once
-# it would be larger than this, the matrix is multiplied, and its Gram matrix
-# computed anew.
-_LARGEST_GRAM_ERROR = 1e-4
-
-
-def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
-  """Returns the coefficients of each iteration.
-
-  Raises:
-    ValueError: If they are neither a known name, nor three numbers, nor a
-      sequence of such; or if ``ns_steps`` is neither None nor an integer >= 1.
-  """
-  if ns_steps is None:
-    ns_steps = _USUAL_STEPS
-  if not is_integer(ns_steps) or ns_steps < 1:
-    raise ValueError(
-      f'ns_steps must be None or an integer >= 1, got {ns_steps!r}. Under '
-      'optax.inject_hyperparams, which makes an array of it, name '
-      "'ns_steps' in static_args."
-    )
-  if isinstance(ns_coeffs, str) and ns_coeffs in NAMED_COEFFICIENTS:
-    named = NAMED_COEFFICIENTS[ns_coeffs]
-    return tuple(named[min(i, len(named) - 1)] for i in range(ns_steps))
-  try:
-    given = [float(x) for x in ns_coeffs]
-    triples = [given] * ns_steps
-  except (TypeError, ValueError):
-    triples = _triples(ns_coeffs)
-  is_valid = triples and all(
-    len(x) == 3 and all(map(math.isfinite, x)) for x in triples
-  )
-  if not is_valid:
-    raise ValueError(
-      f'ns_coeffs must be one of {sorted(NAMED_COEFFICIENTS)}, three finite '
-      f'numbers, or a sequence of three for each step, got {ns_coeffs!r}.'
-    )
-  return tuple((a, b, c) for a, b, c in triples)
-
-
-def _triples(ns_coeffs: Any) -> list[list[float]]:
-  try:
-    return [[float(x) for x in triple] for triple in ns_coeffs]
-  except (TypeError, ValueError):
-    return []
+def newton_schulz(
+  x: jax.Array,
+  coefficients: Iterable[Iterable[Any]],
+  product: _Product = jnp.matmul,
+  hermitian_product: _Product = jnp.matmul,
+) -> jax.Array:
+  """Moves the singular values of matrices, at most 1, towards 1."""
+  for a, b, c in coefficients:
+    gram = hermitian_product(x, _adjoint(x))
+    polynomial = b * gram + c * hermitian_product(gram, gram)
+    x = a * x + product(polynomial, x)
+  return x
 
 
 # Inlined, and equal shapes are traced once.
@@ -113,15 +43,12 @@ def orthogonalize(
   eps: jax.typing.ArrayLike,
   dtype: jnp.dtype,
 ) -> jax.Array:
-  r"""Moves all singular values of matrices towards 1.
-
-  An iteration is :math:`X \leftarrow (a + b A + c A^2) X` with
-  :math:`A = X X^H`, from :math:`X / (\|X\|_F + \varepsilon)`.
+  """Moves all singular values of matrices towards 1, by the fastest products.
 
   Args:
     x: Matrices, shape (n, r, c) with r <= c.
     coefficients: a, b and c of each iteration.
-    eps: Added to the Frobenius norm.
+    eps: Added to the Frobenius norm, which divides a matrix first.
     dtype: dtype of the products' operands; sums are taken in float32 or wider.
 
   Returns:
@@ -131,50 +58,47 @@ def orthogonalize(
   norm = l2_norm(x, (1, 2))
   # Of an infinite one the matrix would become zero, which nobody would notice.
   x = x / (jnp.where(jnp.isinf(norm), jnp.nan, norm) + eps)
+  product = functools.partial(_product, dtype=dtype)
   segments = _segments(coefficients, dtype)
-  if _are_fewer_flops(segments, x.shape):
-    iterate = unrolled = functools.partial(_by_gram_matrices, segments)
-  else:
-    iterate = functools.partial(_plainly, coefficients)
-    unrolled = functools.partial(iterate, unroll=True)
-  product: _Product = functools.partial(_product, dtype=dtype)
+  is_gram = _are_fewer_flops(segments, x.shape)
+
+  def unrolled(x: jax.Array, hermitian: _Product = product) -> jax.Array:
+    if is_gram:
+      return _by_gram_matrices(segments, product, hermitian, x)
+    return newton_schulz(x, coefficients, product, hermitian)
+
+  def looped(x: jax.Array, hermitian: _Product = product) -> jax.Array:
+    if is_gram:
+      return unrolled(x, hermitian)
+
+    def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
+      return newton_schulz(x, [abc], product, hermitian), None
+
+    return jax.lax.scan(iterate, x, jnp.asarray(coefficients, x.real.dtype))[0]
 
   def one_by_one(x: jax.Array) -> jax.Array:
     # XLA on CPU multiplies single matrices faster than stacks of them, and its
     # time is that of the FLOPs.
     hermitian = functools.partial(_hermitian_product, product)
-    each: jax.Array = jax.lax.map(
-      lambda y: iterate(product, hermitian, y[None])[0], x
-    )
+    each: jax.Array = jax.lax.map(lambda y: looped(y[None], hermitian)[0], x)
     return each
 
   orthogonal: jax.Array = jax.lax.platform_dependent(
     x,
     cpu=one_by_one,
     # XLA on GPU copies what a loop carries.
-    cuda=functools.partial(unrolled, product, product),
-    default=functools.partial(iterate, product, product),
+    cuda=unrolled,
+    default=looped,
   )
   return orthogonal
 
 
-def _plainly(
-  coefficients: tuple[Triple, ...],
-  product: _Product,
-  hermitian_product: _Product,
-  x: jax.Array,
-  *,
-  unroll: bool = False,
-) -> jax.Array:
-  """Iterates with the matrices themselves."""
-
-  def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
-    gram = hermitian_product(x, _adjoint(x))
-    step = abc[1] * gram + abc[2] * hermitian_product(gram, gram)
-    return abc[0] * x + product(step, x), None
-
-  abcs = jnp.asarray(coefficients, x.real.dtype)
-  return jax.lax.scan(iterate, x, abcs, unroll=unroll)[0]
+# In the Gram form, iterations enlarge a rounding error of the Gram matrix. Once
+# it would be larger than this, the matrix is multiplied, and its Gram matrix
+# computed anew.
+_LARGEST_GRAM_ERROR = 1e-4
+# Products of smaller matrices are not faster in blocks.
+_LEAST_BLOCK = 256
 
 
 def _segments(
@@ -264,3 +188,81 @@ def _product(x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 def _adjoint(x: jax.Array) -> jax.Array:
   return x.mT.conj()
+
+
+_USUAL_STEPS = 5
+# Polar Express divides the coefficients of all iterations but the last by
+# powers of this, so that a singular value that was rounded up still converges.
+_SAFETY = 1.01
+
+
+def _with_safety(a: float, b: float, c: float) -> Triple:
+  return a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5
+
+
+NAMED_COEFFICIENTS = MappingProxyType(
+  {
+    # Jordan et al., https://kellerjordan.github.io/posts/muon, 2024.
+    'jordan': ((3.4445, -4.7750, 2.0315),),
+    # Jordan et al., modded-nanogpt; also those of Dion, arXiv 2504.05295, 2025.
+    'dion': (
+      (4.0848, -6.8946, 2.9270),
+      (3.9505, -6.3029, 2.6377),
+      (3.7418, -5.5913, 2.3037),
+      (2.8769, -3.1427, 1.2046),
+      (2.8366, -3.0525, 1.2012),
+    ),
+    # Amsel et al., The Polar Express, arXiv 2505.16932, 2025.
+    'polar_express': (
+      _with_safety(8.28721201814563, -23.595886519098837, 17.300387312530933),
+      _with_safety(4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+      _with_safety(3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+      _with_safety(3.3184196573706015, -2.488488024314874, 0.51004894012372),
+      _with_safety(2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+      _with_safety(1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+      _with_safety(1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+      (1.875, -1.25, 0.375),
+    ),
+  }
+)
+
+
+def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
+  """Returns the coefficients of each iteration.
+
+  Raises:
+    ValueError: If they are neither a known name, nor three numbers, nor a
+      sequence of such; or if ``ns_steps`` is neither None nor an integer >= 1.
+  """
+  if ns_steps is None:
+    ns_steps = _USUAL_STEPS
+  if not is_integer(ns_steps) or ns_steps < 1:
+    raise ValueError(
+      f'ns_steps must be None or an integer >= 1, got {ns_steps!r}. Under '
+      'optax.inject_hyperparams, which makes an array of it, name '
+      "'ns_steps' in static_args."
+    )
+  if isinstance(ns_coeffs, str) and ns_coeffs in NAMED_COEFFICIENTS:
+    named = NAMED_COEFFICIENTS[ns_coeffs]
+    return tuple(named[min(i, len(named) - 1)] for i in range(ns_steps))
+  try:
+    given = [float(x) for x in ns_coeffs]
+    triples = [given] * ns_steps
+  except (TypeError, ValueError):
+    triples = _triples(ns_coeffs)
+  is_valid = triples and all(
+    len(x) == 3 and all(map(math.isfinite, x)) for x in triples
+  )
+  if not is_valid:
+    raise ValueError(
+      f'ns_coeffs must be one of {sorted(NAMED_COEFFICIENTS)}, three finite '
+      f'numbers, or a sequence of three for each step, got {ns_coeffs!r}.'
+    )
+  return tuple((a, b, c) for a, b, c in triples)
+
+
+def _triples(ns_coeffs: Any) -> list[list[float]]:
+  try:
+    return [[float(x) for x in triple] for triple in ns_coeffs]
+  except (TypeError, ValueError):
+    return []

@@ -13,6 +13,10 @@ import optax
 import pytest
 
 import merit_optax
+from merit_optax.transforms.newton_schulz import (
+  check_coefficients,
+  orthogonalize,
+)
 from tests.merit_optax.arrays import normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
@@ -27,6 +31,7 @@ _SHAPES = {
   'row': ((1, 20), _Spec()),
   'zero': ((12, 30), _Spec()),
 }
+_STACK = _Spec(-2, -1)
 _SPECS = {name: spec for name, (_, spec) in _SHAPES.items()}
 _DION = (
   (4.0848, -6.8946, 2.9270),
@@ -85,7 +90,7 @@ def test_updates_and_state_are_those_of_optax(ours, theirs):
 @functools.cache
 def _update(**settings):
   transform = merit_optax.scale_by_muon(
-    beta=0.0, nesterov=False, weight_dimension_numbers=_Spec(-2, -1), **settings
+    beta=0.0, nesterov=False, weight_dimension_numbers=_STACK, **settings
   )
   return jax.jit(lambda g: transform.update(g, transform.init(g))[0])
 
@@ -121,14 +126,46 @@ def test_on_gpu_there_is_no_loop_and_no_rounding_to_tf32(shape):
   assert 'stablehlo.while' not in text
 
 
+@pytest.fixture(params=['cpu', 'cuda', 'default'])
+def branch(request, monkeypatch):
+  """Takes the products of one platform, whatever the platform is."""
+
+  def choose(*operands, **branches):
+    return branches[request.param](*operands)
+
+  monkeypatch.setattr(jax.lax, 'platform_dependent', choose)
+  orthogonalize.clear_cache()
+  yield request.param
+  orthogonalize.clear_cache()
+
+
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.complex64])
-def test_large_matrices_are_multiplied_in_blocks(dtype):
-  matrix = normal(0, (523, 541), dtype)
-  u, values, v = np.linalg.svd(matrix, full_matrices=False)
-  values = np.asarray(values, np.float64) / np.linalg.norm(values)
-  for _ in range(5):
-    values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-  np.testing.assert_allclose(_update()(matrix), (u * values) @ v, atol=2e-5)
+@pytest.mark.parametrize(
+  'shape, coefficients',
+  [
+    ((2, 12, 12), 'jordan'),
+    ((2, 30, 12), 'dion'),
+    ((8, 40), 'polar_express'),
+    # Large enough for products in blocks.
+    ((523, 541), 'jordan'),
+  ],
+  ids=str,
+)
+def test_each_platform_follows_the_formula(branch, shape, coefficients, dtype):
+  del branch
+  matrix = normal(0, shape, dtype)
+  transform = merit_optax.scale_by_muon(
+    coefficients, 6, beta=0.0, nesterov=False, weight_dimension_numbers=_STACK
+  )
+  found, _ = jax.jit(transform.update)(matrix, transform.init(matrix))
+  u, values, v = np.linalg.svd(
+    np.asarray(matrix, np.complex128), full_matrices=False
+  )
+  values /= np.linalg.norm(values, axis=-1, keepdims=True)
+  for a, b, c in check_coefficients(coefficients, 6):
+    values = a * values + b * values**3 + c * values**5
+  expected = (u * values[..., None, :]) @ v
+  np.testing.assert_allclose(found, expected, atol=5e-5)
 
 
 @pytest.mark.parametrize(
