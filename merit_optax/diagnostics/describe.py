@@ -214,7 +214,8 @@ def _table_of(
     if name in multiplied:
       mesh_axes = multiplied[name][0]
       beside = [leaves[x] for x in multiplied if mesh_axes in multiplied[x]]
-      products = how_multiplied(shape, all_axes[0], place_of(beside, mesh_axes))
+      spread = spread_of(beside, mesh_axes)
+      products = how_multiplied(shape, all_axes[0], spread)
     rows.append(
       (
         name,
