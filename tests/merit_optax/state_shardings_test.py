@@ -13,7 +13,7 @@ from tests.merit_optax.arrays import make_mesh, normal, step_function
 # the shape of a moment tells its parameter.
 _LAYOUTS = {
   ('mlp', 'up', 'kernel'): ((16, 48), P('fsdp', 'tensor')),
-  ('mlp', 'up', 'bias'): ((3, 56), P(None, 'tensor')),
+  ('mlp', 'up', 'table'): ((3, 56), P(None, 'tensor')),
   ('mlp', 'down', 'kernel'): ((64, 24), P(('tensor', 'fsdp'))),
   ('layers', 'kernel'): ((8, 32, 40), P(None, 'fsdp', 'tensor')),
   ('scale',): ((72,), P()),
