@@ -143,7 +143,8 @@ def specs_of_flax(
     if are_matrices and len(shape) == 2:
       return DimensionNumbers((0,), (1,))
     axes = _stacked_axes(stacked, name, len(shape))
-    found = _recognise(name.split('/'), len(shape), axes)
+    # An array alone has no name: it may be the step count.
+    found = _recognise(name.split('/'), len(shape), axes) if name else None
     doubt = '' if found is None else _contradiction(found, name, shapes)
     if found is None or doubt:
       unknown.append(f'{name} {shape}{doubt}')

@@ -101,7 +101,7 @@ _GOOD = {
 # What the others take has tests of its own.
 _FUNCTIONS = sorted(
   {name for name in merit_optax.__all__ if name.islower()}
-  - {'describe', 'hidden_matrices', 'update_statistics'}
+  - {'describe', 'hidden_matrices', 'state_shardings', 'update_statistics'}
 )
 _TRANSFORMS = transforms()
 

@@ -28,7 +28,7 @@ _SHAPES = {
   'square': ((16, 16), _Spec()),
   'layers_between': ((12, 3, 30), _Spec(0, 2)),
   'heads': ((12, 5, 6), _Spec(0, (1, 2))),
-  'row': ((1, 20), _Spec()),
+  'one_row_kernel': ((1, 20), _Spec()),
   'zero': ((12, 30), _Spec()),
 }
 _STACK = _Spec(-2, -1)
