@@ -88,7 +88,7 @@ def open_source(name: str, config: Config) -> Source:
   Raises ``UsageError`` if files are missing, damaged or too short.
   """
   folder = as_path(name)
-  if not folder.exists():
+  if not has_token_files(folder) and not folder.exists():
     raise UsageError('it does not exist.')
   vocab_size, known = config.model.vocab_size, dict[str, Any]()
   if (folder / TOKENIZER).is_file():
@@ -273,7 +273,7 @@ def _parse(text: str) -> tuple[str, float | None]:
 
 def _is_text(name: str) -> bool:
   path = as_path(name)
-  return name == 'stdlib' or (path.exists() and not has_token_files(path))
+  return name == 'stdlib' or (not has_token_files(path) and path.exists())
 
 
 def _short_names(named: Sequence[tuple[str, float | None]]) -> list[str]:

@@ -53,6 +53,7 @@ _GPT2_VOCAB_SIZE = 50257
 _SAMPLE_BYTES = 100_000_000
 _BYTES_IN_TOKEN = 4  # Of English text, about.
 _DOCUMENTS_AT_ONCE = 100
+_DOCUMENTS_OF_A_PROCESS = 1000
 # Held out by default: a share, but of a small text more, up to another share.
 _SHARE, _LEAST_BYTES, _LARGEST_SHARE = 0.005, 1_000_000, 0.05
 # Longer texts are cut there, at the end of a line if possible.
@@ -317,15 +318,19 @@ def _map(
   config: PrepareConfig,
   **arguments: Any,
 ) -> datasets.Dataset:
-  """Returns other columns of documents, made in several processes."""
-  if config.num_proc > 1:
-    # Threads do not survive in a process that was forked.
-    os.environ['TOKENIZERS_PARALLELISM'] = 'false'
+  """Returns other columns of documents, made in several processes.
+
+  Few documents are not worth the start of one: threads tokenize them.
+  """
+  processes = min(config.num_proc, len(documents) // _DOCUMENTS_OF_A_PROCESS)
+  # Threads do not survive in a process that was forked.
+  parallel = 'false' if processes > 1 else 'true'
+  os.environ['TOKENIZERS_PARALLELISM'] = parallel
   return documents.with_format('arrow').map(
     function,
     batched=True,
     batch_size=_DOCUMENTS_AT_ONCE,
-    num_proc=config.num_proc if config.num_proc > 1 else None,
+    num_proc=processes if processes > 1 else None,
     remove_columns=['text'],
     features=datasets.Features(columns),
     fn_kwargs=arguments,

@@ -24,7 +24,11 @@ _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
 
 _LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
-_RIGHTS = {'gs': 'roles/storage.objectViewer', 's3': 's3:GetObject'}
+# S3 refuses what is not there to those who may not list a bucket.
+_RIGHTS = {
+  'gs': 'roles/storage.objectViewer',
+  's3': 's3:GetObject and s3:ListBucket',
+}
 _WAITS = (1, 2, 4, 8, 16, 32)
 """Seconds before each further try to read, when a store has failed."""
 _TIMEOUT = 60
@@ -150,9 +154,10 @@ def _patiently(path: Path, call: Callable[[], _T]) -> _T:
     except OSError as error:
       if _is_denied(error):
         right = _RIGHTS[os.fspath(path).partition(':')[0]]
+        reason = ' '.join(str(error).split())
         raise PermissionError(
-          f'{path} cannot be read ({error}): the account of this machine needs '
-          f'the right to read it, such as {right}.'
+          f'{path} cannot be read ({reason}): the account of this machine '
+          f'needs the right to, {right}.'
         ) from error
       if wait is None:
         raise OSError(f'{path} cannot be read: {error}') from error

@@ -7,6 +7,7 @@ from pathlib import Path
 import tokenizers
 
 from examples.gpt2.config import UsageError
+from examples.gpt2.storage import read
 
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
 SETTINGS = 'tokenizer_config.json'  # Names the end-of-text token.
@@ -54,7 +55,7 @@ def read_tokenizer(
   """
   try:
     file = path / 'tokenizer.json' if path.is_dir() else path
-    tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+    tokenizer = tokenizers.Tokenizer.from_buffer(read(file))
   except Exception as error:  # The library raises nothing narrower.
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
       raise
@@ -82,7 +83,7 @@ def read_companions(path: Path) -> dict[str, bytes]:
   """Returns the files beside a tokenizer, or in its folder, by name."""
   folder = path if path.is_dir() else path.parent
   found = {name: folder / name for name in COMPANIONS}
-  return {name: x.read_bytes() for name, x in found.items() if x.is_file()}
+  return {name: read(x) for name, x in found.items() if x.is_file()}
 
 
 def with_end_token(

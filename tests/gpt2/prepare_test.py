@@ -344,7 +344,7 @@ def test_shards_that_were_not_copied_whole_are_named(config):
 def test_a_killed_command_goes_on_to_the_files_of_one_process(
   config, tmp_path: Path
 ):
-  texts = [f'{i} ' * (200 + i % 7) for i in range(2000)]
+  texts = [f'{i} ' * (100 + i % 7) for i in range(4000)]
   _write_json(Path(config.data[0]), texts)
   # Beside the data are the results and the cache of a killed command.
   config = dataclasses.replace(

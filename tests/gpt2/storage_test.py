@@ -1,4 +1,13 @@
+from collections.abc import Iterator
+import http.server
+import os
 from pathlib import Path
+import socket
+import threading
+import time
+from typing import ClassVar
+import urllib.error
+import urllib.request
 
 import pytest
 
@@ -74,3 +83,105 @@ def test_a_new_folder_takes_the_place_of_none(place: Path, tmp_path: Path):
     storage.new_folder(place / 'new'),
   ):
     raise AssertionError('the work has begun')
+
+
+class _Faulty(http.server.BaseHTTPRequestHandler):
+  """Passes requests on to an emulator; the first reads of a file go wrong."""
+
+  emulator = ''
+  faults: ClassVar[list[str]] = []
+
+  def do_GET(self):
+    is_read = self.headers.get('Range') or 'alt=media' in self.path
+    fault = self.faults.pop(0) if is_read and self.faults else ''
+    if fault == 'drop':
+      self.connection.shutdown(socket.SHUT_RDWR)
+    elif fault == 'hang':
+      time.sleep(3)
+      self.connection.shutdown(socket.SHUT_RDWR)
+    elif fault in ('503', '403'):
+      self._answer(int(fault), {}, b'')
+    else:
+      self._pass_on(half=fault == 'half')
+
+  def do_HEAD(self):
+    self._pass_on()
+
+  def _pass_on(self, half: bool = False):
+    headers = {k: v for k, v in self.headers.items() if k != 'Host'}
+    request = urllib.request.Request(
+      self.emulator + self.path, headers=headers, method=self.command
+    )
+    try:
+      with urllib.request.urlopen(request) as answer:
+        content = answer.read()
+        self._answer(answer.status, answer.headers, content, half)
+    except urllib.error.HTTPError as error:
+      self._answer(error.code, error.headers, error.read())
+
+  def _answer(self, status: int, headers, content: bytes, half: bool = False):
+    self.send_response(status)
+    for name in ('Content-Type', 'ETag', 'Last-Modified', 'Content-Range'):
+      if name in headers:
+        self.send_header(name, headers[name])
+    size = len(content) or headers.get('Content-Length', 0)
+    self.send_header('Content-Length', str(size))
+    self.end_headers()
+    self.wfile.write(content[: len(content) // 2] if half else content)
+    self.close_connection = True
+
+  def log_message(self, *_):
+    pass
+
+
+@pytest.fixture
+def faults(bucket: str, monkeypatch) -> Iterator[tuple[Path, list[str]]]:
+  """Gives a file in a store, and a list of what its next reads run into."""
+  path = as_path(bucket) / 'tokens.bin'
+  storage.write_whole(path, bytes(range(66)))
+  scheme = bucket.partition(':')[0]
+  names = {'gs': 'STORAGE_EMULATOR_HOST', 's3': 'AWS_ENDPOINT_URL'}
+  _Faulty.emulator, _Faulty.faults = os.environ[names[scheme]], []
+  server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), _Faulty)
+  threading.Thread(target=server.serve_forever, daemon=True).start()
+  kind = type(storage.file_system(path))
+  monkeypatch.setenv(
+    names[scheme], f'http://127.0.0.1:{server.server_address[1]}'
+  )
+  monkeypatch.setattr(storage, '_WAITS', (0, 0))
+  monkeypatch.setattr(storage, '_TIMEOUT', 2)
+  kind.clear_instance_cache()
+  yield path, _Faulty.faults
+  kind.clear_instance_cache()
+  server.shutdown()
+
+
+@pytest.mark.parametrize('fault', ['hang', 'drop', '503', 'half'])
+def test_a_read_that_fails_for_a_moment_is_repeated(faults, fault: str):
+  path, coming = faults
+  coming += [fault]
+  assert storage.read(path, 0, 66) == bytes(range(66))
+  assert not coming
+  coming += [fault]
+  assert storage.read(path, 3, 60) == bytes(range(3, 60))
+  assert not coming
+
+
+def test_a_file_that_may_not_be_read_is_named_with_the_right(faults):
+  path, coming = faults
+  coming += ['403'] * 20
+  right = {'g': 'roles/storage.objectViewer', 's': 's3:GetObject'}[str(path)[0]]
+  with pytest.raises(
+    OSError, match=f'{path} cannot be read .*Forbidden.* {right}'
+  ):
+    storage.read(path, 0, 66)
+  assert len(coming) == 19  # It is not tried again.
+
+
+def test_a_store_that_stays_away_is_named(faults):
+  path, coming = faults
+  coming += ['half'] * 1000
+  with pytest.raises(OSError, match=f'{path} cannot be read'):
+    storage.read(path, 0, 66)
+  with pytest.raises(FileNotFoundError, match='other.bin is not there'):
+    storage.read(path.with_name('other.bin'), 0, 66)
