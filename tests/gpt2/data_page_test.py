@@ -38,7 +38,8 @@ def _write_files() -> None:
   tokenizer = train_tokenizer(_TEXTS, 300)
   tokenizer.add_special_tokens(['<|end_of_text|>', '<|begin_of_text|>'])
   tokenizer.save('llama3/tokenizer.json')
-  Path('llama3/config.json').write_text(json.dumps({'eos_token_id': 300}))
+  settings = {'eos_token': '<|end_of_text|>'}
+  Path('llama3/tokenizer_config.json').write_text(json.dumps(settings))
   for name in ('fineweb_train_000001.bin', 'fineweb_val_000000.bin'):
     header = np.array([20240520, 1, 900, *[0] * 253], np.int32).tobytes()
     tokens = np.arange(900, dtype=np.uint16).tobytes()
