@@ -15,8 +15,7 @@ from benchmarks.rounds import write_json
 from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import columns, exit_on_error
 from examples.gpt2.config import Config, Optimizer, by_name, change, resolve
-from examples.gpt2.memory import fit
-from examples.gpt2.step import Trainer
+from examples.gpt2.step import Trainer, fit
 from examples.gpt2.train import parse
 
 _PROG = 'benchmarks.communication'

@@ -29,8 +29,8 @@ from examples.gpt2.config import (
 )
 from examples.gpt2.data import TokenSequences, batch_shape, batches, mix
 from examples.gpt2.diagnostics import Diagnostics
-from examples.gpt2.memory import fit, needed_bytes
-from examples.gpt2.step import Trainer, TrainState
+from examples.gpt2.hardware import needed_bytes
+from examples.gpt2.step import Trainer, TrainState, fit
 from examples.gpt2.token_files import open_tokens, token_dtype
 from examples.gpt2.train import parse
 

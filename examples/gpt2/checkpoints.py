@@ -17,7 +17,6 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
 from examples.gpt2.command import CommandError
 from examples.gpt2.config import UsageError
@@ -40,7 +39,7 @@ class UnsavedError(CommandError):
   status = 5
 
 
-class _Kept(policies.PreservationPolicy):
+class _Kept:
   """Keeps the newest checkpoints, the best, and some in between.
 
   Attributes:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import jax
 from jax.experimental import topologies
 
-from examples.gpt2 import hardware, memory, sharding
+from examples.gpt2 import hardware, sharding
 from examples.gpt2.command import columns, format_bytes, table
 from examples.gpt2.config import Config, UsageError, resolve
 from examples.gpt2.data import batch_shape
 from examples.gpt2.start import with_model
-from examples.gpt2.step import Trainer
+from examples.gpt2.step import Trainer, fit
 
 _FORMS = (
   'v4:2x2x4, v5e:16x16, v5p:4x8x8 and v6e:4x4 (chips of a slice, hosts have '
@@ -111,15 +111,15 @@ def run(config: Config, name: str) -> None:
   """
   resolved = resolve(with_model(config)[0])
   mesh = sharding.make_mesh(config.mesh, devices(name))
-  fitted = memory.fit(resolved, mesh)
+  fitted = fit(resolved, mesh)
   trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
   # Nothing that is compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
-  with memory.advice(fitted, trainer):
+  with hardware.memory_advice():
     step = compile_step(fitted, trainer)
     print(_report(fitted, trainer, step, compile_update(trainer)))
     # The compiler for GPUs compiles what does not fit too.
-    memory.check(step, mesh)
+    hardware.check_memory(step, mesh)
 
 
 def devices(name: str) -> list[jax.Device]:
@@ -215,7 +215,7 @@ def _report(
       'weights and moments': format_bytes(
         hardware.bytes_per_device(trainer.shapes)
       ),
-      'needed memory': format_bytes(memory.needed_bytes(step)),
+      'needed memory': format_bytes(hardware.needed_bytes(step)),
       'available memory': format_bytes(available) if available else 'unknown',
     }),
     '',

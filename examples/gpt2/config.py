@@ -13,6 +13,7 @@ import json
 import math
 import os
 from pathlib import Path
+import re
 import typing
 from typing import (
   TYPE_CHECKING,
@@ -25,6 +26,7 @@ from typing import (
   TypeVar,
 )
 
+import numpy as np
 import tyro
 
 from examples.gpt2.optimizers import OPTIMIZERS, in_steps
@@ -242,7 +244,10 @@ class Config:
   max_gradient_norm: float = setting(1.0, POSITIVE)
 
   # Sequences of a step, on all devices together.
-  batch_size: int = setting(32, AT_LEAST_1)
+  batch_size: int = setting(32, AT_LEAST_1, is_schedule=True)
+  # Smaller batches to begin with, each as sequences:step, up to that step: as
+  # in 64:1000 128:3000.
+  batch_ramp: tuple[str, ...] = setting((), is_schedule=True)
   # Optimizer steps.
   steps: int = setting(250, AT_LEAST_1, is_schedule=True)
   # Learning rate after the warm-up: a cosine or a line down to --min-rate; wsd
@@ -349,6 +354,9 @@ def by_name(config: Config) -> dict[str, Any]:
 
 def change(config: Config, **settings: Any) -> Config:
   """Returns settings with others in their place, also those of the model."""
+  settings = {
+    k: tuple(x) if isinstance(x, list) else x for k, x in settings.items()
+  }
   of_model = {k: settings.pop(k) for k in _MODEL.keys() & settings.keys()}
   model = dataclasses.replace(settings.pop('model', config.model), **of_model)
   return dataclasses.replace(config, model=model, **settings)
@@ -416,13 +424,11 @@ PRESETS: dict[str, Config] = {
 
 def from_json(settings: dict[str, Any]) -> Config:
   """Returns settings from JSON values, see :func:`to_json`."""
-  values: dict[str, Any] = {
-    k: tuple(x) if isinstance(x, list) else x for k, x in settings.items()
-  }
+  values = dict(settings)
   for name in ('out_dir', 'init_from', 'fork_from', 'cache_dir'):
     if values.get(name) is not None:
       values[name] = Path(values[name])
-  return Config(**values | {'model': model_from_json(values['model'])})
+  return change(Config(), **values, model=model_from_json(values.pop('model')))
 
 
 def model_from_json(settings: dict[str, Any]) -> ModelConfig:
@@ -458,6 +464,7 @@ def resolve(config: Config) -> Config:
   config = change(config, **_missing(by_name(config), defaults))
   config = dataclasses.replace(config, model=complete(config.model, flag))
   check_values(by_name(config))
+  batch_sizes(config)
   _check_schedule(config)
   _check_start(config)
   _check_run(config)
@@ -667,13 +674,33 @@ def _is_installed(package: str) -> bool:
 
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
+  decisive = {k: x for k, x in by_name(config).items() if fact(k, 'decides')}
   return {
-    name: value
+    name: list(value)
+    if isinstance(value, tuple)
+    else value
     if value is None or isinstance(value, (int, float))
     else str(value)
-    for name, value in by_name(config).items()
-    if fact(name, 'decides')
+    for name, value in decisive.items()
   }
+
+
+def batch_sizes(config: Config) -> np.ndarray:
+  """Returns the sequences of each step.
+
+  Raises ``UsageError`` unless the steps of ``--batch-ramp`` rise.
+  """
+  sizes, done = np.full(config.steps, config.batch_size), 0
+  for part in config.batch_ramp:
+    found = re.fullmatch(r'([1-9]\d*):([1-9]\d*)', part)
+    if not found or int(found[2]) <= done:
+      raise UsageError(
+        '--batch-ramp must be sequences:step, up to steps that rise, as in '
+        f'64:1000 128:3000, got {" ".join(config.batch_ramp)}.'
+      )
+    sizes[done : int(found[2])] = int(found[1])
+    done = int(found[2])
+  return sizes
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -1,5 +1,7 @@
 """What the machine is and can do: chips, memory, cores, versions."""
 
+from collections.abc import Iterator
+import contextlib
 import math
 import os
 import platform
@@ -10,12 +12,14 @@ from typing import Any, NamedTuple
 
 import flax
 import jax
+from jax.sharding import Mesh
 import jaxlib
 import numpy as np
 import optax
 import orbax.checkpoint
 import tokenizers
 
+from examples.gpt2.command import CommandError, format_bytes
 import merit_optax
 
 
@@ -161,3 +165,50 @@ def versions() -> dict[str, Any]:
     'processes': jax.process_count(),
     'cpu_cores': os.cpu_count(),
   }
+
+
+class OutOfMemoryError(CommandError):
+  """A device has too little memory; the message says what to change."""
+
+  status = 4
+
+
+def needed_bytes(compiled: jax.stages.Compiled) -> int:
+  """Returns the bytes of a device that a program needs, arguments included."""
+  stats = compiled.memory_analysis()
+  results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+  return (
+    stats.argument_size_in_bytes
+    + results
+    + stats.temp_size_in_bytes
+    + stats.generated_code_size_in_bytes
+  )
+
+
+def check_memory(
+  compiled: jax.stages.Compiled, mesh: Mesh, what: str = 'the step'
+) -> None:
+  """Raises ``MemoryError`` for a program that no device has the memory for."""
+  needed = needed_bytes(compiled)
+  available = memory_bytes(mesh.local_devices[0])
+  if available is not None and needed > available:
+    raise MemoryError(
+      f'{what} needs {format_bytes(needed)} of a device that has '
+      f'{format_bytes(available)}'
+    )
+
+
+@contextlib.contextmanager
+def memory_advice() -> Iterator[None]:
+  """Turns a failed allocation into an ``OutOfMemoryError`` with advice."""
+  try:
+    yield
+  except (jax.errors.JaxRuntimeError, MemoryError) as error:
+    first = (str(error).splitlines() or [''])[0]
+    if not isinstance(error, MemoryError) and 'RESOURCE_EXHAUSTED' not in first:
+      raise
+    raise OutOfMemoryError(
+      f'out of memory: {first}. Try half the --micro-batch-size, --remat dots '
+      'or full, --mesh fsdp=N on several devices, or --dtype bfloat16, which '
+      'makes a new run.'
+    ) from error

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 import contextlib
-import contextvars
 import itertools
 import json
 import os
@@ -11,21 +10,19 @@ import signal
 import threading
 from types import FrameType
 from typing import Any, Self
+import zlib
 
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
 from orbax.checkpoint import multihost
 
-from examples.gpt2.config import Config, UsageError, describe_changes
+from examples.gpt2.config import Config, UsageError
 
 _CONNECT_SECONDS = 30 * 60
 _SHUTDOWN_SECONDS = 30
 _WAIT_SECONDS = 3600
-# Errors that process 0 hands to the others as what they are.
-_KNOWN_ERRORS = {'UsageError': UsageError, 'OSError': OSError}
-_calls_for_all = contextvars.ContextVar('calls_for_all', default=False)
-"""Whether process 0 is in a function that it calls for the others too."""
+_CALLS = itertools.count(1)
 
 
 def connect(config: Config) -> None:
@@ -106,57 +103,32 @@ def print_once(text: str) -> None:
     print(text, flush=True)
 
 
-def any_failed(has_failed: bool) -> bool:
-  """Returns, in all processes, whether one of them has failed."""
-  if jax.process_count() == 1:
-    return has_failed
-  return bool(multihost_utils.process_allgather(np.array(has_failed)).any())
-
-
 def on_process_0(function: Callable[..., Any], *args: Any) -> Any:
   """Calls a function in process 0, and gives its result, JSON values, to all.
 
-  An error is given to all as well, so that none waits for the others: to other
-  processes than 0 as ``UsageError`` or ``OSError`` if it is one, else as
-  ``RuntimeError``. The function must not wait for other processes; where it
-  calls ``on_process_0`` itself, nothing is sent.
+  An error is raised in all, so that none waits for the others: in other
+  processes than 0 as ``UsageError`` if it is one or an ``OSError``, else as
+  ``RuntimeError``. The function must not wait for other processes.
   """
-  if jax.process_count() == 1 or _calls_for_all.get():
+  if jax.process_count() == 1:
     return function(*args)
-  outcome, raised = {}, None
+  outcome: dict[str, Any] = {}
+  raised = None
   if is_process_0():
-    token = _calls_for_all.set(True)
     try:
       outcome = {'result': function(*args)}
     except Exception as error:
-      raised, outcome = error, {'error': '', 'text': f'in process 0: {error!r}'}
-      for name, kind in _KNOWN_ERRORS.items():
-        if isinstance(error, kind):
-          outcome = {'error': name, 'text': str(error)}
-    finally:
-      _calls_for_all.reset(token)
+      raised = error
+      is_known = isinstance(error, (UsageError, OSError))
+      outcome = {'error': str(error) if is_known else repr(error)}
+      outcome['is_known'] = is_known
   outcome = _broadcast(outcome)
   if raised is not None:
     raise raised
   if 'error' in outcome:
-    raise _KNOWN_ERRORS.get(outcome['error'], RuntimeError)(outcome['text'])
+    kind = UsageError if outcome['is_known'] else RuntimeError
+    raise kind(outcome['error'])
   return outcome['result']
-
-
-def check_same(values: dict[str, str]) -> None:
-  """Raises ``UsageError`` in all processes unless all have the same values."""
-  if jax.process_count() == 1:
-    return
-  changes = describe_changes(on_process_0(lambda: values), values)
-  if any_failed(bool(changes)):
-    raise UsageError(
-      'All processes must have the same settings and data, but '
-      + (
-        f'this one has others than process 0 (process 0 -> here): {changes}.'
-        if changes
-        else 'another one, which says so, has others than process 0.'
-      )
-    )
 
 
 def _broadcast(value: Any) -> Any:
@@ -170,7 +142,19 @@ def _broadcast(value: Any) -> Any:
   return json.loads(bytes(multihost_utils.broadcast_one_to_all(padded)[:size]))
 
 
-_CALLS = itertools.count(1)
+def check_same(values: dict[str, str]) -> None:
+  """Raises ``UsageError`` in all processes unless all have the same values."""
+  if jax.process_count() == 1:
+    return
+  hashes = [zlib.crc32(value.encode()) for value in values.values()]
+  found = multihost_utils.process_allgather(np.array(hashes, np.uint32))
+  is_other = (found != found[0]).any(axis=0)
+  others = [x for x, differs in zip(values, is_other, strict=True) if differs]
+  if others:
+    raise UsageError(
+      'All processes must have the same settings and data, but they differ in '
+      + ', '.join(f'{name} (here: {values[name]})' for name in others)
+    )
 
 
 class StopRequest:

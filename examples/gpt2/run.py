@@ -1,14 +1,14 @@
 """A run: its folder, settings, metrics, log and report."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
-import dataclasses
 import fcntl
 import json
 import math
 from pathlib import Path
 import statistics
 import sys
+import tempfile
 import time
 from typing import Any, Self
 import warnings
@@ -23,9 +23,10 @@ from examples.gpt2.config import (
   FIELDS,
   Config,
   UsageError,
+  batch_sizes,
+  change,
   describe_changes,
   fact,
-  flag,
 )
 from examples.gpt2.data import Data
 from examples.gpt2.optimizers import make_schedule
@@ -39,160 +40,18 @@ from examples.gpt2.storage import (
   write_whole,
 )
 
-
-class MetricsFile:
-  """The file of metrics; in a store, which does not append, as of ``flush``."""
-
-  def __init__(self, path: Path):
-    self._path = path
-    self._lines: list[str] = []
-
-  def replace(self, lines: list[dict[str, Any]]) -> None:
-    """Makes these the lines of the file."""
-    self._lines = [_line(x) for x in lines]
-    self._write()
-
-  def add(self, metrics: dict[str, Any]) -> None:
-    """Adds the line of a step."""
-    line = _line(metrics)
-    self._lines.append(line)
-    if not is_remote(self._path):
-      with self._path.open('a') as file:
-        file.write(line)
-
-  def flush(self) -> None:
-    """Makes sure that a store has all lines."""
-    if is_remote(self._path):
-      self._write()
-
-  @os_errors()
-  def _write(self) -> None:
-    write_whole(self._path, ''.join(self._lines).encode())
-
-
-def _line(metrics: dict[str, Any]) -> str:
-  # JSON has no numbers that are not finite: they become null.
-  finite = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
-  return json.dumps(finite) + '\n'
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-  """Returns the lines of a file of metrics, but for a torn one; [] if none."""
-  try:
-    with os_errors():
-      text = path.read_bytes().decode(errors='replace')
-  except FileNotFoundError:
-    return []
-  lines = []
-  for line in text.splitlines():
-    with contextlib.suppress(ValueError):
-      lines.append(json.loads(line))
-  return [x for x in lines if isinstance(x, dict) and 'step' in x]
-
-
-def scalars(metrics: dict[str, Any]) -> dict[str, float]:
-  """Returns each number of a step by its path, such as 'layers/clipped/1'."""
-  found = {}
-  for path, value in jax.tree.leaves_with_path(metrics):
-    # Layers count from 1.
-    keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
-    found['/'.join(keys)] = float(value)
-  return found
-
-
-class Dashboards(contextlib.ExitStack):
-  """TensorBoard and Weights & Biases, where a run asks for them.
-
-  A run that resumes goes on with its run at W&B, whose id is in the folder. W&B
-  takes each step once: steps that are taken again have the same numbers and are
-  left out, and those that it lacks are sent first.
-  """
-
-  def __init__(
-    self,
-    config: Config,
-    folder: Path,
-    lines: list[dict[str, Any]],
-  ):
-    """Opens them.
-
-    Args:
-      config: Settings of the run.
-      folder: Folder of the run.
-      lines: Metrics of the steps that are done.
-
-    Raises:
-      UsageError: If W&B does not know who it is to log in as.
-    """
-    super().__init__()
-    self._board = self._wandb = None
-    if config.tensorboard:
-      self._board = self.enter_context(_open_board(folder, len(lines)))
-    if config.wandb is not None:
-      self._wandb = _open_wandb(config.wandb, folder)
-      self.callback(self._wandb.finish)
-      for metrics in lines:
-        self._send(metrics)
-
-  def add(self, metrics: dict[str, Any]) -> None:
-    """Logs each number of a step's metrics, by its path."""
-    if self._board is not None:
-      for name, value in scalars(metrics).items():
-        self._board.add_scalar(name, value, metrics['step'])
-    if self._wandb is not None:
-      self._send(metrics)
-
-  def _send(self, metrics: dict[str, Any]) -> None:
-    if metrics['step'] >= self._wandb.starting_step:
-      self._wandb.log(scalars(metrics), step=metrics['step'], commit=True)
-
-
-def _open_board(folder: Path, done: int) -> Any:
-  import tensorboardX  # noqa: PLC0415  Optional.
-
-  if is_remote(folder):
-    raise UsageError(f'--tensorboard needs --out-dir on a disk, got {folder}.')
-  return tensorboardX.SummaryWriter(
-    str(folder / 'tensorboard'), purge_step=done + 1
-  )
-
-
-def _open_wandb(project: str, folder: Path) -> Any:
-  """Returns the run at W&B: a new one, or that of the folder."""
-  import wandb  # noqa: PLC0415  Optional.
-
-  id_file = folder / 'wandb_id.txt'
-  is_new = not id_file.exists()
-  try:
-    run = wandb.init(
-      project=project,
-      id=None if is_new else id_file.read_text(),
-      name=folder.name if is_new else None,
-      resume='allow',
-      dir=None if is_remote(folder) else folder,
-      config=json.loads((folder / 'config.json').read_text()),
-      allow_val_change=True,
-    )
-  except (wandb.errors.Error, ValueError) as error:
-    raise UsageError(
-      f'--wandb {project}: {error} (Without an account or a network, set '
-      'WANDB_MODE=offline.)'
-    ) from error
-  write_whole(id_file, run.id.encode())
-  return run
-
-
-_CONFIG = 'config.json'
-_METRICS = 'metrics.jsonl'
-_SAMPLE = 'sample.txt'
+MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
+"""Metrics that differ between two runs of the same settings."""
+_DECISIVE = ('train_loss', 'gradient_norm')
+"""Metrics that say whether the numbers of a step are finite."""
+_CONFIG, _METRICS, _SAMPLE = 'config.json', 'metrics.jsonl', 'sample.txt'
 # What a run writes besides; without a config.json it is somebody else's.
 _OTHERS = (
-  _METRICS,
-  _SAMPLE,
-  model_files.DESCRIPTION,
-  model_files.WEIGHTS,
+  _METRICS, _SAMPLE, model_files.DESCRIPTION, model_files.WEIGHTS,
   'checkpoints',
-)
+)  # fmt: skip
+_LINE_SECONDS = 30.0
+"""How often there is a line, at least, where the output is no terminal."""
 
 
 class RunFolder:
@@ -206,14 +65,12 @@ class RunFolder:
     path: The folder.
     checkpoints: Folder of the checkpoints.
     picture: File of the curves.
-    metrics: The file of metrics; for process 0.
   """
 
   def __init__(self, path: Path):
     self.path = as_path(path)
     self.checkpoints = self.path / 'checkpoints'
     self.picture = self.path / 'curves.png'
-    self.metrics = MetricsFile(self.path / _METRICS)
     self._lock = contextlib.ExitStack()
 
   def __enter__(self) -> Self:
@@ -227,10 +84,9 @@ class RunFolder:
     """Makes the folder and locks it."""
     try:
       make_folder(self.path)
-      if is_remote(self.path):
-        return
-      file = self._lock.enter_context((self.path / '.lock').open('wb'))
-      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+      if not is_remote(self.path):
+        file = self._lock.enter_context((self.path / '.lock').open('wb'))
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
       raise UsageError(
         f'--out-dir {self.path} is in use by a run that goes on now.'
@@ -277,7 +133,7 @@ class RunFolder:
     schedule = [x for x in FIELDS if fact(x, 'is_schedule')]
     try:
       old = dict(self.read_settings()['config'])
-      before = dataclasses.replace(config, **{x: old[x] for x in schedule})
+      before = change(config, **{x: old[x] for x in schedule})
     except (ValueError, TypeError, KeyError) as error:
       raise self._refusal(
         f'a {_CONFIG} that no run of this trainer wrote, or a damaged one'
@@ -286,44 +142,40 @@ class RunFolder:
     # Without the first state, nothing has been computed.
     if not changes or not steps:
       return
-    decisive = describe_changes(
-      *(
-        {k: x for k, x in settings.items() if k not in schedule}
-        for settings in (old, known_by)
-      )
+    fixed, now_fixed = (
+      {k: x for k, x in settings.items() if k not in schedule}
+      for settings in (old, known_by)
     )
-    if decisive:
+    if fixed != now_fixed:
       raise self._refusal(f'a run with other settings ({changes})')
-    if max(steps):
-      self._check_same_rates(before, config, max(steps), changes)
+    if config.steps < max(steps):
+      raise self._refusal(f'a run that has done {max(steps)} steps ({changes})')
+    self._check_same_past(before, config, max(steps), changes)
     # Else they would be taken for those of the longer run.
     for name in (_SAMPLE, model_files.WEIGHTS):
       (self.path / name).unlink(missing_ok=True)
 
-  def _check_same_rates(
+  def _check_same_past(
     self, before: Config, now: Config, done: int, changes: str
   ) -> None:
-    """Raises ``UsageError`` if a step that is done had another rate."""
-    if now.steps < done:
-      raise self._refusal(f'a run that has done {done} steps ({changes})')
-    rates = [
-      np.asarray(jax.vmap(make_schedule(x))(np.arange(done)))
-      for x in (before, now)
-    ]
-    (different,) = np.nonzero(rates[0] != rates[1])
-    if not different.size:
-      return
-    step = int(different[0])
-    hints = ' '.join(
-      f'{flag(x)} {getattr(before, x):g}' for x in ('learning_rate', 'warmup')
-    )
-    raise self._refusal(
-      f'a run with other settings ({changes}): its step {step + 1} had the '
-      f'learning rate {rates[0][step]:.6g}, now {rates[1][step]:.6g}. A run '
-      'can be made longer while its rates do not depend on --steps, before the '
-      f'decay of --schedule wsd, with --warmup in steps (it has {hints}); else '
-      '--fork-from makes a run of its own from a checkpoint'
-    )
+    """Raises ``UsageError`` if a step that is done had another rate or size."""
+    for what, count in (
+      ('the learning rate', learning_rates),
+      ('a batch of', batch_sizes),
+    ):
+      old, new = count(before)[:done], count(now)[:done]
+      (different,) = np.nonzero(old != new)
+      if not different.size:
+        continue
+      step = int(different[0])
+      raise self._refusal(
+        f'a run with other settings ({changes}): its step {step + 1} had {what}'
+        f' {old[step]:.6g}, now {new[step]:.6g}. A run can be made longer while'
+        ' its rates do not depend on --steps, before the decay of --schedule '
+        f'wsd, with --warmup in steps (it has --warmup {before.warmup:g} '
+        f'--learning-rate {before.learning_rate:g}); else --fork-from makes a '
+        'run of its own from a checkpoint'
+      )
 
   def _refusal(self, what: str) -> UsageError:
     return UsageError(
@@ -354,7 +206,9 @@ class RunFolder:
         f'to step {step}.',
         stacklevel=4,
       )
-    self.metrics.replace(list(kept.values()))
+    write_whole(
+      self.path / _METRICS, ''.join(map(_as_line, kept.values())).encode()
+    )
     return kept.get(step, {}).get('tokens', 0)
 
   def read_metrics(self) -> list[dict[str, Any]]:
@@ -377,10 +231,29 @@ def saved_steps(run: Path) -> list[int]:
   return [int(name) for name in names if name.isdecimal()]
 
 
-MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
-"""Metrics that differ between two runs of the same settings."""
-_SECONDS = 30.0
-"""How often there is a line, at least, where the output is no terminal."""
+def learning_rates(config: Config) -> np.ndarray:
+  """Returns the learning rate of each step."""
+  return np.asarray(jax.vmap(make_schedule(config))(np.arange(config.steps)))
+
+
+def _as_line(metrics: dict[str, Any]) -> str:
+  # JSON has no numbers that are not finite: they become null.
+  finite = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
+  return json.dumps(finite) + '\n'
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+  """Returns the lines of a file of metrics, but for a torn one; [] if none."""
+  try:
+    with os_errors():
+      text = path.read_bytes().decode(errors='replace')
+  except FileNotFoundError:
+    return []
+  lines = []
+  for line in text.splitlines():
+    with contextlib.suppress(ValueError):
+      lines.append(json.loads(line))
+  return [x for x in lines if isinstance(x, dict) and 'step' in x]
 
 
 class NotFiniteError(CommandError):
@@ -406,31 +279,27 @@ class StepLog(contextlib.ExitStack):
   ):
     """Takes the steps that are done, and their tokens, 0 if not known."""
     super().__init__()
-    self._config, self._folder = config, folder
-    self._tokens_per_step = config.batch_size * config.model.context_length
+    self._config, self._path = config, folder.path
+    self._sizes = batch_sizes(config)
+    length = config.model.context_length
     # A fork may have taken its first steps with another batch size.
-    usual = done * self._tokens_per_step
-    self._excess = tokens_done - usual if tokens_done else 0
+    self._tokens = tokens_done or int(self._sizes[:done].sum()) * length
     self._peak_tokens_per_second = (
       hardware.peak_flops(jax.devices()[0])
       * jax.device_count()
       / trainer.flops_per_token
     )
-    self._learning_rates = np.asarray(
-      jax.vmap(make_schedule(config))(np.arange(config.steps))
-    )
-    self._dashboards: Dashboards | None = None
+    self._rates = learning_rates(config)
+    self._writers: list[Callable[[dict[str, Any]], None]] = []
     if is_process_0():
-      self._dashboards = self.enter_context(
-        Dashboards(config, folder.path, folder.read_metrics())
-      )
+      self._writers = self._open_writers(folder, done)
     is_terminal = sys.stderr.isatty()
     self._bar = self.enter_context(
       tqdm.tqdm(
         total=config.steps,
         initial=done,
         unit='step',
-        mininterval=0.5 if is_terminal else _SECONDS,
+        mininterval=0.5 if is_terminal else _LINE_SECONDS,
         # A line for each, where the output is no terminal.
         bar_format=None
         if is_terminal
@@ -442,6 +311,18 @@ class StepLog(contextlib.ExitStack):
     self._running: Any = None
     self._since = time.perf_counter()
 
+  def _open_writers(
+    self, folder: RunFolder, done: int
+  ) -> list[Callable[[dict[str, Any]], None]]:
+    """Returns functions that take the metrics of a step."""
+    self._file = _MetricsFile(self.enter_context, folder.path / _METRICS)
+    writers: list[Callable[[dict[str, Any]], None]] = [self._file.add]
+    if self._config.tensorboard:
+      writers.append(_open_board(self, folder.path, done))
+    if self._config.wandb is not None:
+      writers.append(_open_wandb(self, self._config.wandb, folder))
+    return writers
+
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
     """Leaves time out of the speed: evaluations, saves and diagnostics."""
@@ -451,19 +332,18 @@ class StepLog(contextlib.ExitStack):
     self._since += time.perf_counter() - start
 
   def begin_step(
-    self,
-    step: int,
-    metrics: dict[str, jax.Array],
-    diagnostics: dict[str, Any],
-    waited: float,
+    self, step: int, metrics: dict[str, Any], waited: float
   ) -> None:
     """Remembers a step that has been dispatched, and logs the one before it.
 
-    ``metrics`` may still be on the device; ``waited`` are the seconds in which
-    the batch of the next step was made.
+    Args:
+      step: Its number.
+      metrics: Numbers by name, and lists, arrays and dictionaries of them. They
+        may still be on the device.
+      waited: Seconds in which the batch of the next step was made.
     """
     self.finish_step()
-    self._running = step, metrics, diagnostics, waited
+    self._running = step, metrics, waited
 
   def finish_step(self, evaluation: dict[str, Any] | None = None) -> None:
     """Waits for the dispatched step, if there is one, and logs it.
@@ -473,33 +353,41 @@ class StepLog(contextlib.ExitStack):
     """
     if self._running is None:
       return
-    step, arrays, diagnostics, waited = self._running
+    step, arrays, waited = self._running
     self._running = None
-    values = {k: x.tolist() for k, x in jax.device_get(arrays).items()}
-    metrics = self._measure(step, waited) | values | diagnostics
-    metrics |= evaluation or {}
-    if not all(map(math.isfinite, values.values())):
-      self._stop_unless_skipping(step, values)
+    found = as_json(arrays)
+    metrics = self._measure(step, waited) | found | (evaluation or {})
+    decisive = {name: found[name] for name in _DECISIVE}
+    if not all(map(math.isfinite, decisive.values())):
+      self._stop_unless_skipping(step, decisive)
       metrics['skipped'] = True
     if evaluation:
       self._evaluation = _describe(metrics)
-    if self._dashboards is not None:
-      self._folder.metrics.add(metrics)
-      self._dashboards.add(metrics)
+    for write in self._writers:
+      write(metrics)
     self._show(metrics)
+
+  def flush(self) -> None:
+    """Makes sure that a store has all lines."""
+    on_process_0(self._flush)
+
+  def _flush(self) -> None:
+    self._file.flush()
 
   def _measure(self, step: int, waited: float) -> dict[str, Any]:
     now = time.perf_counter()
     seconds = max(now - self._since, 1e-9)
     self._since = now
-    speed = self._tokens_per_step / seconds
-    mfu = speed / self._peak_tokens_per_second
+    size = int(self._sizes[step - 1])
+    tokens = size * self._config.model.context_length
+    self._tokens += tokens
+    mfu = tokens / seconds / self._peak_tokens_per_second
     return {
       'step': step,
-      'tokens': step * self._tokens_per_step + self._excess,
-      'batch_size': self._config.batch_size,
-      'learning_rate': float(self._learning_rates[step - 1]),
-      'tokens_per_second': speed,
+      'tokens': self._tokens,
+      'batch_size': size,
+      'learning_rate': float(self._rates[step - 1]),
+      'tokens_per_second': tokens / seconds,
       'mfu': mfu if math.isfinite(mfu) else None,
       'waited_share': min(1.0, waited / seconds),
       'peak_bytes': hardware.peak_memory(),
@@ -511,7 +399,7 @@ class StepLog(contextlib.ExitStack):
     found = ', '.join(f'{k} is {v}' for k, v in values.items())
     raise NotFiniteError(
       f'at step {step} {found}; the step changed no weights (evaluation before:'
-      f' {self._evaluation}). Metrics so far are in {self._folder.path}.'
+      f' {self._evaluation}). Metrics so far are in {self._path}.'
     )
 
   def _show(self, metrics: dict[str, Any]) -> None:
@@ -528,6 +416,102 @@ class StepLog(contextlib.ExitStack):
       write(_describe(metrics))
 
 
+def as_json(metrics: Any) -> Any:
+  """Returns numbers and arrays, perhaps on a device, as JSON values."""
+  return jax.tree.map(
+    lambda x: x.tolist() if hasattr(x, 'tolist') else x, jax.device_get(metrics)
+  )
+
+
+class _MetricsFile:
+  """The file of metrics; in a store, which does not append, as of ``flush``."""
+
+  def __init__(self, enter: Callable[[Any], Any], path: Path):
+    self._path, self._local = path, path
+    if is_remote(path):
+      self._local = Path(enter(tempfile.TemporaryDirectory()), path.name)
+      self._local.write_bytes(path.read_bytes() if path.exists() else b'')
+
+  def add(self, metrics: dict[str, Any]) -> None:
+    with self._local.open('a') as file:
+      file.write(_as_line(metrics))
+
+  @os_errors()
+  def flush(self) -> None:
+    if self._local != self._path:
+      write_whole(self._path, self._local.read_bytes())
+
+
+def scalars(metrics: dict[str, Any]) -> dict[str, float]:
+  """Returns each number of a step by its path, such as 'layers/clipped/1'."""
+  found = {}
+  for path, value in jax.tree.leaves_with_path(metrics):
+    # Layers count from 1.
+    keys = [x.key if hasattr(x, 'key') else str(x.idx + 1) for x in path]
+    if isinstance(value, (int, float)):
+      found['/'.join(keys)] = float(value)
+  return found
+
+
+def _open_board(
+  stack: contextlib.ExitStack, folder: Path, done: int
+) -> Callable[[dict[str, Any]], None]:
+  """Opens TensorBoard."""
+  import tensorboardX  # noqa: PLC0415  Optional.
+
+  if is_remote(folder):
+    raise UsageError(f'--tensorboard needs --out-dir on a disk, got {folder}.')
+  board = stack.enter_context(
+    tensorboardX.SummaryWriter(str(folder / 'tensorboard'), purge_step=done + 1)
+  )
+
+  def write(metrics: dict[str, Any]) -> None:
+    for name, value in scalars(metrics).items():
+      board.add_scalar(name, value, metrics['step'])
+
+  return write
+
+
+def _open_wandb(
+  stack: contextlib.ExitStack, project: str, folder: RunFolder
+) -> Callable[[dict[str, Any]], None]:
+  """Opens a new run at Weights & Biases, or that of the folder.
+
+  W&B takes each step once: steps that are taken again have the same numbers and
+  are left out, and those that it lacks are sent first. Raises ``UsageError`` if
+  W&B does not know who it is to log in as.
+  """
+  import wandb  # noqa: PLC0415  Optional.
+
+  id_file = folder.path / 'wandb_id.txt'
+  is_new = not id_file.exists()
+  try:
+    run = wandb.init(
+      project=project,
+      id=None if is_new else id_file.read_text(),
+      name=folder.path.name if is_new else None,
+      resume='allow',
+      dir=None if is_remote(folder.path) else folder.path,
+      config=folder.read_settings(),
+      allow_val_change=True,
+    )
+  except (wandb.errors.Error, ValueError) as error:
+    raise UsageError(
+      f'--wandb {project}: {error} (Without an account or a network, set '
+      'WANDB_MODE=offline.)'
+    ) from error
+  write_whole(id_file, run.id.encode())
+  stack.callback(run.finish)
+
+  def write(metrics: dict[str, Any]) -> None:
+    if metrics['step'] >= run.starting_step:
+      run.log(scalars(metrics), step=metrics['step'], commit=True)
+
+  for metrics in folder.read_metrics():
+    write(metrics)
+  return write
+
+
 def _describe(metrics: dict[str, Any]) -> str:
   """Returns the evaluation of a step as text."""
   text = f'step {metrics["step"]}: validation loss {metrics["val_loss"]:.4f}'
@@ -542,34 +526,36 @@ def _describe(metrics: dict[str, Any]) -> str:
 def before(
   config: Config, data: Data, trainer: Trainer, folder: RunFolder
 ) -> str:
-  """Returns what is to come."""
-  devices = jax.devices()
-  per_step = config.batch_size * config.model.context_length
-  state = hardware.bytes_per_device(trainer.shapes)
+  """Returns what is to come, as text."""
+  devices, model = jax.devices(), config.model
+  sizes = batch_sizes(config)
+  total = int(sizes.sum()) * model.context_length
+  ramp = f', ramp {" ".join(config.batch_ramp)}' if config.batch_ramp else ''
   rows = {
-    'model': f'{config.preset}, {config.model.architecture}, '
+    'model': f'{config.preset}, {model.architecture}, '
     f'{trainer.num_params:,} parameters, '
-    f'{config.model.num_layers} layers of width {config.model.width}',
+    f'{model.num_layers} layers of width {model.width}',
     'data': f'{" ".join(config.data)}, sha256 {data.sha256[:16]}',
     'tokens': f'{data.train_tokens:,} to train on, '
     f'{data.validation_tokens:,} held out, vocabulary {data.vocab_size:,}',
     'steps': f'{config.steps:,} of {config.batch_size:,} x '
-    f'{config.model.context_length:,} = {per_step:,} tokens, '
-    f'{config.steps * per_step:,} in all, '
-    f'{config.steps * per_step / data.train_tokens:.2g} times the data',
+    f'{model.context_length:,} tokens{ramp}, {total:,} in all, '
+    f'{total / data.train_tokens:.2g} times the data',
+    'micro-batch': f'{config.micro_batch_size} sequences of a shard at once',
     'optimizer': f'{config.optimizer}, learning rate '
     f'{config.learning_rate:g}, weight decay {config.weight_decay:g}',
     'devices': f'{len(devices)} x {devices[0].device_kind}, '
-    f'{jax.process_count()} process(es), {config.model.dtype}',
+    f'{jax.process_count()} process(es), {model.dtype}',
     'mesh': ', '.join(f'{k} {v}' for k, v in trainer.mesh.shape.items()),
-    'memory': f'{format_bytes(state)} of weights and moments on each device',
+    'memory': f'{format_bytes(hardware.bytes_per_device(trainer.shapes))} of '
+    'weights and moments on each device',
     'results': str(folder.path),
   }
   return table(rows)
 
 
 def after(folder: RunFolder) -> str:
-  """Returns what came out, with the sample."""
+  """Returns what came out, with the sample, as text."""
   lines, settings = folder.read_metrics(), folder.read_settings()
   rows = {'validation loss': 'not known, since metrics are lost'}
   if lines and 'val_loss' in lines[-1]:
@@ -579,7 +565,7 @@ def after(folder: RunFolder) -> str:
     rows['left out'] = f'{skipped} steps whose loss or gradient was not finite'
   diagnosed = [x for x in lines if 'max_attention_logit' in x]
   rows |= _diagnosed(diagnosed, settings['config'])
-  sample = folder.path / 'sample.txt'
+  sample = folder.path / _SAMPLE
   files = {'sample': str(sample)}
   if folder.picture.is_file():
     files = {'picture': str(folder.picture)} | files

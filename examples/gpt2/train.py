@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import tyro
 
-from examples.gpt2 import compile_for, hardware, loop, memory, run, sharding
+from examples.gpt2 import compile_for, hardware, loop, run, sharding
 from examples.gpt2.command import exit_on_error
 from examples.gpt2.config import (
   FIELDS,
@@ -46,7 +46,7 @@ from examples.gpt2.processes import (
 )
 from examples.gpt2.run import RunFolder
 from examples.gpt2.start import with_model, with_vocabulary
-from examples.gpt2.step import Trainer
+from examples.gpt2.step import Trainer, fit
 from examples.gpt2.storage import as_path, os_errors
 
 _PROG = 'python -m examples.gpt2.train'
@@ -62,12 +62,11 @@ def main(args: list[str] | None = None) -> None:
       128 + the number of the signal (SIGTERM: 143, SIGUSR1: 138, SIGHUP: 129,
       control-C: 130) after one.
   """
-  with exit_on_error():
+  with exit_on_error(), StopRequest() as stop:
     config = parse(args)
     if config.compile_for is not None:
       compile_for.run(config, config.compile_for)
-      return
-    with StopRequest() as stop:
+    else:
       train(config, stop)
 
 
@@ -150,12 +149,12 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
   resolved = resolve(config)
   _connect(resolved)
   mesh = sharding.make_mesh(config.mesh)
-  fitted = memory.fit(resolved, mesh)
+  fitted = fit(resolved, mesh)
   data = with_vocabulary(fitted, load_data(fitted), source)
   trainer = Trainer(fitted, data.vocab_size, mesh)
   known_by = identity(fitted) | {'data_sha256': data.sha256}
   path = config.out_dir or default_folder(fitted, known_by)
-  with RunFolder(path) as folder, memory.advice(fitted, trainer):
+  with RunFolder(path) as folder, hardware.memory_advice():
     facts = _facts(fitted, data, trainer)
     folder.start(fitted, known_by, {'settings': given, **facts})
     if folder.finished:

@@ -20,7 +20,7 @@ import pytest
 from examples.gpt2 import compile_for, hardware
 from examples.gpt2.compile_for import Collective, collectives
 from examples.gpt2.config import UsageError
-from examples.gpt2.memory import OutOfMemoryError
+from examples.gpt2.hardware import OutOfMemoryError
 from examples.gpt2.train import parse
 
 _ROOT = Path(__file__).parents[2]
@@ -370,7 +370,7 @@ _KERNELS = """
 import sys
 from examples.gpt2 import compile_for
 from examples.gpt2.config import resolve
-from examples.gpt2.memory import fit
+from examples.gpt2.step import fit
 from examples.gpt2.sharding import make_mesh
 from examples.gpt2.step import Trainer
 from examples.gpt2.train import parse
@@ -406,15 +406,15 @@ _COMMAND = re.compile(
 _FIT = """
 import json, sys
 import jax
-from examples.gpt2 import memory, sharding
+from examples.gpt2 import sharding
 from examples.gpt2.config import resolve
-from examples.gpt2.step import Trainer
+from examples.gpt2.step import Trainer, fit
 from examples.gpt2.train import parse
 
 for flags, num_devices in json.loads(sys.argv[1]).items():
   config = resolve(parse(flags.split()))
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
-  Trainer(memory.fit(config, mesh), config.model.vocab_size, mesh)
+  Trainer(fit(config, mesh), config.model.vocab_size, mesh)
 """
 
 

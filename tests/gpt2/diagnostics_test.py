@@ -13,11 +13,10 @@ import pytest
 
 from examples.gpt2.config import Config, change, resolve
 from examples.gpt2.diagnostics import Diagnostics
-from examples.gpt2.memory import fit
 from examples.gpt2.model import causal_attention
 from examples.gpt2.optimizers import merit_settings
 from examples.gpt2.sharding import make_mesh
-from examples.gpt2.step import Trainer, TrainState
+from examples.gpt2.step import Trainer, TrainState, fit
 import merit_optax
 
 _SHARES = (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2 import hardware
+from examples.gpt2.hardware import OutOfMemoryError, memory_advice
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,25 @@ def test_peak_memory_on_cpu_is_that_of_the_process():
   status = Path('/proc/self/status').read_text()
   kilobytes = int(status.split('VmHWM:')[1].split()[0])
   assert hardware.peak_memory() == pytest.approx(kilobytes * 1024, rel=0.05)
+
+
+@pytest.mark.parametrize(
+  'error',
+  [
+    jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: 12345\nmore'),
+    MemoryError(),
+  ],
+  ids=type,
+)
+def test_a_failed_allocation_becomes_a_line_of_advice(error: Exception):
+  with pytest.raises(OutOfMemoryError) as found, memory_advice():
+    raise error
+  (line,) = str(found.value).splitlines()
+  assert '12345' in line or isinstance(error, MemoryError)
+  assert '--micro-batch-size' in line
+  assert found.value.__cause__ is error
+
+
+def test_other_errors_are_no_lack_of_memory():
+  with pytest.raises(jax.errors.JaxRuntimeError), memory_advice():
+    raise jax.errors.JaxRuntimeError('INTERNAL: broken')

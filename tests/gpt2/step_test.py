@@ -2,6 +2,8 @@ import functools
 import re
 
 import chex
+import hypothesis
+from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,9 @@ import pytest
 
 from examples.gpt2.compile_for import compile_step
 from examples.gpt2.config import Config, change, resolve
-from examples.gpt2.memory import fit
 from examples.gpt2.optimizers import OPTIMIZERS
-from examples.gpt2.sharding import batch_sharding, make_mesh
-from examples.gpt2.step import Trainer, TrainState
+from examples.gpt2.sharding import batch_sharding, make_mesh, num_batch_shards
+from examples.gpt2.step import Trainer, TrainState, fit
 
 # A first token that makes something of the step infinite or not a number.
 _NAN_LOSS, _INFINITE_LOSS, _NAN_GRADIENT = 61, 62, 63
@@ -158,3 +159,19 @@ def test_flops_are_about_those_that_xla_counts(architecture: str):
   counted = step.lower(trainer.shapes.params, tokens).cost_analysis()['flops']
   # It leaves out what no gradient needs, and counts norms and activations.
   assert trainer.flops_per_token == pytest.approx(counted / (4 * 64), rel=0.15)
+
+
+@hypothesis.given(
+  mesh=st.sampled_from(['', 'tensor=4', 'data=2,fsdp=4']),
+  part=st.integers(1, 200),
+  most=st.none() | st.integers(1, 300),
+)
+def test_the_micro_batch_is_the_largest_divisor_up_to_the_setting(
+  mesh: str, part: int, most: int | None
+):
+  size = part * num_batch_shards(make_mesh(mesh))
+  config = resolve(change(Config(), batch_size=size, micro_batch_size=most))
+  expected = max(n for n in range(1, (most or part) + 1) if part % n == 0)
+  fitted = fit(config, make_mesh(mesh))
+  assert fitted.micro_batch_size == expected
+  assert fit(fitted, make_mesh(mesh)) == fitted

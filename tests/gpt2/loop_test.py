@@ -1,7 +1,8 @@
-"""A run that was stopped goes on to the numbers of one that was not."""
+"""Runs that are stopped, resumed, made longer and started from others."""
 
 from collections.abc import Callable
 import functools
+import itertools
 import os
 from pathlib import Path
 import random
@@ -10,17 +11,24 @@ import signal
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
+from examples.gpt2 import data, hardware, loop
 from examples.gpt2.config import Config, UsageError, change
+from examples.gpt2.evaluate import evaluate
+from examples.gpt2.generate import generate
+from examples.gpt2.hardware import OutOfMemoryError
 from examples.gpt2.run import NotFiniteError
+from examples.gpt2.sharding import make_mesh
+from examples.gpt2.step import fit
 from examples.gpt2.train import main, train
 from tests.gpt2 import runs
 from tests.processes import free_port
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 # Before what may hold the packages.
 _PATH = os.pathsep.join([str(_ROOT), os.environ.get('PYTHONPATH', '')])
 
@@ -89,6 +97,172 @@ def test_numbers_that_are_not_finite_stop_the_run(config: Config):
   skipped = [line['step'] for line in lines if line.get('skipped')]
   assert skipped == [2, 3, 4, 5, 6, 7, 8]
   assert not (config.out_dir / 'weights.safetensors').exists()
+
+
+def _ramp(tiny: Config) -> Config:
+  return change(
+    tiny, batch_ramp=('8:2', '16:5'), batch_size=24, steps=8,
+    checkpoint_every=2, max_to_keep=9,
+  )  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def grown(make_tiny, tmp_path_factory) -> Config:
+  """Settings of a finished run whose batches grew."""
+  config = _ramp(make_tiny(tmp_path_factory.mktemp('grown')))
+  train(config)
+  return config
+
+
+def test_killed_within_a_ramp_it_goes_on_to_the_same_numbers(
+  grown: Config, tiny: Config
+):
+  config = _ramp(tiny)
+  taken = itertools.count(1)
+  make = data.batches
+
+  def batches(*args):
+    for batch in make(*args):
+      if next(taken) == 6:  # In the second phase.
+        runs.kill()
+      yield batch
+
+  with (
+    pytest.raises(runs.Killed),
+    mock.patch.object(data, 'batches', batches),
+  ):
+    train(config)
+  train(config)
+  runs.assert_same_run(config.out_dir, grown.out_dir)
+  lines = runs.metrics(config.out_dir)
+  assert [x['batch_size'] for x in lines] == [8, 8, 16, 16, 16, 24, 24, 24]
+  assert lines[-1]['tokens'] == (2 * 8 + 3 * 16 + 3 * 24) * 16
+  # Another past is refused, another future is not.
+  with pytest.raises(UsageError, match='step 6 had a batch of 24, now 16'):
+    train(change(config, batch_ramp=('8:2', '16:7')))
+
+
+def test_a_batch_that_grows_takes_the_sequences_of_one_that_does_not(
+  tiny: Config,
+):
+  mesh = make_mesh(tiny.mesh)
+  loaded = data.load_data(tiny)
+
+  def rows(config: Config) -> np.ndarray:
+    found = loop._batches(fit(config, mesh), loaded, mesh, 0)
+    return np.concatenate([np.concatenate(batch) for batch in found])
+
+  grown = rows(_ramp(tiny))
+  expected = rows(change(tiny, batch_size=8, steps=17))
+  np.testing.assert_array_equal(grown, expected)
+
+
+def test_a_step_that_cannot_fit_ends_before_it_is_taken(tiny, monkeypatch):
+  monkeypatch.setattr(hardware, 'memory_bytes', lambda _: 1000)
+  with pytest.raises(OutOfMemoryError, match='needs .* has 1000 B.* --remat'):
+    train(tiny)
+  assert not (tiny.out_dir / 'metrics.jsonl').exists()
+
+
+def _stable(tiny: Config, steps: int) -> Config:
+  """Settings of a run whose learning rate stays at its peak."""
+  return change(
+    tiny, schedule='wsd', warmup=2.0, decay=0.0, steps=steps,
+    checkpoint_every=2, max_to_keep=9, eval_every=6,
+  )  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def stable(make_tiny, tmp_path_factory) -> Config:
+  """Settings of a finished run of six steps; not to be changed."""
+  config = _stable(make_tiny(tmp_path_factory.mktemp('stable')), 6)
+  train(config)
+  return config
+
+
+@pytest.fixture
+def copied(stable: Config, tmp_path: Path) -> Config:
+  """The same in a folder that a test may change."""
+  shutil.copytree(stable.out_dir, tmp_path / 'run')
+  return change(stable, out_dir=tmp_path / 'run')
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'seed': 3}, 'seed: 0 -> 3'),
+    ({'width': 32}, 'width: 16 -> 32'),
+    ({'learning_rate': 0.5}, r'step 1 had the learning rate .*--warmup 2'),
+    ({'steps': 4}, 'has done 6 steps'),
+  ],
+)
+def test_another_past_is_refused(copied: Config, changes: dict, message: str):
+  before = runs.contents(copied.out_dir)
+  if 'width' in changes:
+    changes = {'mlp_width': None, 'head_width': None, **changes}
+  with pytest.raises(UsageError, match=message):
+    train(change(copied, **changes))
+  assert runs.contents(copied.out_dir) == before
+
+
+def test_a_run_can_be_made_longer(copied: Config, tmp_path: Path):
+  longer = change(copied, steps=8)
+  weights = copied.out_dir / 'weights.safetensors'
+  seen = []
+  # Nobody takes the weights of the former end for those of the longer run.
+  with runs.during(7, lambda: seen.append(weights.exists())):
+    train(longer)
+  assert seen == [False]
+  whole = change(longer, out_dir=tmp_path / 'whole')
+  train(whole)
+  found, expected = map(runs.metrics, (copied.out_dir, whole.out_dir))
+  assert found == expected
+  assert (
+    weights.read_bytes() == (whole.out_dir / 'weights.safetensors').read_bytes()
+  )
+
+
+def test_a_cooldown_starts_from_a_checkpoint(stable: Config, tmp_path: Path):
+  cooldown = change(
+    stable, fork_from=stable.out_dir, from_step=4, steps=6, decay=2.0,
+    out_dir=tmp_path / 'cooldown',
+  )  # fmt: skip
+  message = r'--from-step must be .* \(0, 2, 4, 6\), got 3'
+  with pytest.raises(UsageError, match=message):
+    train(change(cooldown, from_step=3))
+  train(cooldown)
+  ours, theirs = map(runs.metrics, (cooldown.out_dir, stable.out_dir))
+  assert ours[:4] == theirs[:4]
+  # The first step has the peak still.
+  assert ours[4]['train_loss'] == theirs[4]['train_loss']
+  assert ours[5]['learning_rate'] < theirs[5]['learning_rate']
+
+
+def test_a_run_starts_from_weights(stable: Config, tmp_path: Path):
+  started = change(
+    stable, init_from=stable.out_dir, out_dir=tmp_path / 'two', seed=1, steps=2
+  )
+  train(started)
+  assert runs.metrics(started.out_dir)[0]['train_loss'] < (
+    runs.metrics(stable.out_dir)[0]['train_loss'] - 0.1
+  )
+  with pytest.raises(UsageError, match='another model .*--width 32'):
+    train(change(started, out_dir=tmp_path / 'three', width=32))
+
+
+def test_commands_take_a_run_that_goes_on(stable: Config, copied: Config):
+  folder = copied.out_dir
+  # What a kill leaves before the last checkpoint.
+  shutil.rmtree(folder / 'checkpoints' / '6')
+  for name in ('weights.safetensors', 'sample.txt'):
+    (folder / name).unlink()
+  data = stable.data[0]
+  assert evaluate(folder, data) == evaluate(stable.out_dir, data, step=4)
+  assert generate(folder, 'the', 8) == generate(
+    stable.out_dir, 'the', 8, step=4
+  )
+  with pytest.raises(UsageError, match=r'--step must .*\(0, 2, 4\), got 5'):
+    generate(folder, 'the', 8, step=5)
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,383 @@
+from collections.abc import Callable, Iterator
+import json
+import math
+from pathlib import Path
+import struct
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from examples.gpt2 import hardware, run
+from examples.gpt2.config import (
+  Config,
+  UsageError,
+  change,
+  identity,
+  resolve,
+  to_json,
+)
+from examples.gpt2.run import (
+  MEASURED,
+  NotFiniteError,
+  RunFolder,
+  StepLog,
+  learning_rates,
+)
+from examples.gpt2.sharding import make_mesh
+from examples.gpt2.step import Trainer
+from examples.gpt2.storage import make_folder, write_whole
+from tests.gpt2.runs import contents
+
+# Where a run can write.
+_PLACES = pytest.mark.parametrize('place', ['disk', 'gs'], indirect=True)
+
+
+def _config(**settings) -> Config:
+  defaults = dict(
+    num_layers=1, num_heads=1, width=16, context_length=16, batch_size=8,
+    steps=10,
+  )  # fmt: skip
+  return resolve(change(Config(), **defaults | settings))
+
+
+def _start(path: Path, **changes) -> RunFolder:
+  """Starts a run with some settings."""
+  with RunFolder(path) as folder:
+    config = _config(**changes)
+    known_by = identity(config) | {'data_sha256': 'ab'}
+    folder.start(config, known_by, {'settings': to_json(config)})
+  return folder
+
+
+@pytest.mark.parametrize('torn', ['{"step": 4, "lo', 'garbage\n[1]\n'])
+@pytest.mark.parametrize('step', [0, 2])
+def test_later_lines_and_torn_ones_are_cut_off(tmp_path, torn: str, step: int):
+  lines = [{'step': i, 'tokens': 10 * i} for i in (1, 2, 3)]
+  text = ''.join(f'{json.dumps(line)}\n' for line in lines)
+  (tmp_path / 'metrics.jsonl').write_text(text + torn)
+  folder = RunFolder(tmp_path)
+  assert folder.keep_metrics(step) == 10 * step
+  assert folder.read_metrics() == lines[:step]
+
+
+@_PLACES
+def test_a_finished_run_is_kept(place: Path):
+  folder = _start(place)
+  assert not folder.finished
+  folder.write_sample('text')
+  assert folder.finished
+  before = contents(place)
+  _start(place, eval_every=3)
+  assert contents(place) == before
+
+
+@pytest.mark.parametrize('name', ['checkpoints', 'metrics.jsonl'])
+def test_files_of_something_else_are_kept(tmp_path: Path, name: str):
+  (tmp_path / name).write_text('mine')
+  with pytest.raises(UsageError, match=rf'holds {name} of something else'):
+    _start(tmp_path)
+  assert set(contents(tmp_path)) == {name}
+
+
+def _has_done(place: Path, step: int) -> None:
+  file = place / 'checkpoints' / str(step) / 'state'
+  make_folder(file.parent)
+  write_whole(file, b'state')
+
+
+@_PLACES
+def test_another_run_is_refused_and_what_differs_is_named(place: Path):
+  _start(place, seed=3)
+  _start(place)  # Nothing had been computed.
+  _has_done(place, 0)
+  with pytest.raises(UsageError, match=r'\(seed: 0 -> 4\): choose another'):
+    _start(place, seed=4, eval_every=3)
+
+
+_STABLE = dict(schedule='wsd', warmup=2, decay=0, batch_ramp=('2:2', '4:5'))
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'steps': 20}, None),
+    ({'batch_size': 16}, None),
+    ({'batch_ramp': ('2:2', '4:7')}, None),
+    ({'steps': 3}, 'has done 4 steps'),
+    ({'warmup': 3}, 'step 1 had the learning rate .* with --warmup in steps'),
+    ({'batch_ramp': ('2:3', '4:5')}, 'step 3 had a batch of 4, now 2'),
+    ({'batch_ramp': ()}, 'step 1 had a batch of 2, now 8'),
+  ],
+)
+def test_only_the_future_of_a_run_may_change(tmp_path, changes, message):
+  _start(tmp_path, **_STABLE)
+  _has_done(tmp_path, 4)
+  if message is None:
+    _start(tmp_path, **_STABLE | changes)
+  else:
+    with pytest.raises(UsageError, match=message):
+      _start(tmp_path, **_STABLE | changes)
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path):
+  program = """
+import sys
+from examples.gpt2.run import RunFolder
+with RunFolder(sys.argv[1]):
+  print('locked', flush=True)
+  sys.stdin.read()
+"""
+  with subprocess.Popen(
+    [sys.executable, '-c', program, str(tmp_path)],
+    stdin=subprocess.PIPE,
+    stdout=subprocess.PIPE,
+  ) as other:
+    assert other.stdout.readline() == b'locked\n'
+    with pytest.raises(UsageError, match='in use by a run'):
+      _start(tmp_path)
+    other.kill()
+  _start(tmp_path)
+
+
+@pytest.fixture(scope='module')
+def trainer() -> Trainer:
+  return Trainer(_config(), 64, make_mesh('', jax.devices()[:1]))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+  return RunFolder(tmp_path)
+
+
+@pytest.fixture
+def make_log(folder: RunFolder, trainer: Trainer) -> Callable[..., StepLog]:
+  """Makes the log of a run, after some steps and with some settings."""
+  return lambda done=0, tokens_done=0, **settings: StepLog(
+    _config(**settings), trainer, folder, done, tokens_done
+  )
+
+
+def _metrics(loss: float = 2.0, norm: float = 1.0, **more: Any) -> dict:
+  arrays = {'train_loss': loss, 'gradient_norm': norm, **more}
+  return jax.tree.map(jnp.float32, arrays)
+
+
+def test_a_step_is_a_line(folder: RunFolder, make_log):
+  with make_log(batch_ramp=('2:3', '4:5')) as log:
+    for step in range(1, 11):
+      log.begin_step(step, _metrics(loss=1 / step), 0.0)
+      # The step itself is on the device, the one before it is logged.
+      lines = folder.read_metrics()
+      assert [line['step'] for line in lines] == [*range(1, step)]
+    log.finish_step({'val_loss': 0.5})
+    log.finish_step({'val_loss': 0.25})
+  lines = folder.read_metrics()
+  sizes = [2, 2, 2, 4, 4, 8, 8, 8, 8, 8]
+  has_no_peak = math.isnan(hardware.peak_flops(jax.devices()[0]))
+  assert lines[-1].pop('val_loss') == 0.5
+  for step, line in enumerate(lines, start=1):
+    measured = {name: line.pop(name) for name in MEASURED}
+    assert measured['peak_bytes'] > 0
+    assert (measured['mfu'] is None) == has_no_peak
+    assert line == pytest.approx({
+      'step': step,
+      'train_loss': 1 / step,
+      'gradient_norm': 1.0,
+      'tokens': sum(sizes[:step]) * 16,
+      'batch_size': sizes[step - 1],
+      'learning_rate': learning_rates(_config())[step - 1],
+    })  # fmt: skip
+  assert len(lines) == 10
+  # TensorBoard is not written unless it is wanted.
+  assert [x.name for x in folder.path.iterdir()] == ['metrics.jsonl']
+
+
+@_PLACES
+def test_a_metric_is_any_number_list_or_array(place: Path, trainer, capsys):
+  given = {
+    'list': [1.0, math.inf], 'array': jnp.arange(4.0).reshape(2, 2),
+    'numpy': np.float32(0.5), 'nan': math.nan, 'text': 'a\u2028b', 'no': None,
+    'nested': {'by_layer': jnp.array([jnp.nan, 1.0])},
+  }  # fmt: skip
+  folder = RunFolder(place)
+  make_folder(place)
+  with StepLog(_config(), trainer, folder, 0, 0) as log:
+    log.begin_step(1, _metrics() | given, 0.0)
+    log.finish_step()
+    log.flush()
+  (line,) = folder.read_metrics()
+  assert {k: line[k] for k in given} == {
+    'list': [1.0, None], 'array': [[0.0, 1.0], [2.0, 3.0]], 'numpy': 0.5,
+    'nan': None, 'text': 'a\u2028b', 'no': None,
+    'nested': {'by_layer': [None, 1.0]},
+  }  # fmt: skip
+
+
+@pytest.mark.parametrize('name', ['loss', 'norm'])
+def test_loss_and_gradient_norm_must_be_finite(folder, make_log, name: str):
+  with make_log() as log:
+    log.begin_step(1, _metrics(**{name: math.inf}), 0.0)
+    with pytest.raises(NotFiniteError, match='at step 1 .* is inf'):
+      log.finish_step()
+  with make_log(not_finite='skip') as log:
+    log.begin_step(1, _metrics(**{name: math.nan}), 0.0)
+    log.finish_step()
+  assert [x['skipped'] for x in folder.read_metrics()] == [True]
+
+
+_DIAGNOSED = {
+  'layers': {'gradient_norm': [0.25, 0.5]},
+  'others': {'head': {'clipped': 0.75}},
+  'gradient_noise': None,
+}
+_NUMBERS = {
+  (1, 'train_loss', 2.0),
+  (1, 'layers/gradient_norm/1', 0.25),
+  (1, 'layers/gradient_norm/2', 0.5),
+  (1, 'others/head/clipped', 0.75),
+  (2, 'train_loss', 1.5),
+  (2, 'val_loss', 3.5),
+}
+
+
+def _log_two_steps(log: StepLog) -> None:
+  log.begin_step(1, _metrics() | _DIAGNOSED, 0.0)
+  log.begin_step(2, _metrics(1.5) | {'text': 'no number'}, 0.0)
+  log.finish_step({'val_loss': 3.5})
+
+
+def test_tensorboard_gets_every_number(folder: RunFolder, make_log):
+  pb = pytest.importorskip('tensorboardX.proto.event_pb2')
+  with make_log(tensorboard=True) as log:
+    _log_two_steps(log)
+  (file,) = (folder.path / 'tensorboard').iterdir()
+  events = {
+    (event.step, value.tag, value.simple_value)
+    for event in _events(file.read_bytes(), pb.Event)
+    for value in event.summary.value
+  }
+  assert events >= _NUMBERS
+  assert not any('noise' in name for _, name, _ in events)
+
+
+def _events(content: bytes, kind: Any) -> Iterator[Any]:
+  """Yields the records of a TFRecord file: length, CRC, content, CRC."""
+  while content:
+    (size,) = struct.unpack('<Q', content[:8])
+    yield kind.FromString(content[12 : 12 + size])
+    content = content[16 + size :]
+
+
+def test_wandb_gets_every_number_and_each_once(
+  folder: RunFolder, make_log, monkeypatch
+):
+  datastore = pytest.importorskip('wandb.sdk.internal.datastore')
+  records = pytest.importorskip('wandb.proto.wandb_internal_pb2')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  monkeypatch.setenv('WANDB_SILENT', 'true')
+  (folder.path / 'config.json').write_text('{"config": {"steps": 10}}')
+  with make_log(wandb='project') as log:
+    _log_two_steps(log)
+  identifier = (folder.path / 'wandb_id.txt').read_text()
+  (file,) = folder.path.glob(f'wandb/offline-run-*/run-{identifier}.wandb')
+  store = datastore.DataStore()
+  store.open_for_scan(str(file))
+  found = set()
+  while (data := store.scan_data()) is not None:
+    for item in records.Record.FromString(data).history.item:
+      name = item.key or '.'.join(item.nested_key)
+      found.add((name, json.loads(item.value_json)))
+  assert found >= {(name, value) for _, name, value in _NUMBERS}
+  # A run that goes on has the same identifier.
+  with make_log(2, wandb='project'):
+    assert (folder.path / 'wandb_id.txt').read_text() == identifier
+
+
+def test_the_speed_leaves_pauses_out(
+  folder: RunFolder, make_log, trainer: Trainer, monkeypatch
+):
+  clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+  monkeypatch.setattr(run, 'time', clock)
+  monkeypatch.setattr(hardware, 'peak_flops', lambda _: 1e9)
+  with make_log() as log:
+    for step, (seconds, pause, waited) in enumerate(
+      [(2.0, 0.0, 0.5), (4.0, 100.0, 0.5), (0.5, 0.0, 2.5)], start=1
+    ):
+      log.begin_step(step, _metrics(), waited)
+      clock.now += seconds
+      with log.paused():
+        clock.now += pause
+      log.finish_step()
+  lines = folder.read_metrics()
+  speeds = [128 / 2, 128 / 4, 128 / 0.5]
+  assert [x['tokens_per_second'] for x in lines] == speeds
+  mfus = np.array(speeds) * trainer.flops_per_token / (1e9 * jax.device_count())
+  assert [x['mfu'] for x in lines] == pytest.approx(mfus)
+  assert [x['waited_share'] for x in lines] == [0.25, 0.125, 1.0]
+
+
+def _line(step: int, **more) -> dict:
+  return {
+    'step': step, 'tokens': step * 512, 'batch_size': 16, 'mfu': 0.1 * step,
+    'tokens_per_second': 1000.0 * step, 'waited_share': 0.01,
+    'peak_bytes': 3 * 2**30, **more,
+  }  # fmt: skip
+
+
+def _diagnosed(step: int, trace: float, square: float, **more) -> dict:
+  noise = {'trace': trace, 'squared_norm': square}
+  return _line(
+    step, max_attention_logit=[1.0, 2.25], gradient_noise=noise, **more
+  )
+
+
+def _after(path: Path, lines: list[dict]) -> str:
+  path.mkdir(exist_ok=True)
+  folder = RunFolder(path)
+  settings = {'config': {'batch_size': 16, 'context_length': 32}}
+  (path / 'config.json').write_text(json.dumps(settings))
+  folder.picture.touch()
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  (path / 'metrics.jsonl').write_text(text)
+  folder.write_sample('And so it goes.')
+  return run.after(folder)
+
+
+def test_after_a_run_its_results_are_told(tmp_path: Path):
+  lines = [
+    _line(1),
+    _diagnosed(2, 1.0, 1.0),
+    _line(3, skipped=True, waited_share=0.2),
+    _diagnosed(4, 6.0, 2.0, val_loss=3.14159),
+    _diagnosed(5, 2.0, 2.0, val_loss=3.0),
+  ]
+  text = _after(tmp_path, lines)
+  for part in (
+    '3.0000 nats per token',
+    '1 steps whose loss or gradient was not finite',
+    '1.0, 2.2 (first to last layer)',
+    # (6 + 2) / (2 + 2), times 32 tokens of a sequence.
+    'critical batch about 64 tokens; a step has 512',
+    '3,000 tokens/s (median), MFU 30.0%',
+    'at most 20.0% of a step',
+    '3 GiB',
+    str(tmp_path / 'curves.png'),
+  ):
+    assert part in text
+  assert text.endswith('\n\nAnd so it goes.')
+
+
+def test_what_is_not_known_is_not_told(tmp_path: Path):
+  text = _after(tmp_path / 'all', [_line(1, mfu=None, val_loss=2.0)])
+  assert 'MFU n/a' in text
+  for part in ('left out', 'attention', 'noise', 'not known'):
+    assert part not in text
+  # As if the last line was lost, or all.
+  for lines in ([_diagnosed(1, 1.0, 1.0)], []):
+    assert 'not known' in _after(tmp_path / f'{len(lines)}', lines)
