@@ -424,11 +424,11 @@ PRESETS: dict[str, Config] = {
 
 def from_json(settings: dict[str, Any]) -> Config:
   """Returns settings from JSON values, see :func:`to_json`."""
-  values = dict(settings)
+  values = settings | {'model': model_from_json(settings['model'])}
   for name in ('out_dir', 'init_from', 'fork_from', 'cache_dir'):
     if values.get(name) is not None:
       values[name] = Path(values[name])
-  return change(Config(), **values, model=model_from_json(values.pop('model')))
+  return change(Config(), **values)
 
 
 def model_from_json(settings: dict[str, Any]) -> ModelConfig:
