@@ -18,7 +18,6 @@ from jax.sharding import (
   PartitionSpec as P,
 )
 import numpy as np
-import optax
 
 from examples.gpt2.config import UsageError
 
@@ -114,28 +113,6 @@ def _parameter_spec(path: tuple[Any, ...]) -> P:
   *rest, module, name = ('', *path_name(path).split('.'))
   spec = _PARAMETERS.get(f'{module}.{name}', P())
   return P(None, *spec) if 'blocks' in rest else spec
-
-
-def state_shardings(
-  mesh: Mesh,
-  optimizer: optax.GradientTransformation,
-  opt_state: Any,
-  param_shardings: Any,
-) -> Any:
-  """Returns the sharding of the state: moments lie as their parameters do."""
-
-  def is_masked(x: Any) -> bool:
-    # In the place of a parameter that another optimizer updates.
-    return isinstance(x, optax.MaskedNode)
-
-  return optax.tree.map_params(
-    optimizer,
-    lambda x, sharding: x if is_masked(x) else sharding,
-    opt_state,
-    param_shardings,
-    is_leaf=is_masked,
-    transform_non_params=lambda _: replicated(mesh),
-  )
 
 
 def num_batch_shards(mesh: Mesh | AbstractMesh) -> int:

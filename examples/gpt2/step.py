@@ -26,6 +26,7 @@ from examples.gpt2.config import (
 from examples.gpt2.loss import mean_cross_entropy, sequence_losses
 from examples.gpt2.model import Transformer, as_module, shapes
 from examples.gpt2.optimizers import make_optimizer
+import merit_optax
 
 # Layers whose loop is slower on CPU than they are one by one.
 _MOST_UNROLLED = 4
@@ -127,17 +128,19 @@ class Trainer:
     return loss, gradients
 
   def _shapes(self, params: Any) -> TrainState:
+    def lying(x: jax.ShapeDtypeStruct, s: Any) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+
     shardings = sharding.parameter_shardings(self.mesh, params)
-    opt_state = jax.eval_shape(self.optimizer.init, params)
-    state_shardings = sharding.state_shardings(
-      self.mesh, self.optimizer, opt_state, shardings
+    params = jax.tree.map(lying, params, shardings)
+    opt_state = jax.tree.map(
+      lying,
+      jax.eval_shape(self.optimizer.init, params),
+      merit_optax.state_shardings(self.optimizer, params),
     )
     step = jax.ShapeDtypeStruct([], jnp.int32)
-    return jax.tree.map(
-      lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-      TrainState(step, params, opt_state),
-      TrainState(sharding.replicated(self.mesh), shardings, state_shardings),
-    )
+    step = lying(step, sharding.replicated(self.mesh))
+    return TrainState(step, params, opt_state)
 
   def _init(self) -> TrainState:
     key = jax.random.key(self._config.seed)

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from examples.gpt2.compile_for import compile_step
 from examples.gpt2.config import Config, change, resolve
-from examples.gpt2.optimizers import OPTIMIZERS
+from examples.gpt2.optimizers import OPTIMIZERS, Optimizer
 from examples.gpt2.sharding import batch_sharding, make_mesh, num_batch_shards
 from examples.gpt2.step import Trainer, TrainState, fit
 
@@ -82,6 +83,18 @@ def _train(trainer: Trainer, steps: int) -> tuple[TrainState, list[float]]:
       assert set(metrics) == {'train_loss', 'gradient_norm'}
       losses.append(float(metrics['train_loss']))
   return state, losses
+
+
+@pytest.mark.parametrize('mesh', ['', 'fsdp=4,tensor=2'])
+def test_a_new_optimizer_is_one_entry(mesh: str, monkeypatch):
+  # Its state is factored: leaves of other shapes than the parameters.
+  new = Optimizer(lambda _: optax.adafactor(0.1), dict(learning_rate=0.1))
+  monkeypatch.setitem(OPTIMIZERS, 'lion', new)  # A name that is known.
+  config = _config(optimizer='lion', width=256)
+  devices = jax.devices() if mesh else jax.devices()[:1]
+  trainer = Trainer(config, 64, make_mesh(mesh, devices))
+  _, losses = _train(trainer, 3)
+  assert losses[-1] < losses[0]
 
 
 @_MOST_OPTIMIZERS
