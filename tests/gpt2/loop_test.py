@@ -360,8 +360,8 @@ def _end(running: list[subprocess.Popen]) -> list[int]:
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
-    (('--seed', '7'), '--seed: 0 -> 7'),
-    (('--eval-data', 'x=other.txt'), '--eval-data x: '),
+    (('--seed', '7'), '--seed (here: 7)'),
+    (('--eval-data', 'x=other.txt'), 'the hash of x (here: '),
   ],
 )
 def test_processes_with_other_settings_or_data_are_refused(
