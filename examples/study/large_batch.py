@@ -1,19 +1,22 @@
 """The experiments of the paper: which optimizer, at which batch.
 
     python -m examples.study.large_batch dry-run   # a minute on a CPU
-    python -m examples.study.large_batch gpu       # a quarter of an hour, H100
+    python -m examples.study.large_batch ladder    # some hours on two cores
+    python -m examples.study.large_batch gpu       # ten minutes on an H100
 
-Each rule updates hidden matrices only; the same Adam updates all else. Seed 0
-chooses a learning rate for each rule at one batch. Other seeds then train with
-it, at the same batch or others. A trial is a line of JSON as soon as it ends,
-and a trial that has a line is not run again: repeat a command that was stopped.
+Each rule updates hidden matrices, the same Adam all else; or it updates
+everything. Seed 0 chooses a learning rate for each rule at each batch, other
+seeds then train with it. A trial is a line of JSON as soon as it ends, and a
+trial that has a line is not run again: repeat a command that was stopped.
 """
 
+import ast
 from collections.abc import Iterator
 import dataclasses
 import datetime
-import functools
+import hashlib
 import importlib.metadata
+import inspect
 import itertools
 import json
 import math
@@ -21,6 +24,7 @@ import os
 from pathlib import Path
 import platform
 import re
+import textwrap
 import time
 from typing import Any, TypeAlias
 
@@ -28,11 +32,14 @@ import jax
 import tyro
 
 from examples import pretrain
+from examples.study import rules, trainer
 from examples.study.settings import PRESETS, Settings, Trial
-from examples.study.trainer import Trainer, model_config
 
 Losses: TypeAlias = dict[Trial, float]
 """Final validation losses, in nats per token, of the trials that have ended."""
+
+REPEATABLE = 0.003
+"""How far apart two runs of a trial can end, in nats per token."""
 
 
 def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
@@ -45,49 +52,75 @@ def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
   Yields:
     Trials, those of ``losses`` too.
   """
-  for rule in settings.rules:
-    yield from _rates(settings, losses, rule)
-  best = {rule: _best(settings, losses, rule) for rule in settings.rules}
-  for seed, change, batch_tokens, rule in itertools.product(
-    settings.seeds, settings.near, settings.batches, settings.rules
-  ):
-    yield Trial(rule, best[rule] + change, seed, batch_tokens)
+  for batch_tokens in settings.batches:
+    for rule in settings.rules:
+      yield from _rates(settings, losses, rule, batch_tokens)
+    for seed, rule in itertools.product(settings.seeds, settings.rules):
+      power, _ = choose(tried(losses, rule, batch_tokens))
+      yield Trial(rule, power, seed, batch_tokens)
 
 
-def _rates(settings: Settings, losses: Losses, rule: str) -> Iterator[Trial]:
-  """Yields rates around the middle, and more while an edge is the best."""
-  make = functools.partial(
-    Trial, rule, seed=0, batch_tokens=settings.tuning_batch
-  )
+def _rates(
+  settings: Settings, losses: Losses, rule: str, batch_tokens: int
+) -> Iterator[Trial]:
+  """Yields rates around the middle, and more while an edge is chosen."""
   powers = list(settings.powers)
   for power in powers:
-    yield make(power=power)
-  for _ in range(4):
-    best = _best(settings, losses, rule)
-    if min(powers) < best < max(powers):
+    yield Trial(rule, power, 0, batch_tokens)
+  for _ in range(settings.extensions):
+    power, _ = choose(tried(losses, rule, batch_tokens))
+    if min(powers) < power < max(powers):
       return
-    powers.append(best + (1 if best == max(powers) else -1))
-    yield make(power=powers[-1])
+    powers.append(power + (1 if power == max(powers) else -1))
+    yield Trial(rule, powers[-1], 0, batch_tokens)
 
 
-def _best(settings: Settings, losses: Losses, rule: str) -> int:
-  """Returns the power of two with the lowest loss of seed 0."""
-  tried = {
+def tried(losses: Losses, rule: str, batch_tokens: int) -> dict[int, float]:
+  """Returns the losses of seed 0 by the power of two of their rate."""
+  return {
     trial.power: loss
-    for trial, loss in losses.items()
-    if (trial.rule, trial.seed) == (rule, 0)
-    and trial.batch_tokens == settings.tuning_batch
+    for trial, loss in sorted(losses.items(), key=lambda x: x[0].power)
+    if (trial.rule, trial.seed, trial.batch_tokens) == (rule, 0, batch_tokens)
   }
-  return min(tried, key=lambda power: tried[power])
 
 
-def facts(settings: Settings, data: str) -> dict[str, Any]:
+def choose(by_power: dict[int, float]) -> tuple[int, bool]:
+  """Returns the power of two to take, and whether the choice is a close one.
+
+  Losses repeat to 0.003 only, from one CPU to another. So the smallest rate
+  whose loss is within it of the lowest is taken.
+  """
+  limit = min(by_power.values()) + REPEATABLE
+  near = [power for power, loss in by_power.items() if loss <= limit]
+  return min(near), len(near) > 1
+
+
+def facts(settings: Settings, data: str, rule: str) -> dict[str, Any]:
   """Returns what, beside the trial, decides its losses."""
   free = {'results', 'minutes'}
-  free |= {'rules', 'tuning_batch', 'powers', 'batches', 'near', 'seeds'}
-  free |= {'micro_batch', 'unroll', 'remat', 'fsdp'}  # These change rounding.
+  free |= {'rules', 'powers', 'extensions', 'batches', 'seeds'}
+  free |= {'micro_batch', 'unroll', 'remat', 'mesh'}  # These change rounding.
   fixed = {k: v for k, v in vars(settings).items() if k not in free}
-  return {**fixed, 'data': data}
+  return {**fixed, 'data': data, 'code': code_digest(rule)}
+
+
+def code_digest(rule: str) -> str:
+  """Returns first digits of a digest of the code that decides losses.
+
+  Comments, docstrings, the form of the code and other rules do not count.
+  """
+  digest = hashlib.sha256()
+  for part in (rules, trainer, *trainer.FROM_PRETRAIN):
+    tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+        node.value.value = ''
+      if isinstance(node, ast.Dict) and part is rules:
+        entries = zip(node.keys, node.values, strict=True)
+        node.values = [v for k, v in entries if ast.literal_eval(k) == rule]
+        node.keys = [ast.Constant(rule)]
+    digest.update(ast.unparse(tree).encode())
+  return digest.hexdigest()[:8]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -100,32 +133,34 @@ def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   settings = tyro.extras.overridable_config_cli(PRESETS, args=args)
   check(settings)
-  with jax.set_mesh(pretrain.make_mesh(model_config(settings))):
+  with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
     run(settings)
 
 
 def check(settings: Settings) -> None:
   """Raises an error where sizes do not fit each other, or data are missing."""
-  batches = (settings.tuning_batch, *settings.batches)
-  for name, values, divisor in (
-    ('micro_batch', [settings.micro_batch], settings.context_length),
-    ('tuning_batch, batches', batches, settings.micro_batch),
-    # Evaluations take four batches.
-    ('eval_tokens', [settings.eval_tokens], 4 * settings.micro_batch),
+  length, most = settings.context_length, settings.micro_batch
+  for name, values, divisors in (
+    ('micro_batch', (most,), (length,)),
+    ('batches', settings.batches, (length, most)),
+    ('eval_tokens', (settings.eval_tokens,), (most,)),
   ):
-    if any(x % divisor for x in values):
+    # A batch below a micro-batch is one.
+    if any(x % min(x, y) for x in values for y in divisors):
       raise ValueError(
-        f'{name} must be multiples of {divisor}, got {list(values)}.'
+        f'{name} must be multiples of {" and ".join(map(str, divisors))}, got '
+        f'{list(values)}.'
       )
-  if settings.tokens and settings.tokens < max(batches):
+  if settings.tokens < max(settings.batches):
+    raise ValueError(f'tokens must be at least a batch, got {settings.tokens}.')
+  if len(settings.powers) < 2 or 0 in settings.seeds:
     raise ValueError(
-      f'tokens must be 0 or a batch at least, got {settings.tokens}.'
+      'powers must be two or more, and seeds without 0, got '
+      f'{settings.powers} and {settings.seeds}.'
     )
-  if not settings.powers or 0 in settings.seeds:
-    raise ValueError('powers must not be empty, nor seeds hold 0.')
-  if settings.data and not (settings.data / 'train.bin').exists():
+  if settings.data != 'stdlib' and not Path(settings.data).exists():
     raise FileNotFoundError(
-      f'data: {settings.data} has no train.bin. To build token files: '
+      f'data: there is no {settings.data}. To build token files: '
       'python -m examples.study.corpus'
     )
 
@@ -140,31 +175,24 @@ def run(settings: Settings) -> None:
     ValueError: If the data do not fit the settings.
   """
   start = time.monotonic()
-  trainer = Trainer(settings)
-  fixed = facts(settings, trainer.data)
+  runner = trainer.Trainer(settings)
+  fixed = {x: facts(settings, runner.data, x) for x in settings.rules}
   losses = {
     Trial(**x['trial']): loss_of(x)
     for x in read(settings.results)
-    if x['settings'] == fixed
+    if x['settings'] == fixed.get(x['trial']['rule'])
   }
-  speed = trainer.tokens_per_second()
-
-  def minutes(batch_tokens: int) -> float:
-    return settings.steps_at(batch_tokens) * batch_tokens / speed / 60
-
+  speed = runner.tokens_per_second()
+  needed = settings.tokens / speed / 60
   device = device_name()
   print(
-    f'{device}: {speed:,.0f} tokens/s. {len(losses)} trials have ended.',
-    *(
-      f'At {x:,} tokens a step one takes {minutes(x):.1f} minutes.'
-      for x in sorted({settings.tuning_batch, *settings.batches})
-    ),
+    f'{device}: {speed:,.0f} tokens/s, {needed:.1f} minutes a trial. '
+    f'{len(losses)} trials have ended.',
     flush=True,
   )
   for trial in plan(settings, losses):
     if trial in losses:
       continue
-    needed = minutes(trial.batch_tokens)
     left = settings.minutes - (time.monotonic() - start) / 60
     if needed > left:
       print(
@@ -175,9 +203,9 @@ def run(settings: Settings) -> None:
     record = {
       'trial': dataclasses.asdict(trial),
       'rate': trial.rate(settings),
-      'settings': fixed,
-      **trainer.run(trial),
-      'corpus_tokens': trainer.corpus_tokens,
+      'settings': fixed[trial.rule],
+      **runner.run(trial),
+      'corpus_tokens': runner.corpus_tokens,
       'device': device,
       'versions': {
         name: importlib.metadata.version(name)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 import dataclasses
 import functools
-import hashlib
 import itertools
 import math
 import time
@@ -17,29 +16,31 @@ import optax
 import tqdm
 
 from examples import pretrain
-from examples.study.rules import make_optimizer
+from examples.study.rules import Moments, make_optimizer
 from examples.study.settings import Settings, Trial
 import merit_optax
 
+FROM_PRETRAIN = (
+  pretrain.make_linear, pretrain.make_norm, pretrain.rotate,
+  pretrain.Attention, pretrain.MLP, pretrain.Block, pretrain.Transformer,
+  pretrain.cross_entropy, pretrain.loss_and_gradients, pretrain.make_batch,
+)  # fmt: skip
+"""What decides losses, of ``examples/pretrain.py``."""
+_POINTS = 100
+"""At most so many losses and logits of a trial are recorded."""
+
 
 def model_config(settings: Settings) -> pretrain.Config:
-  """Returns the settings of a micro-batch for ``examples/pretrain.py``."""
-  names = (
-    'num_layers', 'num_heads', 'width', 'context_length', 'vocab_size',
-    'qk_norm', 'dtype',
-  )  # fmt: skip
-  rows = settings.micro_batch // settings.context_length
+  """Returns the settings of the largest batch for ``examples/pretrain.py``."""
+  fields = {x.name for x in dataclasses.fields(pretrain.Config)}
+  shared = {k: v for k, v in vars(settings).items() if k in fields}
+  length = settings.context_length
   return pretrain.Config(
-    **{name: getattr(settings, name) for name in names},
-    data=str(settings.data or 'stdlib'),
-    architecture='llama' if settings.llama else 'gpt2',
+    **shared,
     init_std=0.02 * math.sqrt(768 / settings.width),
-    remat='full' if settings.remat else 'none',
-    unroll=settings.num_layers if settings.unroll else 1,
-    mesh=f'fsdp={settings.fsdp}',
-    batch_size=rows,
-    micro_batch_size=max(1, rows // jax.device_count()),
-    eval_sequences=settings.eval_tokens // settings.context_length,
+    batch_size=max(settings.batches) // length,
+    micro_batch_size=settings.micro_batch // length,
+    eval_sequences=settings.eval_tokens // length,
   )
 
 
@@ -49,10 +50,15 @@ def init_params(config: pretrain.Config) -> Any:
   return jax.tree.map_with_path(pretrain.pin, pretrain.init_params(config))
 
 
-@functools.partial(jax.jit, static_argnames=('rule', 'steps', 'dtype'))
-def init_optimizer(params: Any, rule: str, steps: int, dtype: str) -> Any:
+_STATIC = ('rule', 'steps', 'warmup', 'moments')
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def init_optimizer(
+  params: Any, rule: str, steps: int, warmup: float, moments: Moments
+) -> Any:
   """Returns the first state of the optimizer, placed like the parameters."""
-  state = make_optimizer(rule, 0.0, steps, dtype).init(params)
+  state = make_optimizer(rule, 0.0, steps, warmup, moments).init(params)
   return jax.tree.map_with_path(pretrain.pin, state)
 
 
@@ -73,9 +79,7 @@ def add(total: Any, other: Any) -> Any:
 
 # One program for each rule serves all rates, and batches of as many steps.
 @functools.partial(
-  jax.jit,
-  static_argnames=('rule', 'steps', 'dtype'),
-  donate_argnames=('params', 'opt_state'),
+  jax.jit, static_argnames=_STATIC, donate_argnames=('params', 'opt_state')
 )
 def update(
   params: Any,
@@ -85,11 +89,12 @@ def update(
   rate: jax.typing.ArrayLike,
   rule: str,
   steps: int,
-  dtype: str,
+  warmup: float,
+  moments: Moments,
 ) -> Any:
   """Returns parameters and optimizer state after a step, and its mean loss."""
   loss, grads = jax.tree.map(lambda x: x / count, total)
-  optimizer = make_optimizer(rule, rate, steps, dtype)
+  optimizer = make_optimizer(rule, rate, steps, warmup, moments)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   params = optax.apply_updates(params, updates)
   state = jax.tree.map_with_path(pretrain.pin, (params, opt_state))
@@ -106,8 +111,7 @@ def max_logits(
 
   def apply(x_BTD: jax.Array, arrays: Any) -> tuple[jax.Array, jax.Array]:
     block = nnx.merge(structure, arrays)
-    y_BTD = block.attention_norm(x_BTD)
-    query, key, _ = block.attention.query_key_value(y_BTD)
+    query, key, _ = block.attention.query_key_value(block.attention_norm(x_BTD))
     logits_H = merit_optax.attention_statistics(query, key).max_logit
     return block(x_BTD), logits_H.max()
 
@@ -118,29 +122,27 @@ class Trainer:
   """Runs trials, and keeps what they share: the tokens, and what is compiled.
 
   Attributes:
-    data: First digits of a digest of all tokens.
+    data: Digits of a hash of the tokens.
     corpus_tokens: Number of tokens to train on.
   """
 
   def __init__(self, settings: Settings):
     self.settings = settings
     self._config = model_config(settings)
-    self._tokens, self._val_tokens = pretrain.load_tokens(self._config)
-    digest = hashlib.sha256()
-    for tokens in (self._tokens, self._val_tokens):
-      for path, _ in tokens.shards:
-        digest.update(tokens.system.cat_file(path))
-    self.data = digest.hexdigest()[:12]
-    self.corpus_tokens = int(self._tokens.sizes.sum())
-    self._val_ABT = pretrain.make_batch(self._val_tokens, self._config, step=0)
-
-  def _batch_config(self, tokens: int, seed: int = 0) -> pretrain.Config:
-    """Returns the settings of batches of so many tokens."""
-    return dataclasses.replace(
-      self._config,
-      seed=seed,
-      batch_size=tokens // self.settings.context_length,
+    self._tokens, val_tokens = pretrain.load_tokens(self._config)
+    self.data = pretrain.digest(
+      [self._tokens, val_tokens], settings.context_length
     )
+    self.corpus_tokens = int(self._tokens.sizes.sum())
+    # Of step 0 are the sequences to validate on, and a few of these, as far
+    # apart, are those whose logits are measured.
+    self._val_ABT = pretrain.make_batch(val_tokens, self._config, step=0)
+    few = dataclasses.replace(
+      self._config,
+      eval_sequences=settings.logit_sequences,
+      micro_batch_size=settings.logit_sequences,
+    )
+    self._logits_BT = pretrain.make_batch(val_tokens, few, step=0)[0]
 
   def run(self, trial: Trial) -> dict[str, Any]:
     """Returns what a trial measured.
@@ -149,50 +151,54 @@ class Trainer:
       trial: Rule, rate, seed and batch.
 
     Returns:
-      Losses of all steps and of evaluations, in nats per token, attention
-      logits and seconds. A loss that is not finite ends the run.
+      The final loss on held-out tokens in nats per token, ``None`` if a loss
+      was not finite, which ends the run. Attention logits of each layer: the
+      largest of every second step, and those at the end. Means of training
+      losses and maxima of logits in up to 100 spans of steps. Seconds.
     """
     start = time.perf_counter()
     steps = self.settings.steps_at(trial.batch_tokens)
-    # Seed 0 chooses learning rates.
-    every = math.ceil(steps / (12 if trial.seed else 2))
     losses: list[jax.Array] = []
-    evaluations: list[dict[str, Any]] = []
+    logits: list[jax.Array] = []
     name = f'{trial.rule} {trial.rate(self.settings):g}, seed {trial.seed}'
     progress = tqdm.tqdm(
       self._train(trial), name, steps, leave=False, disable=None
     )
     for step, (params, loss) in enumerate(progress, 1):
       losses.append(loss)
+      if step % 2 == 0 or step == steps:
+        logits.append(max_logits(params, self._logits_BT, self._config))
       # The loss of the step before, so that the device need not wait.
       if not np.isfinite(losses[max(0, step - 2)]):
         break
-      if step % every == 0 or step == steps:
-        found = self._evaluate(params)
-        evaluations.append({'step': step} | found)
-        progress.write(
-          f'{name}: step {step}, loss {found["loss"]:.4f}, largest attention '
-          f'logit {max(found["max_logits"]):.1f}'
-        )
-    train_losses = np.array(losses).round(4).tolist()
-    final = evaluations[-1]['loss'] if len(losses) == steps else math.nan
+    measured = np.array(losses)
+    logits_SL = np.array(logits).reshape(-1, self.settings.num_layers)
+    final = math.nan
+    if len(losses) == steps and np.isfinite(measured).all():
+      final = float(pretrain.eval_step(params, self._val_ABT, self._config))
     return {
-      'loss': final if np.isfinite([final, *train_losses]).all() else None,
-      'evaluations': evaluations,
-      'train_losses': train_losses,
+      'loss': round(final, 4) if math.isfinite(final) else None,
+      'peak_logits': _rounded(logits_SL.max(0, initial=-np.inf)),
+      'final_logits': _rounded(logits_SL[-1]) if logits else [],
+      'train_losses': _rounded([x.mean() for x in _spans(measured)], 4),
+      'logits': _rounded([x.max() for x in _spans(logits_SL)]),
       'seconds': round(time.perf_counter() - start, 2),
     }
 
   def _train(self, trial: Trial) -> Iterator[tuple[Any, jax.Array]]:
     """Yields the parameters after each step, and its loss."""
     settings, rate = self.settings, trial.rate(self.settings)
-    config = self._batch_config(trial.batch_tokens, trial.seed)
-    params = init_params(dataclasses.replace(self._config, seed=trial.seed))
+    seeded = dataclasses.replace(self._config, seed=trial.seed)
+    batches = dataclasses.replace(
+      seeded, batch_size=trial.batch_tokens // settings.context_length
+    )
+    params = init_params(seeded)
     steps = settings.steps_at(trial.batch_tokens)
-    optimizer = trial.rule, steps, settings.dtype
+    moments = Moments(settings.b1, settings.eps, settings.dtype)
+    optimizer = trial.rule, steps, settings.warmup, moments
     opt_state = init_optimizer(params, *optimizer)
     for step in range(1, steps + 1):
-      batch_ABT = pretrain.make_batch(self._tokens, config, step)
+      batch_ABT = pretrain.make_batch(self._tokens, batches, step)
       total = loss_and_gradients(params, batch_ABT[0], self._config)
       for micro_BT in batch_ABT[1:]:
         total = add(total, loss_and_gradients(params, micro_BT, self._config))
@@ -200,16 +206,6 @@ class Trainer:
         params, opt_state, total, len(batch_ABT), rate, *optimizer
       )
       yield params, loss
-
-  def _evaluate(self, params: Any) -> dict[str, Any]:
-    """Returns the loss and the attention logits of 64 sequences."""
-    loss = pretrain.eval_step(params, self._val_ABT, self._config)
-    tokens_BT = self._val_ABT.reshape(-1, self._val_ABT.shape[-1])[:64]
-    logits_L = max_logits(params, tokens_BT, self._config)
-    return {
-      'loss': round(float(loss), 4),
-      'max_logits': [round(x, 2) for x in logits_L.tolist()],
-    }
 
   def tokens_per_second(self) -> float:
     """Returns the speed of training, after compilation."""
@@ -225,3 +221,14 @@ class Trainer:
 
     train(1)
     return 10 * batch_tokens / train(10)
+
+
+def _spans(values: np.ndarray) -> list[np.ndarray]:
+  """Returns the values of up to 100 spans of steps."""
+  return (
+    np.array_split(values, min(_POINTS, len(values))) if len(values) else []
+  )
+
+
+def _rounded(values: Any, digits: int = 2) -> list[float]:
+  return [round(float(x), digits) for x in values]

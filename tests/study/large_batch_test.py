@@ -19,8 +19,7 @@ import pytest
 import tyro
 
 from examples import pretrain
-from examples.study import corpus, large_batch, rules, trainer
-from examples.study.analysis import large_batch as report
+from examples.study import corpus, large_batch, report, rules, trainer
 from examples.study.settings import PRESETS, Settings, Trial
 import merit_optax
 from tests.merit_optax.arrays import oracle_ratios, oracle_scale
@@ -37,21 +36,34 @@ def _run_plan(settings: Settings, loss) -> dict[Trial, float]:
   return losses
 
 
-@given(optimum=st.floats(-5.4, 5.4), diverges=st.integers(-2, 9))
-def test_tuning_brackets_the_best_rate(optimum: float, diverges: int):
-  settings = dataclasses.replace(_DRY, rules=('merit',), batches=())
+@given(optimum=st.floats(-4.4, 3.9), diverges=st.integers(-1, 9))
+def test_tuning_brackets_the_best_rate_at_each_batch(
+  optimum: float, diverges: int
+):
+  settings = dataclasses.replace(_DRY, rules=('merit',), seeds=(1,))
+  shift = {256: 0.0, 1024: 0.5}
 
   def loss(trial: Trial) -> float:
-    return math.inf if trial.power > diverges else abs(trial.power - optimum)
+    best = optimum + shift[trial.batch_tokens]
+    return math.inf if trial.power > diverges else abs(trial.power - best)
 
   losses = _run_plan(settings, loss)
-  by_power = {trial.power: x for trial, x in losses.items()}
-  best = min(by_power, key=lambda power: by_power[power])
-  assert {-2, -1, 0, 1, 2} <= set(by_power)
-  assert {best - 1, best + 1} <= set(by_power)
-  assert by_power[best] == min(
-    loss(Trial('merit', x, 0, 1)) for x in range(-6, 7)
-  )
+  for batch in settings.batches:
+    by_power = large_batch.tried(losses, 'merit', batch)
+    chosen, is_close = large_batch.choose(by_power)
+    assert {-1, 0, 1, chosen - 1, chosen + 1} <= set(by_power)
+    lowest = min(loss(Trial('merit', x, 0, batch)) for x in range(-6, 7))
+    assert by_power[chosen] <= lowest + large_batch.REPEATABLE
+    near = [x for x in by_power.values() if x <= lowest + 0.003]
+    assert is_close == (len(near) > 1)
+    fresh = [x for x in losses if x.seed and x.batch_tokens == batch]
+    assert fresh == [Trial('merit', chosen, 1, batch)]
+
+
+def test_a_close_choice_takes_the_smaller_rate():
+  assert large_batch.choose({0: 2.0, 1: 1.9981, 2: 1.998}) == (0, True)
+  assert large_batch.choose({0: 2.0, 1: 1.9969, 2: 1.999}) == (1, True)
+  assert large_batch.choose({0: 2.0, 1: 1.99, 2: math.inf}) == (1, False)
 
 
 @pytest.fixture(scope='module')
@@ -60,9 +72,28 @@ def params():
   return jax.jit(pretrain.init_params, static_argnums=0)(config)
 
 
+_STEPS = 12
+
+
+def _make(rule: str, rate: float, steps: int = _STEPS):
+  moments = rules.Moments(0.8, 1e-6, 'float32')
+  return rules.make_optimizer(rule, rate, steps, 0.3, moments)
+
+
+def _tree(kernel, bias):
+  """Returns parameters of a model of which a kernel and a bias have values."""
+  qkv = {'kernel': jnp.zeros((len(kernel), 4, 1, 3, 2))}
+  block = {'attention': {'qkv': qkv}, 'mlp': {'up': {'kernel': kernel}}}
+  return {'blocks': block, 'final_norm': {'bias': bias}}
+
+
+def _kernel(tree):
+  return tree['blocks']['mlp']['up']['kernel']
+
+
 def _update(rule: str, params, rate: float = 0.1):
   """Returns the second update, since the first of each Adam is a sign."""
-  optimizer = rules.make_optimizer(rule, rate, _DRY.steps, 'float32')
+  optimizer = _make(rule, rate)
 
   @jax.jit
   def steps(params):
@@ -114,9 +145,6 @@ _MERIT = {
   'merit-l2': ('weight row column', 'l2', 1),
   'merit-weight-only': ('weight', 'max', 1),
   'merit-no-weight-floor': ('row column', 'max', 1),
-  'merit-clip-0.5': ('weight row column', 'max', 0.5),
-  'merit-clip-2': ('weight row column', 'max', 2),
-  'merit-clip-5': ('weight row column', 'max', 5),
 }
 
 
@@ -146,28 +174,32 @@ def test_updates_are_those_of_the_formulas(rule: str):
   # Columns of many sizes, so that all ratios and thresholds matter.
   w = rng.standard_normal((2, 4, 6)) * np.geomspace(0.05, 9, 6)
   gradients = [size * k * rng.standard_normal(w.shape) for k in (1, 3)]
-  optimizer = rules.make_optimizer(rule, 0.1, _DRY.steps, 'float32')
-  params = {'mlp_up': jnp.asarray(w), 'bias': jnp.zeros(3)}
+  optimizer = _make(rule, 0.1)
+  params = _tree(jnp.asarray(w), jnp.zeros(3))
   state = optimizer.init(params)
   clipped = []
   for gradient in gradients:
-    tree = {'mlp_up': jnp.asarray(gradient), 'bias': jnp.full(3, size)}
+    tree = _tree(jnp.asarray(gradient), jnp.full(3, size))
     norm = np.sqrt((gradient**2).sum() + 3 * size**2)
     clipped.append(gradient / max(1, norm))
     updates, state = optimizer.update(tree, state, params)
-  rate = 2 / (0.3 * _DRY.steps)
-  directions = {x: _by_hand(x, clipped, w) for x in (rule, *_MERIT)}
+  rate = 2 / (0.3 * _STEPS)
+  name = rule.removesuffix('-all')
+  directions = {x: _by_hand(x, clipped, w) for x in (name, *_MERIT)}
   assert len({x.tobytes() for x in directions.values()}) == len(directions)
-  expected = -0.1 * rate * directions[rule]
-  np.testing.assert_allclose(updates['mlp_up'], expected, rtol=1e-4, atol=1e-7)
+  expected = -0.1 * rate * directions[name]
+  np.testing.assert_allclose(_kernel(updates), expected, rtol=1e-4, atol=1e-7)
+  if rules.RULES[rule].for_all:
+    return
   # Equal gradients of the clipped sizes 1 and 1/3: Adam's step is about 1.
-  assert 0.5 * 0.004 * rate < -updates['bias'][0] < 1.2 * 0.004 * rate
+  assert (
+    0.5 * 0.004 * rate < -updates['final_norm']['bias'][0] < 1.2 * 0.004 * rate
+  )
 
 
 def test_updates_of_muon_are_nearly_orthogonal(params):
-  rate = 0.1 * 2 / (0.3 * _DRY.steps)  # Of the second step.
-  kernel = params['blocks']['mlp']['up']['kernel']
-  muon = _update('muon', params)['blocks']['mlp']['up']['kernel']
+  rate = 0.1 * 2 / (0.3 * _STEPS)  # Of the second step.
+  kernel, muon = _kernel(params), _kernel(_update('muon', params))
   # Singular values of 0.7 to 1.2, times 0.2 sqrt(64); and the decay.
   sizes = np.linalg.svd(np.asarray(muon + rate * 0.1 * kernel))[1]
   assert 0.6 < sizes.min() / (1.6 * rate) < sizes.max() / (1.6 * rate) < 1.3
@@ -175,14 +207,14 @@ def test_updates_of_muon_are_nearly_orthogonal(params):
 
 def test_the_schedule_rises_and_falls_on_lines():
   steps, rate = 10, 0.5
-  optimizer = rules.make_optimizer('adamw', rate, steps, 'float32')
-  weights = {'mlp': jnp.zeros((1, 2, 2)), 'bias': jnp.zeros(2)}
+  optimizer = _make('adamw', rate, steps)
+  weights = _tree(jnp.zeros((1, 2, 2)), jnp.zeros(2))
   state = optimizer.init(weights)
   sizes = []
   for _ in range(steps):
     ones = jax.tree.map(jnp.ones_like, weights)
     updates, state = optimizer.update(ones, state, weights)
-    sizes.append(float(-updates['mlp'][0, 0, 0]))
+    sizes.append(float(-_kernel(updates)[0, 0, 0]))
   # A constant gradient gives Adam's update of 1 in each step.
   expected = rate * np.interp(range(1, steps + 1), [0, 3, 11], [0, 1, 0])
   np.testing.assert_allclose(sizes, expected, rtol=1e-4)
@@ -208,36 +240,46 @@ def test_largest_logits_are_those_of_the_softmax(params):
   np.testing.assert_allclose(found[0], logits[..., visible].max(), rtol=1e-5)
 
 
-def test_micro_batches_do_not_change_losses():
-  losses = []
-  for micro_batch in (256, 128):
-    settings = dataclasses.replace(
-      _DRY, micro_batch=micro_batch, fsdp=8, steps=4
-    )
-    with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
-      run = trainer.Trainer(settings).run(Trial('merit', 0, 0, 1024))
-    losses.append(run['train_losses'])
-    assert run['evaluations'][-1]['step'] == 4
-  assert losses[0][-1] < losses[0][0]
-  np.testing.assert_allclose(*losses, rtol=0, atol=2e-4)
+def _run(trial: Trial, **changes) -> dict:
+  settings = dataclasses.replace(_DRY, **changes)
+  with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
+    return trainer.Trainer(settings).run(trial)
+
+
+def test_micro_batches_and_meshes_do_not_change_losses():
+  trial = Trial('merit', 0, 0, 1024)
+  runs = [
+    _run(trial, tokens=4096, micro_batch=size, mesh=mesh)
+    for size, mesh in ((128, ''), (32, ''), (32, 'fsdp=8'))
+  ]
+  first = runs[0]['train_losses']
+  assert first[-1] < first[0]
+  for run in runs[1:]:
+    np.testing.assert_allclose(run['train_losses'], first, atol=2e-4)
+    assert run['loss'] == pytest.approx(runs[0]['loss'], abs=2e-4)
+
+
+def test_peaks_of_logits_are_of_every_second_step():
+  run = _run(Trial('adamw', 2, 0, 256))
+  assert len(run['logits']) == 6 and len(run['train_losses']) == 12
+  assert max(run['peak_logits']) == max(run['logits'])
+  assert max(run['final_logits']) == run['logits'][-1]
 
 
 def test_a_run_that_diverges_ends_and_is_told_so():
-  settings = dataclasses.replace(_DRY, steps=8)
-  with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
-    run = trainer.Trainer(settings).run(Trial('adamw', 100, 0, 256))
+  run = _run(Trial('adamw', 100, 0, 256))
   assert run['loss'] is None
-  assert len(run['train_losses']) < 8
+  assert len(run['train_losses']) < 12
 
 
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    ({'tuning_batch': 300}, r'batches must be multiples of 256, got \[300, 1'),
-    ({'eval_tokens': 512}, r'eval_tokens must be multiples of 1024, got \[5'),
-    ({'tokens': 512}, 'tokens must be 0 or a batch at least, got 512'),
-    ({'seeds': (0, 1)}, 'powers must not be empty, nor seeds hold 0'),
-    ({'data': Path('nowhere')}, 'nowhere has no train.bin. To build'),
+    ({'batches': (300,)}, r'batches must be multiples of 16 and 256, got \[30'),
+    ({'eval_tokens': 500}, r'eval_tokens must be multiples of 256, got \[500'),
+    ({'tokens': 512}, 'tokens must be at least a batch, got 512'),
+    ({'seeds': (0, 1)}, 'powers must be two or more, and seeds without 0'),
+    ({'data': 'nowhere'}, 'there is no nowhere. To build token files'),
   ],
 )
 def test_wrong_settings_are_refused(changes, message):
@@ -245,10 +287,31 @@ def test_wrong_settings_are_refused(changes, message):
     large_batch.check(dataclasses.replace(_DRY, **changes))
 
 
+def test_digests_see_a_rule_and_no_other(monkeypatch):
+  """Nor comments; so that lines are run again where their code changed."""
+  before = {x: large_batch.code_digest(x) for x in ('merit', 'lamb')}
+  source = Path(rules.__file__).read_text()
+  replaced = {
+    '# The ablation.': '# Another comment.',
+    "'lamb': Rule(_LAMB_RATE,": "'lamb': Rule(_MERIT_RATE,",
+  }
+  for old, new in replaced.items():
+    assert old in source
+    source = source.replace(old, new)
+  get_source = large_batch.inspect.getsource
+  monkeypatch.setattr(
+    large_batch.inspect,
+    'getsource',
+    lambda x: source if x is rules else get_source(x),
+  )
+  assert large_batch.code_digest('merit') == before['merit']
+  assert large_batch.code_digest('lamb') != before['lamb']
+
+
 def _command(results: Path, *flags: str) -> list[str]:
   return [
     sys.executable, '-m', 'examples.study.large_batch', 'dry-run',
-    '--results', str(results), '--rules', 'merit', 'muon', '--steps', '4',
+    '--results', str(results), '--rules', 'merit', 'muon', '--tokens', '1024',
     *flags,
   ]  # fmt: skip
 
@@ -277,64 +340,66 @@ def test_a_killed_plan_goes_on_where_it_stopped(tmp_path):
   assert len(first.splitlines()) < len(_losses(whole))
   assert _losses(killed) == _losses(whole)
   page = tmp_path / 'page.md'
-  report.main(['--results', str(killed), '--page', str(page)])
-  assert 'has not run' not in page.read_text()
-  assert (tmp_path / 'figures/page.png').stat().st_size > 10_000
+  report.main(killed, page)
+  assert '| `muon` |' in page.read_text()
+  assert (tmp_path / 'page.png').stat().st_size > 10_000
 
 
 def _record(trial: Trial, loss: float, **settings) -> str:
-  """Returns a line, the loss of which falls to this one."""
+  facts = large_batch.facts(_DRY, 'some', trial.rule)
   return json.dumps(
     {
       'trial': dataclasses.asdict(trial),
       'rate': trial.rate(_DRY),
-      'settings': large_batch.facts(_DRY, 'some') | settings,
+      'settings': facts | settings,
       'loss': loss,
-      'evaluations': [
-        {'step': 6, 'loss': loss + 1, 'max_logits': [9, 7.0]},
-        {'step': 12, 'loss': loss, 'max_logits': [5.0, 6]},
-      ],
-      'train_losses': [loss - 0.25] * 12,
-      'corpus_tokens': 1000,
-      'device': 'a CPU',
-      'versions': {'jax': '0'},
+      'peak_logits': [9 + trial.seed, 7.0],
+      'final_logits': [5.0, 6],
     }
   )
 
 
-def test_a_page_compares_seeds_one_by_one_and_settings(tmp_path):
+def test_a_page_has_losses_differences_logits_and_rates(tmp_path):
   results, page = tmp_path / 'results.jsonl', tmp_path / 'page.md'
   lines = [
-    _record(Trial('merit', 0, 0, 256), 2.5),
-    _record(Trial('merit', 1, 0, 256), 2.6),
-    _record(Trial('lamb', 0, 0, 256), 2.7),
-    *(_record(Trial('merit', 0, x, 1024), 2 + x) for x in (1, 2)),
-    *(_record(Trial('lamb', 0, x, 1024), 2.1 + 1.25 * x) for x in (1, 2)),
-    _record(Trial('merit', 0, 1, 1024), 2.9, qk_norm=True),
+    *(_record(Trial('merit', 0, x, 1024), 2.9, code='old') for x in (0, 1)),
+    *(
+      _record(Trial(rule, power, 0, batch), 2.5 + 0.1 * power + shift)
+      for rule, shift in (('merit', 0), ('lamb', 0.2))
+      for power in (0, 1)
+      for batch in (256, 1024)
+    ),
+    *(_record(Trial('merit', 0, x, 256), 2 + x / 100) for x in (1, 2)),
+    *(_record(Trial('lamb', 0, x, 256), 2.1 + x / 50) for x in (1, 2)),
+    _record(Trial('merit', 0, 1, 1024), 2.1),
   ]
   results.write_text('\n'.join(lines))
-  report.main(['--results', str(results), '--page', str(page)])
-  text = page.read_text()
-  assert '| `merit` | 256 | 0.101 | **2.500** | 2.600 |' in text
-  row = '| 1,024 | 0.101 | 2 | 3.500 |  |'
-  assert f'| `merit` {row}' in text
-  assert '| 0.13 | 2 | 3.975 | +0.475 ± 0.177 |' in text
-  assert (
-    '| `merit, qk_norm=True` | 1,024 | 0.101 | 1 | 2.900 | -0.100 |' in text
+  page.write_text(
+    'Before.\n<!-- tables: begin -->\nold\n<!-- tables: end -->\nAfter.\n'
   )
-  assert 'Validation losses are 0.25 to 0.25 above' in text
-  assert '| `merit` | 5 | 6 |' in text
-  results.write_text('\n'.join(lines[:3]))
-  report.main(['--results', str(results), '--page', str(page)])
-  assert '## Losses' not in page.read_text()
-  assert '`lamb` has not run with the chosen rate' in page.read_text()
+  report.main(results, page)
+  text = page.read_text()
+  assert text.startswith('Before.\n') and text.endswith('-->\nAfter.\n')
+  rate, of_lamb = (
+    f'{Trial(x, 0, 0, 256).rate(_DRY):g}' for x in ('merit', 'lamb')
+  )
+  assert f'| `merit` | 2.015 ± 0.007 ({rate}) | 2.100 (' in text
+  assert f'| `lamb` | 2.130 ± 0.014 ({of_lamb}) |  | 256 |' in text
+  assert '| `merit, code=old` |  | 2.900 (' in text
+  assert '| `lamb` | +0.115 [' in text
+  assert '| `merit` | 11, 6 | 10, 6 |' in text
+  assert f'| `merit` | 256 ({rate}) | **2.500** | 2.600 |' in text
+  # Again, with the same result.
+  report.main(results, page)
+  assert page.read_text() == text
 
 
-def test_the_page_is_what_the_trials_say(tmp_path):
-  page = tmp_path / 'large_batch.md'
-  report.main(['--page', str(page)])
-  committed = _ROOT / 'examples' / 'study' / 'LARGE_BATCH.md'
-  assert page.read_text() == committed.read_text()
+def test_pages_say_what_the_trials_say(tmp_path):
+  page = _ROOT / 'examples/study/LADDER.md'
+  copy = tmp_path / page.name
+  copy.write_text(page.read_text())
+  report.main(page=copy)
+  assert copy.read_text() == page.read_text()
 
 
 def test_the_rule_in_the_readme_runs(tmp_path, monkeypatch):
@@ -343,7 +408,7 @@ def test_the_rule_in_the_readme_runs(tmp_path, monkeypatch):
   ((name, rule),) = eval(f'{{{code}}}', dict(vars(rules))).items()
   monkeypatch.setitem(rules.RULES, name, rule)
   settings = dataclasses.replace(
-    _DRY, rules=(name,), powers=(0, 1), results=tmp_path / 'results.jsonl'
+    _DRY, rules=(name,), batches=(256,), results=tmp_path / 'results.jsonl'
   )
   with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
     large_batch.run(settings)
@@ -364,15 +429,20 @@ def test_documented_commands_take_their_arguments(module):
     args = shlex.split(flags)
     if module is large_batch:
       tyro.extras.overridable_config_cli(PRESETS, args=args)
+    elif module is corpus:
+      tyro.cli(corpus.Settings, args=args)
     else:
-      kind = corpus.Settings if module is corpus else report.Options
-      tyro.cli(kind, args=args)
+      paths = [Path(x) for x in args]
+      assert len(paths) in (0, 2)
+      assert all(x.suffix in ('.jsonl', '.md') for x in paths)
 
 
-def test_records_of_the_gpu_belong_to_its_preset():
+@pytest.mark.parametrize('preset', ['gpu', 'ladder'])
+def test_committed_trials_belong_to_their_preset(preset):
   """So that the command goes on with them."""
-  settings = PRESETS['gpu'][1]
+  settings = PRESETS[preset][1]
   for record in large_batch.read(settings.results):
-    data = record['settings']['data']
-    assert record['settings'] == large_batch.facts(settings, data)
-    assert Trial(**record['trial']).rate(settings) == record['rate']
+    trial, found = Trial(**record['trial']), record['settings']
+    expected = large_batch.facts(settings, found['data'], trial.rule)
+    assert found == expected | {'code': found['code']}
+    assert trial.rate(settings) == record['rate']

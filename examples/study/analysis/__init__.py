@@ -1,1 +1,0 @@
-"""Intervals, tables and figures, made of stored lines alone."""
