@@ -94,7 +94,8 @@ PRESETS = {
     'GPT-2 small with 20 tokens a parameter, all parameters by one rule.',
     Settings(
       num_layers=12, num_heads=12, width=768, context_length=1024,
-      vocab_size=50_304, data='openwebtext', unroll=12, tokens=2_400 * 1_048_576,
+      vocab_size=50_304, data='openwebtext', unroll=12,
+      tokens=2_400 * 1_048_576,
       rules=('merit-all', 'lamb-all', 'adamw-all'), b1=0.9, warmup=0.1,
       batches=(1_048_576,), seeds=(1,), eval_tokens=1_048_576,
       results=Path('runs/paper.jsonl'),
