@@ -10,13 +10,10 @@ seeds then train with it. A trial is a line of JSON as soon as it ends, and a
 trial that has a line is not run again: repeat a command that was stopped.
 """
 
-import ast
 from collections.abc import Iterator
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
-import inspect
 import itertools
 import json
 import math
@@ -24,7 +21,6 @@ import os
 from pathlib import Path
 import platform
 import re
-import textwrap
 import time
 from typing import Any, TypeAlias
 
@@ -32,7 +28,7 @@ import jax
 import tyro
 
 from examples import pretrain
-from examples.study import rules, trainer
+from examples.study import trainer
 from examples.study.settings import PRESETS, Settings, Trial
 
 Losses: TypeAlias = dict[Trial, float]
@@ -101,26 +97,7 @@ def facts(settings: Settings, data: str, rule: str) -> dict[str, Any]:
   free |= {'rules', 'powers', 'extensions', 'batches', 'seeds'}
   free |= {'micro_batch', 'unroll', 'remat', 'mesh'}  # These change rounding.
   fixed = {k: v for k, v in vars(settings).items() if k not in free}
-  return {**fixed, 'data': data, 'code': code_digest(rule)}
-
-
-def code_digest(rule: str) -> str:
-  """Returns first digits of a digest of the code that decides losses.
-
-  Comments, docstrings, the form of the code and other rules do not count.
-  """
-  digest = hashlib.sha256()
-  for part in (rules, trainer, *trainer.FROM_PRETRAIN):
-    tree = ast.parse(textwrap.dedent(inspect.getsource(part)))
-    for node in ast.walk(tree):
-      if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-        node.value.value = ''
-      if isinstance(node, ast.Dict) and part is rules:
-        entries = zip(node.keys, node.values, strict=True)
-        node.values = [v for k, v in entries if ast.literal_eval(k) == rule]
-        node.keys = [ast.Constant(rule)]
-    digest.update(ast.unparse(tree).encode())
-  return digest.hexdigest()[:8]
+  return {**fixed, 'data': data, 'code': trainer.code_digest(settings, rule)}
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -3,14 +3,17 @@
 from collections.abc import Iterator
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import time
 from typing import Any
+import zlib
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 import numpy as np
 import optax
 import tqdm
@@ -20,12 +23,6 @@ from examples.study.rules import Moments, make_optimizer
 from examples.study.settings import Settings, Trial
 import merit_optax
 
-FROM_PRETRAIN = (
-  pretrain.make_linear, pretrain.make_norm, pretrain.rotate,
-  pretrain.Attention, pretrain.MLP, pretrain.Block, pretrain.Transformer,
-  pretrain.cross_entropy, pretrain.loss_and_gradients, pretrain.make_batch,
-)  # fmt: skip
-"""What decides losses, of ``examples/pretrain.py``."""
 _POINTS = 100
 """At most so many losses and logits of a trial are recorded."""
 
@@ -118,11 +115,41 @@ def max_logits(
   return jax.lax.scan(apply, model.embed(tokens_BT[:, :-1]), arrays)[1]
 
 
+def code_digest(settings: Settings, rule: str) -> str:
+  """Returns digits of a digest of the programs that decide a rule's losses.
+
+  Only what they compute counts, not how the code is written; but another
+  version of jax may write the same program differently.
+  """
+  plain = dataclasses.replace(
+    settings, micro_batch=settings.context_length,
+    batches=(settings.context_length,), remat='none', unroll=1, mesh='',
+  )  # fmt: skip
+  config = model_config(plain)
+  moments = Moments(settings.b1, settings.eps, settings.dtype)
+  optimizer = rule, 100, settings.warmup, moments
+  one_device = jax.make_mesh(
+    (1, 1, 1), pretrain.AXES, axis_types=(AxisType.Auto,) * 3,
+    devices=jax.devices()[:1],
+  )  # fmt: skip
+  with jax.set_mesh(one_device):
+    params = jax.eval_shape(lambda: init_params(config))
+    state = jax.eval_shape(lambda x: init_optimizer(x, *optimizer), params)
+    tokens_BT = jax.ShapeDtypeStruct((1, config.context_length + 1), jnp.int32)
+    lowered = (
+      init_params.lower(config),
+      loss_and_gradients.lower(params, tokens_BT, config),
+      update.lower(params, state, (0.0, params), 1.0, 0.1, *optimizer),
+    )
+  text = ''.join(x.as_text() for x in lowered)
+  return hashlib.sha256(text.encode()).hexdigest()[:8]
+
+
 class Trainer:
   """Runs trials, and keeps what they share: the tokens, and what is compiled.
 
   Attributes:
-    data: Digits of a hash of the tokens.
+    data: Digits of hashes of the tokens, and of a batch.
     corpus_tokens: Number of tokens to train on.
   """
 
@@ -130,9 +157,10 @@ class Trainer:
     self.settings = settings
     self._config = model_config(settings)
     self._tokens, val_tokens = pretrain.load_tokens(self._config)
-    self.data = pretrain.digest(
-      [self._tokens, val_tokens], settings.context_length
-    )
+    some = dataclasses.replace(self._config, batch_size=64)
+    batch_ABT = pretrain.make_batch(self._tokens, some, step=1)
+    text = pretrain.digest([self._tokens, val_tokens], settings.context_length)
+    self.data = f'{text}-{zlib.crc32(np.asarray(batch_ABT)):08x}'
     self.corpus_tokens = int(self._tokens.sizes.sum())
     # Of step 0 are the sequences to validate on, and a few of these, as far
     # apart, are those whose logits are measured.

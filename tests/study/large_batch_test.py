@@ -287,25 +287,27 @@ def test_wrong_settings_are_refused(changes, message):
     large_batch.check(dataclasses.replace(_DRY, **changes))
 
 
-def test_digests_see_a_rule_and_no_other(monkeypatch):
-  """Nor comments; so that lines are run again where their code changed."""
-  before = {x: large_batch.code_digest(x) for x in ('merit', 'lamb')}
-  source = Path(rules.__file__).read_text()
-  replaced = {
-    '# The ablation.': '# Another comment.',
-    "'lamb': Rule(_LAMB_RATE,": "'lamb': Rule(_MERIT_RATE,",
-  }
-  for old, new in replaced.items():
-    assert old in source
-    source = source.replace(old, new)
-  get_source = large_batch.inspect.getsource
-  monkeypatch.setattr(
-    large_batch.inspect,
-    'getsource',
-    lambda x: source if x is rules else get_source(x),
+def test_digests_see_what_is_computed_and_no_more(monkeypatch):
+  """So that trials are run again where their program has changed."""
+  before = {x: trainer.code_digest(_DRY, x) for x in ('merit', 'lamb')}
+  assert before['merit'] != before['lamb']
+  settings = dataclasses.replace(
+    _DRY, micro_batch=32, batches=(512,), unroll=2, mesh='fsdp=8'
   )
-  assert large_batch.code_digest('merit') == before['merit']
-  assert large_batch.code_digest('lamb') != before['lamb']
+  rule = rules.RULES['lamb']
+  monkeypatch.setitem(
+    rules.RULES,
+    'lamb',
+    dataclasses.replace(
+      rule, make=lambda x: rules.chain(rule.make(x), rules.clip(0.5))
+    ),
+  )
+  monkeypatch.setitem(
+    rules.RULES, 'merit', rules.Rule(rules.by_steps(1.0), rules._MERIT)
+  )
+  jax.clear_caches()
+  assert trainer.code_digest(settings, 'merit') == before['merit']
+  assert trainer.code_digest(settings, 'lamb') != before['lamb']
 
 
 def _command(results: Path, *flags: str) -> list[str]:
