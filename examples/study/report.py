@@ -130,7 +130,7 @@ def tables(cells: Cells) -> str:
       'of the best loss was left.\n',
       _markdown(_by_batch(cells, _loss, 'kept up to', kept_up_to)),
       f'*Kept up to*: the largest batch within {_KEPT} of the best batch, '
-      'with no worse one below it.\n',
+      'with all batches between.\n',
       'Minus `merit`, with 95 % intervals (Welch):\n',
       _markdown(_differences(cells, 'merit')),
       'Largest attention logit of all layers and seeds, over all measured '
