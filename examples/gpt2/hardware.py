@@ -32,14 +32,12 @@ class Chip(NamedTuple):
 
 _GIB = 2**30
 
-# By words of `device_kind`. A device of TPU v3 or TPU7x is half a chip. FLOP/s
-# are those of the data sheets, without sparsity and with sums in float32.
-# Memory of TPUs is what the compiler says that it may use, a little less than
-# the data sheets' 32, 16 and 96 GB; of a GPU it is three quarters, which jax
-# takes by default.
+# By words of `device_kind`. A device of TPU7x is half a chip. FLOP/s are those
+# of the data sheets, without sparsity and with sums in float32. Memory of TPUs
+# is what the compiler says that it may use, a little less than the data sheets'
+# 32, 16 and 96 GB. Of a GPU it is three quarters, which jax takes by default,
+# and only for those that --compile-for knows: others say it themselves.
 _CHIPS = {
-  # Half of the chip's 2307 TFLOP/s,
-  # https://docs.cloud.google.com/tpu/docs/tpu7x.
   'TPU7x': Chip(1153.5e12),
   'TPU v6': Chip(918e12, 31.25 * _GIB),
   'TPU v6e': Chip(918e12, 31.25 * _GIB),
@@ -48,49 +46,29 @@ _CHIPS = {
   'TPU v5e': Chip(197e12, 15.75 * _GIB),
   'TPU v5': Chip(459e12, 95.74 * _GIB),
   'TPU v4': Chip(275e12, 30.75 * _GIB),
-  'TPU v3': Chip(61.5e12),
-  # A 72nd of a GB200 NVL72: 360 PFLOP/s with sparsity, 13.4 TB.
-  'GB200': Chip(2500e12, 0.75 * 186e9),
+  # A 72nd of a GB200 NVL72: 360 PFLOP/s with sparsity.
+  'GB200': Chip(2500e12),
   'B200': Chip(2250e12, 0.75 * 191514411008),
-  # 480 GB is the memory of the CPU.
-  'GH200 480GB': Chip(989e12, 0.75 * 96e9),
-  'GH200 144G HBM3e': Chip(989e12, 0.75 * 144e9),
   'GH200': Chip(989e12),
   'H200 NVL': Chip(835e12),
   'H200': Chip(989e12, 0.75 * 151397597184),
   'H100 PCIe': Chip(756e12),
   'H100 NVL': Chip(835e12),
-  'H100 80GB HBM3': Chip(989e12, 0.75 * 84942979072),
-  'H100': Chip(989e12),
-  # H800 and A800 are H100 and A100 with a slower NVLink.
-  'H800 PCIe': Chip(756e12),
-  'H800': Chip(989e12, 0.75 * 80e9),
-  'A100-SXM4-80GB': Chip(312e12, 0.75 * 85100068864),
-  'A100': Chip(312e12),
-  'A800-SXM4-80GB': Chip(312e12, 0.75 * 80e9),
-  'A800': Chip(312e12),
-  'A10G': Chip(70e12, 0.75 * 24e9),
-  'A10': Chip(125e12, 0.75 * 24e9),
+  'H100': Chip(989e12, 0.75 * 84942979072),
+  'A100': Chip(312e12, 0.75 * 85100068864),
+  'A10G': Chip(70e12),
   'L40S': Chip(362e12),
-  'L40': Chip(181e12),
   'L4': Chip(121e12),
-  'V100S': Chip(130e12),
-  'V100': Chip(125e12),
-  # A quarter of 1457 TFLOP/s in 8 bits with sparsity.
-  'RTX 6000 Ada': Chip(364.25e12, 0.75 * 48e9),
-  # An eighth of 4030 and 3511 TFLOP/s in 4 bits with sparsity.
-  'RTX PRO 6000 Blackwell Workstation': Chip(503.8e12, 0.75 * 96e9),
-  'RTX PRO 6000 Blackwell Max-Q': Chip(438.9e12, 0.75 * 96e9),
-  # Of the tables in NVIDIA's papers on the architectures Ada and RTX Blackwell;
-  # with sums in float16 these two are twice as fast.
-  'RTX 4090': Chip(165.2e12, 0.75 * 24e9),
-  'RTX 5090': Chip(209.5e12, 0.75 * 32e9),
+  # Of the tables in NVIDIA's papers on Ada and RTX Blackwell; with sums in
+  # float16 these two are twice as fast.
+  'RTX 4090': Chip(165.2e12),
+  'RTX 5090': Chip(209.5e12),
   # Smaller chips, which have the names in part.
   'RTX 4090 D': Chip(math.nan),
   'RTX 4090 Laptop': Chip(math.nan),
   'RTX 5090 D': Chip(math.nan),
   'RTX 5090 Laptop': Chip(math.nan),
-  'MI300X': Chip(1307.4e12, 0.75 * 192e9),
+  'MI300X': Chip(1307.4e12),
 }
 
 

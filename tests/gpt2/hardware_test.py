@@ -20,11 +20,12 @@ from examples.gpt2.hardware import OutOfMemoryError, memory_advice
     ('NVIDIA H100 80GB HBM3', 989),
     ('NVIDIA H100 PCIe', 756),
     ('NVIDIA GH200 144G HBM3e', 989),
-    ('NVIDIA A10', 125),
     ('NVIDIA A10G', 70),
+    ('NVIDIA L40S', 362),
     ('NVIDIA GeForce RTX 4090', 165.2),
     # Not known, or a smaller chip whose name begins alike.
     ('cpu', math.nan),
+    ('NVIDIA A10', math.nan),
     ('NVIDIA GeForce RTX 4090 Laptop GPU', math.nan),
   ],
 )
