@@ -18,7 +18,7 @@ TESTS ?= tests/gpt2/train_test.py tests/merit_optax/mesh_test.py \
   tests/gpt2/config_test.py
 # What depends on the versions of jax, optax, flax and orbax.
 LIBRARY_TESTS := tests/conformance merit_optax tests/merit_optax
-TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/run/checkpoints_test.py
+TRAINER_TESTS := tests/gpt2/train_test.py tests/gpt2/checkpoints_test.py
 # Most of XLA's optimizations take longer than they save in tests. Those that
 # look at what is compiled have them all, and so has `make test-newest`.
 QUICK ?= JAX_DISABLE_MOST_OPTIMIZATIONS=1
@@ -28,9 +28,8 @@ FEW_EXAMPLES := --hypothesis-profile=few
 PYTEST := $(RUN) pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Slow tests that start several processes and want all cores for themselves:
 # devices that wait for each other give up when they are starved.
-ALONE := tests/conformance tests/gpt2/launch_test.py tests/gpt2/devices \
-  tests/gpt2/run/checkpoints_test.py tests/gpt2/run/folder_test.py \
-  tests/gpt2/run/resume_test.py
+ALONE := tests/conformance tests/gpt2/launch_test.py \
+  tests/gpt2/processes_test.py tests/gpt2/loop_test.py
 
 # Frameworks that examples/clients has a recipe for.
 CLIENTS ?= maxtext kauldron levanter easydel

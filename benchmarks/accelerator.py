@@ -107,7 +107,7 @@ def command(settings: Settings, part: Part) -> list[str]:
     'trajectories': lambda: _pytest('merit_optax/trajectories_test.py'),
     'optax': lambda: _pytest('conformance/optax_suite_test.py', '-n', '4'),
     'library': lambda: _pytest('merit_optax', '-n', '8', *_SEVERAL_DEVICES),
-    'resume': lambda: _pytest('gpt2/run/resume_test.py', *_ON_ONE),
+    'resume': lambda: _pytest('gpt2/loop_test.py', *_ON_ONE),
     'update': lambda: _update(size, is_dry) + ['--out', out],
     'train': lambda: _train(size, is_dry) + ['--out', out],
   }

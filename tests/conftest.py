@@ -24,7 +24,7 @@ for profile, examples in {'tests': 25, 'few': 5}.items():
 hypothesis.settings.load_profile('tests')
 
 _LONGEST = (
-  'resume_test.py',
+  'loop_test.py',
   'step_test.py',
   'train_test.py',
   'pretrain_test.py',
