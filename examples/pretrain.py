@@ -227,14 +227,13 @@ class Tokens:
     sizes: Number of tokens of each file.
   """
 
-  def __init__(self, shards: list[tuple[str, str]], vocab_size: int):
-    """Takes addresses and dtypes, and the number that tokens are below."""
-    self.system, _ = fsspec.url_to_fs(shards[0][0])
-    self.shards = [
-      (fsspec.url_to_fs(path)[1], np.dtype(dtype)) for path, dtype in shards
-    ]
-    sizes = [self.system.size(path) // x.itemsize for path, x in self.shards]
-    self.sizes, self.vocab_size = np.array(sizes), vocab_size
+  def __init__(self, addresses: list[str], dtype: str, vocab_size: int):
+    """Takes addresses and the type of tokens, and what they are below."""
+    self.system, _ = fsspec.url_to_fs(addresses[0])
+    self.paths = [fsspec.url_to_fs(address)[1] for address in addresses]
+    self.dtype, self.vocab_size = np.dtype(dtype), vocab_size
+    sizes = [self.system.size(path) for path in self.paths]
+    self.sizes = np.array(sizes) // self.dtype.itemsize
 
   def count(self, length: int) -> int:
     """Returns the number of windows, each of which lies in one file."""
@@ -246,16 +245,15 @@ class Tokens:
     ends = np.cumsum(counts)
     files = np.searchsorted(ends, numbers, 'right')
     starts = numbers - (ends - counts)[files]
-    paths, dtypes = zip(*(self.shards[i] for i in files), strict=True)
-    sizes = np.array([x.itemsize for x in dtypes])
+    size = self.dtype.itemsize
     # Those in a bucket are read at the same time.
     contents = self.system.cat_ranges(
-      [*paths],
-      (starts * sizes).tolist(),
-      ((starts + length) * sizes).tolist(),
+      [self.paths[i] for i in files],
+      (starts * size).tolist(),
+      ((starts + length) * size).tolist(),
       on_error='raise',
     )
-    tokens = np.stack([*map(np.frombuffer, contents, dtypes)])
+    tokens = np.stack([np.frombuffer(x, self.dtype) for x in contents])
     # JAX does not check indices: a larger token would make the loss NaN.
     if (largest := tokens.max()) >= self.vocab_size:
       raise ValueError(f'vocab_size must be above {largest}, a token.')
@@ -275,12 +273,12 @@ def load_tokens(config: Config) -> list[Tokens]:
     fsspec.filesystem('memory').pipe(
       {f'{folder}/train.bin': text[:end], f'{folder}/val.bin': text[end:]}
     )
-  parts = []
+  parts, index = [], read_index(config)
+  dtype = index.get('dtype', dtype)
   for part in ('train', 'val'):
-    plain = [{'file': f'{part}.bin', 'dtype': dtype}]
-    shards = read_index(config).get('shards', {}).get(part, plain)
-    addresses = [(f'{folder}/{x["file"]}', x['dtype']) for x in shards]
-    tokens = Tokens(addresses, config.vocab_size)
+    names = index.get('shards', {}).get(part, [f'{part}.bin'])
+    addresses = [f'{folder}/{name}' for name in names]
+    tokens = Tokens(addresses, dtype, config.vocab_size)
     if not tokens.count(config.context_length + 1):
       size = tokens.sizes.max()
       raise ValueError(f'context_length must be below {size}, as {part} has.')
@@ -288,7 +286,7 @@ def load_tokens(config: Config) -> list[Tokens]:
     head = tokens.windows(np.array([0]), min(512, int(tokens.sizes[0])))
     if np.mean(head[0, 1::2] < 4) > 0.9:
       raise ValueError(
-        f'{addresses[0][0]} must be {dtype} tokens without a header.'
+        f'{addresses[0]} must be {dtype} tokens without a header.'
       )
     parts.append(tokens)
   return parts

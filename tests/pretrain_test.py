@@ -386,7 +386,7 @@ def test_a_run_resumes_with_its_text_wherever_that_is(tmp_path):
 def test_validation_is_spread_and_the_same_for_any_seed(tmp_path):
   config = _config(tmp_path)
   np.arange(3000, dtype=np.uint16).tofile(tmp_path / 'tokens.bin')
-  tokens = pretrain.Tokens([(f'{tmp_path}/tokens.bin', 'uint16')], 3000)
+  tokens = pretrain.Tokens([f'{tmp_path}/tokens.bin'], 'uint16', 3000)
   settings = dict(micro_batch_size=1, eval_sequences=71)
   with jax.set_mesh(pretrain.make_mesh(config)):
     batches, same = (
@@ -433,11 +433,12 @@ def test_what_is_given_stays(tmp_path):
 def test_a_window_lies_in_one_shard(tmp_path):
   """As examples.gpt2.prepare writes them, of any dtype."""
   tokens = np.arange(90_000, 90_100)
-  sizes, shards = (50, 3, 47), []
+  sizes, shards = (50, 3, 47), {}
   for i, part in enumerate(np.split(tokens, np.cumsum(sizes)[:-1])):
     part.astype(np.uint32).tofile(tmp_path / f'train-{i}.bin')
-    shards.append({'file': f'train-{i}.bin', 'dtype': 'uint32'})
-  index = {'vocab_size': 100_000, 'shards': {'train': shards, 'val': shards}}
+    shards[f'train-{i}.bin'] = len(part)
+  shards = {'train': shards, 'val': shards}
+  index = {'vocab_size': 100_000, 'dtype': 'uint32', 'shards': shards}
   (tmp_path / 'index.json').write_text(json.dumps(index))
   config = _config(tmp_path, data=str(tmp_path), context_length=4)
   config = pretrain.with_defaults(config)
