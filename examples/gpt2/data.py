@@ -89,7 +89,7 @@ def open_source(name: str, config: Config) -> Source:
   """
   folder = as_path(name)
   if not has_token_files(folder) and not folder.exists():
-    raise UsageError('it does not exist.')
+    raise UsageError(f'{name} does not exist.')
   vocab_size, known = config.model.vocab_size, dict[str, Any]()
   if (folder / TOKENIZER).is_file():
     tokenizer = read_tokenizer(folder / TOKENIZER)
@@ -239,7 +239,8 @@ def load_data(config: Config) -> Data:
     companions=first.companions,
   )
   prints = {
-    f'the hash of {x.name}': fingerprint(x.sequences) for x in evaluations
+    f'--eval-data {x.name}': fingerprint(x.sequences)
+    for x in evaluations[len(opened) :]
   }
   check_same({'the hash of --data': data.sha256, **prints})
   return data
