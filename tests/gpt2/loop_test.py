@@ -361,7 +361,7 @@ def _end(running: list[subprocess.Popen]) -> list[int]:
   ('flags', 'message'),
   [
     (('--seed', '7'), '--seed (here: 7)'),
-    (('--eval-data', 'x=other.txt'), 'the hash of x (here: '),
+    (('--eval-data', 'x=other.txt'), '--eval-data x (here: '),
   ],
 )
 def test_processes_with_other_settings_or_data_are_refused(
