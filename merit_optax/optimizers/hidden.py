@@ -118,7 +118,7 @@ def _warn_of_unknown(params: Any, each_role: list[str]) -> None:
       'Names do not tell whether these parameters are hidden matrices, so they '
       f'are left to the other optimizer: {unknown}. If they are, pass '
       f'hidden={_expressions(params, each_role)}; '
-      'merit_optax.describe(params, hidden=...) shows the result.'
+      'merit_optax.describe(params, optimizer) shows the result.'
     )
 
 

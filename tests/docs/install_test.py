@@ -41,9 +41,3 @@ def test_install_line_asks_for_what_the_package_needs(line):
       assert requirement.extras <= set(_EXTRAS)
     elif requirement.specifier:
       assert requirement.specifier == _TRAINER[requirement.name].specifier
-
-
-@pytest.mark.parametrize('page', ['README.md', 'docs/getting_started.md'])
-def test_pages_that_install_the_library_name_the_flax_that_fits(page):
-  (flax,) = _TRAINER['flax'].specifier
-  assert flax.version in (_ROOT / page).read_text()

@@ -25,18 +25,6 @@ def _shapes(**shapes):
   }
 
 
-def _assert_table(params, table, **settings):
-  expected = textwrap.dedent(table).strip()
-  assert merit_optax.describe(params, **settings) == expected
-
-
-def _parts(params, **settings):
-  """Returns the part of each parameter."""
-  header, *lines = merit_optax.describe(params, **settings).splitlines()
-  place = header.index('part')
-  return {line.split()[0]: line[place:].split()[0] for line in lines}
-
-
 def test_matrices_stacks_vectors_scalars_and_empty_arrays():
   # By their shapes, as of a model that is not made yet.
   params = _shapes(
@@ -46,66 +34,51 @@ def test_matrices_stacks_vectors_scalars_and_empty_arrays():
     empty=(0, 3),
     experts=(12, 8, 64, 32),
     head=(2, 3),
+    masked=(2, 3, 4),
     s=(),
   )
-  specs = dict.fromkeys(('a', 's', 'head', 'none'))
+  specs = dict.fromkeys(('a', 'empty', 'head', 'masked', 'none', 's'))
   specs |= {'attention': _Spec(1, (2, 3)), 'bias': _Spec((), (1,))}
-  specs |= {'empty': _Spec(), 'experts': _Spec((-1,), (-2,))}
-  _assert_table(
-    params | {'none': None},
-    """
-    parameter  shape            part     matrices      ratios               decayed  products
-    a          (1,)             vectors  1 x 1         weight               yes      -
-    attention  (12, 64, 4, 16)  hidden   12 x 64 x 64  weight, row, column  yes      on one device
-    bias       (12, 64)         vectors  12 x 64       weight               yes      -
-    empty      (0, 3)           hidden   1 x 0 x 3     weight, row, column  yes      on one device
-    experts    (12, 8, 64, 32)  hidden   96 x 32 x 64  weight, row, column  yes      on one device
-    head       (2, 3)           others   1 x 6         weight               yes      -
-    s          ()               vectors  1 x 1         weight               yes      -
-    Of one element, which cannot change sign unless min_norm is above zero: a, s
-    """,  # noqa: E501
+  specs |= {'experts': _Spec((-1,), (-2,))}
+  optimizer = merit_optax.merit(
+    0.1,
     weight_dimension_numbers=specs,
-    hidden='attention|empty|experts',
+    trust_ratio_mask=dict.fromkeys(specs, True) | {'masked': False},
   )
-
-
-def test_masks_and_an_order_of_ratios():
-  _assert_table(
-    {'blocks': [_shapes(b=(2,), w=(3, 2))], **_shapes(w=(2, 3, 4, 5))},
+  expected = """
+    parameter  shape            part      matrices      products
+    a          (1,)             vectors   1 x 1         -
+    attention  (12, 64, 4, 16)  hidden    12 x 64 x 64  -
+    bias       (12, 64)         vectors   12 x 64       -
+    empty      (0, 3)           vectors   1 x 0         -
+    experts    (12, 8, 64, 32)  not sure  96 x 32 x 64  -
+    head       (2, 3)           others    1 x 6         -
+    masked     (2, 3, 4)        not sure  -             -
+    s          ()               vectors   1 x 1         -
     """
-    parameter   shape         part     matrices   ratios          decayed  products
-    blocks/0/b  (2,)          vectors  -          none            no       -
-    blocks/0/w  (3, 2)        hidden   -          none            yes      -
-    w           (2, 3, 4, 5)  hidden   6 x 4 x 5  weight, column  yes      on one device
-    """,  # noqa: E501
-    hidden='w',
-    weight_dimension_numbers=_Spec(-2, -1),
-    ratios=['column', 'weight'],
-    trust_ratio_mask={'blocks': False, 'w': True},
-    mask=lambda params: jax.tree.map(lambda x: len(x.shape) > 1, params),
-  )
+  table = merit_optax.describe(params | {'none': None}, optimizer)
+  assert table == textwrap.dedent(expected).strip()
 
 
 @pytest.mark.parametrize(
   'hidden, up, w',
   [
-    (None, 'hidden', 'not'),  # sure
+    (None, 'hidden', 'not sure'),
     (['^w$'], 'others', 'hidden'),
     ({'mlp': False, 'embedding': False, 'w': True}, 'others', 'hidden'),
   ],
 )
+@pytest.mark.filterwarnings('ignore:Names do not tell')
 def test_parts(hidden, up, w):
   params = {'mlp': {'up': _shapes(kernel=(2, 3), bias=(3,))}}
   params |= _shapes(embedding=(5, 2), w=(2, 3))
-  assert _parts(params, hidden=hidden) == {
+  table = merit_optax.describe(params, merit_optax.muon(0.1, hidden=hidden))
+  assert {name: part for name, (part, _) in _columns(table).items()} == {
     'embedding': 'others',
     'mlp/up/bias': 'vectors',
     'mlp/up/kernel': up,
     'w': w,
   }
-
-
-# What an optimizer reads.
 
 
 _KERNELS = {
@@ -163,9 +136,6 @@ def test_the_table_has_what_muon_orthogonalizes(sizes, names, layers):
       count, m, n = map(int, matrices.split(' x '))
       values = np.linalg.svd(np.reshape(update, (count, m, n)))[1]
       np.testing.assert_allclose(values / max(m, n) ** 0.5, 1.0, rtol=0.1)
-  if not layers:
-    of_muon = _columns(merit_optax.describe(params))
-    assert all(of_muon[x] == table[x] for x in table if table[x][1] != '-')
 
 
 def test_the_table_of_a_partition_and_of_a_chain():
@@ -189,30 +159,32 @@ def test_the_table_of_a_partition_and_of_a_chain():
   assert _columns(table)['embedding'] == ('others', '1 x 5 x 2')
 
 
-def test_guesses_are_named_below_the_table():
-  params = _shapes(**{'attn/query/kernel': (8, 2, 4), 'conv': (3, 2, 4)})
-  *_, note = merit_optax.describe(params).splitlines()
-  assert note.endswith('over their last two axes: attn/query/kernel, conv')
+def test_without_an_optimizer_it_has_what_plain_ones_read():
+  params = _shapes(**{'attn/query/kernel': (8, 2, 4), 'attn/bias': (3,)})
+  header, bias, query, note = merit_optax.describe(params).splitlines()
+  assert header.split()[3:] == ['merit', 'muon', 'products']
+  assert re.split('  +', bias)[3:] == ['1 x 3', '-', '-']
+  assert re.split('  +', query)[3:5] == ['8 x 2 x 4', '1 x 8 x 8']
+  assert note.startswith('merit warns: These parameters have more than two')
   params |= _shapes(**{'attn/qkv/kernel': (3, 8, 2, 4)})
-  *_, note = merit_optax.describe(params).splitlines()
-  assert 'muon raises: params holds parameters that are not rec' in note
+  table = merit_optax.describe(params)
+  assert 'muon raises: params holds parameters that are not rec' in table
 
 
 def test_products_on_a_mesh():
-  params = _shapes(
-    blocks=(6, 64, 64),
-    embedding=(6, 64),
-    large=(2**15, 2**14),
-    weight_wise=(4,),
-  )
-  describe = functools.partial(
-    merit_optax.describe,
-    params,
-    hidden='blocks|large',
-    weight_dimension_numbers=_Spec(-2, -1),
-  )
+  params = _shapes(blocks=(6, 64, 64), embedding=(6, 64), large=(2**15, 2**14))
+
+  def describe(**settings):
+    optimizer = merit_optax.muon(
+      0.1,
+      hidden='blocks|large',
+      weight_dimension_numbers=_Spec(-2, -1),
+      **settings,
+    )
+    return merit_optax.describe(params, optimizer)
+
   with jax.set_mesh(make_mesh(data=2, fsdp=4)):
-    _, blocks, embedding, large, _ = describe().splitlines()
+    _, blocks, embedding, large = describe().splitlines()
     assert blocks.endswith('  whole, over fsdp')
     assert embedding.endswith('  -')
     assert large.endswith('  left to the compiler')
@@ -221,16 +193,7 @@ def test_products_on_a_mesh():
     assert 'whole' not in describe(mesh_axes=None)
 
 
-@pytest.mark.parametrize(
-  'argument, value, message',
-  [
-    ('weight_dimension_numbers', _Spec(0, 2), r"of the parameter 'w' of shape"),
-    ('ratios', ('rows',), 'must hold'),
-    ('mask', {'v': True}, 'must be a tree'),
-    ('hidden', 'nothing', 'must match parameters'),
-    ('mesh_axes', 3, 'must be'),
-  ],
-)
-def test_bad_arguments_are_named(argument, value, message):
-  with pytest.raises(ValueError, match=f'^{argument} {message}'):
-    merit_optax.describe(_shapes(w=(2, 3)), **{argument: value})
+def test_errors_of_the_optimizer_are_raised():
+  optimizer = merit_optax.muon(0.1, hidden='nothing')
+  with pytest.raises(ValueError, match='^hidden must match parameters'):
+    merit_optax.describe(_shapes(w=(2, 3)), optimizer)

@@ -138,7 +138,8 @@ def test_scalars_of_stacked_layers_are_apart(shape):
   scaled = _scale(update, param, spec)
   expected = np.abs(param) * np.sign(update)
   np.testing.assert_allclose(scaled, expected, rtol=1e-6)
-  table = merit_optax.describe({'s': param}, weight_dimension_numbers=spec)
+  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=spec)
+  table = merit_optax.describe({'s': param}, optimizer)
   assert '6 x 1 ' in table
 
 

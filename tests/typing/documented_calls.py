@@ -56,8 +56,8 @@ def give_dimension_numbers(params: optax.Params) -> None:
 
 
 def describe(params: optax.Params) -> str:
-  """Prints the table, of an optimizer and of arguments."""
+  """Returns the tables with and without an optimizer."""
   optimizer = optax.chain(optax.clip(1.0), merit_optax.muon(0.02))
   table: str = merit_optax.describe(params, optimizer)
   merit_optax.describe(params, 'muon')  # type: ignore[arg-type]
-  return table + merit_optax.describe(params, hidden='mlp', mesh_axes='fsdp')
+  return table + merit_optax.describe(params)
