@@ -1,6 +1,6 @@
 """Checks of arguments, made when a transform is built and not inside jit."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import math
 import numbers
 import re
@@ -118,18 +118,22 @@ def check_count(name: str, value: Any) -> None:
     raise ValueError(f'{name} must be an integer >= 1, got {value!r}.')
 
 
-def check_patterns(name: str, patterns: Any) -> None:
-  """Raises ``ValueError`` unless the keys of a mapping are expressions."""
+def check_mapping(name: str, patterns: Any) -> None:
+  """Raises ``ValueError`` unless it maps regular expressions to values."""
   if not isinstance(patterns, Mapping):
     raise ValueError(
       f'{name} must map regular expressions to values, got {patterns!r}.'
     )
+  check_patterns(name, patterns)
+
+
+def check_patterns(name: str, patterns: Iterable[Any]) -> None:
+  """Raises ``ValueError`` unless all are regular expressions."""
   for pattern in patterns:
     try:
       # Fails for bytes, which re.compile takes.
       re.search(pattern, '')
     except (TypeError, re.error) as error:
       raise ValueError(
-        f'{name} must map regular expressions to values, got {pattern!r} as '
-        f'an expression: {error}.'
+        f'{name} must hold regular expressions, got {pattern!r}: {error}.'
       ) from None

@@ -157,7 +157,7 @@ def as_arrays(tree: Any, argument: str = 'params') -> Any:
   """
   name = path_namer(tree)
 
-  def checked(path: Any, x: Any) -> Any:
+  def check(path: Any, x: Any) -> Any:
     is_array = hasattr(x, 'shape') and hasattr(x, 'dtype')
     # Random keys have a dtype of JAX's own.
     if not is_array or jnp.issubdtype(x.dtype, jax.dtypes.extended):
@@ -173,7 +173,7 @@ def as_arrays(tree: Any, argument: str = 'params') -> Any:
       )
     return x
 
-  return jax.tree_util.tree_map_with_path(checked, numbers_as_arrays(tree))
+  return jax.tree_util.tree_map_with_path(check, numbers_as_arrays(tree))
 
 
 def numbers_as_arrays(tree: Any) -> Any:

@@ -20,9 +20,10 @@ from merit_optax.diagnostics.updates import align, by_name, update_to_weight
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   join_parts,
+  matrix_axes,
   split_parts,
 )
-from merit_optax.matrices.masks import scaled_axes
+from merit_optax.matrices.masks import broadcast_mask
 from merit_optax.matrices.norms import RATIOS, Ratio, max_norm
 from merit_optax.optimizers.merit import merit
 from merit_optax.transforms.clip import elementwise_clip
@@ -122,8 +123,12 @@ def merit_statistics(
     z, _ = direction.update(
       align(gradients, params), (adam, *direction.init(params)[1:]), params
     )
-    axes = scaled_axes(
-      now['weight_dimension_numbers'], now['trust_ratio_mask'], params
+    scaled = broadcast_mask('trust_ratio_mask', now['trust_ratio_mask'], params)
+    axes = matrix_axes(
+      now['weight_dimension_numbers'],
+      jax.tree.map(
+        lambda x, is_scaled: x if is_scaled else None, params, scaled
+      ),
     )
     measure = functools.partial(
       _leaf_statistics,

@@ -17,7 +17,7 @@ from merit_optax._internal.trees import (
   nearest_entries,
   path_namer,
 )
-from merit_optax.matrices.roles import roles
+from merit_optax.matrices.roles import is_stack_of_vectors, roles
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 _NOT_GIVEN = object()
@@ -135,7 +135,8 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
   ):
     if spec is _NOT_GIVEN and len(leaf.shape) > 2:
       guessed.append(f'{name(path)} {leaf.shape}')
-    if spec is not _NOT_GIVEN and axes.rows and role == 'vector':
+    is_matrix = spec is not _NOT_GIVEN and axes.rows
+    if is_matrix and is_stack_of_vectors(role, leaf.shape):
       vectors.append(f'{name(path)} {leaf.shape}')
   if vectors:
     warn(

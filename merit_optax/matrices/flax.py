@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from merit_optax._internal.arguments import check_patterns, is_integer
+from merit_optax._internal.arguments import check_mapping, is_integer
 from merit_optax._internal.trees import as_arrays, has_absent, path_namer
 from merit_optax.matrices.dimension_numbers import (
   DimensionNumbers,
@@ -97,7 +97,7 @@ def flax_dimension_numbers(
   """
   stacked, overrides, fused = stacked or {}, overrides or {}, fused or {}
   _check_rules(stacked, overrides)
-  check_patterns('fused', fused)
+  check_mapping('fused', fused)
   specs = specs_of_flax(
     params, stacked, overrides, are_matrices=False, other_patterns=(*fused,)
   )
@@ -187,8 +187,8 @@ def _with_parts(specs: Any, params: Any, fused: Counts) -> Any:
 
 def _check_rules(stacked: Any, overrides: Any) -> None:
   """Raises ``ValueError`` for what cannot be patterns, axes or specs."""
-  check_patterns('stacked', stacked)
-  check_patterns('overrides', overrides)
+  check_mapping('stacked', stacked)
+  check_mapping('overrides', overrides)
   for pattern, axes in stacked.items():
     each = axes if isinstance(axes, Sequence) else (axes,)
     if isinstance(axes, str) or not all(map(is_integer, each)):

@@ -13,7 +13,6 @@ from merit_optax._internal.trees import (
   nearest_entries,
   path_namer,
 )
-from merit_optax.matrices.dimension_numbers import matrix_axes
 
 
 def as_function(name: str, mask: Any) -> Callable[[Any], Any]:
@@ -77,21 +76,6 @@ def broadcast_prefix(name: str, prefix: Any, params: Any) -> Any:
       f'its entries: missing are {missing}, too many {unused}.'
     )
   return jax.tree.unflatten(jax.tree.structure(params), entries)
-
-
-def scaled_axes(
-  dimension_numbers: Any, trust_ratio_mask: Any, params: Any
-) -> Any:
-  """Returns the axes of each parameter's matrices, None where masked out.
-
-  As in the optimizer, a parameter without trust ratios needs no spec.
-  """
-  kept = jax.tree.map(
-    lambda param, keep: param if keep else None,
-    params,
-    broadcast_mask('trust_ratio_mask', trust_ratio_mask, params),
-  )
-  return matrix_axes(dimension_numbers, kept)
 
 
 def _is_boolean(x: Any) -> bool:

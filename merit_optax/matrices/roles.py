@@ -165,6 +165,11 @@ def roles(params: Any) -> Any:
   return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
+def is_stack_of_vectors(role: Role, shape: Shape) -> bool:
+  """Returns whether names tell a bias or scale, which has axes of layers."""
+  return role == 'vector' and sum(size > 1 for size in shape) > 1
+
+
 def _split(path: Sequence[Any], keys: Names) -> Names:
   """Returns the names along a path, also those that one key joins."""
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from merit_optax._internal.arguments import check_patterns
 from merit_optax._internal.caller import warn
 from merit_optax._internal.readings import record
 from merit_optax._internal.trees import (
@@ -20,7 +21,7 @@ from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.flax import specs_of_flax
 from merit_optax.matrices.masks import broadcast_mask
 from merit_optax.matrices.per_parameter import NO_PARAMS_MESSAGE
-from merit_optax.matrices.roles import roles
+from merit_optax.matrices.roles import Role, is_stack_of_vectors, roles
 
 # Expressions, or booleans in a tree or from a function.
 Hidden: TypeAlias = (
@@ -85,9 +86,9 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   # A tree or a function of booleans is meant as it is.
   has_patterns = _patterns(hidden) is not None
 
-  def is_vector(shape: tuple[int, ...], role: str) -> bool:
-    is_stack = role == 'vector' and sum(size > 1 for size in shape) > 1
-    return len(shape) < 2 or (has_patterns and is_stack)
+  def is_vector(shape: tuple[int, ...], role: Role) -> bool:
+    is_stack = has_patterns and is_stack_of_vectors(role, shape)
+    return len(shape) < 2 or is_stack
 
   vectors = [
     f'{name} {param.shape}'
@@ -141,19 +142,6 @@ def _expressions(params: Any, each_role: list[str]) -> list[str]:
     return exact if is_in_others else numbered
 
   return [*dict.fromkeys(map(expression, wanted))]
-
-
-def check_hidden(hidden: Hidden) -> Hidden:
-  """Returns the argument, whose regular expressions are checked."""
-  try:
-    for pattern in _patterns(hidden) or ():
-      # Fails for bytes, which re.compile takes.
-      re.search(pattern, '')
-  except (TypeError, re.error) as error:
-    raise ValueError(
-      f'hidden must hold regular expressions, got {hidden!r}: {error}.'
-    ) from None
-  return hidden
 
 
 def partition_hidden(
@@ -237,7 +225,7 @@ def _partition(
       raise ValueError(
         f'{name} must be an optax.GradientTransformation, got {value!r}.'
       )
-  hidden = check_hidden(hidden)
+  _patterns(hidden)  # Checks them.
 
   def init_fn(params: optax.Params) -> optax.OptState:
     params = as_arrays(params)
@@ -325,7 +313,7 @@ def _chosen(params: Any, hidden: Hidden) -> Any:
   # Placeholders of optax.tree.map_params have no leaves.
   if not jax.tree.leaves(params):
     return params
-  patterns = _patterns(check_hidden(hidden))
+  patterns = _patterns(hidden)
   if hidden is not None and patterns is None:
     try:
       return broadcast_mask('hidden', hidden, params)
@@ -345,7 +333,7 @@ def _chosen(params: Any, hidden: Hidden) -> Any:
 def _check_matches(params: Any, hidden: Hidden) -> None:
   """Raises ``ValueError`` for an expression that is found in no path."""
   names = [name for name, _ in named_leaves(params)]
-  for pattern in _patterns(check_hidden(hidden)) or ():
+  for pattern in _patterns(hidden) or ():
     if not any(re.search(pattern, name) for name in names):
       raise ValueError(
         f'hidden must match parameters, got {pattern!r}, found in none of '
@@ -356,9 +344,9 @@ def _check_matches(params: Any, hidden: Hidden) -> None:
 def _patterns(hidden: Any) -> list[Any] | None:
   """Returns regular expressions, or None for what is no such choice."""
   kinds = str, re.Pattern
-  if isinstance(hidden, kinds):
-    return [hidden]
-  is_list = isinstance(hidden, Sequence) and hidden
-  return (
-    [*hidden] if is_list and all(isinstance(x, kinds) for x in hidden) else None
-  )
+  patterns = [hidden] if isinstance(hidden, kinds) else hidden
+  is_list = isinstance(patterns, Sequence) and patterns
+  if not is_list or not all(isinstance(x, kinds) for x in patterns):
+    return None
+  check_patterns('hidden', patterns)
+  return [*patterns]

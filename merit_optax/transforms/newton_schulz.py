@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from merit_optax._internal.arguments import is_integer
 from merit_optax._internal.dtypes import widen
@@ -246,23 +247,15 @@ def check_coefficients(ns_coeffs: Any, ns_steps: Any) -> tuple[Triple, ...]:
     named = NAMED_COEFFICIENTS[ns_coeffs]
     return tuple(named[min(i, len(named) - 1)] for i in range(ns_steps))
   try:
-    given = [float(x) for x in ns_coeffs]
-    triples = [given] * ns_steps
+    given = np.asarray(ns_coeffs, float)
   except (TypeError, ValueError):
-    triples = _triples(ns_coeffs)
-  is_valid = triples and all(
-    len(x) == 3 and all(map(math.isfinite, x)) for x in triples
-  )
-  if not is_valid:
+    given = np.zeros(())
+  if given.ndim == 1:
+    given = np.tile(given, (ns_steps, 1))
+  is_valid = given.ndim == 2 and given.size and given.shape[1] == 3
+  if not is_valid or not np.isfinite(given).all():
     raise ValueError(
       f'ns_coeffs must be one of {sorted(NAMED_COEFFICIENTS)}, three finite '
       f'numbers, or a sequence of three for each step, got {ns_coeffs!r}.'
     )
-  return tuple((a, b, c) for a, b, c in triples)
-
-
-def _triples(ns_coeffs: Any) -> list[list[float]]:
-  try:
-    return [[float(x) for x in triple] for triple in ns_coeffs]
-  except (TypeError, ValueError):
-    return []
+  return tuple((a, b, c) for a, b, c in given.tolist())

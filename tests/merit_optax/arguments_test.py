@@ -53,7 +53,7 @@ _BAD = {
   'ns_steps': (0, 5.0, '5', True),
   'ns_dtype': (*_NO_DTYPES, 'float64'),
   'mesh_axes': (3, True, ('fsdp', 3), ('x', 'x'), {'fsdp'}),
-  'hidden': ('(', ['kernel', '[']),
+  'hidden': ('(', '['),
   'direction': (None, optax.sgd, 0.1),
   'others': (optax.sgd, 0.1),
   'optimizer': ('adamw', None, 3, 'muon-hyperball'),
