@@ -110,10 +110,7 @@ def align(tree: Any, params: Any) -> Any:
   leaves = jax.tree.leaves(tree)
   treedef: Any = jax.tree.structure(params)
   if len(leaves) != treedef.num_leaves:
-    raise ValueError(
-      'gradients or updates, state and params must belong together, got '
-      f'{len(leaves)} arrays for {treedef.num_leaves} parameters.'
-    )
+    raise _misfit(f'{len(leaves)} arrays for {treedef.num_leaves} parameters.')
   named = dict(named_leaves(tree))
   names = path_names(params)
   if named.keys() == {*names}:
@@ -124,10 +121,8 @@ def align(tree: Any, params: Any) -> Any:
     leaves, names, jax.tree.leaves(params), strict=True
   ):
     if leaf.shape != param.shape:
-      raise ValueError(
-        'gradients or updates, state and params must belong together, got '
-        f'shape {leaf.shape} for the parameter {name!r} of shape '
-        f'{param.shape}.'
+      raise _misfit(
+        f'shape {leaf.shape} for the parameter {name!r} of shape {param.shape}.'
       )
   return jax.tree.unflatten(treedef, leaves)
 
@@ -137,10 +132,15 @@ def _check_places(found: list[str], names: list[str]) -> None:
   known = set(names)
   for own, name in zip(found, names, strict=True):
     if own != name and own in known:
-      raise ValueError(
-        'gradients or updates, state and params must belong together, got '
+      raise _misfit(
         f'{own!r} in the place of {name!r}, and names that no parameter has.'
       )
+
+
+def _misfit(got: str) -> ValueError:
+  return ValueError(
+    'gradients or updates, state and params must belong together, got ' + got
+  )
 
 
 # Parameters of equal shape are traced and lowered once.

@@ -81,10 +81,11 @@ def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
     ValueError: If a parameter has no spec, or one that does not fit it.
   """
   specs, _ = _specs(dimension_numbers, params)
-  return _axes_of_each(specs, params)
+  axes = _axes_of_each(specs, params)
+  return jax.tree.unflatten(jax.tree.structure(params), axes)
 
 
-def _axes_of_each(specs: list[Any], params: Any) -> Any:
+def _axes_of_each(specs: list[Any], params: Any) -> list[MatrixAxes]:
   """Returns the axes of each parameter, given the spec of each."""
   leaves = jax.tree_util.tree_leaves_with_path(params)
   name = path_namer(params)
@@ -97,7 +98,7 @@ def _axes_of_each(specs: list[Any], params: Any) -> Any:
         f'weight_dimension_numbers of the parameter {name(path)!r} of '
         f'shape {param.shape} {error}.'
       ) from None
-  return jax.tree.unflatten(jax.tree.structure(params), axes)
+  return axes
 
 
 def check_params(dimension_numbers: Any, params: Any) -> None:
@@ -120,8 +121,7 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
   if not leaves:
     return
   specs, unused = _specs(dimension_numbers, params)
-  treedef: Any = jax.tree.structure(params)
-  each_axes = treedef.flatten_up_to(_axes_of_each(specs, params))
+  each_axes = _axes_of_each(specs, params)
   record('axes', params, each_axes)
   if unused:
     warn(

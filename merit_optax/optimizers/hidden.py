@@ -186,7 +186,7 @@ def partition_hidden(
     >>> print(f'{updates["mlp"]["kernel"][0, 0]:.2f}')
     -0.02
   """
-  return _partition(optimizer, others, hidden, lambda params, chosen: None)
+  return _partition(optimizer, others, hidden, checks_biases=False)
 
 
 def partition_beside_adam(
@@ -204,21 +204,17 @@ def partition_beside_adam(
   """
   if others is None:
     others = optax.chain(adam, optax.scale_by_learning_rate(adam_learning_rate))
-
-  def check(params: Any, chosen: Any) -> None:
-    if weight_dimension_numbers is None:
-      _check_biases(params, chosen)
-
-  return _partition(optimizer, others, hidden, check)
+  checks_biases = weight_dimension_numbers is None
+  return _partition(optimizer, others, hidden, checks_biases)
 
 
 def _partition(
   optimizer: optax.GradientTransformation,
   others: optax.GradientTransformation,
   hidden: Hidden,
-  check: Callable[[Any, Any], None],
+  checks_biases: bool,
 ) -> optax.GradientTransformationExtraArgs:
-  """Returns the partition, whose ``init`` checks what is chosen."""
+  """Returns the partition, whose ``init`` may check biases beside matrices."""
   parts = {'hidden': optimizer, 'others': others}
   for name, value in (('optimizer', optimizer), ('others', others)):
     if not isinstance(value, optax.GradientTransformation):
@@ -232,7 +228,8 @@ def _partition(
     chosen = hidden_matrices(params, hidden)
     if jax.tree.leaves(chosen) and not any(jax.tree.leaves(chosen)):
       raise ValueError(_none_is_hidden(params, hidden))
-    check(params, chosen)
+    if checks_biases:
+      _check_biases(params, chosen)
     labels = _labels(chosen)
     return optax.partition(parts, lambda _: labels).init(params)
 

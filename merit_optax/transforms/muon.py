@@ -114,8 +114,8 @@ def scale_by_muon(
       more is sent. Matrices move over them in this order: name first what
       splits layers or experts, and the minor one of two that split one axis,
       ``('fsdp', 'data')`` for ``P(('data', 'fsdp'))``. Under :func:`jax.vmap`
-      over an Explicit axis, give ``None``. Inside a ``jax.shard_map`` over other
-      axes of the mesh, this needs jax 0.8. Ignored without a mesh.
+      over an Explicit axis, give ``None``. Inside a ``jax.shard_map`` over
+      other axes of the mesh, this needs jax 0.8. Ignored without a mesh.
 
   Returns:
     A :class:`optax.GradientTransformation` whose state is an

@@ -143,6 +143,10 @@ _LAYERS = [
   ('up_proj/kernel', 'down_proj/kernel'),
 ]
 _MLP_WORDS = ['FFN', 'Mlp', 'feed_forward', 'FeedForward', 'ff', 'experts']
+_TABLES = [
+  *('conv', 'patch_embed', 'router', 'lm_head', 'codebook', 'mlp_head'),
+  'moe_router',
+]
 # Of what tells a table, a window or an input, if it stands alone.
 _OTHER_WORDS = [
   *('position', 'Positional', 'patch', 'time', 'conv', 'embed', 'relative'),
@@ -188,17 +192,7 @@ def test_an_mlp_beside_an_attention_is_hidden_by_any_name(
 
 
 @hypothesis.given(
-  st.sampled_from(
-    [
-      'conv',
-      'patch_embed',
-      'router',
-      'lm_head',
-      'codebook',
-      'mlp_head',
-      'moe_router',
-    ]
-  ),
+  st.sampled_from(_TABLES),
   st.sampled_from(_MLP_WORDS),
   st.sampled_from(_ATTENTIONS),
 )

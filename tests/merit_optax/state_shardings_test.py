@@ -1,5 +1,6 @@
 """The state of any optimizer lies on a mesh as its parameters do."""
 
+from flax import traverse_util
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -12,11 +13,11 @@ from tests.merit_optax.arrays import make_mesh, normal, step_function
 # No two have one shape, and none is that of another's rows or columns, so that
 # the shape of a moment tells its parameter.
 _LAYOUTS = {
-  ('mlp', 'up', 'kernel'): ((16, 48), P('fsdp', 'tensor')),
-  ('mlp', 'up', 'table'): ((3, 56), P(None, 'tensor')),
-  ('mlp', 'down', 'kernel'): ((64, 24), P(('tensor', 'fsdp'))),
-  ('layers', 'kernel'): ((8, 32, 40), P(None, 'fsdp', 'tensor')),
-  ('scale',): ((72,), P()),
+  'mlp/up/kernel': ((16, 48), P('fsdp', 'tensor')),
+  'mlp/up/table': ((3, 56), P(None, 'tensor')),
+  'mlp/down/kernel': ((64, 24), P(('tensor', 'fsdp'))),
+  'layers/kernel': ((8, 32, 40), P(None, 'fsdp', 'tensor')),
+  'scale': ((72,), P()),
 }
 _SPEC = optax.contrib.MuonDimensionNumbers(-2, -1)
 _OPTIMIZERS = {
@@ -37,14 +38,7 @@ def _params(mesh):
     path: jax.device_put(normal(0, shape), NamedSharding(mesh, spec))
     for path, (shape, spec) in _LAYOUTS.items()
   }
-  params = {}
-  for path, param in flat.items():
-    *folders, name = path
-    node = params
-    for folder in folders:
-      node = node.setdefault(folder, {})
-    node[name] = param
-  return params
+  return traverse_util.unflatten_dict(flat, sep='/')
 
 
 @pytest.mark.parametrize('name', _OPTIMIZERS)
