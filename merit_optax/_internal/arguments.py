@@ -49,16 +49,12 @@ def number(
 
 def _hint(value: Any) -> str:
   """Returns what may have rounded a number in half precision."""
-  is_half = (
-    isinstance(value, jax.Array)
-    and jnp.issubdtype(value.dtype, jnp.floating)
-    and value.dtype.itemsize < 4
-  )
+  halves = jnp.float16, jnp.bfloat16
+  if not isinstance(value, jax.Array) or value.dtype not in halves:
+    return ''
   return (
     ' (optax.inject_hyperparams rounds numbers to the dtype of the parameters, '
     'unless it is given hyperparam_dtype.)'
-    if is_half
-    else ''
   )
 
 

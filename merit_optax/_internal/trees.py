@@ -245,8 +245,3 @@ def check_shape(name: str, param: Any, update: Any) -> None:
 def is_absent(x: Any) -> bool:
   """Returns whether a parameter was left out, or masked out, of a tree."""
   return x is None or isinstance(x, optax.MaskedNode)
-
-
-def has_absent(tree: Any) -> bool:
-  """Returns whether parameters were left out, or masked out, of a tree."""
-  return any(map(is_absent, jax.tree.leaves(tree, is_leaf=is_absent)))

@@ -272,8 +272,6 @@ def _leaf(x: Any) -> Any:
 def _with_moments(tree: Any, moments: Any) -> Any:
   """Returns a tree like the parameters, less those without a moment."""
   names = {*path_names(moments)}
-  if not names <= {*path_names(tree)}:
-    return tree  # It has other names, or is wrong.
   name_of = path_namer(tree)
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x if name_of(path) in names else optax.MaskedNode(), tree

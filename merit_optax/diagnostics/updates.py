@@ -12,7 +12,6 @@ from merit_optax._internal.dtypes import widen
 from merit_optax._internal.trees import (
   named_leaves,
   numbers_as_arrays,
-  path_names,
 )
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
@@ -84,11 +83,7 @@ def by_name(
 ) -> dict[str, jax.Array]:
   """Returns the statistics of all parameters in one dictionary, as float32.
 
-  Args:
-    measure: Function from a parameter, and what trees hold for it, to
-      statistics. It sees no parameter without elements.
-    params: Tree of arrays.
-    *trees: Trees like it.
+  Parameters without elements have none. Trees have the parameters' structure.
   """
   treedef: Any = jax.tree.structure(params)
   columns = (treedef.flatten_up_to(tree) for tree in trees)
@@ -103,44 +98,23 @@ def by_name(
 def align(tree: Any, params: Any) -> Any:
   """Returns the leaves of a tree in the structure of the parameters.
 
-  Containers of other types may have the same names in another order, or other
-  names in the same order. Raises ``ValueError`` if the trees do not fit.
+  Containers of other types may have the same names in another order. Raises
+  ``ValueError`` if the trees do not fit.
   """
-  tree = numbers_as_arrays(tree)
-  leaves = jax.tree.leaves(tree)
-  treedef: Any = jax.tree.structure(params)
-  if len(leaves) != treedef.num_leaves:
-    raise _misfit(f'{len(leaves)} arrays for {treedef.num_leaves} parameters.')
-  named = dict(named_leaves(tree))
-  names = path_names(params)
-  if named.keys() == {*names}:
-    leaves = [named[name] for name in names]
-  else:
-    _check_places(list(named), names)
-  for leaf, name, param in zip(
-    leaves, names, jax.tree.leaves(params), strict=True
-  ):
-    if leaf.shape != param.shape:
-      raise _misfit(
-        f'shape {leaf.shape} for the parameter {name!r} of shape {param.shape}.'
-      )
-  return jax.tree.unflatten(treedef, leaves)
-
-
-def _check_places(found: list[str], names: list[str]) -> None:
-  """Raises ``ValueError`` if a parameter's name is at the place of another."""
-  known = set(names)
-  for own, name in zip(found, names, strict=True):
-    if own != name and own in known:
-      raise _misfit(
-        f'{own!r} in the place of {name!r}, and names that no parameter has.'
-      )
-
-
-def _misfit(got: str) -> ValueError:
-  return ValueError(
-    'gradients or updates, state and params must belong together, got ' + got
+  found = dict(named_leaves(numbers_as_arrays(tree)))
+  expected = dict(named_leaves(params))
+  shape_of, expected_of = (
+    {name: x.shape for name, x in leaves.items()}
+    for leaves in (found, expected)
   )
+  if shape_of != expected_of:
+    differing = sorted({*shape_of.items()} ^ {*expected_of.items()})
+    raise ValueError(
+      'gradients or updates, state and params must belong together, with the '
+      f'same names and shapes, got different ones: {differing}.'
+    )
+  leaves = [found[name] for name in expected]
+  return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 
 # Parameters of equal shape are traced and lowered once.

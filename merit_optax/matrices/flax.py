@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 
 from merit_optax._internal.arguments import check_mapping, is_integer
-from merit_optax._internal.trees import as_arrays, has_absent, path_namer
+from merit_optax._internal.trees import as_arrays, is_absent, path_namer
 from merit_optax.matrices.dimension_numbers import (
   DimensionNumbers,
   FusedDimensionNumbers,
@@ -128,7 +128,8 @@ def specs_of_flax(
     for pattern in (*stacked, *overrides, *other_patterns)
     if not any(re.search(pattern, name) for name in shapes)
   ]
-  if unused and not has_absent(params):
+  has_absent = any(map(is_absent, jax.tree.leaves(params, is_leaf=is_absent)))
+  if unused and not has_absent:
     raise ValueError(
       'stacked, overrides and fused must match a path each, got patterns that '
       f'match none: {sorted(map(str, unused))}.'

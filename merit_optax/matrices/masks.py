@@ -39,7 +39,7 @@ def as_function(name: str, mask: Any) -> Callable[[Any], Any]:
         f'{resolved!r}. Under optax.inject_hyperparams, which calls functions '
         f'with the step count, name {name!r} in static_args.'
       )
-    return broadcast_prefix(name, resolved, params)
+    return _broadcast_prefix(name, resolved, params)
 
   return check
 
@@ -51,16 +51,10 @@ def broadcast_mask(name: str, mask: Any, params: Any) -> Any:
   return as_function(name, mask)(params)
 
 
-def broadcast_prefix(name: str, prefix: Any, params: Any) -> Any:
+def _broadcast_prefix(name: str, prefix: Any, params: Any) -> Any:
   """Returns a prefix tree in the structure of the parameters.
 
-  Args:
-    name: Name of the argument, for the message.
-    prefix: Tree whose leaves stand for all parameters below them.
-    params: Tree of parameters.
-
-  Raises:
-    ValueError: If it is no prefix of the parameters.
+  Raises ``ValueError`` if it is no prefix of them.
   """
   entries, unused = nearest_entries(prefix, params)
   leaves = jax.tree_util.tree_leaves_with_path(params)

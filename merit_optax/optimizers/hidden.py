@@ -246,8 +246,7 @@ def _partition(
     updates = as_arrays(updates, 'updates')
     # A partition takes no params with leaves that have no update.
     params = with_update(params, updates)
-    updates, state = both.update(updates, state, params, **extra_args)
-    return updates, state
+    return both.update(updates, state, params, **extra_args)
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 

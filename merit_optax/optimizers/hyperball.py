@@ -140,8 +140,7 @@ def muon_hyperball(
       ``scale_by_muon`` is 0.95, as in Optax.)
     others: Optimizer of all other parameters, such as ``optax.adamw(0.004)`` or
       an :func:`optax.partition` with a rate for each group; ``None`` for
-      :func:`merit_optax.scale_by_adam` at a third of
-      ``learning_rate``.
+      :func:`merit_optax.scale_by_adam` at a third of ``learning_rate``.
     hidden: Which parameters are hidden matrices: regular expressions, a tree or
       a function, see :func:`merit_optax.hidden_matrices`; ``None`` for its
       default.
@@ -250,8 +249,7 @@ def adam_hyperball(
     nu_dtype: dtype of the second moment; ``None`` for that of the parameter.
 
   Returns:
-    The corresponding :class:`optax.GradientTransformationExtraArgs`, as that of
-    ``muon_hyperball``.
+    The corresponding :func:`merit_optax.partition_hidden`.
 
   Raises:
     ValueError: As ``muon_hyperball`` does.

@@ -276,15 +276,13 @@ def _scaled_update(
 
 def _check_patterns(name: str, patterns: Any) -> None:
   """Raises ``ValueError`` unless patterns say where heads lie."""
-  is_mapping = isinstance(patterns, Mapping) and len(patterns)
-  if not is_mapping or not all(
-    isinstance(heads, AttentionHeads) for heads in patterns.values()
-  ):
+  arguments.check_mapping(name, patterns)
+  heads = patterns.values()
+  if not heads or not all(isinstance(x, AttentionHeads) for x in heads):
     raise ValueError(
       f'{name} must map at least one pattern to an AttentionHeads, got '
       f'{patterns!r}.'
     )
-  arguments.check_patterns(name, patterns)
 
 
 def _matching(
