@@ -246,7 +246,8 @@ def _partition(
     updates = as_arrays(updates, 'updates')
     # A partition takes no params with leaves that have no update.
     params = with_update(params, updates)
-    return both.update(updates, state, params, **extra_args)
+    updates, state = both.update(updates, state, params, **extra_args)
+    return updates, state
 
   return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
