@@ -124,8 +124,8 @@ def test_bad_values_are_named(function, name, values):
       call(function, **{name: value})
     # The name first: "eps" is a part of "eps_root".
     assert str(error.value).startswith(f'{name} must ')
-    given = value
-    if values is _NO_PATTERNS and isinstance(value, dict):
+    given = value  # Of a mapping, its pattern.
+    if isinstance(value, dict) and value:
       (given,) = value
     assert f'got {given!r}' in str(error.value)
 
