@@ -48,6 +48,7 @@ from examples.gpt2.tokenizer import (
   num_identifiers,
   read_companions,
   read_tokenizer,
+  vocabulary,
 )
 
 _THREADS = 16
@@ -300,7 +301,7 @@ def _naming(what: str) -> Iterator[None]:
 
 def _first(sources: Sequence[Source]) -> Source:
   """Returns the first source with a tokenizer, with which all must agree."""
-  made_by = {x.tokenizer.to_str() for x in sources if x.tokenizer}
+  made_by = {vocabulary(x.tokenizer) for x in sources if x.tokenizer}
   if len(made_by) > 1 or len({x.vocab_size for x in sources}) > 1:
     raise UsageError(
       'Several sources of --data must have the same tokenizer: make token '

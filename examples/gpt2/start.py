@@ -23,6 +23,7 @@ from examples.gpt2.model_files import (
 from examples.gpt2.run import saved_steps
 from examples.gpt2.step import Trainer, TrainState
 from examples.gpt2.storage import as_path
+from examples.gpt2.tokenizer import vocabulary
 
 # Settings of a model that a run which starts from it may choose.
 _CHOSEN = ('vocab_size', 'init_std', 'dtype', 'remat', 'unroll')
@@ -72,7 +73,7 @@ def with_vocabulary(config: Config, data: Data, model: Model | None) -> Data:
   if model is None:
     return data
   rows = padded_vocab_size(data.vocab_size)
-  known = [x.to_str() for x in (model.tokenizer, data.tokenizer) if x]
+  known = [vocabulary(x) for x in (model.tokenizer, data.tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
     folder = config.init_from or config.fork_from
     raise UsageError(

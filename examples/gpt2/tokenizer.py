@@ -79,6 +79,16 @@ def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
   return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
+def vocabulary(tokenizer: tokenizers.Tokenizer) -> str:
+  """Returns what decides the tokens of a text, to compare.
+
+  Not the post-processor, which adds tokens that ``tokenize`` leaves out:
+  transformers writes one of its own.
+  """
+  whole = json.loads(tokenizer.to_str())
+  return json.dumps({**whole, 'post_processor': None}, sort_keys=True)
+
+
 def read_companions(path: Path) -> dict[str, bytes]:
   """Returns the files beside a tokenizer, or in its folder, by name."""
   folder = path if path.is_dir() else path.parent

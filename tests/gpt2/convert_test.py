@@ -36,6 +36,7 @@ from examples.gpt2.tokenizer import (
   GENERATION,
   SETTINGS,
   train_tokenizer,
+  vocabulary,
 )
 
 transformers = pytest.importorskip('transformers', reason='of [convert]')
@@ -176,6 +177,15 @@ def test_a_model_goes_out_and_comes_back_bit_for_bit(config: ModelConfig):
     export_model(folder / 'imported', folder / 'again')
     for path in (folder / 'exported').iterdir():
       assert (folder / 'again' / path.name).read_bytes() == path.read_bytes()
+
+
+def test_tokens_made_before_are_those_of_a_model_that_came_back(tmp_path):
+  before = load_model(_save(tmp_path / 'model', _GPT2)).tokenizer
+  export_model(tmp_path / 'model', tmp_path / 'exported')
+  after = _import(tmp_path / 'exported').tokenizer
+  assert vocabulary(after) == vocabulary(before)
+  after.add_tokens(['text'])
+  assert vocabulary(after) != vocabulary(before)
 
 
 def test_rows_that_no_token_has_are_padding(tmp_path: Path):
