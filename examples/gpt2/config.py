@@ -216,7 +216,7 @@ class Config:
   optimizer: Optimizer = setting('merit')
   # Peak learning rate, after a linear warm-up.
   learning_rate: Annotated[
-    Derived[float], _by('a constant / sqrt(--steps); adamw: 1 / --width')
+    Derived[float], _by('by --optimizer, --steps and --width')
   ] = setting(None, POSITIVE, is_schedule=True)
   # Learning rate of what Adam updates beside the optimizer (embeddings, biases,
   # norms): of merit-hidden the rate itself; of muon and muon-hyperball over
@@ -307,7 +307,8 @@ class Config:
   # the axis data.
   mesh: str = setting('', decides=False)
   # Sequences that each shard of a batch (data * fsdp of the mesh) processes at
-  # once, at the most; gradients are accumulated.
+  # once, at the most; gradients are accumulated. The largest number that
+  # divides its part of --batch-size is taken, and printed.
   micro_batch_size: Annotated[Derived[int], _by('all of them')] = setting(
     8, AT_LEAST_1, decides=False
   )

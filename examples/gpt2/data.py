@@ -84,7 +84,8 @@ def open_source(name: str, config: Config) -> Source:
   """Opens a source of --data, a folder of token files.
 
   To train on something that is no file, return a ``Source`` of your own here
-  for a name of your choice, which can then be mixed with others.
+  for a name of your choice. It can be mixed with folders of token files that
+  have as large a vocabulary (text needs examples.gpt2.prepare first).
 
   Raises ``UsageError`` if files are missing, damaged or too short.
   """
@@ -203,11 +204,12 @@ def load_data(config: Config) -> Data:
     folders, named = [_tokens_of_text(texts, config)], named[:1]
     names = [PurePath(texts[0]).name if len(texts) == 1 else 'text']
   else:
-    tokenizer = next((x for x, _ in named if x not in texts), 'FOLDER')
+    made_by = [x for x, _ in named if (as_path(x) / TOKENIZER).exists()]
+    how = f'--tokenizer {made_by[0]}' if made_by else '--vocab-size N'
     raise UsageError(
       f'--data {texts[0]} is text, which can be neither mixed nor weighted: '
       'make tokens of it by python -m examples.gpt2.prepare --data '
-      f'{texts[0]} --tokenizer {tokenizer} --out-dir OTHER.'
+      f'{texts[0]} {how} --out-dir OTHER. All sources need the same vocabulary.'
     )
   opened = []
   for folder in folders:
@@ -302,11 +304,14 @@ def _naming(what: str) -> Iterator[None]:
 def _first(sources: Sequence[Source]) -> Source:
   """Returns the first source with a tokenizer, with which all must agree."""
   made_by = {vocabulary(x.tokenizer) for x in sources if x.tokenizer}
-  if len(made_by) > 1 or len({x.vocab_size for x in sources}) > 1:
+  sizes = [x.vocab_size for x in sources]
+  if len(made_by) > 1 or len({*sizes}) > 1:
     raise UsageError(
-      'Several sources of --data must have the same tokenizer: make token '
-      'files of the others by python -m examples.gpt2.prepare --tokenizer '
-      'with the folder of the first.'
+      'Several sources of --data must have the same tokenizer, got '
+      f'{len(made_by)} tokenizers and vocabularies of {sizes} tokens: make '
+      'token files of the others by python -m examples.gpt2.prepare '
+      '--tokenizer with the folder of the first, or give --vocab-size where '
+      'a source has no tokenizer.'
     )
   return next((x for x in sources if x.tokenizer), sources[0])
 

@@ -1,5 +1,8 @@
 """Diagnostics of a step, a separate program: other steps pay nothing.
 
+A measurement is an entry of the dictionary of `Diagnostics`; one of each layer
+is an array of shape (L,). A metric of every step belongs to `step.py`.
+
 Axis letters: A micro-batches, B sequences, T tokens, L layers, H heads.
 """
 

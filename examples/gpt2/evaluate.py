@@ -180,11 +180,17 @@ def _check_context(
 def _held_out(folder: Path) -> str:
   """Returns the folder of token files that a run has its validation part of."""
   try:
-    return str(RunFolder(folder).read_settings()['data']['folders'][0])
+    found, *others = RunFolder(folder).read_settings()['data']['folders']
   except (OSError, KeyError) as error:
     raise UsageError(
       f'{folder} does not tell what a model was trained on: give --data.'
     ) from error
+  if others:
+    raise UsageError(
+      f'{folder} mixed several sources: give one of them by --data, out of '
+      f'{", ".join([found, *others])}.'
+    )
+  return str(found)
 
 
 def _all_places(

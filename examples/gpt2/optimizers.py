@@ -33,9 +33,10 @@ class Optimizer(NamedTuple):
   """An optimizer that a run may choose."""
 
   make: Callable[[Config], optax.GradientTransformation]
-  # Its settings with their defaults, or functions from the others to them; it
-  # has no setting that only other optimizers name. It may give one of the
-  # model another default.
+  # The settings that it has, each with its default: a value, or a function of
+  # the other settings. The flag of a setting that stands here for other
+  # optimizers only is refused. A setting of the model, such as init_std, may
+  # get another default too.
   defaults: dict[str, Any]
 
 
@@ -107,7 +108,7 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   """
   # The kernel's axes are (width, groups, heads + 2, features), after layers.
   columns = {'fused': (-3, -2, -1), 'split': (-3, -1), 'heads': (-1,)}[qkv]
-  stacked = {r'^blocks/\D': 1}  # 'blocks/0' is not stacked.
+  stacked = {r'^blocks/\D': 1}
   overrides = {
     r'/qkv/kernel$': MuonDimensionNumbers((-4,), columns),
     r'/qkv/bias$': MuonDimensionNumbers((), columns),

@@ -70,7 +70,12 @@ Cells: TypeAlias = dict[str, dict[int, Cell]]
 """Cells by rule, then by tokens of a step."""
 
 
-def main(
+def main(args: list[str] | None = None) -> None:
+  """Runs the command line."""
+  tyro.cli(write, args=args)
+
+
+def write(
   results: tyro.conf.Positional[Path] = PRESETS['ladder'][1].results,
   page: tyro.conf.Positional[Path] = Path('examples/study/LADDER.md'),
 ) -> None:
@@ -288,4 +293,4 @@ def draw(cells: Cells) -> Figure:
 
 
 if __name__ == '__main__':
-  tyro.cli(main)
+  main()

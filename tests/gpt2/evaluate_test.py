@@ -1,5 +1,7 @@
+import json
 import math
 from pathlib import Path
+import shutil
 
 from flax import nnx
 import jax
@@ -121,6 +123,15 @@ def test_every_token_counts_once(folder, tmp_path, stride, count):
   assert sorted(losses) == list(range(1, count))
   assert found.num_tokens == count - 1
   assert found.loss == pytest.approx(np.mean([*losses.values()]), abs=1e-5)
+
+
+def test_a_run_that_mixed_sources_needs_one_to_be_named(folder, tmp_path):
+  text = json.dumps({'data': {'folders': ['web', 'code']}})
+  run = tmp_path / 'run'
+  shutil.copytree(folder, run)
+  (run / 'config.json').write_text(text)
+  with pytest.raises(UsageError, match='--data, out of web, code'):
+    evaluate(run)
 
 
 def test_a_model_without_a_run_needs_data(folder):
