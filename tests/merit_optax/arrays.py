@@ -74,9 +74,9 @@ def normal(seed: Any, shape: Any, dtype: Any = jnp.float32) -> jax.Array:
 
 
 @contextlib.contextmanager
-def enable_x64() -> Iterator[None]:
+def enable_x64(is_enabled: bool = True) -> Iterator[None]:
   """Enables float64, as `jax.enable_x64` does from jax 0.8 on."""
-  jax.config.update('jax_enable_x64', True)
+  jax.config.update('jax_enable_x64', is_enabled)
   try:
     yield
   finally:

@@ -17,7 +17,7 @@ from merit_optax.transforms.newton_schulz import (
   check_coefficients,
   orthogonalize,
 )
-from tests.merit_optax.arrays import normal
+from tests.merit_optax.arrays import enable_x64, normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
 # Tall, wide, square, stacked, with heads, one row, and zero. Some hold matrices
@@ -181,7 +181,7 @@ def test_singular_values_are_near_one_at_any_scale(
 ):
   matrix = np.random.default_rng(seed).normal(size=shape) + np.eye(*shape[-2:])
   scale = 10.0 ** data.draw(st.floats(*exponents))
-  with jax.enable_x64(dtype == 'float64'):
+  with enable_x64(dtype == 'float64'):
     found = _update(eps=0.0)(jnp.asarray(matrix * scale, dtype))
   assert found.dtype == dtype
   values = np.linalg.svd(np.asarray(found, np.float64), compute_uv=False)

@@ -13,7 +13,12 @@ import pytest
 
 import merit_optax
 from merit_optax.matrices.norms import l2_norm, max_norm
-from tests.merit_optax.arrays import normal, oracle_ratios, oracle_scale
+from tests.merit_optax.arrays import (
+  enable_x64,
+  normal,
+  oracle_ratios,
+  oracle_scale,
+)
 
 _ALL = ('weight', 'row', 'column')
 # Few shapes, since each is a compilation: a matrix and one column.
@@ -302,7 +307,7 @@ def test_l2_norms_and_gradients_as_far_as_squares_are_normal(dtype, axis, data):
   elements = st.one_of(st.just(0.0), sizes, sizes.map(lambda x: -x))
   # Arrays of NumPy are rounded as they are filled.
   x = data.draw(hnp.arrays(np.float64, (3, 4), elements=elements)).astype(dtype)
-  with jax.enable_x64(dtype == 'float64'):
+  with enable_x64(dtype == 'float64'):
     gradient, norms = map(np.asarray, _gradient_and_norms(x, axis))
   assert norms.dtype == x.dtype
   x = x.astype(np.longdouble)
@@ -320,7 +325,7 @@ def test_directions_have_their_full_size_however_small_gradients_are(
   norm, dtype, data
 ):
   size = 10.0 ** data.draw(st.floats(*_RANGES[dtype]))
-  with jax.enable_x64(dtype == 'float64'):
+  with enable_x64(dtype == 'float64'):
     transform = merit_optax.scale_by_lmo(norm)
     gradient = jnp.full((3, 4), size, dtype)
     direction, _ = transform.update(gradient, transform.init(gradient))
