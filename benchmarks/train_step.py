@@ -242,7 +242,7 @@ def _peer(config: Config, settings: Settings) -> Callable[[], None] | None:
     return None
   has_gpu = torch.cuda.is_available()
   device = 'cuda' if has_gpu else 'cpu'
-  model = transformers.GPT2LMHeadModel(_peer_config(transformers, config))
+  model: Any = transformers.GPT2LMHeadModel(_peer_config(transformers, config))
   model.to(device).train()
   forward = torch.compile(model) if has_gpu else model
   optimizer = torch.optim.AdamW(

@@ -160,7 +160,7 @@ class Trainer:
     some = dataclasses.replace(self._config, batch_size=64)
     batch_ABT = pretrain.make_batch(self._tokens, some, step=1)
     text = pretrain.digest([self._tokens, val_tokens], settings.context_length)
-    self.data = f'{text}-{zlib.crc32(np.asarray(batch_ABT)):08x}'
+    self.data = f'{text}-{zlib.crc32(np.asarray(batch_ABT).tobytes()):08x}'
     self.corpus_tokens = int(self._tokens.sizes.sum())
     # Of step 0 are the sequences to validate on, and a few of these, as far
     # apart, are those whose logits are measured.
