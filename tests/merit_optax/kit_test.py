@@ -215,6 +215,34 @@ def test_orscale_is_its_formula(front, directions, factor, bounds, calibrate):
   _assert_follows(orscale, rule, params)
 
 
+@pytest.mark.parametrize(
+  'axis, bounds, ratios',
+  [
+    (None, {'min_ratio': 1.0}, ('weight',)),
+    (0, {'min_ratio': 1.0}, ('column',)),
+    (None, {}, ('weight',)),
+  ],
+  ids=['floor', 'row_floor', 'relative_update'],
+)
+def test_sizes_relative_to_the_weights_are_their_formulas(axis, bounds, ratios):
+  share = 0.35
+
+  # Kernels are (in, out), so a row of PyTorch's weights is a column here.
+  def rule(w, gradients):
+    for g in gradients:
+      size = share * norms(w, axis, 'l2') / norms(g, axis, 'l2')
+      w = w - _RATE * np.maximum(size, bounds.get('min_ratio', 0)) * g
+      yield w
+
+  chain = optax.chain(
+    _l2(trust_coefficient=share, ratios=ratios, **bounds),
+    optax.scale_by_learning_rate(_RATE),
+  )
+  # Updates of the first are above the floor, of the second below it.
+  params = {k: x * {'up': 2, 'down': 6}[k] for k, x in _tree(0).items()}
+  _assert_follows(chain, rule, params)
+
+
 # Over which the root mean square becomes 1.
 _AXES = {'max': (), 'row': 1, 'column': 0, 'rms': (0, 1)}
 
