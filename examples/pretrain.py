@@ -71,7 +71,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {
   ),
   'adamw': (lambda rate, c: adamw(rate), lambda c: 1 / c.width),
   'muon': (
-    lambda rate, c: muon(rate, 0.95, ns_dtype=c.dtype),
+    lambda rate, c: muon(rate, ns_dtype=c.dtype),
     lambda c: peak('muon', c.steps, c.width),
   ),
   'muon-hyperball': (

@@ -218,15 +218,13 @@ OPTIMIZERS = {
     # A usual rate, which was not tuned.
     dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   ),
-  # b1 is Optax's default.
   'muon': Optimizer(
     _muon,
     dict(
-      learning_rate=_starting_rate('muon'), weight_decay=0.1, b1=0.95, b2=0.95,
+      learning_rate=_starting_rate('muon'), weight_decay=0.1, b1=0.9, b2=0.95,
       adam_rate=1.0, qkv='fused',
     ),
   ),
-  # A b1 of 0.9 was better at every batch size in examples/study.
   'muon-hyperball': Optimizer(
     _muon_hyperball,
     dict(
