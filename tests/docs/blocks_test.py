@@ -22,6 +22,9 @@ _BLOCK = re.compile(r'^```(\w+)\n(.*?)^```', re.DOTALL | re.MULTILINE)
 _SPAN = re.compile(r'`((?:\w+=\S+\s)*(?:python -m|make)\s[^`]+)`')
 
 
+# What the site shows of a line at a width of 1,280 pixels.
+_COLUMNS = 80
+
 # By their page and the number of the block on it.
 _PYTHON_BLOCKS = {
   f'{page}-{number}': code
@@ -34,6 +37,13 @@ _PYTHON_BLOCKS = {
 @pytest.mark.parametrize('name', _PYTHON_BLOCKS)
 def test_block_runs(name):
   exec(compile(_PYTHON_BLOCKS[name], name, 'exec'), {})
+
+
+@pytest.mark.parametrize('page', _PAGES)
+def test_commands_fit_the_page(page):
+  for language, code in _BLOCK.findall(_PAGES[page]):
+    if language in ('bash', 'sh'):
+      assert max(map(len, code.splitlines())) <= _COLUMNS, code
 
 
 def _commands() -> list[tuple[str, ...]]:

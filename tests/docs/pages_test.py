@@ -115,7 +115,7 @@ def test_equations_are_there(page, site):
   'name, link',
   [
     ('index', '/settings.html'),
-    ('api', '/blob/main/benchmarks/results'),
+    ('cost', '/blob/main/benchmarks/results'),
   ],
 )
 def test_links_between_pages_and_into_the_repository(name, link, page, site):
