@@ -159,7 +159,7 @@ def _by_batch(
   rows = []
   for rule, own in cells.items():
     done = {batch: x for batch, x in own.items() if x.seeds}
-    row = {'': f'`{rule}`'} | {
+    row = {'rule': f'`{rule}`'} | {
       f'{batch:,} tokens': show(done[batch]) if batch in done else ''
       for batch in batches
     }
@@ -210,7 +210,7 @@ def _differences(cells: Cells, base: str) -> Table:
   for rule, own in cells.items():
     if rule == base:
       continue
-    row = {'': f'`{rule}`'}
+    row = {'rule': f'`{rule}`'}
     for batch in _batches(cells):
       pair = [x.get(batch, Cell({}, [])) for x in (own, cells.get(base, {}))]
       row[f'{batch:,} tokens'] = _difference(*(x.losses for x in pair))
@@ -242,7 +242,7 @@ def _rates(cells: Cells) -> Table:
       chosen, _ = cell.choice()
       some = next(iter(cell.tuning))
       middle = cell.tuning[some]['rate'] / 2.0**some
-      row = {'': f'`{rule}`', 'tokens a step': f'{batch:,} ({middle:.3g})'}
+      row = {'rule': f'`{rule}`', 'tokens a step': f'{batch:,} ({middle:.3g})'}
       for power in powers:
         text = ''
         if power in cell.tuning:
@@ -255,7 +255,8 @@ def _rates(cells: Cells) -> Table:
 def _markdown(rows: Table) -> str:
   """Returns a table of rows that have the first one's keys."""
   head, ruler = [*rows[0]], ['---'] * len(rows[0])
-  lines: Iterable[Iterable[str]] = [head, ruler, *(x.values() for x in rows)]
+  cells = [[x or '–' for x in row.values()] for row in rows]
+  lines: Iterable[Iterable[str]] = [head, ruler, *cells]
   return ''.join(f'| {" | ".join(x)} |\n' for x in lines)
 
 
