@@ -57,7 +57,18 @@ html_theme_options = {
   'repository_url': _REPOSITORY,
   'use_repository_button': True,
 }
-html_title = project
+html_title = f'{project} {version}'
+
+# What search engines and previews of links show.
+_DESCRIPTION = _PROJECT['description']
+_PICTURE = f'{_REPOSITORY}/raw/main/examples/study/figures/front.png'
+myst_html_meta = {
+  'description': _DESCRIPTION,
+  'property=og:title': project,
+  'property=og:description': _DESCRIPTION,
+  'property=og:image': _PICTURE,
+  'property=og:url': _PROJECT['urls']['Documentation'],
+}
 
 # The theme has a button for it, and its picture is not of this site.
 _BADGE = re.compile(r'\[!\[Open in Colab\]\(\S+\)\]\(\S+?\)')

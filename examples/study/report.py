@@ -56,6 +56,10 @@ class Cell:
     """Final losses of the seeds, in nats per token."""
     return [loss_of(x) for x in self.seeds]
 
+  def by_seed(self) -> dict[int, float]:
+    """Returns the final losses by seed."""
+    return {x['trial']['seed']: loss_of(x) for x in self.seeds}
+
   @property
   def mean(self) -> float:
     """Mean final loss."""
@@ -136,7 +140,8 @@ def tables(cells: Cells) -> str:
       _markdown(_by_batch(cells, _loss, 'kept up to', kept_up_to)),
       f'*Kept up to*: the largest batch within {_KEPT} of the best batch, '
       'with all batches between.\n',
-      'Minus `merit`, with 95 % intervals (Welch):\n',
+      'Minus `merit` with the same seed (initial weights and batches), and '
+      '95 % intervals of these differences (t):\n',
       _markdown(_differences(cells, 'merit')),
       'Largest attention logit of all layers and seeds, over all measured '
       'steps, and at the end:\n',
@@ -213,20 +218,20 @@ def _differences(cells: Cells, base: str) -> Table:
     row = {'rule': f'`{rule}`'}
     for batch in _batches(cells):
       pair = [x.get(batch, Cell({}, [])) for x in (own, cells.get(base, {}))]
-      row[f'{batch:,} tokens'] = _difference(*(x.losses for x in pair))
+      row[f'{batch:,} tokens'] = _difference(*(x.by_seed() for x in pair))
     rows.append(row)
   return rows
 
 
-def _difference(first: list[float], second: list[float]) -> str:
-  """Returns the difference of means with its interval, as text."""
-  if not first or not second or not np.isfinite([*first, *second]).all():
+def _difference(first: dict[int, float], second: dict[int, float]) -> str:
+  """Returns the mean difference of seeds with its interval, as text."""
+  differences = [first[x] - second[x] for x in first if x in second]
+  if not differences or not np.isfinite(differences).all():
     return ''
-  mean = statistics.mean(first) - statistics.mean(second)
-  if min(len(first), len(second)) < 2:
+  mean = statistics.mean(differences)
+  if len(differences) == 1:
     return f'{mean:+z.3f}'
-  found = stats.ttest_ind(first, second, equal_var=False)
-  low, high = found.confidence_interval(0.95)
+  low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
   return f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]'
 
 
