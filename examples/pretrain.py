@@ -282,12 +282,6 @@ def load_tokens(config: Config) -> list[Tokens]:
     if not tokens.count(config.context_length + 1):
       size = tokens.sizes.max()
       raise ValueError(f'context_length must be below {size}, as {part} has.')
-    # In wider tokens, and in llm.c's header, odd words are mostly zero.
-    head = tokens.windows(np.array([0]), min(512, int(tokens.sizes[0])))
-    if np.mean(head[0, 1::2] < 4) > 0.9:
-      raise ValueError(
-        f'{addresses[0]} must be {dtype} tokens without a header.'
-      )
     parts.append(tokens)
   return parts
 
@@ -604,13 +598,6 @@ def eval_step(params: Any, tokens_ABT: jax.Array, config: Config) -> jax.Array:
   return jax.lax.map(lambda x: loss_fn(params, x, config), tokens_ABT).mean()
 
 
-@jax.jit
-def is_finite(state: Any) -> jax.Array:
-  """Returns whether all numbers of a state are finite."""
-  found = [jnp.isfinite(x).all() for x in jax.tree.leaves(state)]
-  return jnp.array(found).all()
-
-
 def by_path(tree: Any) -> dict[str, Any]:
   """Returns the arrays of a tree by their paths, as checkpoints hold them."""
   return {name_of(path): x for path, x in jax.tree.leaves_with_path(tree)}
@@ -646,8 +633,6 @@ def start(manager: Any, config: Config, settings: Any) -> tuple[int, Any]:
 
 def save(manager: Any, step: int, state: Any, settings: Any) -> None:
   """Starts to save a state; the next step may change it meanwhile."""
-  if not is_finite(state):
-    raise FloatingPointError(f'A weight is not finite after step {step}.')
   args = ocp.args.PyTreeSave(by_path(state))
   manager.save(step, args=args, custom_metadata=settings)
 
@@ -689,53 +674,55 @@ def write_weights(params: Any, folder: Path) -> None:
 
 
 class Log:
-  """Writes the metrics of each step as a line of JSON, and to W&B."""
+  """Writes the metrics of each step as a line of JSON, and to W&B.
+
+  Attributes:
+    losses: Losses of the steps that are done.
+    running: Numbers and metrics of steps that may still run.
+    since: When the first of these began.
+  """
 
   def __init__(self, config: Config, folder: Path, first: int):
     self.config, self.file = config, folder / 'metrics.jsonl'
     schedule = make_schedule(config, config.learning_rate)
-    self.rates = np.asarray(jax.vmap(schedule)(np.arange(config.steps)))
-    self.running: list[tuple[int, Any]] = []
+    self.rates = jax.vmap(schedule)(np.arange(config.steps)).tolist()
     self.losses: list[float] = []
+    self.running: list[tuple[int, Any]] = []
     self.wandb: Any = None
     self.since = time.perf_counter()
     if jax.process_index() == 0:
       # Steps after the last checkpoint come again; a kill may tear a line.
       text = self.file.read_text() if self.file.exists() else ''
       write_whole(self.file, lines_until(first, text).encode())
-      if config.wandb:
-        self.wandb = open_wandb(config, folder)
+      self.wandb = open_wandb(config, folder) if config.wandb else None
 
   def write(self, evaluate: Any = None) -> dict[str, float]:
     """Waits for the steps that run, and returns the metrics of the last."""
     tokens = self.config.batch_size * self.config.context_length
-    values = [{k: float(x) for k, x in x.items()} for _, x in self.running]
-    seconds = (time.perf_counter() - self.since) / len(values)
-    lines = []
-    for (step, _), found in zip(self.running, values, strict=True):
+    jax.block_until_ready(self.running)
+    seconds = (time.perf_counter() - self.since) / len(self.running)
+    line, lines = dict[str, float](), []
+    for step, metrics in self.running:
+      found = {name: float(x) for name, x in metrics.items()}
       if not np.isfinite([*found.values()]).all():
         raise FloatingPointError(f'Step {step} had {found}.')
-      rate, speed = float(self.rates[step - 1]), tokens / seconds
-      lines.append(dict(step=step, tokens=step * tokens, learning_rate=rate))
-      lines[-1] |= found | {'tokens_per_second': speed}
-    if evaluate:
-      lines[-1]['val_loss'] = float(evaluate())
-    self.losses += [line['train_loss'] for line in lines]
+      line = dict(
+        step=step, tokens=step * tokens, learning_rate=self.rates[step - 1],
+        **found, tokens_per_second=tokens / seconds,
+      )  # fmt: skip
+      if evaluate and step == self.running[-1][0]:
+        line['val_loss'] = float(evaluate())
+      self.losses.append(line['train_loss'])
+      lines.append(f'{json.dumps(line)}\n')
+      if self.wandb:
+        self.wandb.log(line, step=step)
     if jax.process_index() == 0:
-      self.append(lines)
+      is_bucket = '://' in str(self.file)  # Which cannot append.
+      lines = [self.file.read_text(), *lines] if is_bucket else lines
+      with self.file.open('w' if is_bucket else 'a') as file:
+        file.writelines(lines)
     self.running, self.since = [], time.perf_counter()
-    return lines[-1]
-
-  def append(self, lines: list[dict[str, float]]) -> None:
-    """Adds lines to the file, and sends them to W&B."""
-    text = ''.join(f'{json.dumps(line)}\n' for line in lines)
-    if '://' in str(self.file):  # A bucket cannot append.
-      write_whole(self.file, (self.file.read_text() + text).encode())
-    else:
-      with self.file.open('a') as file:
-        file.write(text)
-    for line in lines if self.wandb else ():
-      self.wandb.log(line, step=line['step'])
+    return line
 
 
 def lines_until(step: int, text: str) -> str:
@@ -755,12 +742,9 @@ def open_wandb(config: Config, folder: Path) -> Any:
   file = folder / 'wandb_id.txt'
   known = file.read_text() if file.exists() else None
   settings = {k: str(v) for k, v in vars(config).items()}
+  place = None if '://' in str(folder) else str(folder)
   run = wandb.init(
-    project=config.wandb,
-    id=known,
-    resume='allow',
-    config=settings,
-    dir=None if '://' in str(folder) else str(folder),
+    project=config.wandb, id=known, resume='allow', config=settings, dir=place
   )
   file.write_text(run.id)
   return run
@@ -786,8 +770,6 @@ def train(config: Config) -> list[float]:
   folder = Path(os.getcwd()) / config.out_dir  # Orbax wants absolute ones.
   if str(config.out_dir).startswith('s3:'):
     raise ValueError(f'out_dir must be on a disk or gs://: {config.out_dir}')
-  if set('[]\\') & set(str(folder)):  # Orbax could not read from there.
-    raise ValueError(f'out_dir must have no brackets or backslash: {folder}')
   tokens, val_tokens = load_tokens(config)
   settings: dict[str, Any] = {
     k: str(v) for k, v in vars(config).items() if k not in FREE
@@ -806,7 +788,14 @@ def train(config: Config) -> list[float]:
     for step in range(first + 1, config.steps + 1):
       # Does not wait for the devices: they work while the next batch is made.
       batch_ABT = make_batch(tokens, config, step)
-      state, metrics = train_step(state, batch_ABT, config)
+      if step == first + 1:
+        take_step = train_step.lower(state, batch_ABT, config).compile()
+        # Devices wait for each other half a minute only.
+        everyone = set(range(jax.process_count()))
+        ocp.multihost.sync_global_processes(
+          '', timeout=3600, processes=everyone
+        )
+      state, metrics = take_step(state, batch_ABT)
       log.running.append((step, metrics))
       is_last = (is_stopped := asked_to_stop(step)) or step == config.steps
       is_saved = is_last or step % config.checkpoint_every == 0

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import json
 import os
 from pathlib import Path
@@ -18,7 +17,6 @@ import threading
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -310,27 +308,6 @@ def test_batches_are_windows_of_the_token_files(tmp_path):
   assert (first != other).any()
 
 
-def _header(*numbers: int) -> bytes:
-  """Returns a header as llm.c writes it."""
-  return np.array(numbers, np.int32).tobytes().ljust(1024, b'\0')
-
-
-@pytest.mark.parametrize(
-  ('name', 'content'),
-  [
-    ('train.bin', _header(20240520, 1) + bytes(18000)),
-    ('train.bin', np.arange(3000, dtype=np.int64).tobytes()),
-    ('val.bin', np.arange(128000, dtype=np.uint32).tobytes()),
-  ],
-  ids=['llm.c', 'int64', 'uint32'],
-)
-def test_other_token_files_are_refused(name: str, content: bytes, tmp_path):
-  (_write_tokens(tmp_path) / name).write_bytes(content)
-  config = _config(tmp_path / 'run', data=str(tmp_path), vocab_size=65536)
-  with pytest.raises(ValueError, match=f'{name} must be uint16 tokens with'):
-    pretrain.train(config)
-
-
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
@@ -350,7 +327,6 @@ def test_other_token_files_are_refused(name: str, content: bytes, tmp_path):
       {'out_dir': Path('s3://bucket/run')},
       'out_dir must be on a disk or gs://',
     ),
-    ({'out_dir': Path('run[1]')}, 'out_dir must have no brackets or backs'),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message, tmp_path):
@@ -402,25 +378,11 @@ def test_validation_is_spread_and_the_same_for_any_seed(tmp_path):
   assert steps.min() >= steps.max() - 1
 
 
-@pytest.mark.parametrize('where', ['gradient_norm', 'params'])
-def test_no_state_that_is_not_finite_is_saved(where, tmp_path):
-  config = _config(tmp_path, mesh='fsdp=8', checkpoint_every=4)
-  train_step, count = pretrain.train_step, itertools.count(1)
-
-  def spoil(*args):
-    state, metrics = train_step(*args)
-    if next(count) == 6:
-      spoiled = {'gradient_norm': metrics, 'params': state['params']}[where]
-      name = next(iter(spoiled))
-      spoiled[name] = jax.tree.map(lambda x: x * jnp.nan, spoiled[name])
-    return state, metrics
-
-  with (
-    mock.patch.object(pretrain, 'train_step', spoil),
-    pytest.raises(FloatingPointError, match='tep [67]'),
-  ):
+def test_numbers_that_are_not_finite_stop_the_run(tmp_path):
+  config = _config(tmp_path, learning_rate=1e20, eval_every=1, mesh='fsdp=8')
+  with pytest.raises(FloatingPointError, match='Step 2 had'):
     pretrain.train(config)
-  assert [x.name for x in (tmp_path / 'checkpoints').iterdir()] == ['4']
+  assert [x['step'] for x in _lines(tmp_path)] == [1]
 
 
 def test_what_is_given_stays(tmp_path):
