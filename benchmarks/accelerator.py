@@ -18,8 +18,7 @@ from typing import Any, Literal, get_args
 import tqdm
 import tyro
 
-from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError, columns, exit_on_error
 from examples.gpt2.storage import write_whole
 
 Part = Literal[

@@ -18,8 +18,7 @@ import tyro
 
 from benchmarks.rounds import write_json
 from examples.gpt2 import compile_for, sharding
-from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError, columns, exit_on_error
 import merit_optax
 
 _Make = Callable[[float, Any], optax.GradientTransformation]

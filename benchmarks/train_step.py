@@ -30,7 +30,8 @@ from examples.gpt2.config import (
 from examples.gpt2.data import TokenSequences, batch_shape, batches, mix
 from examples.gpt2.diagnostics import Diagnostics
 from examples.gpt2.hardware import needed_bytes
-from examples.gpt2.step import Trainer, TrainState, fit
+from examples.gpt2.sharding import fit_to_mesh
+from examples.gpt2.step import Trainer, TrainState
 from examples.gpt2.token_files import open_tokens, token_dtype
 from examples.gpt2.train import parse
 
@@ -140,7 +141,7 @@ def _config(settings: Settings, sizes: Config, optimizer: Optimizer) -> Config:
     optimizer=optimizer,
     micro_batch_size=settings.micro_batch_size or sizes.micro_batch_size,
   )
-  return fit(resolve(config), sharding.make_mesh(''))
+  return fit_to_mesh(resolve(config), sharding.make_mesh(''))
 
 
 def _tokens(config: Config) -> np.ndarray:

@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from examples.gpt2.command import CommandError
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import CommandError, UsageError
 from examples.gpt2.sharding import by_path
 from examples.gpt2.storage import is_remote
 
-# Orbax warns of each folder that it opens to read.
-logging.getLogger('absl').setLevel(logging.ERROR)
+# Orbax warns of each folder that it opens to read, and logs pages of what is
+# raised anyway.
+logging.getLogger('absl').setLevel(logging.CRITICAL)
 
 # How errors of a store begin that do not say that its objects are damaged.
 _AWAY = (

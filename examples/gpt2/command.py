@@ -1,18 +1,41 @@
-"""What the commands have in common: tables, and how they end."""
+"""What the commands have in common: errors, tables, and how they end."""
 
 from collections.abc import Iterator
 import contextlib
 import math
 import sys
+from typing import Any
 
-from examples.gpt2.config import UsageError
-from examples.gpt2.storage import os_errors
+# Of object stores, whose errors are no ``OSError``.
+_LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
+
+
+class UsageError(ValueError):
+  """A mistake in the settings or the data that the user can correct."""
 
 
 class CommandError(Exception):
   """Ends a command with its message."""
 
   status = 1  # Exit status.
+
+
+def flag(name: str) -> str:
+  """Returns the command-line flag of a setting."""
+  return '--' + name.replace('_', '-')
+
+
+def check_at_least(least: int, **settings: int | None) -> None:
+  """Raises ``UsageError`` for a setting that is given and below a number."""
+  for name, value in settings.items():
+    if value is not None and value < least:
+      raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
+
+
+def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
+  """Returns which JSON values differ, '' if none does."""
+  names = sorted(k for k in old | new if old.get(k) != new.get(k))
+  return ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
 
 
 def table(rows: dict[str, str]) -> str:
@@ -37,6 +60,30 @@ def format_bytes(size: float) -> str:
   number = size / 1024**unit
   digits = f'{number:.0f}' if number >= 100 else f'{number:.3g}'
   return f'{digits} {("B", "KiB", "MiB", "GiB", "TiB")[unit]}'
+
+
+@contextlib.contextmanager
+def os_errors() -> Iterator[None]:
+  """Raises as ``OSError`` what the libraries of stores raise.
+
+  Those have errors of their own for credentials and for a store that is away.
+  """
+  try:
+    yield
+  except Exception as error:
+    library = type(error).__module__.partition('.')[0]
+    if library not in _LIBRARIES or isinstance(error, OSError):
+      raise
+    raise OSError(f'{type(error).__name__}: {error}') from error
+
+
+@contextlib.contextmanager
+def about(what: str) -> Iterator[None]:
+  """Has a ``UsageError`` begin with what it is about."""
+  try:
+    yield
+  except UsageError as error:
+    raise UsageError(f'{what}: {error}') from error
 
 
 @contextlib.contextmanager

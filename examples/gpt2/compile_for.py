@@ -15,16 +15,18 @@ import jax
 from jax.experimental import topologies
 
 from examples.gpt2 import hardware, sharding
-from examples.gpt2.command import columns, format_bytes, table
-from examples.gpt2.config import Config, UsageError, resolve
+from examples.gpt2.command import UsageError, columns, format_bytes, table
+from examples.gpt2.config import Config, resolve
 from examples.gpt2.data import batch_shape
+from examples.gpt2.sharding import fit_to_mesh
 from examples.gpt2.start import with_model
-from examples.gpt2.step import Trainer, fit
+from examples.gpt2.step import Trainer
 
 _FORMS = (
   'v4:2x2x4, v5e:16x16, v5p:4x8x8 and v6e:4x4 (chips of a slice, hosts have '
   '2x2), h100:1x8 and h200:16x8 (hosts x GPUs of a host), also a100 and b200'
 )
+_TPUS = ('v2', 'v3', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x')
 _TPU_COMPILER = ('libtpu',)
 _GPU_COMPILER = (
   'jax-cuda12-plugin', 'nvidia-cudnn-cu12', 'nvidia-cuda-nvcc-cu12',
@@ -111,7 +113,7 @@ def run(config: Config, name: str) -> None:
   """
   resolved = resolve(with_model(config)[0])
   mesh = sharding.make_mesh(config.mesh, devices(name))
-  fitted = fit(resolved, mesh)
+  fitted = fit_to_mesh(resolved, mesh)
   trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
   # Nothing that is compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
@@ -129,6 +131,10 @@ def devices(name: str) -> list[jax.Device]:
   ``UsageError`` if the compiler is not installed, or there is no such topology.
   """
   kind, _, extents = name.partition(':')
+  if kind not in (*_GPUS, *_TPUS):
+    raise UsageError(
+      f'--compile-for {name}: there is no such chip. Forms that work: {_FORMS}.'
+    )
   if absent := missing(kind):
     extra = 'gpu-compiler' if kind in _GPUS else 'tpu-compiler'
     raise UsageError(

@@ -14,7 +14,6 @@ import math
 import os
 from pathlib import Path
 import re
-import typing
 from typing import (
   TYPE_CHECKING,
   Annotated,
@@ -29,7 +28,13 @@ from typing import (
 import numpy as np
 import tyro
 
-from examples.gpt2.optimizers import OPTIMIZERS, in_steps
+from examples.gpt2.command import UsageError, flag
+from examples.gpt2.optimizers import (
+  GPT2_WIDTH,
+  OPTIMIZERS,
+  in_steps,
+  usual_init_std,
+)
 
 T = TypeVar('T')
 Remat: TypeAlias = Literal['none', 'dots', 'full']
@@ -43,15 +48,9 @@ else:
 
 # Not in --help: what only presets and imported models set.
 _HIDDEN = tyro.conf.Suppress
-_INIT_STD, _GPT2_WIDTH = 0.02, 768
-"""Standard deviation of the initial weights of GPT-2 small, and its width."""
 _NORM_EPSILON = {'gpt2': 1e-5, 'llama': 1e-6}
 # Sizes that a power of two divides are quicker, and split over a tensor axis.
 _VOCAB_MULTIPLE = 64
-
-
-class UsageError(ValueError):
-  """A mistake in the settings or the data that the user can correct."""
 
 
 class Range(NamedTuple):
@@ -218,9 +217,8 @@ class Config:
   learning_rate: Annotated[
     Derived[float], _by('by --optimizer, --steps and --width')
   ] = setting(None, POSITIVE, is_schedule=True)
-  # Learning rate of what Adam updates beside the optimizer (embeddings, biases,
-  # norms): of merit-hidden the rate itself; of muon and muon-hyperball over
-  # --learning-rate.
+  # Peak learning rate of what Adam updates beside the optimizer: embeddings,
+  # biases and norms.
   adam_rate: Annotated[Derived[float], _BY_OPTIMIZER] = setting(None, POSITIVE)
   # Weight decay; muon-hyperball: of what Adam updates.
   weight_decay: Annotated[Derived[float], _BY_OPTIMIZER] = setting(
@@ -284,8 +282,8 @@ class Config:
   eval_every: int = setting(50, AT_LEAST_1, decides=False)
   # Sequences of an evaluation, at the most.
   eval_sequences: int = setting(256, AT_LEAST_1, decides=False)
-  # Steps between diagnostics of attention, updates and the gradient's noise,
-  # which take as long as 1.2 steps; 0 for none.
+  # Steps between diagnostics of attention, updates and the gradient's noise:
+  # before the step, in the time of 1.2 steps; 0 for none.
   diagnostics_every: int = setting(50, NOT_NEGATIVE, decides=False)
   # Steps between checkpoints.
   checkpoint_every: int = setting(50, AT_LEAST_1, decides=False)
@@ -339,7 +337,6 @@ FIELDS = _MODEL | {
   x.name: x for x in dataclasses.fields(Config) if x.name != 'model'
 }
 """The settings by name; the metadata of each says what ``setting`` was told."""
-_HINTS = typing.get_type_hints(ModelConfig) | typing.get_type_hints(Config)
 
 
 def fact(name: str, which: str) -> Any:
@@ -442,10 +439,11 @@ def model_from_json(settings: dict[str, Any]) -> ModelConfig:
 
 def to_json(config: Config) -> dict[str, Any]:
   """Returns all settings as JSON values."""
-  return {
-    name: os.fspath(value) if isinstance(value, os.PathLike) else value
-    for name, value in vars(config).items()
-  } | {'model': dataclasses.asdict(config.model)}
+  return _as_json(dataclasses.asdict(config))
+
+
+def _as_json(values: dict[str, Any]) -> dict[str, Any]:
+  return json.loads(json.dumps(values, default=os.fspath))
 
 
 def resolve(config: Config) -> Config:
@@ -457,12 +455,11 @@ def resolve(config: Config) -> Config:
     UsageError: If a setting is out of its range, or does not fit another.
   """
   check_values(by_name(config))
-  defaults = {
-    name: value(config) if callable(value) else value
-    for name, value in OPTIMIZERS[config.optimizer].defaults.items()
-  }
-  _check_optimizer(config, defaults)
-  config = change(config, **_missing(by_name(config), defaults))
+  _check_optimizer(config)
+  for name, value in OPTIMIZERS[config.optimizer].defaults.items():
+    if by_name(config)[name] is None:
+      usual = value(config) if callable(value) else value
+      config = change(config, **{name: usual})
   config = dataclasses.replace(config, model=complete(config.model, flag))
   check_values(by_name(config))
   batch_sizes(config)
@@ -489,14 +486,16 @@ def complete(
     'num_kv_heads': model.num_heads,
     'head_width': model.width // model.num_heads,
   }
-  defaults = heads | {
+  defaults: dict[str, Any] = heads | {
     'mlp_width': 16 * math.ceil(model.width / 6)
     if model.architecture == 'llama'
     else 4 * model.width,
-    'init_std': proportional_init_std(min(model.width, _GPT2_WIDTH)),
+    'init_std': usual_init_std(min(model.width, GPT2_WIDTH)),
     'norm_epsilon': _NORM_EPSILON[model.architecture],
   }
-  model = dataclasses.replace(model, **_missing(vars(model), defaults))
+  model = dataclasses.replace(
+    model, **{k: x for k, x in defaults.items() if getattr(model, k) is None}
+  )
   num_heads = f'{named("num_heads")} {model.num_heads}'
   if model.width % model.num_heads:
     raise UsageError(f'{num_heads} must divide {named("width")} {model.width}.')
@@ -519,24 +518,9 @@ def complete(
   return model
 
 
-def proportional_init_std(width: int, scale: float = 1.0) -> float:
-  """Returns a multiple of GPT-2 small's proportion to the width."""
-  deviation = scale * _INIT_STD * math.sqrt(_GPT2_WIDTH / width)
-  return float(f'{deviation:.3g}')
-
-
 def padded_vocab_size(num_tokens: int) -> int:
   """Returns the rows of the embedding for a number of token identifiers."""
   return math.ceil(num_tokens / _VOCAB_MULTIPLE) * _VOCAB_MULTIPLE
-
-
-def _missing(values: dict[str, Any], defaults: dict[str, Any]) -> Any:
-  return {k: x for k, x in defaults.items() if values[k] is None}
-
-
-def flag(name: str) -> str:
-  """Returns the command-line flag of a setting."""
-  return '--' + name.replace('_', '-')
 
 
 def check_values(
@@ -544,55 +528,16 @@ def check_values(
 ) -> None:
   """Raises ``UsageError`` for a value that its setting does not accept."""
   for name, value in settings.items():
-    check_value(name, value, named(name))
+    accepts = fact(name, 'accepts')
+    if None not in (accepts, value) and not accepts.holds(value):
+      raise UsageError(f'{named(name)} must be {accepts.text}, got {value!r}.')
 
 
-def check_value(name: str, value: Any, shown: str) -> None:
-  """Raises ``UsageError`` unless a setting accepts a value.
-
-  Args:
-    name: Name of the setting.
-    value: Its value.
-    shown: What it is called in the message.
-  """
-  kind, accepts = _HINTS[name], fact(name, 'accepts')
-  if type(None) in typing.get_args(kind):
-    if value is None:
-      return
-    kind = typing.get_args(kind)[0]
-  if typing.get_origin(kind) is Literal:
-    choices = typing.get_args(kind)
-    text, fits = f'one of {", ".join(choices)}', value in choices
-  else:
-    text, fits = _type_of(kind, value)
-    if accepts is not None and fits:
-      text, fits = accepts.text, accepts.holds(value)
-  if not fits:
-    raise UsageError(f'{shown} must be {text}, got {value!r}.')
-
-
-def _type_of(kind: Any, value: Any) -> tuple[str, bool]:
-  """Returns the name of a type of number, and whether a value has it."""
-  if kind is bool:
-    return 'true or false', type(value) is bool
-  if kind is int:
-    return 'an integer', type(value) is int
-  if kind is float:
-    return 'a number', type(value) in (int, float)
-  return '', True
-
-
-def check_at_least(least: int, **settings: int | None) -> None:
-  """Raises ``UsageError`` for a setting that is given and below a number."""
-  for name, value in settings.items():
-    if value is not None and value < least:
-      raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
-
-
-def _check_optimizer(config: Config, defaults: dict[str, Any]) -> None:
+def _check_optimizer(config: Config) -> None:
   """Raises ``UsageError`` for a setting that the optimizer does not have."""
   known = {k for x in OPTIMIZERS.values() for k in x.defaults}
-  for name in sorted(known - defaults.keys() - _MODEL.keys()):
+  own = OPTIMIZERS[config.optimizer].defaults.keys()
+  for name in sorted(known - own - _MODEL.keys()):
     if getattr(config, name) is not None:
       owners = [k for k, x in OPTIMIZERS.items() if name in x.defaults]
       raise UsageError(
@@ -635,36 +580,15 @@ def _check_start(config: Config) -> None:
       f'--fork-from {config.fork_from} needs --from-step, the step of one of '
       'its checkpoints.'
     )
-  if config.fork_from is not None and (config.from_step or 0) >= config.steps:
-    raise UsageError(
-      f'--from-step must be below --steps {config.steps}, got '
-      f'{config.from_step}.'
-    )
 
 
 def _check_run(config: Config) -> None:
-  if config.out_dir == Path():
-    raise UsageError(
-      '--out-dir must name a folder, got nothing or the current one, which '
-      'takes its absolute path.'
-    )
-  values = config.coordinator, config.num_processes, config.process_id
-  if None in values and any(x is not None for x in values):
-    raise UsageError(
-      '--coordinator, --num-processes and --process-id must be given together.'
-    )
-  number, count = config.process_id, config.num_processes
-  if number is not None and count is not None and not 0 <= number < count:
-    raise UsageError(
-      f'--process-id must be in [0, {config.num_processes}), the number of '
-      f'processes, got {config.process_id}.'
-    )
-  if config.tensorboard and not _is_installed('tensorboardX'):
-    raise UsageError('--tensorboard needs a package: pip install tensorboardX')
-  if config.wandb is not None and not _is_installed('wandb'):
-    raise UsageError(
-      "--wandb needs a package: pip install 'merit_optax[wandb]'"
-    )
+  for wanted, name, package in (
+    (config.tensorboard, '--tensorboard', 'tensorboardX'),
+    (config.wandb, '--wandb', 'wandb'),
+  ):
+    if wanted and not _is_installed(package):
+      raise UsageError(f'{name} needs a package: pip install {package}')
 
 
 def _is_installed(package: str) -> bool:
@@ -675,15 +599,9 @@ def _is_installed(package: str) -> bool:
 
 def identity(config: Config) -> dict[str, Any]:
   """Returns the settings that decide what a run computes, as JSON values."""
-  decisive = {k: x for k, x in by_name(config).items() if fact(k, 'decides')}
-  return {
-    name: list(value)
-    if isinstance(value, tuple)
-    else value
-    if value is None or isinstance(value, (int, float))
-    else str(value)
-    for name, value in decisive.items()
-  }
+  return _as_json(
+    {k: x for k, x in by_name(config).items() if fact(k, 'decides')}
+  )
 
 
 def batch_sizes(config: Config) -> np.ndarray:
@@ -702,12 +620,6 @@ def batch_sizes(config: Config) -> np.ndarray:
     sizes[done : int(found[2])] = int(found[1])
     done = int(found[2])
   return sizes
-
-
-def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:
-  """Returns which JSON values differ, '' if none does."""
-  names = sorted(k for k in old | new if old.get(k) != new.get(k))
-  return ', '.join(f'{k}: {old.get(k)} -> {new.get(k)}' for k in names)
 
 
 def digest(*parts: Any) -> str:

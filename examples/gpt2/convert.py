@@ -2,9 +2,6 @@
 
 Configuration, tokenizer and generation settings are those of transformers;
 weights are moved here.
-
-Axes: L layers, D features, G groups of heads that share a key, K features of a
-head, X queries, key and value of a group.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,11 +25,10 @@ import tqdm
 import tyro
 
 from examples.gpt2 import model_files
-from examples.gpt2.command import exit_on_error
+from examples.gpt2.command import UsageError, exit_on_error
 from examples.gpt2.config import (
   ModelConfig,
   RopeScaling,
-  UsageError,
   complete,
   padded_vocab_size,
 )
@@ -43,6 +39,7 @@ from examples.gpt2.storage import as_path, new_folder
 from examples.gpt2.tokenizer import (
   GENERATION,
   SETTINGS,
+  TOKENIZER,
   num_identifiers,
   read_companions,
 )
@@ -324,14 +321,14 @@ def from_theirs(theirs: Any) -> ModelConfig:
 
 def _read_tokenizer(copy: Path, folder: Path, num_rows: int) -> Any:
   """Returns the tokenizer of an embedding with some rows, None without one."""
-  if (copy / model_files.TOKENIZER).is_file():
+  if (copy / TOKENIZER).is_file():
     kind = _transformers().PreTrainedTokenizerFast
   elif (copy / 'vocab.json').is_file():
     kind = _transformers().GPT2TokenizerFast
   else:
     _note(f'{folder} has no tokenizer.json, so the result has no tokenizer.')
     return None
-  with _naming(folder / model_files.TOKENIZER):
+  with _naming(folder / TOKENIZER):
     tokenizer = kind.from_pretrained(copy)
   if tokenizer.vocab_size > num_rows:
     raise UsageError(
@@ -362,7 +359,7 @@ def _write_tokenizer(folder: Path, model: Model) -> dict[str, int | None]:
     (folder / name).write_bytes(content)
   if model.tokenizer is None:
     return {}
-  model.tokenizer.save(str(folder / model_files.TOKENIZER))
+  model.tokenizer.save(str(folder / TOKENIZER))
   tokenizer = _transformers().PreTrainedTokenizerFast.from_pretrained(folder)
   if tokenizer.bos_token is None:  # A text begins after the end of another.
     tokenizer.bos_token = tokenizer.eos_token

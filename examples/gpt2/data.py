@@ -25,7 +25,8 @@ from jax.sharding import Mesh
 import numpy as np
 import tokenizers
 
-from examples.gpt2.config import Config, UsageError, digest
+from examples.gpt2.command import UsageError, about
+from examples.gpt2.config import Config, batch_sizes, digest
 from examples.gpt2.processes import check_same, on_process_0
 from examples.gpt2.sharding import batch_sharding, num_batch_shards
 from examples.gpt2.storage import (
@@ -37,17 +38,15 @@ from examples.gpt2.storage import (
 )
 from examples.gpt2.token_files import (
   PARTS,
-  TOKENIZER,
   has_token_files,
   open_part,
   open_tokens,
   read_index,
 )
 from examples.gpt2.tokenizer import (
-  end_token,
+  TOKENIZER,
   num_identifiers,
-  read_companions,
-  read_tokenizer,
+  read_vocabulary,
   vocabulary,
 )
 
@@ -92,18 +91,12 @@ def open_source(name: str, config: Config) -> Source:
   folder = as_path(name)
   if not has_token_files(folder) and not folder.exists():
     raise UsageError(f'{name} does not exist.')
-  vocab_size, known = config.model.vocab_size, dict[str, Any]()
-  if (folder / TOKENIZER).is_file():
-    tokenizer = read_tokenizer(folder / TOKENIZER)
-    vocab_size = num_identifiers(tokenizer)
-    known = {
-      'tokenizer': tokenizer,
-      'end_token': end_token(folder, tokenizer),
-      'companions': read_companions(folder),
-    }
+  vocab_size, known = config.model.vocab_size, read_vocabulary(folder)
+  if 'tokenizer' in known:
+    vocab_size = num_identifiers(known['tokenizer'])
   parts = {}
   for part in PARTS:
-    with _naming(part):
+    with about(part):
       files = open_part(folder, part, vocab_size)
       parts[part] = TokenSequences(
         files, config.model.context_length, vocab_size
@@ -112,24 +105,34 @@ def open_source(name: str, config: Config) -> Source:
 
 
 class TokenSequences:
-  """Sequences that lie one after the other in each of several token files.
+  """Sequences that begin every so many tokens of each of several token files.
 
-  Each begins with the last target of the one before. Indexing raises
-  ``UsageError`` for a token that is not below ``vocab_size``, and ``OSError``
-  where a file cannot be read.
+  By default, each begins with the last target of the one before. Indexing
+  raises ``UsageError`` for a token that is not below ``vocab_size``, and
+  ``OSError`` where a file cannot be read.
 
   Args:
     files: Tokens of each file, as an array.
     length: Tokens of a sequence, without its last target.
     vocab_size: Number that all tokens have to be below.
+    stride: Tokens from one sequence to the next. Default: the length.
 
   Raises:
     UsageError: If no file is long enough for a sequence.
   """
 
-  def __init__(self, files: Sequence[Any], length: int, vocab_size: int):
+  def __init__(
+    self,
+    files: Sequence[Any],
+    length: int,
+    vocab_size: int,
+    stride: int | None = None,
+  ):
     self._files, self._length, self._vocab_size = files, length, vocab_size
-    counts = [max(0, len(tokens) - 1) // length for tokens in files]
+    self._stride = stride or length
+    counts = [
+      max(0, 1 + (len(tokens) - 1 - length) // self._stride) for tokens in files
+    ]
     self._ends = [0, *itertools.accumulate(counts)]
     if not len(self):
       raise UsageError(
@@ -143,21 +146,16 @@ class TokenSequences:
 
   def __getitem__(self, index: int) -> np.ndarray:
     file = bisect.bisect_right(self._ends, index) - 1
-    start = (index - self._ends[file]) * self._length
+    start = (index - self._ends[file]) * self._stride
     tokens = self._files[file][start : start + self._length + 1]
-    check_vocabulary(tokens, self._vocab_size)
+    largest = tokens.max()
+    if largest >= self._vocab_size:
+      raise UsageError(
+        f'the data holds the token {largest}, but the vocabulary has '
+        f'{self._vocab_size} tokens: give a larger --vocab-size, which above '
+        '65536 also has token files without a header read as uint32.'
+      )
     return tokens.astype(np.int32)
-
-
-def check_vocabulary(tokens: np.ndarray, vocab_size: int) -> None:
-  """Raises ``UsageError`` for a token that is not in the vocabulary."""
-  largest = tokens.max(initial=0)
-  if largest >= vocab_size:
-    raise UsageError(
-      f'the data holds the token {largest}, but the vocabulary has '
-      f'{vocab_size} tokens: give a larger --vocab-size, which above 65536 '
-      'also has token files without a header read as uint32.'
-    )
 
 
 class EvaluationSet(NamedTuple):
@@ -186,6 +184,15 @@ class Data:
   companions: Mapping[str, bytes]
 
 
+class _Named(NamedTuple):
+  """What a name in --data leads to."""
+
+  shown: str  # In messages.
+  name: str  # Of its evaluation set.
+  folder: str  # Of its token files, or the name of another source.
+  weight: float | None
+
+
 def load_data(config: Config) -> Data:
   """Opens what the settings name, and makes tokens of text the first time.
 
@@ -194,43 +201,25 @@ def load_data(config: Config) -> Data:
       sequence in one of its parts, not of the vocabulary, or not the same in
       all processes.
   """
-  named = parse_sources(config.data)
-  texts = [name for name, _ in named if _is_text(name)]
-  if not texts:
-    folders, names = [name for name, _ in named], _short_names(named)
-  elif len(texts) == len(named) and named[0][1] is None:
-    # The first process makes the tokens for all that see its cache.
-    on_process_0(_tokens_of_text, texts, config)
-    folders, named = [_tokens_of_text(texts, config)], named[:1]
-    names = [PurePath(texts[0]).name if len(texts) == 1 else 'text']
-  else:
-    made_by = [x for x, _ in named if (as_path(x) / TOKENIZER).exists()]
-    how = f'--tokenizer {made_by[0]}' if made_by else '--vocab-size N'
-    raise UsageError(
-      f'--data {texts[0]} is text, which can be neither mixed nor weighted: '
-      'make tokens of it by python -m examples.gpt2.prepare --data '
-      f'{texts[0]} {how} --out-dir OTHER. All sources need the same vocabulary.'
-    )
-  opened = []
-  for folder in folders:
-    with _naming(f'--data {folder}'):
-      opened.append(open_source(folder, config))
+  named, opened = _find_sources(config), []
+  for source in named:
+    with about(f'--data {source.shown}'):
+      opened.append(open_source(source.folder, config))
   first = _first(opened)
-  found = [y or len(x.train) for x, (_, y) in zip(opened, named, strict=True)]
-  weights = [weight / math.fsum(found) for weight in found]
+  sizes = [x.weight or len(y.train) for x, y in zip(named, opened, strict=True)]
+  weights = [size / math.fsum(sizes) for size in sizes]
   evaluations = [
-    EvaluationSet(name, source.validation, weight)
-    for name, source, weight in zip(names, opened, weights, strict=True)
+    EvaluationSet(x.name, y.validation, weight)
+    for x, y, weight in zip(named, opened, weights, strict=True)
   ]
   for text in config.eval_data:
     known = [x.name for x in evaluations]
-    with _naming(f'--eval-data {text}'):
+    with about(f'--eval-data {text}'):
       evaluations.append(_named_set(text, known, first, config))
-  train, validation = (
-    [getattr(x, y) for x in opened] for y in ('train', 'validation')
-  )
+  train = [x.train for x in opened]
+  validation = [x.validation for x in opened]
   data = Data(
-    folders=folders,
+    folders=[x.folder for x in named],
     sequences=mix(train, weights, config.seed),
     train_tokens=sum(map(len, train)) * config.model.context_length,
     validation_tokens=sum(map(len, validation)) * config.model.context_length,
@@ -247,6 +236,30 @@ def load_data(config: Config) -> Data:
   }
   check_same({'the hash of --data': data.sha256, **prints})
   return data
+
+
+def _find_sources(config: Config) -> list[_Named]:
+  """Returns the sources; all texts are one, whose tokens are in the cache."""
+  given = parse_sources(config.data)
+  texts = [name for name, _ in given if _is_text(name)]
+  if not texts:
+    return [
+      _Named(name, short, name, weight)
+      for (name, weight), short in zip(given, _short_names(given), strict=True)
+    ]
+  if len(texts) < len(given) or given[0][1] is not None:
+    made_by = [x for x, _ in given if (as_path(x) / TOKENIZER).exists()]
+    how = f'--tokenizer {made_by[0]}' if made_by else '--vocab-size N'
+    raise UsageError(
+      f'--data {texts[0]} is text, which can be neither mixed nor weighted: '
+      'make tokens of it by python -m examples.gpt2.prepare --data '
+      f'{texts[0]} {how} --out-dir OTHER. All sources need the same vocabulary.'
+    )
+  # The first process makes the tokens for all that see its cache.
+  on_process_0(_tokens_of_text, texts, config)
+  name = PurePath(texts[0]).name if len(texts) == 1 else 'text'
+  folder = _tokens_of_text(texts, config)
+  return [_Named(' '.join(texts), name, folder, None)]
 
 
 def parse_sources(data: Sequence[str]) -> list[tuple[str, float | None]]:
@@ -290,15 +303,6 @@ def _short_names(named: Sequence[tuple[str, float | None]]) -> list[str]:
     )
   short = [PurePath(name).name for name in names]
   return short if len({*short}) == len(short) else names
-
-
-@contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-  """Has a ``UsageError`` begin with what it is about."""
-  try:
-    yield
-  except UsageError as error:
-    raise UsageError(f'{what}: {error}') from error
 
 
 def _first(sources: Sequence[Source]) -> Source:
@@ -450,15 +454,33 @@ def batch_shape(
   """
   rows = config.micro_batch_size * num_batch_shards(mesh)
   count = (batch_size or config.batch_size) // rows
-  return _shape(count, rows, config.model.context_length, mesh)
+  return micro_batch_shape(rows, config.model.context_length, mesh, count)
 
 
-def _shape(
-  micro_batches: int, rows: int, length: int, mesh: Mesh
+def micro_batch_shape(
+  rows: int, length: int, mesh: Mesh, count: int = 1
 ) -> jax.ShapeDtypeStruct:
+  """Returns the shape and sharding of some micro-batches."""
   return jax.ShapeDtypeStruct(
-    (micro_batches, rows, length + 1), np.int32, sharding=batch_sharding(mesh)
+    (count, rows, length + 1), np.int32, sharding=batch_sharding(mesh)
   )
+
+
+def step_batches(
+  config: Config, sequences: grain.MapDataset, mesh: Mesh, done: int = 0
+) -> Iterator[jax.Array]:
+  """Yields the batch of each step after those that are done.
+
+  Batches that grow take the same sequences, in the same order.
+  """
+  counts = batch_sizes(config)
+  rest = range(done, config.steps)
+  for count, steps in itertools.groupby(rest, counts.__getitem__):
+    shape = batch_shape(config, mesh, int(count))
+    found = batches(sequences, shape, int(counts[:done].sum()))
+    end = [*steps][-1] + 1
+    yield from itertools.islice(found, end - done)
+    done = end
 
 
 def batches(
@@ -500,38 +522,22 @@ def batches(
       yield jax.make_array_from_callback(shape.shape, shape.sharding, block)
 
 
-def evaluation_batch(
-  sequences: Sequences, config: Config, mesh: Mesh
-) -> tuple[jax.Array, int]:
-  """Makes the batch of an evaluation, and counts its sequences.
-
-  They are spread evenly. Those after the count, in the order of the first two
-  axes, repeat others to fill the last micro-batch.
-  """
-  places = spread(len(sequences), config.eval_sequences)
-  rows = config.micro_batch_size * num_batch_shards(mesh)
-  batch = make_batch(sequences, places, rows, config.model.context_length, mesh)
-  return batch, len(places)
-
-
-def make_batch(
-  sequences: Sequences, places: np.ndarray, rows: int, length: int, mesh: Mesh
-) -> jax.Array:
-  """Makes a batch of some sequences, which are repeated to fill it.
+def fixed_batches(
+  sequences: Sequences, places: np.ndarray, rows: int, mesh: Mesh
+) -> Iterator[jax.Array]:
+  """Yields micro-batches of some sequences; repeated ones fill the last.
 
   Args:
     sequences: A source.
     places: Numbers of its sequences.
     rows: Sequences of a micro-batch of all shards.
-    length: Tokens of a sequence, without its last target.
     mesh: Device mesh.
   """
-  count = math.ceil(len(places) / rows)
+  count, length = math.ceil(len(places) / rows), len(sequences[0]) - 1
   # Repeated sequences give no new maximum, where padding would.
   filled = np.resize(places, count * rows).tolist()
   chosen = grain.MapDataset.source(filled).map(sequences.__getitem__)
-  [batch] = batches(chosen, _shape(count, rows, length, mesh))
-  return batch
+  return batches(chosen, micro_batch_shape(rows, length, mesh))
 
 
 def spread(available: int, most: int) -> np.ndarray:

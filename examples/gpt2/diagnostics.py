@@ -2,8 +2,6 @@
 
 A measurement is an entry of the dictionary of `Diagnostics`; one of each layer
 is an array of shape (L,). A metric of every step belongs to `step.py`.
-
-Axis letters: A micro-batches, B sequences, T tokens, L layers, H heads.
 """
 
 import math
@@ -18,6 +16,7 @@ from examples.gpt2 import sharding
 from examples.gpt2.config import Config
 from examples.gpt2.model import causal_attention
 from examples.gpt2.optimizers import merit_settings
+from examples.gpt2.run import as_json
 from examples.gpt2.step import Trainer, TrainState
 from merit_optax import attention_statistics, merit_statistics
 
@@ -36,7 +35,6 @@ class Diagnostics:
     self._trainer = trainer
     everywhere = sharding.replicated(trainer.mesh)
     self._measure: Any = jax.jit(self._measure_all, out_shardings=everywhere)
-    self._measure_attention = jax.jit(self._attention, out_shardings=everywhere)
 
   def compile(
     self, state_shapes: TrainState, batch_shape: jax.ShapeDtypeStruct
@@ -67,17 +65,13 @@ class Diagnostics:
         beyond which more tokens a step pay less and less; None if the batch is
         too small to tell.
     """
-    measured = _to_json(self._measure(state, tokens_ABT))
+    measured = as_json(self._measure(state, tokens_ABT))
     noise = measured['gradient_noise']
     scale = None
     if noise is not None and noise['squared_norm'] > 0:
       scale = noise['trace'] / noise['squared_norm']
       scale *= self._config.model.context_length
     return measured | {'noise_scale_tokens': scale}
-
-  def attention(self, params: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
-    """Measures attention alone: the first three entries of a call."""
-    return _to_json(self._measure_attention(params, tokens_ABT))
 
   def _measure_all(self, state: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
     gradients, noise = self._gradients(state.params, self._cut(tokens_ABT))
@@ -167,10 +161,6 @@ class Diagnostics:
     return _by_group(
       measure, params, gradients, updates, clipped, adam.mu, adam.nu
     )
-
-
-def _to_json(arrays: Any) -> Any:
-  return jax.tree.map(np.ndarray.tolist, jax.device_get(arrays))
 
 
 def _by_group(measure: Any, *trees: Any) -> dict[str, Any]:

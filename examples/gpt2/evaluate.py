@@ -1,33 +1,37 @@
-"""Measures a model on a text: python -m examples.gpt2.evaluate --help.
+"""Measures a model on texts: python -m examples.gpt2.evaluate --help."""
 
-Axes: B sequences, T tokens, D features.
-"""
-
-import dataclasses
+from collections.abc import Sequence
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 import numpy as np
 import tqdm
 import tyro
 
-from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import ModelConfig, UsageError, check_at_least
+from examples.gpt2.command import (
+  UsageError,
+  about,
+  check_at_least,
+  exit_on_error,
+  table,
+)
+from examples.gpt2.config import Config, ModelConfig
 from examples.gpt2.data import (
-  check_vocabulary,
-  make_batch,
+  EvaluationSet,
+  TokenSequences,
+  fixed_batches,
+  micro_batch_shape,
   open_evaluation,
   spread,
 )
 from examples.gpt2.loss import token_losses
 from examples.gpt2.model import as_module
-from examples.gpt2.model_files import Model, load_model
+from examples.gpt2.model_files import load_model
 from examples.gpt2.run import RunFolder
-from examples.gpt2.sharding import make_mesh, num_batch_shards
+from examples.gpt2.sharding import make_mesh, num_batch_shards, replicated
 
 
 class Evaluation(NamedTuple):
@@ -39,26 +43,6 @@ class Evaluation(NamedTuple):
   # The loss in bits, by the mean number of bytes that a token has in the whole
   # text; None where that is not text.
   bits_per_byte: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-  """Sequences of a text, of the same length: a source of batches."""
-
-  tokens: Any  # Of the text.
-  vocab_size: int
-  length: int  # Of a sequence, without its last target.
-  starts: np.ndarray  # Their first tokens.
-  first: np.ndarray  # The first target that counts in each.
-
-  def __len__(self) -> int:
-    return len(self.starts)
-
-  def __getitem__(self, index: Any) -> np.ndarray:
-    start = self.starts[index]
-    tokens = self.tokens[start : start + self.length + 1]
-    check_vocabulary(tokens, self.vocab_size)
-    return tokens.astype(np.int32)
 
 
 def main(args: list[str] | None = None) -> None:
@@ -132,29 +116,33 @@ def evaluate(
     model.end_token,
     text_field,
   )
-  tokens = (
-    files[0] if len(files) == 1 else np.concatenate([x[:] for x in files])
-  )
+  num_tokens = sum(map(len, files))
   if context_length is None:
-    length = min(length, len(tokens) - 1)
-  if len(tokens) <= max(length, 1):
-    raise UsageError(
-      f'--data has {len(tokens)} tokens, too few for a sequence of '
-      f'{max(length, 1)} tokens and its last target.'
-    )
-  if sequences is None:
-    places = _all_places(len(tokens), length, stride or length)
-  else:
-    places = _spread_places(len(tokens), length, sequences)
-  windows = Windows(tokens, model.num_tokens, length, *places)
+    length = max(1, min(length, num_tokens - 1))
+  stride = stride or length
+  if sequences is None and num_tokens > length:
+    # What fills the last sequence does not count.
+    fill = np.zeros((length + 1 - num_tokens) % stride, files[0].dtype)
+    files = [np.concatenate([*(x[:] for x in files), fill])]
+  with about('--data'):
+    source = TokenSequences(files, length, model.num_tokens, stride)
+  places = spread(len(source), sequences or len(source))
   rows = micro_batch_size * num_batch_shards(devices)
-  loss = _mean_loss(model, windows, rows, devices)
-  bits = loss / math.log(2) * len(tokens)
+  program = losses_program(model.config, devices)
+  batches = fixed_batches(source, places, rows, devices)
+  total, count, in_sequence = 0.0, 0, np.arange(length)
+  with jax.set_mesh(devices):
+    for i in tqdm.trange(0, len(places), rows, desc='evaluating', delay=2):
+      losses_BT = np.asarray(program(model.params, next(batches)))
+      places_B1 = places[i : i + rows, None]
+      # Of two sequences with a target, the first has it with less context.
+      is_new_BT = (places_B1 == 0) | (in_sequence >= length - stride)
+      is_new_BT &= places_B1 * stride + in_sequence < num_tokens - 1
+      total += losses_BT[: len(places_B1)].sum(where=is_new_BT, dtype=float)
+      count += int(is_new_BT.sum())
+  bits = total / count / math.log(2) * num_tokens
   return Evaluation(
-    loss,
-    len(windows.starts),
-    int(np.sum(length - windows.first)),
-    bits / num_bytes if num_bytes else None,
+    total / count, len(places), count, bits / num_bytes if num_bytes else None
   )
 
 
@@ -193,49 +181,63 @@ def _held_out(folder: Path) -> str:
   return str(found)
 
 
-def _all_places(
-  num_tokens: int, length: int, stride: int
-) -> tuple[np.ndarray, np.ndarray]:
-  """Returns starts of windows in which each target of a text counts once.
+def losses_program(config: ModelConfig, mesh: Mesh) -> Any:
+  """Returns a function, to be called or compiled, that measures a micro-batch.
 
-  And the first target that counts in each.
+  It takes parameters and tokens of shape (1, B, T + 1), and returns the loss of
+  each target in nats, (B, T), to all processes.
   """
-  last = num_tokens - 1 - length
-  starts = np.minimum(np.arange(0, last + stride, stride), last)
-  ends = starts + length
-  return starts, np.concatenate([[0], ends[:-1] - starts[1:]])
+
+  def measure(params: Any, tokens_ABT: jax.Array) -> jax.Array:
+    model, [tokens_BT] = as_module(config, params), tokens_ABT
+    features_BTD, _ = model.features(tokens_BT[:, :-1])
+    return token_losses(features_BTD, model.head_VD, tokens_BT[:, 1:])
+
+  return jax.jit(measure, out_shardings=replicated(mesh))
 
 
-def _spread_places(
-  num_tokens: int, length: int, count: int
-) -> tuple[np.ndarray, np.ndarray]:
-  starts = spread((num_tokens - 1) // length, count) * length
-  return starts, np.zeros_like(starts)
+class Evaluations:
+  """Evaluates a model on the sets of a run, which stay on the mesh."""
+
+  def __init__(
+    self,
+    sets: Sequence[EvaluationSet],
+    config: Config,
+    model: ModelConfig,
+    mesh: Mesh,
+  ):
+    rows = config.micro_batch_size * num_batch_shards(mesh)
+    self._shape = micro_batch_shape(rows, model.context_length, mesh)
+    self._program = losses_program(model, mesh)
+    self._weights = [x.weight for x in sets]
+    self._batches: dict[str, list[jax.Array]] = {}
+    self._counts = []
+    for x in sets:
+      places = spread(len(x.sequences), config.eval_sequences)
+      self._batches[x.name] = [*fixed_batches(x.sequences, places, rows, mesh)]
+      self._counts.append(len(places))
+
+  def compile(self, params: Any) -> jax.stages.Compiled:
+    """Compiles for shapes of parameters what a call runs, and returns it."""
+    self._program = self._program.lower(params, self._shape).compile()
+    return self._program
+
+  def __call__(self, params: Any) -> dict[str, Any]:
+    """Returns the validation loss, nats a token, and of several sets each."""
+    losses = {}
+    for count, (name, batches) in zip(
+      self._counts, self._batches.items(), strict=True
+    ):
+      found = [np.asarray(self._program(params, x)) for x in batches]
+      losses[name] = float(np.concatenate(found)[:count].mean(dtype=float))
+    mean = {'val_loss': weighted_mean([*losses.values()], self._weights)}
+    return mean | ({'val_losses': losses} if len(losses) > 1 else {})
 
 
-def _mean_loss(model: Model, windows: Windows, rows: int, mesh: Mesh) -> float:
-  """Returns the mean loss of the targets that count, ``rows`` at once."""
-  length, count = windows.length, len(windows)
-
-  @jax.jit
-  def measure(params: Any, tokens_BT: jax.Array, first_B: jax.Array) -> Any:
-    module = as_module(model.config, params)
-    features_BTD, _ = module.features(tokens_BT[:, :-1])
-    losses_BT = token_losses(features_BTD, module.head_VD, tokens_BT[:, 1:])
-    counts_BT = jnp.arange(length) >= first_B[:, None]
-    return jnp.sum(losses_BT, where=counts_BT, axis=1)
-
-  total = 0.0
-  with jax.set_mesh(mesh):
-    for i in tqdm.trange(0, count, rows, desc='evaluating', delay=2):
-      places = np.arange(i, min(i + rows, count))
-      # What fills the last batch counts for nothing.
-      fill = (0, rows - len(places))
-      first = np.pad(windows.first[places], fill, constant_values=length)
-      [tokens_BT] = make_batch(windows, places, rows, length, mesh)
-      losses_B = measure(model.params, tokens_BT, first)
-      total += float(np.asarray(losses_B).sum(dtype=np.float64))
-  return total / float(np.sum(length - windows.first))
+def weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
+  """Returns a mean of values, of which those of weight 0 may be infinite."""
+  terms = [x * y for x, y in zip(values, weights, strict=True) if y]
+  return math.fsum(terms) / math.fsum(weights)
 
 
 if __name__ == '__main__':

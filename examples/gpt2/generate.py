@@ -1,8 +1,4 @@
-"""Continues text with a model: python -m examples.gpt2.generate --help.
-
-Axes: B sequences, T tokens, S slots of the cache, V vocabulary, L layers, G
-heads of keys and values, K features of a head.
-"""
+"""Continues text with a model: python -m examples.gpt2.generate --help."""
 
 from collections.abc import Sequence
 import functools
@@ -17,8 +13,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 import numpy as np
 import tyro
 
-from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import ModelConfig, UsageError, check_at_least
+from examples.gpt2.command import UsageError, check_at_least, exit_on_error
+from examples.gpt2.config import ModelConfig
 from examples.gpt2.model import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model
 from examples.gpt2.sharding import make_mesh, num_batch_shards

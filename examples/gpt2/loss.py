@@ -1,7 +1,7 @@
 """Cross-entropy without all logits at once.
 
-Axes: B sequences, T tokens, C tokens of each sequence in a chunk, N tokens of
-all sequences in a chunk, S shards of the batch, D features, V vocabulary.
+S at the end of a name is an axis of shards of the batch, N of tokens of all
+sequences in a chunk; other letters as in ``model.py``.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,6 @@ import math
 import jax
 import jax.numpy as jnp
 
-from examples.gpt2.model import Transformer
 from examples.gpt2.sharding import constrain, num_current_batch_shards
 
 # Float32 logits of a chunk, of all sequences of a device.
@@ -48,16 +47,6 @@ def token_losses(
   head_VD = _gather(head_VD, features_BTD.dtype)
   chunks = _chunks(features_BTD, head_VD, targets_BT)
   return _join(jax.lax.map(measure, chunks), targets_BT.shape[1])
-
-
-def sequence_losses(model: Transformer, tokens_BT: jax.Array) -> jax.Array:
-  """Returns the mean loss of each sequence, nats a token, float32, shape (B,).
-
-  The tokens, T + 1, are inputs and, one further, targets.
-  """
-  features_BTD, _ = model.features(tokens_BT[:, :-1])
-  losses_BT = token_losses(features_BTD, model.head_VD, tokens_BT[:, 1:])
-  return losses_BT.mean(axis=-1)
 
 
 def _forward(

@@ -20,12 +20,8 @@ import tokenizers
 
 from examples.gpt2 import sharding
 from examples.gpt2.checkpoints import Checkpoints
-from examples.gpt2.config import (
-  ModelConfig,
-  UsageError,
-  complete,
-  model_from_json,
-)
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import ModelConfig, complete, model_from_json
 from examples.gpt2.model import shapes
 from examples.gpt2.storage import (
   as_path,
@@ -36,13 +32,11 @@ from examples.gpt2.storage import (
 )
 from examples.gpt2.tokenizer import (
   COMPANIONS,
-  end_token,
-  read_companions,
-  read_tokenizer,
+  TOKENIZER,
+  read_vocabulary,
   with_end_token,
 )
 
-TOKENIZER = 'tokenizer.json'
 DESCRIPTION = 'model.json'
 WEIGHTS = 'weights.safetensors'
 
@@ -183,12 +177,8 @@ def read_description(folder: Path) -> Model:
         )
   with naming(folder / DESCRIPTION):
     config, num_tokens = _parse(**read_json(folder / DESCRIPTION))
-  companions = read_companions(folder)
-  tokenizer = end = None
-  if (folder / TOKENIZER).is_file():
-    tokenizer = read_tokenizer(folder / TOKENIZER, num_tokens)
-    end = end_token(folder, tokenizer)
-  return Model(config, num_tokens, None, tokenizer, end, companions)
+  known = read_vocabulary(folder, num_tokens)
+  return Model(config, num_tokens, None, **known)
 
 
 def _parse(config: dict[str, Any], num_tokens: int) -> tuple[ModelConfig, int]:

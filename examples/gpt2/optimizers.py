@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 # Of Adam's first moment beside Muon, whose own decays more slowly.
 _OTHERS_B1 = 0.9
-# Norms are kept at this multiple of GPT-2 small's proportion to the width,
-# which is 0.02 at width 768.
-_KEPT_SIZE = 2.0
+GPT2_WIDTH = 768  # Of GPT-2 small.
 
 
 class Optimizer(NamedTuple):
@@ -34,9 +32,9 @@ class Optimizer(NamedTuple):
 
   make: Callable[[Config], optax.GradientTransformation]
   # The settings that it has, each with its default: a value, or a function of
-  # the other settings. The flag of a setting that stands here for other
-  # optimizers only is refused. A setting of the model, such as init_std, may
-  # get another default too.
+  # the settings with those before it. The flag of a setting that stands here
+  # for other optimizers only is refused. A setting of the model, such as
+  # init_std, may get another default too.
   defaults: dict[str, Any]
 
 
@@ -51,27 +49,28 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def make_schedule(config: Config) -> optax.Schedule:
   """Returns the learning rate by the number of steps done."""
   peak, warmup = config.learning_rate, in_steps(config.warmup, config.steps)
-  # All of it may be warm-up; Optax wants a step of the rest.
-  rest = max(1, config.steps - warmup)
   return optax.join_schedules(
     [
       optax.linear_schedule(peak / max(1, warmup), peak, warmup),
-      _after_warmup(config, max(1, warmup), rest),
+      _schedule_after(config, warmup),
     ],
     [warmup],
   )
 
 
-def _after_warmup(config: Config, before: int, steps: int) -> optax.Schedule:
-  """Returns the learning rate of the steps after the warm-up."""
+def _schedule_after(config: Config, warmup: int) -> optax.Schedule:
+  """Returns the learning rate by the number of steps after the warm-up."""
   peak, least = config.learning_rate, config.min_rate
+  # All of it may be warm-up; Optax wants a step of the rest.
+  steps = max(1, config.steps - warmup)
   if config.schedule == 'cosine':
     return optax.cosine_decay_schedule(peak, steps, least)
   if config.schedule == 'linear':
     return optax.linear_schedule(peak, least * peak, steps)
   if config.schedule == 'inverse-sqrt':
+    start = max(1, warmup)
     return lambda step: (
-      peak * jnp.maximum(jnp.sqrt(before / (before + step)), least)
+      peak * jnp.maximum(jnp.sqrt(start / (start + step)), least)
     )
   decay = min(in_steps(config.decay, config.steps), steps)
   power = {'linear': 1.0, '1-sqrt': 0.5}[config.decay_shape]
@@ -145,7 +144,7 @@ def _merit(config: Config) -> optax.GradientTransformation:
 
 
 def _merit_hidden(config: Config) -> optax.GradientTransformation:
-  adam = _adam(config, config.b1, config.adam_rate / config.learning_rate)
+  adam = _adam(config, config.b1)
   return merit_optax.partition_hidden(_merit(config), others=adam)
 
 
@@ -154,7 +153,7 @@ def _muon(config: Config) -> optax.GradientTransformation:
     make_schedule(config),
     config.b1,
     weight_decay=config.weight_decay,
-    others=_adam(config, _OTHERS_B1, config.adam_rate),
+    others=_adam(config, _OTHERS_B1),
     weight_dimension_numbers=_specs(config),
     ns_dtype=config.model.dtype,
   )
@@ -165,22 +164,27 @@ def _muon_hyperball(config: Config) -> optax.GradientTransformation:
     make_schedule(config),
     config.b1,
     # Without a correction of its bias, as in examples/study.
-    others=_adam(config, _OTHERS_B1, config.adam_rate, bias_correction=False),
+    others=_adam(config, _OTHERS_B1, bias_correction=False),
     weight_dimension_numbers=_specs(config),
     ns_dtype=config.model.dtype,
   )
 
 
 def _adam(
-  config: Config, b1: float, share: float, *, bias_correction: bool = True
+  config: Config, b1: float, *, bias_correction: bool = True
 ) -> optax.GradientTransformation:
-  """Returns Adam for other parameters, at a share of the learning rate."""
-  rate = make_schedule(config)
+  """Returns Adam for other parameters, whose rate follows the schedule."""
+  rate, share = make_schedule(config), config.adam_rate / config.learning_rate
   return optax.chain(
     merit_optax.scale_by_adam(b1, config.b2, bias_correction=bias_correction),
     optax.add_decayed_weights(config.weight_decay),
     optax.scale_by_learning_rate(lambda step: share * rate(step)),
   )
+
+
+def usual_init_std(width: int, scale: float = 1.0) -> float:
+  """Returns a multiple of GPT-2 small's 0.02, in proportion to the width."""
+  return float(f'{scale * 0.02 * math.sqrt(GPT2_WIDTH / width):.3g}')
 
 
 def _starting_rate(name: Any) -> Callable[[Config], float | None]:
@@ -222,19 +226,16 @@ OPTIMIZERS = {
     _muon,
     dict(
       learning_rate=_starting_rate('muon'), weight_decay=0.1, b1=0.9, b2=0.95,
-      adam_rate=1.0, qkv='fused',
+      adam_rate=lambda config: config.learning_rate, qkv='fused',
     ),
   ),
   'muon-hyperball': Optimizer(
     _muon_hyperball,
     dict(
       learning_rate=_starting_rate('muon_hyperball'), weight_decay=0.0, b1=0.9,
-      b2=0.95, adam_rate=1 / 3, qkv='fused',
-      init_std=lambda config: _kept_init_std(config.model.width),
+      b2=0.95, adam_rate=lambda config: config.learning_rate / 3, qkv='fused',
+      # Norms are kept at twice the usual size.
+      init_std=lambda config: usual_init_std(config.model.width, 2),
     ),
   ),
 }  # fmt: skip
-
-
-def _kept_init_std(width: int) -> float:
-  return float(f'{_KEPT_SIZE * 0.02 * math.sqrt(768 / width):.3g}')

@@ -11,8 +11,7 @@ from matplotlib.ticker import EngFormatter
 import numpy as np
 import tyro
 
-from examples.gpt2.command import exit_on_error
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError, exit_on_error
 from examples.gpt2.run import read_metrics
 from examples.gpt2.storage import as_path, whole_file
 

@@ -26,8 +26,13 @@ import tqdm
 import tyro
 import zstandard
 
-from examples.gpt2.command import exit_on_error, table
-from examples.gpt2.config import UsageError, check_at_least, describe_changes
+from examples.gpt2.command import (
+  UsageError,
+  check_at_least,
+  describe_changes,
+  exit_on_error,
+  table,
+)
 from examples.gpt2.storage import (
   as_path,
   file_system,
@@ -38,9 +43,10 @@ from examples.gpt2.storage import (
   whole_file,
   write_whole,
 )
-from examples.gpt2.token_files import INDEX, PARTS, TOKENIZER, token_dtype
+from examples.gpt2.token_files import INDEX, PARTS, token_dtype
 from examples.gpt2.tokenizer import (
   END_OF_TEXT,
+  TOKENIZER,
   find_end_token,
   num_identifiers,
   read_companions,
@@ -190,12 +196,10 @@ def prepare(
     'vocab_size': vocab_size,
     'end_token': end_token,
     'dtype': token_dtype(vocab_size).name,
-    'documents': len(documents),
   }
   write_whole(folder / INDEX, _json(**description, shards=shards))
   tokens = [sum(shards[part].values()) for part in PARTS]
   return {
-    'documents': f'{len(documents):,}',
     'tokens': '{:,} to train on, {:,} held out'.format(*tokens),
     'vocabulary': f'{vocab_size:,} tokens, {end_token} after each document',
     'results': str(config.out_dir),
@@ -542,22 +546,13 @@ def _load_table(
 
 @contextlib.contextmanager
 def _naming(name: str) -> Iterator[None]:
-  """Has a ``UsageError`` name a file that is damaged or of another format.
-
-  Errors of a disk or a store stay what they are.
-  """
+  """Has a ``UsageError`` name a file that is damaged or of another format."""
   datasets.disable_progress_bars()  # Each file would have some.
   try:
     yield
-  except Exception as caught:
-    error: BaseException = caught
-    if isinstance(caught, datasets.exceptions.DatasetGenerationError):
-      error = caught.__cause__ or caught
-    if isinstance(error, UsageError):
-      raise error from caught
-    if isinstance(error, OSError) and error.errno is not None:
-      raise error from caught
-    raise UsageError(f'{name} cannot be read: {error}') from error
+  except Exception as error:  # Its cause says what is wrong.
+    reason = error.__cause__ or error
+    raise UsageError(f'{name} cannot be read: {reason}') from error
   finally:
     datasets.enable_progress_bars()
 
@@ -600,9 +595,9 @@ def find_files(
 ) -> list[Path]:
   """Returns files, and those of folders with subfolders, each once, in order.
 
-  Of folders it leaves out hidden files, binary ones, folders of runs, those of
-  ``leave_out`` (absolute), and what a cache of Hugging Face keeps beside
-  ``snapshots``. ``'stdlib'`` is the source of Python's standard library.
+  Of folders it leaves out hidden files, binary ones, folders of runs, and those
+  of ``leave_out`` (absolute). ``'stdlib'`` is the source of Python's standard
+  library.
 
   Raises ``UsageError`` if a path does not exist, or there are no files.
   """
@@ -634,11 +629,20 @@ def _find(name: str, leave_out: Sequence[Path]) -> list[Path]:
     else:
       is_wanted = not any(x.startswith('.') for x in parts)
     whole = path if is_remote(path) else path.absolute()
-    folders = [x for x in path.parents if x.is_relative_to(root)]
+    # In a store, each question would be a request.
+    runs = (
+      []
+      if is_remote(path)
+      else [
+        x
+        for x in path.parents
+        if x.is_relative_to(root) and (x / 'model.json').is_file()
+      ]
+    )
     if (
       is_wanted
+      and not runs
       and not any(whole.is_relative_to(x) for x in leave_out)
-      and not any(map(_is_no_data, folders))
       and not _is_binary(path)
     ):
       paths.append(path)
@@ -670,14 +674,6 @@ def _is_binary(path: Path) -> bool:
     return False
   with path.open('rb') as file:
     return b'\0' in file.read(_HEAD)
-
-
-def _is_no_data(folder: Path) -> bool:
-  """Whether it is the folder of a run, or blobs of a cache's snapshots."""
-  if folder.name in ('blobs', 'refs'):
-    return (folder.parent / 'snapshots').is_dir()
-  # In a store, each question would be a request.
-  return not is_remote(folder) and (folder / 'model.json').is_file()
 
 
 if __name__ == '__main__':

@@ -17,7 +17,8 @@ from jax.experimental import multihost_utils
 import numpy as np
 from orbax.checkpoint import multihost
 
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import Config
 
 _CONNECT_SECONDS = 30 * 60
 _SHUTDOWN_SECONDS = 30

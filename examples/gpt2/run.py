@@ -18,16 +18,15 @@ import numpy as np
 import tqdm
 
 from examples.gpt2 import hardware, model_files
-from examples.gpt2.command import CommandError, format_bytes, table
-from examples.gpt2.config import (
-  FIELDS,
-  Config,
+from examples.gpt2.command import (
+  CommandError,
   UsageError,
-  batch_sizes,
-  change,
   describe_changes,
-  fact,
+  format_bytes,
+  os_errors,
+  table,
 )
+from examples.gpt2.config import FIELDS, Config, batch_sizes, change, fact
 from examples.gpt2.data import Data
 from examples.gpt2.optimizers import make_schedule
 from examples.gpt2.processes import is_process_0, on_process_0, print_once
@@ -36,14 +35,13 @@ from examples.gpt2.storage import (
   as_path,
   is_remote,
   make_folder,
-  os_errors,
   write_whole,
 )
 
 MEASURED = ('tokens_per_second', 'mfu', 'waited_share', 'peak_bytes')
 """Metrics that differ between two runs of the same settings."""
-_DECISIVE = ('train_loss', 'gradient_norm')
-"""Metrics that say whether the numbers of a step are finite."""
+_MUST_BE_FINITE = ('train_loss', 'gradient_norm')
+"""Metrics that end a run, or have its step left out, unless they are finite."""
 _CONFIG, _METRICS, _SAMPLE = 'config.json', 'metrics.jsonl', 'sample.txt'
 # What a run writes besides; without a config.json it is somebody else's.
 _OTHERS = (
@@ -57,9 +55,8 @@ _LINE_SECONDS = 30.0
 class RunFolder:
   """Reads and writes the files of a run, on a disk or in a store.
 
-  Process 0 does it. All processes call the methods, but for those that say
-  otherwise, and an error is raised in all. As a context, it keeps a second run
-  out of a folder on a disk.
+  Its methods are for process 0. As a context, which all processes enter, it
+  keeps a second run out of a folder on a disk.
 
   Attributes:
     path: The folder.
@@ -99,8 +96,9 @@ class RunFolder:
   @property
   def finished(self) -> bool:
     """Whether a run ended here: the sample is written last."""
-    return on_process_0((self.path / _SAMPLE).is_file)
+    return (self.path / _SAMPLE).is_file()
 
+  @os_errors()
   def start(
     self, config: Config, known_by: dict[str, Any], others: dict[str, Any]
   ) -> None:
@@ -115,17 +113,12 @@ class RunFolder:
       UsageError: If the folder holds another run, or something else with a name
         that a run writes.
     """
-    content = {'config': known_by, **others}
-    on_process_0(self._start, config, content)
-
-  @os_errors()
-  def _start(self, config: Config, content: dict[str, Any]) -> None:
     if (self.path / _CONFIG).exists():
-      self._check_same(config, content['config'])
+      self._check_same(config, known_by)
     elif found := [x for x in _OTHERS if (self.path / x).exists()]:
       raise self._refusal(f'{", ".join(found)} of something else')
-    if not (self.path / _SAMPLE).exists():
-      text = json.dumps(content, indent=2)
+    if not self.finished:
+      text = json.dumps({'config': known_by, **others}, indent=2)
       write_whole(self.path / _CONFIG, text.encode())
 
   def _check_same(self, config: Config, known_by: dict[str, Any]) -> None:
@@ -142,11 +135,8 @@ class RunFolder:
     # Without the first state, nothing has been computed.
     if not changes or not steps:
       return
-    fixed, now_fixed = (
-      {k: x for k, x in settings.items() if k not in schedule}
-      for settings in (old, known_by)
-    )
-    if fixed != now_fixed:
+    others = (old | known_by).keys() - {*schedule}
+    if any(old.get(k) != known_by.get(k) for k in others):
       raise self._refusal(f'a run with other settings ({changes})')
     if config.steps < max(steps):
       raise self._refusal(f'a run that has done {max(steps)} steps ({changes})')
@@ -168,13 +158,18 @@ class RunFolder:
       if not different.size:
         continue
       step = int(different[0])
+      advice = 'Another ramp is for the steps that are left'
+      if count is learning_rates:
+        advice = (
+          'A run can be made longer while its rates do not depend on --steps, '
+          'before the decay of --schedule wsd, with --warmup in steps (it has '
+          f'--warmup {before.warmup:g} --learning-rate '
+          f'{before.learning_rate:g})'
+        )
       raise self._refusal(
         f'a run with other settings ({changes}): its step {step + 1} had {what}'
-        f' {old[step]:.6g}, now {new[step]:.6g}. A run can be made longer while'
-        ' its rates do not depend on --steps, before the decay of --schedule '
-        f'wsd, with --warmup in steps (it has --warmup {before.warmup:g} '
-        f'--learning-rate {before.learning_rate:g}); else --fork-from makes a '
-        'run of its own from a checkpoint'
+        f' {old[step]:.6g}, now {new[step]:.6g}. {advice}; else --fork-from '
+        'makes a run of its own from a checkpoint'
       )
 
   def _refusal(self, what: str) -> UsageError:
@@ -182,6 +177,7 @@ class RunFolder:
       f'--out-dir {self.path} holds {what}: choose another folder.'
     )
 
+  @os_errors()
   def keep_metrics(self, step: int, fork_from: Path | None = None) -> int:
     """Cuts off the lines of metrics.jsonl after a step, also torn ones.
 
@@ -192,10 +188,6 @@ class RunFolder:
     Returns:
       The tokens of all steps up to that one, 0 if that is not known.
     """
-    return on_process_0(self._keep_metrics, step, fork_from)
-
-  @os_errors()
-  def _keep_metrics(self, step: int, fork_from: Path | None) -> int:
     lines = self.read_metrics()
     if not lines and fork_from is not None:
       lines = read_metrics(as_path(fork_from) / _METRICS)
@@ -212,15 +204,15 @@ class RunFolder:
     return kept.get(step, {}).get('tokens', 0)
 
   def read_metrics(self) -> list[dict[str, Any]]:
-    """Returns the lines of metrics.jsonl, but for torn ones; for process 0."""
+    """Returns the lines of metrics.jsonl, but for torn ones."""
     return read_metrics(self.path / _METRICS)
 
   def read_settings(self) -> dict[str, Any]:
-    """Returns what config.json holds; for process 0."""
+    """Returns what config.json holds."""
     return json.loads((self.path / _CONFIG).read_text())
 
   def write_sample(self, text: str) -> None:
-    """Writes the sample, which marks a run as finished; for process 0."""
+    """Writes the sample, which marks a run as finished."""
     write_whole(self.path / _SAMPLE, text.encode())
 
 
@@ -260,6 +252,13 @@ class NotFiniteError(CommandError):
   """A loss or gradient is infinite or not a number."""
 
   status = 3
+
+  def __str__(self) -> str:
+    return (
+      f'{self.args[0]} The last checkpoint is sound. Try a smaller '
+      '--learning-rate or --qk-norm (a new run), or --not-finite skip (leaves '
+      'such steps out).'
+    )
 
 
 class StepLog(contextlib.ExitStack):
@@ -348,8 +347,8 @@ class StepLog(contextlib.ExitStack):
   def finish_step(self, evaluation: dict[str, Any] | None = None) -> None:
     """Waits for the dispatched step, if there is one, and logs it.
 
-    Raises ``NotFiniteError`` if its loss or gradient is infinite or not a
-    number, and such steps are not to be left out.
+    Raises ``NotFiniteError`` if a validation loss is infinite or not a number;
+    or if a loss or gradient is, and such steps are not to be left out.
     """
     if self._running is None:
       return
@@ -357,22 +356,24 @@ class StepLog(contextlib.ExitStack):
     self._running = None
     found = as_json(arrays)
     metrics = self._measure(step, waited) | found | (evaluation or {})
-    decisive = {name: found[name] for name in _DECISIVE}
-    if not all(map(math.isfinite, decisive.values())):
-      self._stop_unless_skipping(step, decisive)
+    checked = {name: found[name] for name in _MUST_BE_FINITE}
+    if not all(map(math.isfinite, checked.values())):
+      self._stop_unless_skipping(step, checked)
       metrics['skipped'] = True
     if evaluation:
       self._evaluation = _describe(metrics)
     for write in self._writers:
       write(metrics)
     self._show(metrics)
+    if evaluation and not math.isfinite(evaluation['val_loss']):
+      raise NotFiniteError(
+        f'at step {step} the validation loss is {evaluation["val_loss"]}.'
+      )
 
   def flush(self) -> None:
     """Makes sure that a store has all lines."""
-    on_process_0(self._flush)
-
-  def _flush(self) -> None:
-    self._file.flush()
+    # Others have no such file.
+    on_process_0(lambda: self._file.flush())  # noqa: PLW0108
 
   def _measure(self, step: int, waited: float) -> dict[str, Any]:
     now = time.perf_counter()
@@ -523,7 +524,7 @@ def _describe(metrics: dict[str, Any]) -> str:
   return text
 
 
-def before(
+def overview(
   config: Config, data: Data, trainer: Trainer, folder: RunFolder
 ) -> str:
   """Returns what is to come, as text."""
@@ -554,7 +555,7 @@ def before(
   return table(rows)
 
 
-def after(folder: RunFolder) -> str:
+def report(folder: RunFolder) -> str:
   """Returns what came out, with the sample, as text."""
   lines, settings = folder.read_metrics(), folder.read_settings()
   rows = {'validation loss': 'not known, since metrics are lost'}

@@ -5,14 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from examples.gpt2.checkpoints import Checkpoints
-from examples.gpt2.config import (
-  PRESETS,
-  Config,
-  UsageError,
-  change,
-  flag,
-  padded_vocab_size,
-)
+from examples.gpt2.command import UsageError, flag
+from examples.gpt2.config import PRESETS, Config, change, padded_vocab_size
 from examples.gpt2.data import Data
 from examples.gpt2.model_files import (
   Model,

@@ -1,35 +1,23 @@
 """The state of training, and the compiled steps.
 
-Letters at the end of a name give the axes of an array: A micro-batches, B
-sequences, T tokens.
+Letters at the end of a name are axes, see ``model.py``.
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from flax import nnx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-import numpy as np
 import optax
 
 from examples.gpt2 import sharding
-from examples.gpt2.config import (
-  Config,
-  UsageError,
-  batch_sizes,
-  change,
-  padded_vocab_size,
-)
-from examples.gpt2.loss import mean_cross_entropy, sequence_losses
+from examples.gpt2.config import Config, padded_vocab_size
+from examples.gpt2.loss import mean_cross_entropy
 from examples.gpt2.model import Transformer, as_module, shapes
 from examples.gpt2.optimizers import make_optimizer
 import merit_optax
-
-# Layers whose loop is slower on CPU than they are one by one.
-_MOST_UNROLLED = 4
 
 
 class TrainState(NamedTuple):
@@ -57,8 +45,6 @@ class Trainer:
       the state stays as it was but for its counters.
     update: Compiled end of a step, from a state, which is donated, and
       gradients to the next state.
-    sequence_losses: Compiled function from parameters and tokens of shape
-      (A, B, T + 1) to the mean loss of each sequence, nats a token, (A, B).
   """
 
   def __init__(self, config: Config, vocab_size: int, mesh: Mesh):
@@ -83,9 +69,6 @@ class Trainer:
     )
     self.update = jax.jit(
       self._update, donate_argnums=0, out_shardings=state_sharding
-    )
-    self.sequence_losses = jax.jit(
-      self._sequence_losses, out_shardings=everywhere
     )
 
   @property
@@ -172,52 +155,3 @@ class Trainer:
     )
     params = optax.apply_updates(state.params, updates)
     return TrainState(state.step + 1, params, opt_state)
-
-  def _sequence_losses(self, params: Any, tokens_ABT: jax.Array) -> jax.Array:
-    return jax.lax.map(
-      lambda tokens_BT: sequence_losses(self.model(params), tokens_BT),
-      tokens_ABT,
-    )
-
-
-def fit(config: Config, mesh: Mesh) -> Config:
-  """Chooses what depends on the devices, and checks it and the mesh.
-
-  The micro-batch is the largest divisor of a shard's part of each batch up to
-  the setting.
-
-  Raises ``UsageError`` if the mesh does not divide batch or heads.
-  """
-  shards, tensor = sharding.num_batch_shards(mesh), mesh.shape['tensor']
-  sizes = np.unique(batch_sizes(config)).tolist()
-  for size in sizes:
-    if size % shards:
-      raise UsageError(
-        f'data * fsdp = {shards} of --mesh must divide --batch-size {size}.'
-      )
-  model = config.model
-  if model.num_kv_heads % tensor:
-    raise UsageError(
-      f'tensor = {tensor} of --mesh must divide --num-kv-heads '
-      f'{model.num_kv_heads} (by default --num-heads).'
-    )
-  sequences = math.gcd(*sizes) // shards
-  most = min(config.micro_batch_size or sequences, sequences)
-  micro_batch = next(n for n in range(most, 0, -1) if sequences % n == 0)
-  unroll = model.unroll or _default_unroll(config, mesh)
-  return change(config, micro_batch_size=micro_batch, unroll=unroll)
-
-
-def _default_unroll(config: Config, mesh: Mesh) -> int:
-  """Returns the number of layers where that makes steps quicker, else 1.
-
-  On CPU that is so of small models. On GPU a loop over layers fills and copies
-  what it stacks for the backward pass. But it bounds how many layers are
-  gathered (FSDP) or recomputed at once, which a compiler need not do without.
-  """
-  platform = mesh.devices.flat[0].platform
-  if platform == 'gpu':
-    is_quicker = config.model.remat == 'none' and mesh.shape['fsdp'] == 1
-  else:
-    is_quicker = platform == 'cpu' and config.model.num_layers <= _MOST_UNROLLED
-  return config.model.num_layers if is_quicker else 1

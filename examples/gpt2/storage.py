@@ -18,12 +18,11 @@ from typing import TypeVar
 from etils import epath
 import fsspec
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError, os_errors
 
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
 
-_LIBRARIES = {'aiobotocore', 'aiohttp', 'botocore', 'gcsfs', 'google'}
 # S3 refuses what is not there to those who may not list a bucket.
 _RIGHTS = {
   'gs': 'roles/storage.objectViewer',
@@ -96,21 +95,6 @@ def file_system(path: Path) -> fsspec.AbstractFileSystem:
   return fsspec.filesystem(scheme if is_url else 'file')
 
 
-@contextlib.contextmanager
-def os_errors() -> Iterator[None]:
-  """Raises as ``OSError`` what the libraries of stores raise.
-
-  Those have errors of their own for credentials and for a store that is away.
-  """
-  try:
-    yield
-  except Exception as error:
-    library = type(error).__module__.partition('.')[0]
-    if library not in _LIBRARIES or isinstance(error, OSError):
-      raise
-    raise OSError(f'{type(error).__name__}: {error}') from error
-
-
 def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
   """Reads a file, or its bytes from ``start`` to before ``stop``.
 
@@ -177,22 +161,6 @@ def make_folder(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
 
 
-def move(path: Path, target: Path) -> None:
-  """Moves a file or folder within a disk, or object by object in a store."""
-  if not is_remote(path):
-    os.rename(path, target)
-    return
-  with os_errors():
-    store = file_system(path)
-    # One by one: some stores take the folder itself for an object.
-    objects = store.find(os.fspath(path))
-    if not objects:
-      raise FileNotFoundError(f'{path} is not there.')
-    source, goal = (os.fspath(x).partition('://')[2] for x in (path, target))
-    store.copy(objects, [goal + name.removeprefix(source) for name in objects])
-    store.rm(objects)
-
-
 def write_whole(path: Path, content: bytes) -> None:
   """Writes a file, whole or not at all, in place of one that is there."""
   if is_remote(path):
@@ -245,7 +213,11 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
         )
     with tempfile.TemporaryDirectory() as name:
       yield Path(name)
-      upload(Path(name), path)
+      files = [file for file in Path(name).rglob('*') if file.is_file()]
+      with os_errors():
+        for file in sorted(files, key=lambda file: -file.stat().st_size):
+          target = path / file.relative_to(name).as_posix()
+          file_system(path).put_file(str(file), os.fspath(target))
     return
   path = path.resolve()
   if not replace and path.exists() and any(path.iterdir()):
@@ -261,15 +233,6 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
     if replace and path.exists():
       shutil.rmtree(path)
     scratch.rename(path)
-
-
-def upload(folder: Path, path: Path) -> None:
-  """Copies the files of a folder on a disk into one in a store."""
-  files = [file for file in folder.rglob('*') if file.is_file()]
-  with os_errors():
-    for file in sorted(files, key=lambda file: -file.stat().st_size):
-      target = path / file.relative_to(folder).as_posix()
-      file_system(path).put_file(str(file), os.fspath(target))
 
 
 @contextlib.contextmanager

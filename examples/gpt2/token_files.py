@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError
 from examples.gpt2.storage import is_remote, read, size
 
 INDEX = 'index.json'  # Of what examples.gpt2.prepare has written.
-TOKENIZER = 'tokenizer.json'
 PARTS = ('train', 'val')  # To train on, and held out.
 
 _PART = re.compile(r'(?:^|[_.-])(?:(train)|val|valid|validation)(?=[_.-])')

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Mapping
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError
 from examples.gpt2.storage import read
 
+TOKENIZER = 'tokenizer.json'
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
 SETTINGS = 'tokenizer_config.json'  # Names the end-of-text token.
 GENERATION = 'generation_config.json'
@@ -54,7 +56,7 @@ def read_tokenizer(
   damaged one, or one with identifiers that are not below the number of tokens.
   """
   try:
-    file = path / 'tokenizer.json' if path.is_dir() else path
+    file = path / TOKENIZER if path.is_dir() else path
     tokenizer = tokenizers.Tokenizer.from_buffer(read(file))
   except Exception as error:  # The library raises nothing narrower.
     if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
@@ -127,6 +129,20 @@ def end_token(path: Path, tokenizer: tokenizers.Tokenizer) -> str | None:
   found = special[0] if named is None and len(special) == 1 else named
   is_known = found is not None and tokenizer.token_to_id(found) is not None
   return found if is_known else None
+
+
+def read_vocabulary(
+  folder: Path, num_tokens: int | None = None
+) -> dict[str, Any]:
+  """Returns what a folder has of a tokenizer, its end token and companions.
+
+  Raises ``UsageError`` as ``read_tokenizer`` does, but if there is none.
+  """
+  found: dict[str, Any] = {'companions': read_companions(folder)}
+  if (folder / TOKENIZER).is_file():
+    found['tokenizer'] = read_tokenizer(folder / TOKENIZER, num_tokens)
+    found['end_token'] = end_token(folder, found['tokenizer'])
+  return found
 
 
 def find_end_token(

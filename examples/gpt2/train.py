@@ -13,16 +13,14 @@ import jax
 import tyro
 
 from examples.gpt2 import compile_for, hardware, loop, run, sharding
-from examples.gpt2.command import exit_on_error
+from examples.gpt2.command import UsageError, exit_on_error, flag, os_errors
 from examples.gpt2.config import (
   FIELDS,
   PRESETS,
   Config,
-  UsageError,
   by_name,
   digest,
   fact,
-  flag,
   from_json,
   identity,
   resolve,
@@ -45,9 +43,10 @@ from examples.gpt2.processes import (
   print_once,
 )
 from examples.gpt2.run import RunFolder
+from examples.gpt2.sharding import fit_to_mesh
 from examples.gpt2.start import with_model, with_vocabulary
-from examples.gpt2.step import Trainer, fit
-from examples.gpt2.storage import as_path, os_errors
+from examples.gpt2.step import Trainer
+from examples.gpt2.storage import as_path
 
 _PROG = 'python -m examples.gpt2.train'
 
@@ -149,21 +148,29 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
   resolved = resolve(config)
   _connect(resolved)
   mesh = sharding.make_mesh(config.mesh)
-  fitted = fit(resolved, mesh)
+  fitted = fit_to_mesh(resolved, mesh)
+  if resolved.micro_batch_size not in (None, fitted.micro_batch_size):
+    print_once(
+      f'--micro-batch-size {resolved.micro_batch_size}: '
+      f"{fitted.micro_batch_size}, which divides a shard's part of a batch"
+    )
   data = with_vocabulary(fitted, load_data(fitted), source)
   trainer = Trainer(fitted, data.vocab_size, mesh)
   known_by = identity(fitted) | {'data_sha256': data.sha256}
-  path = config.out_dir or default_folder(fitted, known_by)
+  # Named after what decides its numbers.
+  name = f'{config.preset}-{config.optimizer}-{digest(known_by)[:8]}'
+  path = config.out_dir or Path('runs', name)
   with RunFolder(path) as folder, hardware.memory_advice():
     facts = _facts(fitted, data, trainer)
-    folder.start(fitted, known_by, {'settings': given, **facts})
-    if folder.finished:
+    others = {'settings': given, **facts}
+    on_process_0(folder.start, fitted, known_by, others)
+    if on_process_0(lambda: folder.finished):
       print_once(f'This run has been done: {path}')
     else:
-      print_once(run.before(fitted, data, trainer, folder))
+      print_once(run.overview(fitted, data, trainer, folder))
       _train(trainer, fitted, data, folder, stop or StopRequest())
     if is_process_0():
-      print(run.after(folder))
+      print(run.report(folder))
   return folder
 
 
@@ -212,12 +219,6 @@ def _facts(config: Config, data: Data, trainer: Trainer) -> dict[str, Any]:
     'mesh': dict(trainer.mesh.shape),
     **hardware.versions(),
   }
-
-
-def default_folder(config: Config, known_by: dict[str, Any]) -> Path:
-  """Returns the folder of a run, named after what decides its numbers."""
-  end = digest(known_by)[:8]
-  return Path('runs') / f'{config.preset}-{config.optimizer}-{end}'
 
 
 def _train(

@@ -17,7 +17,7 @@ from examples.gpt2.checkpoints import (
   checksum,
   checksums,
 )
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError
 from examples.gpt2.sharding import by_path
 
 

@@ -15,12 +15,12 @@ import safetensors
 import safetensors.numpy
 
 from examples.gpt2 import convert
+from examples.gpt2.command import UsageError
 from examples.gpt2.config import (
   PRESETS,
   Config,
   ModelConfig,
   RopeScaling,
-  UsageError,
   change,
   complete,
   padded_vocab_size,

@@ -1,6 +1,5 @@
 import itertools
 import json
-import os
 from pathlib import Path
 
 import hypothesis
@@ -10,16 +9,18 @@ import numpy as np
 import pytest
 
 from examples.gpt2 import data as data_module, prepare as prepare_module
-from examples.gpt2.config import Config, UsageError, change
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import Config, change
 from examples.gpt2.data import (
   Source,
   TokenSequences,
   batch_shape,
   batches,
-  evaluation_batch,
+  fixed_batches,
   load_data,
   mix,
   parse_sources,
+  spread,
 )
 from examples.gpt2.prepare import PrepareConfig, prepare
 from examples.gpt2.sharding import (
@@ -118,7 +119,7 @@ import grain, jax, numpy as np
 address, number = sys.argv[1], int(sys.argv[2])
 jax.config.update('jax_num_cpu_devices', 2)
 jax.distributed.initialize(address, 2, number)
-from examples.gpt2.data import _shape, batches
+from examples.gpt2.data import batches, micro_batch_shape
 from examples.gpt2.sharding import make_mesh
 read = []
 class Source:
@@ -126,7 +127,7 @@ class Source:
   def __getitem__(self, i):
     read.append(i)
     return np.full(9, i, np.int32)
-shape = _shape(1, 4, 8, make_mesh(""))
+shape = micro_batch_shape(4, 8, make_mesh(""))
 found = batches(grain.MapDataset.source(Source()), shape)
 for first in (0, 4):
   for shard in next(found).addressable_shards:
@@ -196,13 +197,11 @@ def test_sequences_lie_one_after_the_other_in_each_file(data):
 )
 @hypothesis.example(size=44, most=16, micro_batch_size=2)
 def test_an_evaluation_counts_each_sequence_once(size, most, micro_batch_size):
-  config = _config(eval_sequences=most, micro_batch_size=micro_batch_size)
-  mesh = make_mesh('')
-  batch, count = evaluation_batch(Counting(size), config, mesh)
-  assert count == min(most, size)
-  assert batch.shape[1:] == batch_shape(config, mesh).shape[1:]
-  rows = _rows(batch)
-  assert count <= len(rows) < count + 8 * micro_batch_size
+  places, at_once = spread(size, most), 8 * micro_batch_size
+  found = [*fixed_batches(Counting(size), places, at_once, make_mesh(''))]
+  assert {x.shape for x in found} == {(1, at_once, 21)}
+  count, rows = min(most, size), np.concatenate([*map(_rows, found)])
+  assert len(places) == count <= len(rows) < count + at_once
   # The rest repeats what is counted, which is spread evenly.
   assert set(rows) == set(rows[:count])
   distances = np.diff([*rows[:count], size])
@@ -238,6 +237,12 @@ def test_text_is_prepared_into_the_cache_by_its_content(tiny, monkeypatch):
   assert load_data(tiny).sha256 == second.sha256
   (Path(second.folders[0]) / 'val.bin').write_bytes(b'1')
   with pytest.raises(UsageError, match=r'val\.bin has 1 bytes, .* damaged'):
+    load_data(tiny)
+
+
+def test_a_text_that_is_too_short_is_named(tiny):
+  Path(tiny.data[0]).write_text('a few words\n' * 9)
+  with pytest.raises(UsageError, match=f'^--data {tiny.data[0]}: .* too few'):
     load_data(tiny)
 
 
@@ -286,23 +291,6 @@ def test_changed_token_files_are_others(tiny: Config, tmp_path: Path):
   for parts in (([1, 0] * 50, [2] * 100), ([0, 1] * 50, [3] * 100)):
     changed = load_data(_with_bins(tiny, tmp_path, *parts))
     assert changed.sha256 != first.sha256
-
-
-def test_a_large_folder_without_an_index_is_not_read_whole(tiny, tmp_path):
-  # Two files with holes, of 8 GB.
-  for name in ('train.bin', 'val.bin'):
-    with (tmp_path / name).open('wb') as file:
-      file.truncate(1 << 33)
-  before = _bytes_read()
-  data = load_data(change(tiny, data=(str(tmp_path),)))
-  assert data.train_tokens >= (1 << 32) - 16
-  assert _bytes_read() - before < 1 << 28
-
-
-def _bytes_read() -> int:
-  """Returns the memory that this process has touched so far, at the most."""
-  pages = Path('/proc/self/statm').read_text().split()[1]
-  return int(pages) * os.sysconf('SC_PAGE_SIZE')
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tiny: Config, tmp_path: Path):

@@ -15,8 +15,8 @@ from examples.gpt2.config import Config, change, resolve
 from examples.gpt2.diagnostics import Diagnostics
 from examples.gpt2.model import causal_attention
 from examples.gpt2.optimizers import merit_settings
-from examples.gpt2.sharding import make_mesh
-from examples.gpt2.step import Trainer, TrainState, fit
+from examples.gpt2.sharding import fit_to_mesh, make_mesh
+from examples.gpt2.step import Trainer, TrainState
 import merit_optax
 
 _SHARES = (
@@ -33,7 +33,7 @@ def _config(**settings) -> Config:
     unroll=1,
   )  # fmt: skip
   resolved = resolve(change(Config(), **defaults | settings))
-  return fit(resolved, _mesh(resolved.mesh))
+  return fit_to_mesh(resolved, _mesh(resolved.mesh))
 
 
 def _mesh(text: str) -> Mesh:
@@ -109,9 +109,6 @@ def test_attention_equals_a_plain_computation(seen):
       ('attention_entropy', np.mean(entropies)),
     ):
       assert measured[name][layer] == pytest.approx(value, rel=1e-4)
-  alone = Diagnostics(config, trainer).attention(state.params, tokens)
-  for name, values in alone.items():
-    np.testing.assert_allclose(values, measured[name], rtol=1e-5)
 
 
 def _layer(tree, number: int):

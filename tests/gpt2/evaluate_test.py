@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from examples.gpt2.config import ModelConfig, UsageError, complete
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import ModelConfig, complete
 from examples.gpt2.evaluate import evaluate, main
 from examples.gpt2.model import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model, save_model

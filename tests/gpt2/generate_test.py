@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt2.config import ModelConfig, UsageError, complete
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import ModelConfig, complete
 from examples.gpt2.generate import (
   empty_cache,
   extend,

@@ -1,12 +1,10 @@
 """Every documented command that trains on several devices starts and ends.
 
-The environments of a TPU pod and of Slurm are emulated: their variables and
-metadata are those of real machines, the devices are emulated ones of a CPU, and
-the hosts are processes that meet over loopback.
+The environment of Slurm is emulated: its variables are those of real machines,
+the devices are emulated ones of a CPU, and the hosts are processes that meet
+over loopback.
 """
 
-import contextlib
-import http.server
 import json
 import os
 from pathlib import Path
@@ -15,7 +13,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import numpy as np
@@ -35,14 +32,6 @@ _TINY = shlex.split(
   '--vocab-size 288 --batch-size 32 --eval-every 4 --eval-sequences 32 '
   '--diagnostics-every 4 --checkpoint-every 2 --unroll 1 --cache-dir cache'
 )
-# The machine of a test has no TPU, so jax is told to ask for metadata.
-_ON_TPU = """
-import os, runpy, sys
-import jax
-del os.environ['TPU_SKIP_MDS_QUERY']
-del sys.argv[0]
-runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
-"""
 _BUCKET = 'gs://BUCKET'
 _SLURM_PORTS = 65535 - 2**12 + 1
 
@@ -56,42 +45,6 @@ def _launch_lines() -> list[str]:
   found = sorted(line for line in lines if command.search(line))
   # More devices are too many to emulate here: see compile_for_test.
   return [line for line in found if _devices(line.split()) <= 16]
-
-
-class _Metadata(http.server.BaseHTTPRequestHandler):
-  """The metadata server of a TPU VM, for one worker of a pod."""
-
-  values: dict[str, str]
-
-  def do_GET(self):
-    value = self.values.get(self.path.rsplit('/', 1)[-1])
-    self.send_response(404 if value is None else 200)
-    self.end_headers()
-    self.wfile.write((value or '').encode())
-
-  def log_message(self, *_):
-    pass
-
-
-@pytest.fixture
-def metadata():
-  """Starts metadata servers; returns the address of that of a worker."""
-  with contextlib.ExitStack() as stack:
-
-    def start(worker: int, workers: int) -> str:
-      values = {
-        'agent-worker-number': str(worker),
-        'worker-network-endpoints': ','.join(['127.0.0.1'] * workers),
-        'tpu-env': f"WORKER_ID: '{worker}'",
-      }
-      handler = type('Handler', (_Metadata,), {'values': values})
-      server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler)
-      stack.enter_context(server)
-      threading.Thread(target=server.serve_forever, daemon=True).start()
-      stack.callback(server.shutdown)
-      return f'127.0.0.1:{server.server_port}'
-
-    yield start
 
 
 def _devices(command: list[str]) -> int:
@@ -123,20 +76,6 @@ def _slurm(options: str, command: list[str]) -> list[dict[str, str]]:
   ]
 
 
-def _tpu_pod(command: list[str], metadata) -> list[dict[str, str]]:
-  """Returns the environment of each worker of a pod with four chips a host."""
-  workers, port = _devices(command) // 4, free_port()
-  return [
-    {
-      'GCE_METADATA_IP': metadata(worker, workers),
-      'JAX_COORDINATOR_PORT': str(port),
-      'JAX_FORCE_TPU_INIT': '1',
-      'JAX_NUM_CPU_DEVICES': '4',
-    }
-    for worker in range(workers)
-  ]
-
-
 def _start(
   command: list[str], environment: dict[str, str], folder: Path
 ) -> subprocess.Popen:
@@ -144,12 +83,9 @@ def _start(
   *_, program = command[: command.index('-m')]
   assert program in ('python', '.venv/bin/python'), command
   arguments = command[command.index('-m') :]
-  start = arguments
-  if 'GCE_METADATA_IP' in environment:
-    start = ['-c', _ON_TPU, *arguments[1:]]
   with (folder / 'log.txt').open('a') as log:
     return subprocess.Popen(
-      [sys.executable, *start, *_TINY],
+      [sys.executable, *arguments, *_TINY],
       cwd=folder,
       env=os.environ
       | {'PYTHONPATH': str(_ROOT), 'JAX_PLATFORMS': 'cpu'}
@@ -159,14 +95,13 @@ def _start(
     )
 
 
-def _environments(
-  line: str, metadata
-) -> tuple[list[str], list[dict[str, str]]]:
+def _environments(line: str) -> tuple[list[str], list[dict[str, str]]]:
   """Returns a line's command and the environment of each of its processes."""
   if line.startswith('gcloud'):
     command = shlex.split(re.search(r'--command="(.*)"', line)[1])
     command = command[command.index('&&') + 1 :]
-    return command, _tpu_pod(command, metadata)
+    # Here a pod is one process: jax itself finds those of a real one.
+    return command, [{'JAX_NUM_CPU_DEVICES': str(_devices(command))}]
   if line.startswith('srun'):
     options, _, rest = line.partition('.venv/bin/python')
     command = shlex.split('.venv/bin/python' + rest)
@@ -202,14 +137,14 @@ def _out_dir(command: list[str], folder: Path) -> Path:
 @pytest.mark.parametrize(
   'line', _launch_lines(), ids=lambda line: line.split()[0]
 )
-def test_documented_launch_lines_train(line, tmp_path, metadata, request):
+def test_documented_launch_lines_train(line, tmp_path, request):
   place = str(tmp_path)
   if _BUCKET in line:
     place = request.getfixturevalue('make_bucket')('gs')
     line = line.replace(_BUCKET, place)
   _write_tokens(as_path(place) / 'tokens')
   line = line.replace('/shared', place)
-  command, environments = _environments(line, metadata)
+  command, environments = _environments(line)
   running = []
   for number, environment in enumerate(environments):
     if '--process-id' in command:

@@ -6,7 +6,8 @@ from flax import nnx
 import jax
 import pytest
 
-from examples.gpt2.config import ModelConfig, UsageError, complete
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import ModelConfig, complete
 from examples.gpt2.model import Transformer
 from examples.gpt2.model_files import (
   Model,

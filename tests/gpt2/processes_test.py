@@ -5,7 +5,8 @@ import jax
 import pytest
 
 from examples.gpt2 import processes
-from examples.gpt2.config import Config, UsageError
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import Config
 
 
 def _initialize(monkeypatch, function):

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 import contextlib
-import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from examples.gpt2 import data
-from examples.gpt2.config import Config, by_name, flag
+from examples.gpt2 import loop
+from examples.gpt2.command import flag
+from examples.gpt2.config import Config, by_name
 from examples.gpt2.run import MEASURED, RunFolder
 from examples.gpt2.storage import file_system
 
@@ -41,16 +41,15 @@ def during(
   step: int, action: Callable[[], None] = kill
 ) -> contextlib.AbstractContextManager:
   """Does something while a step is under way, before it is saved."""
-  make = data.batches
+  make = loop.step_batches
 
-  def batches(sequences, shape, start=0):
-    first = start // math.prod(shape.shape[:2]) + 1
-    for number, batch in enumerate(make(sequences, shape, start), first):
-      if number == step + 1:
+  def batches(config, sequences, mesh, done):
+    for number, batch in enumerate(make(config, sequences, mesh, done), done):
+      if number == step:
         action()
       yield batch
 
-  return mock.patch.object(data, 'batches', batches)
+  return mock.patch.object(loop, 'step_batches', batches)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

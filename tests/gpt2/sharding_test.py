@@ -6,14 +6,8 @@ from jax.sharding import PartitionSpec as P
 import numpy as np
 import pytest
 
-from examples.gpt2.config import (
-  Config,
-  ModelConfig,
-  UsageError,
-  change,
-  complete,
-  resolve,
-)
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import Config, ModelConfig, change, complete, resolve
 from examples.gpt2.model import Transformer
 from examples.gpt2.sharding import (
   make_mesh,

@@ -12,7 +12,7 @@ import urllib.request
 import pytest
 
 from examples.gpt2 import storage
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError
 from examples.gpt2.storage import as_path
 
 

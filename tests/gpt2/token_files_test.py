@@ -4,7 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from examples.gpt2.config import UsageError, change
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import change
 from examples.gpt2.data import load_data
 from examples.gpt2.token_files import open_part, open_tokens
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from examples.gpt2.config import UsageError
+from examples.gpt2.command import UsageError
 from examples.gpt2.prepare import tokenize
 from examples.gpt2.tokenizer import (
   read_tokenizer,

@@ -13,7 +13,8 @@ import safetensors.numpy
 
 from examples import gpt2
 from examples.gpt2 import loop, model_files
-from examples.gpt2.config import Config, UsageError, change
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import Config, change
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.model_files import load_model
 from examples.gpt2.run import RunFolder
@@ -121,9 +122,7 @@ def test_a_run_is_made_again_from_its_settings(
   assert_same_run(again, finished.out_dir)
   assert list((again / 'profile').rglob('*.xplane.pb'))
   (loss,) = re.findall(
-    r'^step 0: validation loss (\S+), about \d\d:\d\d left$',
-    capsys.readouterr().out,
-    re.MULTILINE,
+    r'^step 0: validation loss (\S+)$', capsys.readouterr().out, re.MULTILINE
   )
   # The first weights give all tokens about the same probability.
   assert float(loss) == pytest.approx(math.log(288), rel=0.05)
