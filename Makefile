@@ -107,7 +107,7 @@ docs: $(VENV)/.docs ## Build the documentation; it fails on any warning.
 	  docs docs/_build/html
 	@echo 'Open docs/_build/html/index.html in a browser.'
 
-package: $(VENV)/.dev ## Build wheel and sdist into dist/, and check them.
+package: $(VENV)/.package ## Build wheel and sdist into dist/, and check them.
 	rm -rf dist
 	$(RUN) build
 	$(RUN) twine check --strict dist/*

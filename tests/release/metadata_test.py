@@ -98,6 +98,30 @@ def test_workflows_call_targets_that_make_has(path: Path):
   assert set(called) <= set(targets)
 
 
+@pytest.mark.parametrize(
+  'path', sorted(_ROOT.glob('.github/workflows/*.yml')), ids=lambda x: x.name
+)
+def test_workflows_name_versions_of_actions(path: Path):
+  # GitHub's own by a tag; others, whose tags may move, by a commit.
+  used = re.findall(r'uses: (?!\./)(\S+)', path.read_text())
+  version = re.compile(r'actions/[\w-]+@v\d+|[\w-]+/[\w-]+@[0-9a-f]{40}')
+  assert [x for x in used if not version.fullmatch(x)] == []
+
+
+def test_publishing_alone_may_ask_for_an_identity():
+  path = _ROOT / '.github/workflows/publish.yml'
+  workflow = yaml.safe_load(path.read_text())
+  jobs = workflow['jobs']
+  assert workflow['permissions'] == {'contents': 'read'}
+  assert {x: job.get('permissions') for x, job in jobs.items()} == {
+    'tests': None,
+    'package': None,
+    'publish': {'id-token': 'write'},
+  }
+  assert jobs['publish']['environment'] == 'pypi'
+  assert set(jobs['publish']['needs']) == {'tests', 'package'}
+
+
 def test_tests_that_make_names_exist():
   named = re.findall(r'\btests/[\w/.]+', (_ROOT / 'Makefile').read_text())
   assert 'tests/merit_optax' in named
