@@ -75,7 +75,6 @@ def main(names: list[str]) -> None:
       f'No notebook named {", ".join(sorted(unknown))}: there are '
       f'{", ".join(known)}.'
     )
-  os.environ.pop('MERIT_NOTEBOOK_FAST', None)  # Outputs are of a whole run.
   for name in names or known:
     path = FOLDER / f'{name}.ipynb'
     print(path.name, flush=True)

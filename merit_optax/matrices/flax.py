@@ -59,7 +59,7 @@ def flax_dimension_numbers(
 
   Args:
     params: Tree of arrays, or of their shapes: a Linen ``params`` collection or
-      ``nnx.state(model, nnx.Param)``, optionally after ``nnx.as_pure``.
+      ``nnx.state(model, nnx.Param)``, optionally after ``nnx.to_pure_dict``.
     stacked: Batch axes (layers, experts and so on) by regular expressions that
       are searched for in the path. Values are the number of leading batch axes,
       such as ``{'blocks/': 1, 'blocks/.*experts/': 2}``, or the axes themselves
