@@ -98,7 +98,7 @@ def colab(tmp_path_factory):
   """The Python of an environment with Colab's packages, and nothing else."""
   folder = tmp_path_factory.mktemp('colab')
   for name in ('python3.13', 'python3.12', sys.executable):
-    create = ['env', name, '-m', 'venv', folder]
+    create = ['env', name, '-m', 'venv', '--clear', folder]
     if not subprocess.run(create, check=False, capture_output=True).returncode:
       break
   python = str(folder / 'bin/python')
