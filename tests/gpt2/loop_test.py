@@ -97,13 +97,6 @@ def _before(owner, name: str, action: Callable[[], None]):
   return mock.patch.object(owner, name, call)
 
 
-def test_other_data_is_refused(config: Config, uninterrupted: Path):
-  shutil.copytree(uninterrupted, config.out_dir)
-  Path(config.data[0]).write_text('another text. ' * 500)
-  with pytest.raises(UsageError, match='data_sha256'):
-    train(config)
-
-
 def test_numbers_that_are_not_finite_stop_the_run(config: Config):
   # The first step makes weights whose logits overflow.
   config = change(config, learning_rate=1e20, checkpoint_every=1, eval_every=8)
