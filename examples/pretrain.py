@@ -598,6 +598,13 @@ def eval_step(params: Any, tokens_ABT: jax.Array, config: Config) -> jax.Array:
   return jax.lax.map(lambda x: loss_fn(params, x, config), tokens_ABT).mean()
 
 
+@jax.jit
+def is_finite(state: Any) -> jax.Array:
+  """Returns whether all numbers of a state are finite."""
+  found = [jnp.isfinite(x).all() for x in jax.tree.leaves(state)]
+  return jnp.array(found).all()
+
+
 def by_path(tree: Any) -> dict[str, Any]:
   """Returns the arrays of a tree by their paths, as checkpoints hold them."""
   return {name_of(path): x for path, x in jax.tree.leaves_with_path(tree)}
@@ -633,6 +640,9 @@ def start(manager: Any, config: Config, settings: Any) -> tuple[int, Any]:
 
 def save(manager: Any, step: int, state: Any, settings: Any) -> None:
   """Starts to save a state; the next step may change it meanwhile."""
+  # A loss is of the weights before its step.
+  if not is_finite(state):
+    raise FloatingPointError(f'A weight is not finite after step {step}.')
   args = ocp.args.PyTreeSave(by_path(state))
   manager.save(step, args=args, custom_metadata=settings)
 

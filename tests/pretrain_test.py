@@ -385,6 +385,12 @@ def test_numbers_that_are_not_finite_stop_the_run(tmp_path):
   assert [x['step'] for x in _lines(tmp_path)] == [1]
 
 
+def test_no_weights_that_are_not_finite_are_saved():
+  state = {'params': {'w': np.array([0.0, np.nan], np.float32)}}
+  with pytest.raises(FloatingPointError, match='after step 4'):
+    pretrain.save(None, 4, state, {})
+
+
 def test_what_is_given_stays(tmp_path):
   config = _config(tmp_path, micro_batch_size=None, init_std=None)
   assert pretrain.with_defaults(config) == dataclasses.replace(
