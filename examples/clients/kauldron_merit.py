@@ -1,7 +1,8 @@
-"""Trains with Kauldron and MERIT: the `optimizer` of the trainer."""
+"""Trains with Kauldron and merit_optax: the ``optimizer`` of the trainer."""
 
 from flax import linen as nn
 from kauldron import kd
+import merit_by_name
 import numpy as np
 import optax
 
@@ -50,7 +51,8 @@ trainer = kd.train.Trainer(
   num_train_steps=STEPS,
   log_metrics_every=1,
   schedules={'learning_rate': rate},
-  optimizer=merit_optax.merit(
+  optimizer=merit_by_name.make(
+    'merit',
     rate,
     weight_decay=0.01,
     weight_dimension_numbers=merit_optax.flax_dimension_numbers,

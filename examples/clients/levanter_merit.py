@@ -1,4 +1,4 @@
-"""Trains with Levanter and MERIT: `optimizer: {type: merit}`."""
+"""Trains with Levanter and merit_optax: ``optimizer: {type: merit_optax}``."""
 
 from collections.abc import Sequence
 import dataclasses
@@ -8,10 +8,9 @@ import jax
 import levanter.config
 from levanter.main import train_lm
 from levanter.optim.config import OptimizerConfig
+import merit_by_name
 import optax
 from optax.contrib import MuonDimensionNumbers
-
-import merit_optax
 
 
 def dimension_numbers(model):
@@ -46,34 +45,39 @@ def _axes(axes):
   return axes if isinstance(axes, Sequence) else (axes,)
 
 
-@OptimizerConfig.register_subclass('merit')
+@OptimizerConfig.register_subclass('merit_optax')
 @dataclasses.dataclass(frozen=True)
-class MeritConfig(OptimizerConfig):
-  """MERIT, warmed up over 10 % of the steps and decayed to zero."""
+class MeritOptaxConfig(OptimizerConfig):
+  """An optimizer by name, warmed up over 10 % of the steps, decayed to zero."""
 
-  learning_rate: float = 0.02  # For 400 steps: 0.4 / √steps.
+  name: str = 'merit'
+  learning_rate: float = 0.02  # For 400 steps.
   weight_decay: float = 0.01
   warmup: int | float = 0.1
   min_lr_ratio: float = 0.0
   beta1: float = 0.9
   beta2: float = 0.95
+  epsilon: float = 1e-6
   max_grad_norm: float | None = 1.0
 
   def build(self, num_train_steps):
     """Returns the optimizer of a run of so many steps."""
 
     def optimizer(learning_rate):
-      merit = merit_optax.merit(
+      optimizer = merit_by_name.make(
+        self.name,
         learning_rate,
-        b1=self.beta1,
-        b2=self.beta2,
         weight_decay=self.weight_decay,
         mask=self.build_weight_decay_mask(),
+        b1=self.beta1,
+        b2=self.beta2,
+        eps=self.epsilon,
         weight_dimension_numbers=dimension_numbers,
       )
       if self.max_grad_norm is None:
-        return merit
-      return optax.chain(optax.clip_by_global_norm(self.max_grad_norm), merit)
+        return optimizer
+      clip = optax.clip_by_global_norm(self.max_grad_norm)
+      return optax.chain(clip, optimizer)
 
     return optax.inject_hyperparams(optimizer)(
       learning_rate=self.lr_scheduler(num_train_steps)

@@ -1,55 +1,78 @@
-"""Trains with MaxText and MERIT: `opt_type=adam_pax`, which MERIT replaces."""
-
-import re
+"""Trains with MaxText and merit_optax: ``opt_type=merit_optax.merit``."""
 
 from absl import app
 import jax
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
+from maxtext.utils.muon_utils import transform_logic
+import merit_by_name
 from optax.contrib import MuonDimensionNumbers
 
-import merit_optax
+_OPTION = 'opt_type=merit_optax.'
+# Ends of the names of layers that are stacked along the second axis.
+_SCANNED = ('layers', 'scanned_blocks', 'outside_pipeline')
+
+
+def main(arguments):
+  """Runs MaxText's ``train.py``, which takes the optimizer for its Adam."""
+  for i, argument in enumerate(arguments):
+    if argument.startswith(_OPTION):
+      use(argument.removeprefix(_OPTION))
+      arguments[i] = 'opt_type=adam_pax'
+  train.main(arguments)
+
+
+def use(name):
+  """Puts an optimizer in the place of ``opt_type=adam_pax``."""
+
+  def adam_pax(
+    learning_rate, beta1, beta2, epsilon, epsilon_root, weight_decay, mask=None
+  ):
+    del epsilon_root
+    return merit_by_name.make(
+      name,
+      learning_rate,
+      weight_decay=weight_decay,
+      mask=mask,
+      b1=beta1,
+      b2=beta2,
+      eps=epsilon,
+      hidden=hidden,
+      weight_dimension_numbers=dimension_numbers,
+    )
+
+  optimizers.adam_pax = adam_pax
+
+
+def hidden(params):
+  """Returns what MaxText gives to Muon, but for routers."""
+  return jax.tree.map_with_path(
+    lambda path, x: _matrix(path, x, include_routers=False) is not None, params
+  )
 
 
 def dimension_numbers(params):
-  """Those of Flax; scanned layers are the second axis, after inputs."""
-  leaves = jax.tree_util.tree_leaves_with_path(params)
-  names = [
-    jax.tree_util.keystr(path, simple=True, separator='/') for path, _ in leaves
-  ]
+  """Returns MaxText's for Muon, and those of embeddings, heads and vectors."""
 
-  def present(patterns):
-    return {
-      pattern: value
-      for pattern, value in patterns.items()
-      if any(re.search(pattern, name) for name in names)
-    }
+  def spec(path, x):
+    names = _names(path)
+    is_scanned = any(name.endswith(_SCANNED) for name in names)
+    axes = tuple(i for i in range(x.ndim) if i != 1 or not is_scanned)
+    is_table = 'embedding' in names or 'logits_dense' in names
+    return _matrix(path, x) or MuonDimensionNumbers(
+      axes[:is_table], axes[is_table:]
+    )
 
-  return merit_optax.flax_dimension_numbers(
-    params,
-    stacked=present({'/layers/': (1,)}),
-    # Experts have shape (experts, layers, inputs, outputs).
-    overrides=present({'(?i)moe[^/]*/w[io]': MuonDimensionNumbers(-2, -1)}),
-  )
+  return jax.tree.map_with_path(spec, params)
 
 
-def merit(
-  learning_rate, beta1, beta2, epsilon, epsilon_root, weight_decay, mask=None
-):
-  """MERIT with the arguments of MaxText's `adam_pax`."""
-  return merit_optax.merit(
-    learning_rate,
-    b1=beta1,
-    b2=beta2,
-    eps=epsilon,
-    eps_root=epsilon_root,
-    weight_decay=weight_decay,
-    mask=mask,
-    weight_dimension_numbers=dimension_numbers,
-  )
+def _matrix(path, x, **settings):
+  return transform_logic(_names(path), x.shape, **settings)
 
 
-optimizers.adam_pax = merit
+def _names(path):
+  return tuple(x.key for x in path if isinstance(x, jax.tree_util.DictKey))
+
 
 if __name__ == '__main__':
-  app.run(train.main)
+  app.run(main)

@@ -1,6 +1,7 @@
-"""MERIT's rule in NumPy, to compare the optimizers of frameworks with."""
+"""Our own loop, to compare the optimizers that frameworks make with."""
 
-import importlib.util
+import importlib
+import math
 import os
 from pathlib import Path
 import re
@@ -9,34 +10,17 @@ import sys
 
 import jax
 import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
 import pytest
 
+import merit_optax
+
 _RECIPES = Path(__file__).parents[2] / 'examples/clients'
+_STEPS = 3
 
 
-def _first_update(param, gradient, layout, weight_decay):
-  """Returns the update of new moments at a learning rate of 1.
-
-  The layout has a letter for each axis: r for rows, c for columns, b for a
-  batch.
-  """
-  assert len(layout) == param.ndim, (layout, param.shape)
-  w, g = param.astype(np.float64), gradient.astype(np.float64)
-  z = 0.1 * g / (np.sqrt(0.05 * g**2) + 1e-6) + weight_decay * w
-  # The whole matrix; if it has rows, then each column and each row.
-  groups = ['rc', 'r', 'c'] if 'r' in layout else ['c']
-  ratio = np.zeros_like(w)
-  for group in groups:
-    axes = tuple(i for i, letter in enumerate(layout) if letter in group)
-    norms = (np.max(np.abs(x), axes, keepdims=True) for x in (w, z))
-    with np.errstate(divide='ignore'):
-      param_norm, update_norm = norms
-      quotient = np.where(param_norm == 0, np.inf, param_norm / update_norm)
-    ratio = np.maximum(ratio, quotient)
-  return -np.clip(np.where(np.isinf(ratio), 1, ratio) * z, -1, 1)
-
-
-def _named(tree):
+def _arrays(tree):
   """Returns the arrays of a tree by their paths."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
@@ -45,63 +29,130 @@ def _named(tree):
   }
 
 
-@pytest.fixture(scope='session')
-def gradients_like():
-  """Returns random gradients whose norm no framework clips."""
+def _plain(array, layout):
+  """Returns matrices (batch, rows, columns), or vectors (batch, features)."""
+  assert len(layout) == array.ndim, (layout, array.shape)
+  order = sorted(range(array.ndim), key=lambda i: 'brc'.index(layout[i]))
+  groups = 'brc' if 'r' in layout else 'bc'
+  shape = [
+    math.prod(n for n, x in zip(array.shape, layout, strict=True) if x == group)
+    for group in groups
+  ]
+  return array.transpose(order).reshape(shape)
 
-  def make(params):
-    generator = np.random.default_rng(0)
-    size = sum(x.size for x in jax.tree.leaves(params))
-    return jax.tree.map(
-      lambda x: np.float32(0.5 * generator.normal(size=x.shape) / size**0.5),
-      params,
+
+def _expected(name, learning_rate, weight_decay, mask, hidden, specs):
+  """Returns the library's optimizer of plain arrays."""
+  merit = merit_optax.merit(
+    learning_rate,
+    weight_decay=weight_decay,
+    mask=mask,
+    weight_dimension_numbers=specs,
+  )
+  if name == 'merit':
+    return merit
+  if name == 'merit_hidden':
+    adam = optax.adam(learning_rate, b2=0.95, eps=1e-6)
+    return merit_optax.partition_hidden(
+      merit, others=optax.chain(adam, optax.scale(0.2)), hidden=hidden
     )
+  decay = {'weight_decay': weight_decay} if name == 'muon' else {}
+  return getattr(merit_optax, name)(
+    learning_rate,
+    hidden=hidden,
+    weight_dimension_numbers=specs,
+    ns_dtype='bfloat16',
+    **decay,
+  )
 
-  return make
+
+def _train(optimizer, params, each_gradient):
+  """Returns the sum of the updates of some steps."""
+  state, update = optimizer.init(params), jax.jit(optimizer.update)
+  start = params
+  for gradients in each_gradient:
+    updates, state = update(gradients, state, params)
+    params = optax.apply_updates(params, updates)
+  return jax.tree.map(lambda x, y: np.asarray(x) - np.asarray(y), params, start)
+
+
+@pytest.fixture(params=['merit', 'merit_hidden', 'muon', 'muon_hyperball'])
+def name(request):
+  """The names of the recipes' optimizers."""
+  return request.param
 
 
 @pytest.fixture(scope='session')
-def assert_merit():
-  """Checks the first updates of a tree, at a learning rate, leaf by leaf.
+def assert_like_our_loop():
+  """Checks some steps of a framework's optimizer, by name.
 
-  Layouts belong to patterns of names. Weight decay is inside the ratio.
+  Layouts belong to patterns of parameters' names, with a letter for each axis:
+  r for rows, c for columns, b for a batch. Those in ``others`` are no hidden
+  matrices, as are vectors, and those in ``undecayed`` have no weight decay.
   """
 
   def check(
-    updates, params, gradients, layouts, *, learning_rate, weight_decay,
-    undecayed='(?!)',
+    optimizer, name, params, layouts, *, learning_rate, weight_decay,
+    others, undecayed='(?!)',
   ):  # fmt: skip
-    updates, params, gradients = map(_named, (updates, params, gradients))
-    assert updates
-    used = set()
-    for name, update in updates.items():
-      found = [x for x in layouts if re.search(x, name)]
-      assert len(found) == 1, (name, params[name].shape, found)
-      used.update(found)
-      decay = 0.0 if re.search(undecayed, name) else weight_decay
-      expected = learning_rate * _first_update(
-        params[name], gradients[name], layouts[found[0]], decay
+    generator = np.random.default_rng(0)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    # Their norm is so small that no framework clips them.
+    each_gradient = [
+      jax.tree.map(
+        lambda x: np.float32(0.5 * generator.normal(size=x.shape) / size**0.5),
+        params,
       )
+      for _ in range(_STEPS)
+    ]
+    arrays = _arrays(params)
+    found = {
+      path: [layout for x, layout in layouts.items() if re.search(x, path)]
+      for path in arrays
+    }
+    assert all(len(x) == 1 for x in found.values()), {
+      path: (arrays[path].shape, x) for path, x in found.items() if len(x) != 1
+    }
+    assert all(any(re.search(x, y) for y in found) for x in layouts)
+
+    def plain(tree):
+      return {x: _plain(y, found[x][0]) for x, y in _arrays(tree).items()}
+
+    is_matrix = {path: 'r' in x[0] for path, x in found.items()}
+    changes = _train(
+      _expected(
+        name,
+        learning_rate,
+        weight_decay,
+        {x: not re.search(undecayed, x) for x in found},
+        {x: y and not re.search(others, x) for x, y in is_matrix.items()},
+        {
+          x: MuonDimensionNumbers((1,), (2,))
+          if y
+          else MuonDimensionNumbers((), (1,))
+          for x, y in is_matrix.items()
+        },
+      ),
+      plain(params),
+      map(plain, each_gradient),
+    )
+    made = plain(_train(optimizer, params, each_gradient))
+    assert made.keys() == changes.keys()
+    for path, change in changes.items():
       np.testing.assert_allclose(
-        update, expected, rtol=1e-4, atol=1e-7, err_msg=name
-      )
-    assert used == set(layouts)
+        made[path], change, rtol=0, atol=1e-3 * np.abs(change).max(),
+        err_msg=path,
+      )  # fmt: skip
 
   return check
 
 
 @pytest.fixture(scope='session')
 def load_recipe():
-  """Imports a recipe."""
-
-  def load(name):
-    spec = importlib.util.spec_from_file_location(name[:-3], _RECIPES / name)
-    # Dataclasses and pickles look for it there.
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-  return load
+  """Imports a recipe as a user does who has its folder in the path."""
+  sys.path.insert(0, str(_RECIPES))
+  yield importlib.import_module
+  sys.path.remove(str(_RECIPES))
 
 
 @pytest.fixture(scope='session')

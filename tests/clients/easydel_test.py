@@ -1,8 +1,7 @@
-"""EasyDeL trains with MERIT, by the recipe of the documentation."""
+"""EasyDeL trains with our optimizers, by the recipe of the documentation."""
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -30,46 +29,43 @@ def model():
   )
 
 
-@pytest.fixture(scope='module')
-def arguments(load_recipe, tmp_path_factory):
-  load_recipe('easydel_merit.py')
-  return ed.TrainingArguments(
-    optimizer='merit',
-    learning_rate=0.05,
-    learning_rate_end=0.0,
-    scheduler='cosine',
-    warmup_steps=_STEPS // 10,
-    weight_decay=0.0,
-    clip_grad=1.0,
-    extra_optimizer_kwargs={'decay': 0.01},
-    total_batch_size=8,
-    max_length=32,
-    max_training_steps=_STEPS,
-    save_directory=str(tmp_path_factory.mktemp('run')),
-    do_last_save=False,
-    use_wandb=False,
-    log_steps=1,
-    report_steps=1,
-  )
+@pytest.fixture
+def arguments(load_recipe, tmp_path):
+  load_recipe('easydel_merit')
+
+  def make(name):
+    return ed.TrainingArguments(
+      optimizer='merit_optax',
+      extra_optimizer_kwargs={'name': name, 'decay': 0.01},
+      learning_rate=0.05,
+      learning_rate_end=0.0,
+      scheduler='cosine',
+      warmup_steps=_STEPS // 10,
+      weight_decay=0.0,
+      clip_grad=1.0,
+      total_batch_size=8,
+      max_length=32,
+      max_training_steps=_STEPS,
+      save_directory=str(tmp_path),
+      do_last_save=False,
+      use_wandb=False,
+      log_steps=1,
+      report_steps=1,
+    )
+
+  return make
 
 
-def test_updates(arguments, model, gradients_like, assert_merit):
-  params = nnx.state(model, nnx.Param)
-  gradients = gradients_like(params)
-  optimizer, rate = arguments.get_optimizer_and_scheduler(_STEPS)
-  updates, _ = jax.jit(optimizer.update)(
-    gradients, optimizer.init(params), params
-  )
-  # In the first step the rate is 1e-8.
-  assert float(rate(0)) > 0
-  scale = 0.01 / float(rate(0))
-  assert_merit(
-    jax.tree.map(lambda x: scale * x, updates),
-    params,
-    gradients,
+def test_each_optimizer(arguments, assert_like_our_loop, model, name):
+  optimizer, rate = arguments(name).get_optimizer_and_scheduler(_STEPS)
+  assert_like_our_loop(
+    optimizer,
+    name,
+    nnx.state(model, nnx.Param),
     {'(proj|lm_head)/kernel': 'rc', 'embedding': 'rc', 'norm/kernel': 'c'},
-    learning_rate=0.01,
+    learning_rate=rate,
     weight_decay=0.01,
+    others='embed|lm_head',
   )
 
 
@@ -82,7 +78,9 @@ def test_training(arguments, model, capfd):
       'labels': tokens,
     }
   )
-  ed.Trainer(arguments=arguments, model=model, dataset_train=dataset).train()
+  ed.Trainer(
+    arguments=arguments('merit_hidden'), model=model, dataset_train=dataset
+  ).train()
   output = capfd.readouterr().err
   losses = [float(x) for x in re.findall(r', loss=([\d.]+)', output)]
   assert losses[-1] < losses[0] - 0.5, losses

@@ -1,18 +1,19 @@
-"""Kauldron trains with MERIT, by the recipe of the documentation."""
+"""Kauldron trains with our optimizers, by the recipe of the documentation."""
 
 import dataclasses
 
-import jax
 import pytest
 
 pytest.importorskip('kauldron', reason='make test-clients installs it')
 
 from kauldron import kd
 
+import merit_optax
+
 
 @pytest.fixture(scope='module')
 def recipe(load_recipe):
-  return load_recipe('kauldron_merit.py')
+  return load_recipe('kauldron_merit')
 
 
 class _Losses(kd.train.metric_writer.NoopWriter):
@@ -34,21 +35,18 @@ def test_training(recipe, tmp_path):
   assert _LOSSES[-1] < _LOSSES[0] - 0.3, _LOSSES
 
 
-def test_updates(recipe, gradients_like, assert_merit):
-  params = recipe.trainer.init_state().params
-  gradients = gradients_like(params)
-  optimizer = recipe.trainer.optimizer
-  update = jax.jit(optimizer.update)
-  _, state = update(gradients, optimizer.init(params), params)
-  # The rate is zero in the first step, so look at the second, with new moments.
-  state = jax.tree.map(
-    lambda new, old: old if new.ndim else new, state, optimizer.init(params)
+def test_each_optimizer(recipe, load_recipe, assert_like_our_loop, name):
+  optimizer = load_recipe('merit_by_name').make(
+    name,
+    0.02,
+    weight_decay=0.01,
+    hidden='DotProductAttention_0/.*kernel',
+    weight_dimension_numbers=merit_optax.flax_dimension_numbers,
   )
-  updates, _ = update(gradients, state, params)
-  assert_merit(
-    updates,
-    params,
-    gradients,
+  assert_like_our_loop(
+    optimizer,
+    name,
+    recipe.trainer.init_state().params,
     {
       r'Dense_\d/kernel': 'rc',
       r'(Dense|LayerNorm)_\d/(bias|scale)': 'c',
@@ -57,6 +55,7 @@ def test_updates(recipe, gradients_like, assert_merit):
       'out/kernel': 'rrc',
       'out/bias': 'c',
     },
-    learning_rate=float(recipe.rate(1)),
+    learning_rate=0.02,
     weight_decay=0.01,
+    others='Dense_',
   )

@@ -1,4 +1,4 @@
-"""MaxText trains with MERIT, by the recipe of the documentation."""
+"""MaxText trains with our optimizers, by the recipe of the documentation."""
 
 import re
 
@@ -12,30 +12,24 @@ from flax import nnx
 from maxtext.configs import pyconfig
 from maxtext.optimizers import optimizers
 from maxtext.utils import maxtext_utils, model_creation_utils
-from maxtext.utils.globals import MAXTEXT_PKG_DIR
 
 _STEPS = 20
-_CONFIG = f'{MAXTEXT_PKG_DIR}/configs/base.yml'
 _SETTINGS = """
   run_name=tiny hardware=cpu skip_jax_distributed_system=true
   enable_checkpointing=false enable_goodput_recording=false
   dataset_type=synthetic per_device_batch_size=4 max_target_length=16
   vocab_size=32 base_emb_dim=16 base_num_query_heads=4 base_num_kv_heads=2
   base_mlp_dim=32 base_num_decoder_layers=2 head_dim=8 attention=dot_product
-  dtype=float32 opt_type=adam_pax learning_rate=0.02 adam_eps=1e-6
-  adam_weight_decay=0.01 learning_rate_final_fraction=0
+  dtype=float32 adam_eps=1e-6 adam_weight_decay=0.01
 """
-
-
-@pytest.fixture(scope='module')
-def recipe(load_recipe):
-  return load_recipe('maxtext_merit.py')
 
 
 def test_training(run_recipe, tmp_path):
   output = run_recipe(
-    'maxtext_merit.py', _CONFIG, *_SETTINGS.split(), f'steps={_STEPS}',
-    f'base_output_directory={tmp_path}', cwd=tmp_path,
+    'maxtext_merit.py', *_SETTINGS.split(), f'steps={_STEPS}',
+    'opt_type=merit_optax.merit_hidden', 'learning_rate=0.03',
+    'learning_rate_final_fraction=0', f'base_output_directory={tmp_path}',
+    cwd=tmp_path,
   )  # fmt: skip
   losses = [
     float(x) for x in re.findall(r'step: \d+.*? loss: ([\d.]+)', output)
@@ -52,11 +46,50 @@ _SCANNED = {
 }
 
 
+@pytest.fixture
+def assert_steps(assert_like_our_loop, load_recipe, tmp_path):
+  def check(name, layouts, *settings):
+    load_recipe('maxtext_merit').use(name)
+    config = pyconfig.initialize(
+      [
+        '',
+        *_SETTINGS.split(),
+        *settings,
+        'opt_type=adam_pax',
+        f'base_output_directory={tmp_path}',
+      ]
+    )
+    mesh = jax.sharding.Mesh(
+      maxtext_utils.create_device_mesh(config), config.mesh_axes
+    )
+    _, model = model_creation_utils.create_nnx_abstract_model(config, mesh)
+    _, shapes, _ = nnx.split(model, nnx.Param, ...)
+    generator = np.random.default_rng(1)
+    params = jax.tree.map(
+      lambda x: generator.normal(size=x.shape).astype(np.float32), shapes
+    )
+    assert_like_our_loop(
+      optimizers.get_optimizer(config, lambda _: 0.02, model),
+      name,
+      params,
+      _OUTSIDE | layouts,
+      learning_rate=0.02,
+      weight_decay=0.01,
+      others='token_embedder|logits_dense|gate',
+    )
+
+  return check
+
+
+def test_each_optimizer(assert_steps, name):
+  assert_steps(name, {'mlp/.*kernel': 'rbc', **_SCANNED})
+
+
 @pytest.mark.parametrize(
-  'settings, layouts',
+  'name, settings, layouts',
   [
-    ([], {'mlp/.*kernel': 'rbc', **_SCANNED}),
     (
+      'merit',
       ['scan_layers=false'],
       {
         r'layers_\d/.*norm': 'c',
@@ -66,6 +99,7 @@ _SCANNED = {
       },
     ),
     (
+      'merit',
       ['decoder_block=gpt3', 'attention_bias=true'],
       {
         r'mlp/w[io].*kernel': 'rbc',
@@ -76,38 +110,40 @@ _SCANNED = {
       },
     ),
     (
+      'merit_hidden',
       ['decoder_block=mixtral', 'num_experts=3', 'base_moe_mlp_dim=32'],
       {'gate': 'rbc', '(?i)moe.*/w[io]': 'bbrc', **_SCANNED},
     ),
+    (
+      'muon',
+      [
+        'decoder_block=deepseek',
+        'attention_type=mla',
+        'q_lora_rank=8',
+        'kv_lora_rank=8',
+        'qk_nope_head_dim=4',
+        'qk_rope_head_dim=4',
+        'v_head_dim=8',
+        'num_experts=4',
+        'num_experts_per_tok=2',
+        'shared_experts=1',
+        'base_moe_mlp_dim=16',
+        'first_num_dense_layers=1',
+        'base_num_decoder_layers=3',
+        'base_num_kv_heads=4',
+      ],
+      {
+        'layers/.*norm/scale': 'cb',
+        'attention/w(q|kv)_a/kernel': 'rbc',
+        'attention/w(q|kv)_b/kernel': 'rbcc',
+        'attention/out/kernel': 'rbrc',
+        'dense_layers/mlp/|shared_experts': 'rbc',
+        'gate': 'rbc',
+        '/MoeBlock_0/w[io]': 'bbrc',
+      },
+    ),
   ],
-  ids=['scanned', 'not scanned', 'biases', 'experts'],
+  ids=['not scanned', 'biases', 'experts', 'latent attention'],
 )
-@pytest.mark.usefixtures('recipe')
-def test_updates(gradients_like, assert_merit, tmp_path, settings, layouts):
-  config = pyconfig.initialize(
-    [
-      None,
-      _CONFIG,
-      *_SETTINGS.split(),
-      *settings,
-      f'base_output_directory={tmp_path}',
-    ]
-  )
-  mesh = jax.sharding.Mesh(
-    maxtext_utils.create_device_mesh(config), config.mesh_axes
-  )
-  _, model = model_creation_utils.create_nnx_abstract_model(config, mesh)
-  _, shapes, _ = nnx.split(model, nnx.Param, ...)
-  generator = np.random.default_rng(1)
-  params = jax.tree.map(
-    lambda x: generator.normal(size=x.shape).astype(np.float32), shapes
-  )
-  gradients = gradients_like(params)
-  optimizer = optimizers.get_optimizer(config, lambda _: 0.02, model)
-  updates, _ = jax.jit(optimizer.update)(
-    gradients, optimizer.init(params), params
-  )
-  assert_merit(
-    updates, params, gradients, _OUTSIDE | layouts,
-    learning_rate=0.02, weight_decay=0.01,
-  )  # fmt: skip
+def test_models(assert_steps, name, settings, layouts):
+  assert_steps(name, layouts, *settings)
