@@ -62,13 +62,15 @@ class MeritOptaxConfig(OptimizerConfig):
 
   def build(self, num_train_steps):
     """Returns the optimizer of a run of so many steps."""
+    # Levanter's mask takes whole models only, and decays hidden matrices.
+    mask = self.build_weight_decay_mask() if self.name == 'merit' else None
 
     def optimizer(learning_rate):
       optimizer = merit_by_name.make(
         self.name,
         learning_rate,
         weight_decay=self.weight_decay,
-        mask=self.build_weight_decay_mask(),
+        mask=mask,
         b1=self.beta1,
         b2=self.beta2,
         eps=self.epsilon,

@@ -64,11 +64,13 @@ def qk_clip(
   updates, bit for bit.
 
   Rotary embeddings are supported, because they rotate queries and keys without
-  changing their length. Three cases are not supported: a norm of queries and
-  keys (QK-norm), after which the scale of a projection has no effect; keys that
-  are partly shared by all heads (multi-head latent attention); and logits with
-  an added bias (ALiBi, T5), which is not scaled. For parameters in bfloat16 the
-  bound holds only up to their rounding: keep float32 master weights.
+  changing their length. Where keys are partly shared by all heads (multi-head
+  latent attention), name the part of the queries that meets them in ``query``
+  and in ``key``: it is scaled by both factors. Two cases are not supported: a
+  norm of queries and keys (QK-norm), after which the scale of a projection has
+  no effect; and logits with an added bias (ALiBi, T5), which is not scaled. For
+  parameters in bfloat16 the bound holds only up to their rounding: keep float32
+  master weights.
 
   Args:
     threshold: Largest logit allowed, > 0; 100 in Kimi K2.

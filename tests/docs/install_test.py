@@ -10,7 +10,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = [
-  path.read_text()
+  path.read_text().replace('\\\n', '')
   for pattern in ('*.md', 'docs/*.md', 'examples/*/README.md')
   for path in _ROOT.glob(pattern)
 ]
