@@ -17,19 +17,19 @@ def dimension_numbers(model):
   """Inputs are rows and outputs columns; layers and experts are batch axes."""
 
   def spec(array, rows, columns):
-    names = [axis.name for axis in array.axes]
+    index = array.axis_names.index
     return MuonDimensionNumbers(
-      *(tuple(names.index(x.name) for x in axes) for axes in (rows, columns))
+      tuple(map(index, rows)), tuple(map(index, columns))
     )
 
   def visit(x):
     if isinstance(x, hax.nn.Linear | hax.nn.MoELinear):
-      rows, columns = _axes(x.In), _axes(x.Out)
+      rows, columns = _names(x.In), _names(x.Out)
     elif isinstance(x, hax.nn.Embedding):
-      rows, columns = _axes(x.Vocab), _axes(x.Embed)
+      rows, columns = _names(x.Vocab), _names(x.Embed)
     elif isinstance(x, hax.NamedArray):  # of a norm, for example
       layers = ('layer', 'layers')
-      return spec(x, (), [axis for axis in x.axes if axis.name not in layers])
+      return spec(x, (), [name for name in x.axis_names if name not in layers])
     else:
       return None
     specs = {'weight': spec(x.weight, rows, columns)}
@@ -41,8 +41,9 @@ def dimension_numbers(model):
   return jax.tree.map(visit, model, is_leaf=lambda x: isinstance(x, layers))
 
 
-def _axes(axes):
-  return axes if isinstance(axes, Sequence) else (axes,)
+def _names(axes):
+  axes = axes if isinstance(axes, Sequence) else (axes,)
+  return [axis.name for axis in axes]
 
 
 @OptimizerConfig.register_subclass('merit_optax')

@@ -159,11 +159,12 @@ def load_recipe():
 def run_recipe():
   """Runs a recipe as a user does, and returns what it writes."""
 
-  def run(name, *arguments, cwd):
+  def run(name, *arguments, cwd, **variables):
     done = subprocess.run(
       [sys.executable, _RECIPES / name, *arguments],
       cwd=cwd,
-      env={**os.environ, 'HF_HUB_OFFLINE': '1', 'JAX_PLATFORMS': 'cpu'},
+      env=os.environ
+      | {'HF_HUB_OFFLINE': '1', 'JAX_PLATFORMS': 'cpu', **variables},
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
