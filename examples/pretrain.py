@@ -103,11 +103,12 @@ class Config:
   unroll: int = 1  # Layers compiled one by one: slower, but faster on GPUs.
 
   optimizer: Literal[*OPTIMIZERS] = 'merit'  # type: ignore[valid-type]
+  """Name in OPTIMIZERS."""
   learning_rate: float | None = None  # Peak. None: by the optimizer.
   batch_size: int = 32  # Sequences in a step, on all devices together.
   # Sequences that a shard of the batch has at once; the gradient is added up.
   micro_batch_size: int | None = 8
-  steps: int = 400
+  steps: int = 400  # Updates.
 
   eval_every: int = 50  # Steps between evaluations.
   eval_sequences: int = 256  # At the most, in whole micro-batches.

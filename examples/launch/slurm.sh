@@ -10,6 +10,7 @@
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
+#SBATCH --exclusive
 #SBATCH --time=24:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -29,7 +30,8 @@ before=$(last_step)
 # The first signal counts, which srun hands on to all processes.
 trap 'trap "" USR1; kill -USR1 "$srun"' USR1
 
-srun .venv/bin/python -m examples.gpt2.train "$@" &
+# Left to itself, Slurm may bind a task to one core.
+srun --cpu-bind=none .venv/bin/python -m examples.gpt2.train "$@" &
 srun=$!
 wait "$srun" # Until the end or the signal.
 wait "$srun"

@@ -261,9 +261,8 @@ def _none_is_hidden(params: Any, hidden: Hidden) -> str:
   example = _expressions(params, jax.tree.leaves(roles(params)))
   if hidden is None and example:
     return (
-      f'Pass hidden={example}, or those of these expressions that are not of '
-      'first or last layers: names do not tell of any parameter here that it '
-      'is a hidden matrix.'
+      "No parameter's name tells that it is a hidden matrix. Pass "
+      f'hidden={example}, without those of first and last layers.'
     )
   return (
     'hidden must choose at least one parameter with two or more axes, got '

@@ -59,7 +59,9 @@ def starting_learning_rate(
       f'optimizer must be one of {list(_RATE_TIMES_ROOT)}, got {optimizer!r}.'
     )
   check_count('steps', steps)
-  if width is not None or optimizer == 'muon':
+  if width is None and optimizer == 'muon':
+    raise ValueError("'muon' needs width, the features of the residual stream.")
+  if width is not None:
     check_count('width', width)
   rate = _RATE_TIMES_ROOT[optimizer] / math.sqrt(max(steps, _FEWEST_STEPS))
   if width is not None and optimizer == 'muon':

@@ -70,6 +70,9 @@ def _write(name, test_class, replacement, pattern, path):
   assert begin, f'{name} has no class {test_class}'
   # The class alone: those after it test other things.
   body = re.split(r'^(?=\w)', after.split('\n', 1)[1], flags=re.MULTILINE)[0]
+  # A list that the class reads under another name has Optax's own optimizers.
+  lists = set(re.findall(r'\b[A-Z_]*OPTIMIZERS[A-Z_]*\b', body))
+  assert lists and all(f'{x} = ' in replacement for x in lists), lists
   # As text, '0.10' comes before '0.7.2'.
   body = re.sub(r"jax\.__version__ < '[\d.]+'", 'False', body)
   names = set(re.findall(r'def (test_\w+)\(', body))

@@ -109,7 +109,7 @@ def test_names_that_say_nothing_are_warned_of_and_left_to_the_others():
   np.testing.assert_allclose(updates['adapter'], -0.1 * np.eye(3), rtol=1e-4)
 
 
-_NOTHING = r'^Pass hidden=\[.*\], or'
+_NOTHING = r'^No .* Pass hidden=\[.*\], without'
 _NAMES = ['layers/0/w', 'layers/1/w', 'x.2.k', 'attn/q/w', 'attn/k/w', '(odd)']
 
 
