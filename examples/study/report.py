@@ -14,6 +14,7 @@ from pathlib import Path
 import statistics
 from typing import Any, TypeAlias
 
+from matplotlib import ticker
 from matplotlib.figure import Figure
 import numpy as np
 from scipy import stats
@@ -32,7 +33,7 @@ _NAMES = {
   'merit-l2': ('MERIT with l2 norms + Adam', '#56b4e9', '-'),
   'lamb': ('LAMB + Adam', '#e69f00', '-'),
   'lamb-all': ('LAMB', '#e69f00', '--'),
-  'adamw': ('AdamW', '#0072b2', '-'),
+  'adamw': ('AdamW + Adam', '#0072b2', '-'),
   'muon': ('Muon + Adam', '#d55e00', '-'),
 }
 
@@ -140,9 +141,9 @@ def tables(cells: Cells) -> str:
       _markdown(_by_batch(cells, _loss, 'kept up to', kept_up_to)),
       f'*Kept up to*: the largest batch within {_KEPT} of the best batch, '
       'with all batches between.\n',
-      'Minus `merit` with the same seed (initial weights and batches), and '
-      '95 % intervals of these differences (t):\n',
-      _markdown(_differences(cells, 'merit')),
+      'Differences of losses with the same seed (initial weights and batches), '
+      'and their 95 % intervals (t):\n',
+      _markdown(_differences(cells)),
       'Largest attention logit of all layers and seeds, over all measured '
       'steps, and at the end:\n',
       _markdown(_by_batch(cells, _logits)),
@@ -210,12 +211,14 @@ def kept_up_to(own: dict[int, Cell]) -> str:
   return f'{kept[-1]:,}'
 
 
-def _differences(cells: Cells, base: str) -> Table:
+def _differences(cells: Cells) -> Table:
   rows = []
   for rule, own in cells.items():
-    if rule == base:
+    if rule == 'merit':
       continue
-    row = {'rule': f'`{rule}`'}
+    is_for_all = rule.endswith('-all') and rule != 'merit-all'
+    base = 'merit-all' if is_for_all else 'merit'
+    row = {'rule': f'`{rule}` − `{base}`'}
     for batch in _batches(cells):
       pair = [x.get(batch, Cell({}, [])) for x in (own, cells.get(base, {}))]
       row[f'{batch:,} tokens'] = _difference(*(x.by_seed() for x in pair))
@@ -294,6 +297,8 @@ def draw(cells: Cells) -> Figure:
     axes.set_xticks(ticks, [f'{x:,}' for x in ticks])
     axes.minorticks_off()
     axes.spines[['top', 'right']].set_visible(False)
+  right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  right.yaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
   left.legend(frameon=False, fontsize=8)
   return figure
 

@@ -389,7 +389,7 @@ def test_a_page_has_losses_differences_logits_and_rates(tmp_path):
   assert f'| `merit` | 2.015 ± 0.007 ({rate}) | 2.100 (' in text
   assert f'| `lamb` | 2.130 ± 0.014 ({of_lamb}) | – | 256 |' in text
   assert '| `merit, code=old` | – | 2.900 (' in text
-  assert '| `lamb` | +0.115 [' in text
+  assert '| `lamb` − `merit` | +0.115 [' in text
   assert '| `merit` | 11, 6 | 10, 6 |' in text
   assert f'| `merit` | 256 ({rate}) | **2.500** | 2.600 |' in text
   # Again, with the same result.
