@@ -51,6 +51,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   _write_files()
   block, _ = re.findall(r'```sh\n(.*?)```', _PAGE.read_text(), re.S)
+  block = block.replace('\\\n', '')
   lines = [x for x in block.splitlines() if not x.startswith('#')]
   assert len(lines) == 4
   for number, line in enumerate(lines):

@@ -97,7 +97,7 @@ def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
   *_, block = re.findall(r'```sh\n(.*?)```', page.read_text(), re.S)
   gs = make_bucket('gs')
   block = block.replace('gs://BUCKET', gs)
-  first, *lines = block.splitlines()
+  first, *lines = block.replace('\\\n', '').splitlines()
   assert first.startswith("pip install -e '.[cloud]'")
   assert len(lines) == 3
   monkeypatch.chdir(tmp_path)
