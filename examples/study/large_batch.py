@@ -52,8 +52,8 @@ def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
     for rule in settings.rules:
       yield from _rates(settings, losses, rule, batch_tokens)
     for seed, rule in itertools.product(settings.seeds, settings.rules):
-      power, _ = choose(tried(losses, rule, batch_tokens))
-      yield Trial(rule, power, seed, batch_tokens)
+      for power in _near(tried(losses, rule, batch_tokens), settings.near):
+        yield Trial(rule, power, seed, batch_tokens)
 
 
 def _rates(
@@ -91,10 +91,18 @@ def choose(by_power: dict[int, float]) -> tuple[int, bool]:
   return min(near), len(near) > 1
 
 
+def _near(by_power: dict[int, float], near: float) -> list[int]:
+  """Returns the chosen power of two, and those with losses near its own."""
+  chosen, _ = choose(by_power)
+  limit = by_power[chosen] + near
+  others = [x for x, loss in by_power.items() if loss <= limit and x != chosen]
+  return [chosen, *(others if near else [])]
+
+
 def facts(settings: Settings, data: str, rule: str) -> dict[str, Any]:
   """Returns what, beside the trial, decides its losses."""
   free = {'results', 'minutes'}
-  free |= {'rules', 'powers', 'extensions', 'batches', 'seeds'}
+  free |= {'rules', 'powers', 'extensions', 'batches', 'near', 'seeds'}
   free |= {'micro_batch', 'unroll', 'remat', 'mesh'}  # These change rounding.
   fixed = {k: v for k, v in vars(settings).items() if k not in free}
   return {**fixed, 'data': data, 'code': trainer.code_digest(settings, rule)}

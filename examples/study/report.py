@@ -46,11 +46,22 @@ class Cell:
 
   Attributes:
     tuning: Trials of seed 0, by the power of two of their rate.
-    seeds: Trials of other seeds with the chosen rate.
+    others: Trials of other seeds, likewise.
   """
 
   tuning: dict[int, dict[str, Any]]
-  seeds: list[dict[str, Any]]
+  others: dict[int, list[dict[str, Any]]]
+
+  @property
+  def seeds(self) -> list[dict[str, Any]]:
+    """Trials of other seeds: of several rates, with the best mean loss."""
+    most = max(map(len, self.others.values()), default=0)
+    complete = [x for x in self.others.values() if len(x) == most]
+    return min(
+      complete,
+      key=lambda trials: statistics.mean(map(loss_of, trials)),
+      default=[],
+    )
 
   @property
   def losses(self) -> list[float]:
@@ -68,7 +79,8 @@ class Cell:
 
   def choice(self) -> tuple[int, bool]:
     """Returns the power of two that was chosen, and whether it was close."""
-    return choose({power: loss_of(x) for power, x in self.tuning.items()})
+    power, is_close = choose({k: loss_of(x) for k, x in self.tuning.items()})
+    return (self.seeds[0]['trial']['power'] if self.seeds else power), is_close
 
 
 Cells: TypeAlias = dict[str, dict[int, Cell]]
@@ -123,9 +135,9 @@ def read_cells(results: Path) -> Cells:
       f'{k}={v}' for k, v in x['settings'].items() if v != expected.get(k)
     ]
     label = ', '.join([trial.rule, *others])
-    cell = found[label].setdefault(trial.batch_tokens, Cell({}, []))
+    cell = found[label].setdefault(trial.batch_tokens, Cell({}, {}))
     if trial.seed:
-      cell.seeds.append(x)
+      cell.others.setdefault(trial.power, []).append(x)
     else:
       cell.tuning[trial.power] = x
   return {k: dict(sorted(x.items())) for k, x in found.items()}
@@ -137,7 +149,8 @@ def tables(cells: Cells) -> str:
     [
       'Final validation loss in nats per token, mean ± standard deviation of '
       'the seeds, and the chosen learning rate; ≈ where a rate within 0.003 '
-      'of the best loss was left.\n',
+      'of the best loss was left. Of several rates with seeds, the better '
+      'mean.\n',
       _markdown(_by_batch(cells, _loss, 'kept up to', kept_up_to)),
       f'*Kept up to*: the largest batch within {_KEPT} of the best batch, '
       'with all batches between.\n',
@@ -220,7 +233,7 @@ def _differences(cells: Cells) -> Table:
     base = 'merit-all' if is_for_all else 'merit'
     row = {'rule': f'`{rule}` − `{base}`'}
     for batch in _batches(cells):
-      pair = [x.get(batch, Cell({}, [])) for x in (own, cells.get(base, {}))]
+      pair = [x.get(batch, Cell({}, {})) for x in (own, cells.get(base, {}))]
       row[f'{batch:,} tokens'] = _difference(*(x.by_seed() for x in pair))
     rows.append(row)
   return rows

@@ -57,6 +57,9 @@ class Settings:
   and more while the lowest or highest is best."""
   extensions: int = 4
   """Rates to add at most while an edge is best."""
+  near: float = 0.0
+  """Rates whose loss with seed 0 is within this of the chosen one's are taken
+  with the other seeds too."""
   seeds: tuple[int, ...] = (1, 2)
   """Seeds of the trials with the chosen rate: of initial weights and of the
   order of the data."""

@@ -67,6 +67,16 @@ def test_a_close_choice_takes_the_smaller_rate():
   assert large_batch.choose({0: 2.0, 1: 1.99, 2: math.inf}) == (1, False)
 
 
+def test_near_rates_are_taken_with_the_other_seeds_too():
+  settings = dataclasses.replace(
+    _DRY, rules=('merit',), batches=(256,), seeds=(1, 2), near=0.02
+  )
+  of_seed_0 = {-1: 2.5, 0: 2.0, 1: 2.015}
+  losses = {Trial('merit', k, 0, 256): x for k, x in of_seed_0.items()}
+  planned = [(x.seed, x.power) for x in large_batch.plan(settings, losses)]
+  assert planned[3:] == [(1, 0), (1, 1), (2, 0), (2, 1)]
+
+
 @pytest.fixture(scope='module')
 def params():
   config = trainer.model_config(_DRY)
@@ -373,6 +383,9 @@ def test_a_page_has_losses_differences_logits_and_rates(tmp_path):
       for batch in (256, 1024)
     ),
     *(_record(Trial('merit', 0, x, 256), 2 + x / 100) for x in (1, 2)),
+    # Another rate with the same seeds, and one with fewer.
+    *(_record(Trial('merit', 1, x, 256), 2.2) for x in (1, 2)),
+    _record(Trial('merit', -1, 1, 256), 1.0),
     *(_record(Trial('lamb', 0, x, 256), 2.1 + x / 50) for x in (1, 2)),
     _record(Trial('merit', 0, 1, 1024), 2.1),
   ]
