@@ -310,7 +310,7 @@ def draw(cells: Cells) -> Figure:
     axes.set_xticks(ticks, [f'{x:,}' for x in ticks])
     axes.minorticks_off()
     axes.spines[['top', 'right']].set_visible(False)
-  right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+  right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
   right.yaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
   left.legend(frameon=False, fontsize=8)
   return figure
