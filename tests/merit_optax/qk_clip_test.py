@@ -169,6 +169,40 @@ def test_heads_and_features_in_one_axis():
 # Trees.
 
 
+def test_latent_attention():
+  names = ('query_nope', 'query_rope', 'key_nope', 'key_rope')
+  sizes = ((4, 4), (4, 2), (4, 4), (1, 2))  # The last one serves all heads.
+  params = {
+    name: 4 * normal(i, (_FEATURES, *size))
+    for i, (name, size) in enumerate(zip(names, sizes, strict=True))
+  }
+  x = normal(99, (1, 10, _FEATURES))
+
+  @jax.jit
+  def max_logits(params):
+    parts = {k: jnp.einsum('btd,dnh->btnh', x, w) for k, w in params.items()}
+    key_rope = jnp.broadcast_to(parts['key_rope'], parts['query_rope'].shape)
+    query = jnp.concatenate([parts['query_nope'], parts['query_rope']], -1)
+    key = jnp.concatenate([parts['key_nope'], key_rope], -1)
+    return merit_optax.attention_statistics(query, key).max_logit
+
+  clip = merit_optax.qk_clip(
+    5.0,
+    query={'query_nope|query_rope': _Heads(-2)},
+    key={'key_nope|query_rope': _Heads(-2)},
+  )
+  before = max_logits(params)
+  assert (before > 5).all()
+  updates, _ = clip.update(
+    jax.tree.map(jnp.zeros_like, params),
+    clip.init(params),
+    params,
+    max_logits=before,
+  )
+  after = max_logits(optax.apply_updates(params, updates))
+  np.testing.assert_allclose(after, 5, rtol=1e-5)
+
+
 def test_patterns_match_paths():
   params = nnx.state(
     nnx.MultiHeadAttention(4, 8, decode=False, rngs=nnx.Rngs(0)), nnx.Param

@@ -418,6 +418,47 @@ def test_pages_say_what_the_trials_say(tmp_path):
   assert copy.read_text() == page.read_text()
 
 
+def test_words_of_the_ladder_are_its_trials():
+  lines = large_batch.read(_ROOT / 'examples/study/data/ladder.jsonl')
+  trials = {tuple(x['trial'].values()): x for x in lines}
+
+  def logit(*trial):
+    return max(trials[trial]['peak_logits'])
+
+  def moved(rule, power):  # The best power of two at 65,536 tokens is -1.
+    losses = [trials[rule, x, 0, 65_536]['loss'] for x in (power, -1)]
+    return f'{losses[0] - losses[1]:.3f} (`{rule}`)'
+
+  full, half = (
+    [('lamb-all', power, seed, 65_536) for seed in range(1, 6)]
+    for power in (0, -1)
+  )
+  ranges = [
+    f'{min(logit(*x) for x in of):.0f} to {max(logit(*x) for x in of):.0f}'
+    for of in (full, half)
+  ]
+  gained = np.mean(
+    [
+      trials[x]['loss'] - trials[y]['loss']
+      for x, y in zip(full, half, strict=True)
+    ]
+  )
+  text = ' '.join((_ROOT / 'examples/study/LADDER.md').read_text().split())
+  for words in (
+    f'had {ranges[0]}; at half of it they had {ranges[1]}',
+    f'a loss lower by {gained:.3f}',
+    f'{logit("adamw", 1, 0, 16_384):,.0f} with AdamW',
+    f'{logit("muon", 2, 0, 16_384):,.0f} with Muon',
+    f'{logit("merit-all", 2, 0, 16_384):,.0f} with MERIT',
+    f'{logit("lamb-all", 2, 0, 16_384):,.0f} with LAMB',
+    moved('merit', 1),
+    moved('lamb', 1),
+    moved('adamw', 0),
+    moved('muon', 0),
+  ):
+    assert words in text, words
+
+
 def test_the_rule_in_the_readme_runs(tmp_path, monkeypatch):
   text = (_ROOT / 'examples' / 'study' / 'README.md').read_text()
   (code,) = re.findall(r'^```py\n(.*?)^```', text, re.DOTALL | re.MULTILINE)
