@@ -11,6 +11,7 @@ import jax
 import tqdm
 import tyro
 
+from benchmarks.hlo import sent_by_kind
 from benchmarks.rounds import write_json
 from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import columns, exit_on_error
@@ -78,8 +79,8 @@ def _row(settings: Settings, config: Config) -> dict[str, Any]:
   )
   fitted = fit_to_mesh(resolve(config), mesh)
   trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
-  step = compile_for.sent_by_kind(compile_for.compile_step(fitted, trainer))
-  update = compile_for.sent_by_kind(compile_for.compile_update(trainer))
+  step = sent_by_kind(compile_for.compile_step(fitted, trainer))
+  update = sent_by_kind(compile_for.compile_update(trainer))
   return {
     'mesh': config.mesh,
     'optimizer': config.optimizer,

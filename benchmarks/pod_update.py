@@ -16,6 +16,7 @@ from optax.contrib import MuonDimensionNumbers
 import tqdm
 import tyro
 
+from benchmarks.hlo import collectives
 from benchmarks.rounds import write_json
 from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import UsageError, columns, exit_on_error
@@ -101,7 +102,7 @@ def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
   """Returns what the devices of a topology do, by parameter that one holds."""
   weights = _weights(settings, compile_for.devices(name))
   compiled = _compile(optimizer, weights)
-  found = compile_for.collectives(compiled)
+  found = collectives(compiled)
   size = math.prod(weights.sharding.shard_shape(weights.shape))
   # The compiler for GPUs has none.
   cost = compiled.cost_analysis() or {}

@@ -9,8 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 import optax
 
+from benchmarks.hlo import collectives
 from examples.gpt2 import loss
-from examples.gpt2.compile_for import collectives
 from examples.gpt2.loss import mean_cross_entropy, token_losses
 from examples.gpt2.sharding import make_mesh
 
