@@ -7,47 +7,33 @@ mesh and any number of processes, of which each reads only its own rows.
 """
 
 import bisect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
 import hashlib
 import itertools
 import math
-import os
-from pathlib import Path, PurePath
-import tempfile
+from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
 import grain
 import jax
 from jax.sharding import Mesh
 import numpy as np
-import tokenizers
 
 from examples.gpt2.command import UsageError, about
 from examples.gpt2.config import Config, batch_sizes, digest
-from examples.gpt2.processes import check_same, on_process_0
+from examples.gpt2.processes import check_same
 from examples.gpt2.sharding import batch_sharding, num_batch_shards
-from examples.gpt2.storage import (
-  as_path,
-  file_system,
-  is_remote,
-  new_folder,
-  size,
-)
+from examples.gpt2.storage import as_path
 from examples.gpt2.token_files import (
   PARTS,
   has_token_files,
+  open_held_out,
   open_part,
-  open_tokens,
+  parse_sources,
   read_index,
-)
-from examples.gpt2.tokenizer import (
-  TOKENIZER,
-  num_identifiers,
-  read_vocabulary,
-  vocabulary,
 )
 
 _THREADS = 16
@@ -73,10 +59,6 @@ class Source:
   train: Sequences
   validation: Sequences
   vocab_size: int  # Number that all tokens are below.
-  tokenizer: tokenizers.Tokenizer | None = None
-  end_token: str | None = None  # Follows each document, where that is known.
-  # Files beside the tokenizer that say how it is used.
-  companions: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
 
 
 def open_source(name: str, config: Config) -> Source:
@@ -84,16 +66,22 @@ def open_source(name: str, config: Config) -> Source:
 
   To train on something that is no file, return a ``Source`` of your own here
   for a name of your choice. It can be mixed with folders of token files that
-  have as large a vocabulary (text needs examples.gpt2.prepare first).
+  have as large a vocabulary.
 
   Raises ``UsageError`` if files are missing, damaged or too short.
   """
   folder = as_path(name)
-  if not has_token_files(folder) and not folder.exists():
-    raise UsageError(f'{name} does not exist.')
-  vocab_size, known = config.model.vocab_size, read_vocabulary(folder)
-  if 'tokenizer' in known:
-    vocab_size = num_identifiers(known['tokenizer'])
+  if not has_token_files(folder):
+    is_there = name == 'stdlib' or folder.exists()
+    raise UsageError(
+      f'{name} is text, which is neither mixed nor weighted: make tokens of it '
+      f'by python -m examples.gpt2.prepare --data {name} --out-dir OTHER, with '
+      'the --tokenizer of the other sources.'
+      if is_there
+      else f'{name} does not exist.'
+    )
+  index = read_index(folder)
+  vocab_size = index['vocab_size'] if index else config.model.vocab_size
   parts = {}
   for part in PARTS:
     with about(part):
@@ -101,7 +89,7 @@ def open_source(name: str, config: Config) -> Source:
       parts[part] = TokenSequences(
         files, config.model.context_length, vocab_size
       )
-  return Source(parts['train'], parts['val'], vocab_size, **known)
+  return Source(parts['train'], parts['val'], vocab_size)
 
 
 class TokenSequences:
@@ -170,7 +158,7 @@ class EvaluationSet(NamedTuple):
 class Data:
   """What a run is trained and evaluated on."""
 
-  folders: Sequence[str]  # Of the token files; of text, in the cache.
+  folders: Sequence[str]  # Of the token files.
   # To train on, without end: an epoch of a source has each of its sequences
   # once, and each epoch another order.
   sequences: grain.MapDataset
@@ -179,56 +167,41 @@ class Data:
   sha256: str  # Of the sequences and the weights, hexadecimal.
   evaluations: Sequence[EvaluationSet]
   vocab_size: int
-  tokenizer: tokenizers.Tokenizer | None
-  end_token: str | None
-  companions: Mapping[str, bytes]
-
-
-class _Named(NamedTuple):
-  """What a name in --data leads to."""
-
-  shown: str  # In messages.
-  name: str  # Of its evaluation set.
-  folder: str  # Of its token files, or the name of another source.
-  weight: float | None
 
 
 def load_data(config: Config) -> Data:
-  """Opens what the settings name, and makes tokens of text the first time.
+  """Opens the token files that the settings name.
 
   Raises:
-    UsageError: If the data is missing, empty, not text, too short for a
-      sequence in one of its parts, not of the vocabulary, or not the same in
-      all processes.
+    UsageError: If the data is missing, too short for a sequence in one of its
+      parts, not of the vocabulary, or not the same in all processes.
   """
-  named, opened = _find_sources(config), []
-  for source in named:
-    with about(f'--data {source.shown}'):
-      opened.append(open_source(source.folder, config))
-  first = _first(opened)
-  sizes = [x.weight or len(y.train) for x, y in zip(named, opened, strict=True)]
+  given = parse_sources(config.data)
+  names, opened = _short_names(given), []
+  for name, _ in given:
+    with about(f'--data {name}'):
+      opened.append(open_source(name, config))
+  vocab_size = _vocab_size(opened)
+  sizes = [x or len(y.train) for (_, x), y in zip(given, opened, strict=True)]
   weights = [size / math.fsum(sizes) for size in sizes]
   evaluations = [
-    EvaluationSet(x.name, y.validation, weight)
-    for x, y, weight in zip(named, opened, weights, strict=True)
+    EvaluationSet(name, x.validation, weight)
+    for name, x, weight in zip(names, opened, weights, strict=True)
   ]
   for text in config.eval_data:
     known = [x.name for x in evaluations]
     with about(f'--eval-data {text}'):
-      evaluations.append(_named_set(text, known, first, config))
+      evaluations.append(_named_set(text, known, vocab_size, config))
   train = [x.train for x in opened]
   validation = [x.validation for x in opened]
   data = Data(
-    folders=[x.folder for x in named],
+    folders=[name for name, _ in given],
     sequences=mix(train, weights, config.seed),
     train_tokens=sum(map(len, train)) * config.model.context_length,
     validation_tokens=sum(map(len, validation)) * config.model.context_length,
     sha256=digest([fingerprint(x) for x in (*train, *validation)], weights),
     evaluations=evaluations,
-    vocab_size=first.vocab_size,
-    tokenizer=first.tokenizer,
-    end_token=first.end_token,
-    companions=first.companions,
+    vocab_size=vocab_size,
   )
   prints = {
     f'--eval-data {x.name}': fingerprint(x.sequences)
@@ -236,61 +209,6 @@ def load_data(config: Config) -> Data:
   }
   check_same({'the hash of --data': data.sha256, **prints})
   return data
-
-
-def _find_sources(config: Config) -> list[_Named]:
-  """Returns the sources; all texts are one, whose tokens are in the cache."""
-  given = parse_sources(config.data)
-  texts = [name for name, _ in given if _is_text(name)]
-  if not texts:
-    return [
-      _Named(name, short, name, weight)
-      for (name, weight), short in zip(given, _short_names(given), strict=True)
-    ]
-  if len(texts) < len(given) or given[0][1] is not None:
-    made_by = [x for x, _ in given if (as_path(x) / TOKENIZER).exists()]
-    how = f'--tokenizer {made_by[0]}' if made_by else '--vocab-size N'
-    raise UsageError(
-      f'--data {texts[0]} is text, which can be neither mixed nor weighted: '
-      'make tokens of it by python -m examples.gpt2.prepare --data '
-      f'{texts[0]} {how} --out-dir OTHER. All sources need the same vocabulary.'
-    )
-  # The first process makes the tokens for all that see its cache.
-  on_process_0(_tokens_of_text, texts, config)
-  name = PurePath(texts[0]).name if len(texts) == 1 else 'text'
-  folder = _tokens_of_text(texts, config)
-  return [_Named(' '.join(texts), name, folder, None)]
-
-
-def parse_sources(data: Sequence[str]) -> list[tuple[str, float | None]]:
-  """Parses names and weights, such as ``'tokens/web:0.7'``.
-
-  Raises ``UsageError`` unless all of several have a weight above 0, or none.
-  """
-  sources = [_parse(text) for text in data]
-  given = [weight for _, weight in sources if weight is not None]
-  is_each = len(given) in (0, len(sources))
-  if not sources or not is_each or not all(0 < x < math.inf for x in given):
-    raise UsageError(
-      '--data must name sources, each with a weight above 0, as in '
-      f'tokens/web:0.7 tokens/code:0.3, or none, got {" ".join(data)!r}.'
-    )
-  return sources
-
-
-def _parse(text: str) -> tuple[str, float | None]:
-  name, _, weight = text.rpartition(':')
-  if not name or Path(text).exists():  # A name with a colon.
-    return text, None
-  try:
-    return name, float(weight)
-  except ValueError:  # As in gs://bucket.
-    return text, None
-
-
-def _is_text(name: str) -> bool:
-  path = as_path(name)
-  return name == 'stdlib' or (not has_token_files(path) and path.exists())
 
 
 def _short_names(named: Sequence[tuple[str, float | None]]) -> list[str]:
@@ -305,61 +223,21 @@ def _short_names(named: Sequence[tuple[str, float | None]]) -> list[str]:
   return short if len({*short}) == len(short) else names
 
 
-def _first(sources: Sequence[Source]) -> Source:
-  """Returns the first source with a tokenizer, with which all must agree."""
-  made_by = {vocabulary(x.tokenizer) for x in sources if x.tokenizer}
+def _vocab_size(sources: Sequence[Source]) -> int:
+  """Returns the size of the vocabulary, which all sources must share."""
   sizes = [x.vocab_size for x in sources]
-  if len(made_by) > 1 or len({*sizes}) > 1:
+  if len({*sizes}) > 1:
     raise UsageError(
       'Several sources of --data must have the same tokenizer, got '
-      f'{len(made_by)} tokenizers and vocabularies of {sizes} tokens: make '
-      'token files of the others by python -m examples.gpt2.prepare '
-      '--tokenizer with the folder of the first, or give --vocab-size where '
-      'a source has no tokenizer.'
+      f'vocabularies of {sizes} tokens: make token files of the others by '
+      'python -m examples.gpt2.prepare --tokenizer with the folder of the '
+      'first, or give --vocab-size where a source has no index.json.'
     )
-  return next((x for x in sources if x.tokenizer), sources[0])
-
-
-def _tokens_of_text(texts: Sequence[str], config: Config) -> str:
-  """Returns the folder in the cache with the tokens of texts, made if need be.
-
-  Raises ``UsageError`` if there is no text, or the cache cannot be written.
-  """
-  # Slow to import, and needed here alone.
-  from examples.gpt2 import prepare  # noqa: PLC0415
-
-  cache = as_path(config.cache_dir)
-  cache = cache if is_remote(cache) else cache.absolute()
-  known = [
-    [str(x), size(x), str(file_system(x).modified(os.fspath(x)))]
-    for x in prepare.find_files(texts, [cache])
-  ]
-  folder = (
-    cache / digest(known, config.model.vocab_size, tokenizers.__version__)[:16]
-  )
-  try:
-    if read_index(folder) is None:
-      with (
-        # In a store, another run may be writing the same files.
-        new_folder(folder, replace=is_remote(folder)) as scratch,
-        tempfile.TemporaryDirectory() as documents,
-      ):
-        settings = prepare.PrepareConfig(
-          data=tuple(texts), out_dir=scratch, num_proc=1,
-          vocab_size=config.model.vocab_size, cache_dir=Path(documents),
-        )  # fmt: skip
-        prepare.prepare(settings, [cache])
-  except OSError as error:
-    # On a disk, another run may have been quicker.
-    if is_remote(folder) or not folder.is_dir():
-      raise UsageError(
-        f'--cache-dir {cache} cannot be used: {error}. Name another folder.'
-      ) from error
-  return os.fspath(folder)
+  return sizes[0]
 
 
 def _named_set(
-  text: str, known: Sequence[str], source: Source, config: Config
+  text: str, known: Sequence[str], vocab_size: int, config: Config
 ) -> EvaluationSet:
   """Opens a set of --eval-data."""
   name, separator, path = text.partition('=')
@@ -370,53 +248,9 @@ def _named_set(
       'it must be a path, or name=path with a name that no other set has '
       f'({", ".join(known)}).'
     )
-  files, _ = open_evaluation(
-    path, source.vocab_size, source.tokenizer, source.end_token
-  )
-  sequences = TokenSequences(
-    files, config.model.context_length, source.vocab_size
-  )
+  files = open_held_out(as_path(path), vocab_size)
+  sequences = TokenSequences(files, config.model.context_length, vocab_size)
   return EvaluationSet(name, sequences, 0.0)
-
-
-def open_evaluation(
-  data: str,
-  vocab_size: int,
-  tokenizer: tokenizers.Tokenizer | None,
-  end_token: str | None,
-  text_field: str = 'text',
-) -> tuple[list[Any], int]:
-  """Opens tokens, or makes them of text as examples.gpt2.prepare does.
-
-  Args:
-    data: Token file, folder with those to validate on, or text, JSON lines or
-      Parquet, a file or a folder of files.
-    vocab_size: Number that all tokens have to be below.
-    tokenizer: Of text.
-    end_token: Follows each document of text.
-    text_field: Field of the text in JSON, column in Parquet.
-
-  Returns:
-    The tokens of each file, and the bytes of their text or 0.
-
-  Raises:
-    UsageError: If there is no such data, or no tokenizer for text.
-  """
-  path = as_path(data)
-  if path.suffix == '.bin' and path.is_file():
-    return [open_tokens(path, vocab_size)], 0
-  if has_token_files(path):
-    return open_part(path, 'val', vocab_size), 0
-  if tokenizer is None or end_token is None:
-    raise UsageError(
-      f'{data} holds no token files to validate on, and there is no tokenizer '
-      'for text that names the token after each document: expected a token '
-      'file, or a folder with val.bin.'
-    )
-  from examples.gpt2 import prepare  # noqa: PLC0415
-
-  tokens, num_bytes = prepare.read_text(data, text_field, tokenizer, end_token)
-  return [tokens], num_bytes
 
 
 def fingerprint(sequences: Sequences) -> str:

@@ -24,14 +24,15 @@ from examples.gpt2.data import (
   TokenSequences,
   fixed_batches,
   micro_batch_shape,
-  open_evaluation,
   spread,
 )
 from examples.gpt2.loss import token_losses
 from examples.gpt2.model import as_module
-from examples.gpt2.model_files import load_model
+from examples.gpt2.model_files import Model, load_model
 from examples.gpt2.run import RunFolder
 from examples.gpt2.sharding import make_mesh, num_batch_shards, replicated
+from examples.gpt2.storage import as_path
+from examples.gpt2.token_files import is_text, open_held_out
 
 
 class Evaluation(NamedTuple):
@@ -109,13 +110,7 @@ def evaluate(
   model = load_model(folder, devices, step)
   length = context_length or model.config.context_length
   _check_context(model.config, length, stride, sequences)
-  files, num_bytes = open_evaluation(
-    data or _held_out(folder),
-    model.num_tokens,
-    model.tokenizer,
-    model.end_token,
-    text_field,
-  )
+  files, num_bytes = _open(data or _held_out(folder), text_field, model)
   num_tokens = sum(map(len, files))
   if context_length is None:
     length = max(1, min(length, num_tokens - 1))
@@ -144,6 +139,23 @@ def evaluate(
   return Evaluation(
     total / count, len(places), count, bits / num_bytes if num_bytes else None
   )
+
+
+def _open(data: str, text_field: str, model: Model) -> tuple[list[Any], int]:
+  """Returns the tokens of each file, and the bytes of their text or 0."""
+  if not is_text(data):
+    return open_held_out(as_path(data), model.num_tokens), 0
+  if model.tokenizer is None or model.end_token is None:
+    raise UsageError(
+      f'--data {data} is text, and the model has no tokenizer that names the '
+      'token after each document: expected a token file, or a folder with '
+      'val.bin.'
+    )
+  # Slow to import, and needed here alone.
+  from examples.gpt2.prepare import read_text  # noqa: PLC0415
+
+  found = read_text(data, text_field, model.tokenizer, model.end_token)
+  return [found[0]], found[1]
 
 
 def _check_context(

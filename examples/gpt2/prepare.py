@@ -28,6 +28,7 @@ import zstandard
 
 from examples.gpt2.command import (
   UsageError,
+  about,
   check_at_least,
   describe_changes,
   exit_on_error,
@@ -38,12 +39,20 @@ from examples.gpt2.storage import (
   file_system,
   is_remote,
   make_folder,
+  new_folder,
   read,
   size,
   whole_file,
   write_whole,
 )
-from examples.gpt2.token_files import INDEX, PARTS, token_dtype
+from examples.gpt2.token_files import (
+  INDEX,
+  PARTS,
+  has_token_files,
+  is_text,
+  parse_sources,
+  token_dtype,
+)
 from examples.gpt2.tokenizer import (
   END_OF_TEXT,
   TOKENIZER,
@@ -470,6 +479,107 @@ def read_text(
       found += tokenize(rows['text'], tokenizer, end_token)
       num_bytes += sum(len((text or '').encode()) for text in rows['text'])
   return np.concatenate([np.zeros(0, np.uint32), *found]), num_bytes
+
+
+# Text that the trainer is given.
+
+
+def text_to_tokens(
+  data: Sequence[str],
+  eval_data: Sequence[str],
+  vocab_size: int,
+  cache_dir: Path,
+) -> dict[str, list[str]]:
+  """Makes tokens of text, once: they stay in the cache, by its content.
+
+  Args:
+    data: Sources to train on: text alone, of which the token files are one
+      source, or folders of token files.
+    eval_data: Text or token files to evaluate on, each as ``name=path``.
+    vocab_size: Size of the vocabulary to train on text.
+    cache_dir: Folder of the cache.
+
+  Returns:
+    Both, with token files instead of text.
+
+  Raises:
+    UsageError: If there is no text, or the cache cannot be written.
+  """
+  cache = as_path(cache_dir)
+  cache = cache if is_remote(cache) else cache.absolute()
+  if data and all(map(is_text, data)):
+    data = [_prepared(data, vocab_size, cache)]
+  folders = [as_path(name) for name, _ in parse_sources(data)]
+  source = next((x for x in folders if (x / TOKENIZER).is_file()), None)
+  sets = [_evaluated(text, source, cache) for text in eval_data]
+  return {'data': [*data], 'eval_data': sets}
+
+
+def _prepared(data: Sequence[str], vocab_size: int, cache: Path) -> str:
+  """Returns the folder in the cache with the tokens of text to train on."""
+  name = PurePath(data[0]).name if len(data) == 1 else 'text'
+  folder = cache / _key(data, cache, vocab_size) / name
+  if has_token_files(folder):
+    return os.fspath(folder)
+  with (
+    _named_cache(folder),
+    # In a store, another run may be writing the same files.
+    new_folder(folder, replace=is_remote(folder)) as scratch,
+    tempfile.TemporaryDirectory() as documents,
+  ):
+    settings = PrepareConfig(
+      data=tuple(data), out_dir=scratch, num_proc=1, vocab_size=vocab_size,
+      cache_dir=Path(documents),
+    )  # fmt: skip
+    prepare(settings, [cache])
+  return os.fspath(folder)
+
+
+def _evaluated(text: str, source: Path | None, cache: Path) -> str:
+  """Returns a set to evaluate on, with a token file in the cache for text."""
+  name, separator, path = text.partition('=')
+  if not separator:
+    name, path = PurePath(text).name, text
+  if not (name and path) or not is_text(path):
+    return text
+  with about(f'--eval-data {text}'):
+    if source is None:
+      raise UsageError(
+        'it is text, and --data has no tokenizer: expected token files.'
+      )
+    tokenizer = read_tokenizer(source)
+    end_token = find_end_token(source, tokenizer)
+    key = _key([path], cache, tokenizer.to_str(), end_token)
+    file = cache / key / 'val.bin'
+    if not file.is_file():
+      tokens, _ = read_text(path, 'text', tokenizer, end_token)
+      with _named_cache(file):
+        make_folder(file.parent)
+        dtype = token_dtype(num_identifiers(tokenizer))
+        write_whole(file, tokens.astype(dtype).tobytes())
+  return f'{name}={file}'
+
+
+def _key(data: Sequence[str], cache: Path, *others: Any) -> str:
+  """Returns what tells text apart, and what else decides its tokens."""
+  known = [
+    [str(x), size(x), str(file_system(x).modified(os.fspath(x)))]
+    for x in find_files(data, [cache])
+  ]
+  parts = json.dumps([known, *others, tokenizers.__version__])
+  return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def _named_cache(path: Path) -> Iterator[None]:
+  try:
+    yield
+  except OSError as error:
+    # On a disk, another run may have been quicker.
+    if is_remote(path) or not path.exists():
+      raise UsageError(
+        f'--cache-dir cannot be used for {path}: {error}. Name another folder.'
+      ) from error
 
 
 # Documents.

@@ -1,6 +1,5 @@
 """What a run starts from: weights, the state of another run, or a seed."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from examples.gpt2.model_files import (
 from examples.gpt2.run import saved_steps
 from examples.gpt2.step import Trainer, TrainState
 from examples.gpt2.storage import as_path
-from examples.gpt2.tokenizer import vocabulary
+from examples.gpt2.tokenizer import read_shared, vocabulary
 
 # Settings of a model that a run which starts from it may choose.
 _CHOSEN = ('vocab_size', 'init_std', 'dtype', 'remat', 'unroll')
@@ -58,16 +57,20 @@ def with_model(config: Config) -> tuple[Config, Model | None]:
   return change(config, **found), model
 
 
-def with_vocabulary(config: Config, data: Data, model: Model | None) -> Data:
-  """Returns data with the tokenizer of the model that a run starts from.
+def find_vocabulary(
+  config: Config, data: Data, model: Model | None
+) -> dict[str, Any]:
+  """Returns the tokenizer of a run: of the data, or what the run starts from.
 
   Raises ``UsageError`` if that has another vocabulary or tokenizer than the
   data.
   """
+  found = read_shared(data.folders, data.vocab_size)
   if model is None:
-    return data
+    return found
   rows = padded_vocab_size(data.vocab_size)
-  known = [vocabulary(x) for x in (model.tokenizer, data.tokenizer) if x]
+  tokenizer = found.get('tokenizer')
+  known = [vocabulary(x) for x in (model.tokenizer, tokenizer) if x]
   if len(set(known)) > 1 or rows != model.config.vocab_size:
     folder = config.init_from or config.fork_from
     raise UsageError(
@@ -76,14 +79,13 @@ def with_vocabulary(config: Config, data: Data, model: Model | None) -> Data:
       'tokens with it, by python -m examples.gpt2.prepare --tokenizer '
       f'{folder}.'
     )
-  if data.tokenizer is not None:
-    return data
-  return dataclasses.replace(
-    data,
-    tokenizer=model.tokenizer,
-    end_token=model.end_token,
-    companions=model.companions,
-  )
+  if tokenizer is not None:
+    return found
+  return {
+    'tokenizer': model.tokenizer,
+    'end_token': model.end_token,
+    'companions': model.companions,
+  }
 
 
 def initial_state(config: Config, trainer: Trainer) -> TrainState:

@@ -1,8 +1,10 @@
 """Token files: of examples.gpt2.prepare, llm.c, nanoGPT and others."""
 
+from collections.abc import Sequence
 import contextlib
 import dataclasses
 import json
+import math
 from pathlib import Path
 import re
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from examples.gpt2.command import UsageError
-from examples.gpt2.storage import is_remote, read, size
+from examples.gpt2.storage import as_path, is_remote, read, size
 
 INDEX = 'index.json'  # Of what examples.gpt2.prepare has written.
 PARTS = ('train', 'val')  # To train on, and held out.
@@ -20,6 +22,32 @@ _PART = re.compile(r'(?:^|[_.-])(?:(train)|val|valid|validation)(?=[_.-])')
 # this, and the third the number of tokens.
 _LLM_C = {20240520: np.uint16, 20240801: np.uint32}
 _LLM_C_HEADER = 1024
+
+
+def parse_sources(data: Sequence[str]) -> list[tuple[str, float | None]]:
+  """Parses names and weights, such as ``'tokens/web:0.7'``.
+
+  Raises ``UsageError`` unless all of several have a weight above 0, or none.
+  """
+  sources = [_parse(text) for text in data]
+  given = [weight for _, weight in sources if weight is not None]
+  is_each = len(given) in (0, len(sources))
+  if not sources or not is_each or not all(0 < x < math.inf for x in given):
+    raise UsageError(
+      '--data must name sources, each with a weight above 0, as in '
+      f'tokens/web:0.7 tokens/code:0.3, or none, got {" ".join(data)!r}.'
+    )
+  return sources
+
+
+def _parse(text: str) -> tuple[str, float | None]:
+  name, _, weight = text.rpartition(':')
+  if not name or as_path(text).exists():  # A name with a colon.
+    return text, None
+  try:
+    return name, float(weight)
+  except ValueError:  # As in gs://bucket.
+    return text, None
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -55,9 +83,28 @@ def open_part(folder: Path, part: str, vocab_size: int) -> list[Any]:
   return files
 
 
+def open_held_out(path: Path, vocab_size: int) -> list[Any]:
+  """Opens a token file, or those of a folder to validate on.
+
+  Raises ``UsageError`` as ``open_part`` does.
+  """
+  if path.suffix == '.bin' and path.is_file():
+    return [open_tokens(path, vocab_size)]
+  return open_part(path, 'val', vocab_size)
+
+
 def has_token_files(folder: Path) -> bool:
   """Returns whether a folder holds token files."""
   return read_index(folder) is not None or any(_find_files(folder).values())
+
+
+def is_text(name: str) -> bool:
+  """Returns whether a name stands for text, not for token files."""
+  path = as_path(name)
+  if name == 'stdlib':
+    return True
+  is_tokens = path.suffix == '.bin' or has_token_files(path)
+  return not is_tokens and path.exists()
 
 
 def read_index(folder: Path) -> dict[str, Any] | None:

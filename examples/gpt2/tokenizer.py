@@ -1,6 +1,6 @@
 """Tokenizers, trained or read, and the token that ends a document."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 import json
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import tokenizers
 
 from examples.gpt2.command import UsageError
-from examples.gpt2.storage import read
+from examples.gpt2.storage import as_path, read
 
 TOKENIZER = 'tokenizer.json'
 END_OF_TEXT = '<|endoftext|>'  # Of GPT-2, and of what is trained here.
@@ -143,6 +143,24 @@ def read_vocabulary(
     found['tokenizer'] = read_tokenizer(folder / TOKENIZER, num_tokens)
     found['end_token'] = end_token(folder, found['tokenizer'])
   return found
+
+
+def read_shared(
+  folders: Sequence[str], num_tokens: int | None = None
+) -> dict[str, Any]:
+  """Returns what folders of token files have of their tokenizer.
+
+  Raises ``UsageError`` if they have several.
+  """
+  found = [read_vocabulary(as_path(folder), num_tokens) for folder in folders]
+  known = [x for x in found if 'tokenizer' in x]
+  if len({vocabulary(x['tokenizer']) for x in known}) > 1:
+    raise UsageError(
+      f'{" ".join(folders)} must have the same tokenizer: make token files of '
+      'the others by python -m examples.gpt2.prepare --tokenizer with the '
+      'folder of the first.'
+    )
+  return (known or found)[0]
 
 
 def find_end_token(

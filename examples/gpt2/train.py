@@ -19,6 +19,7 @@ from examples.gpt2.config import (
   PRESETS,
   Config,
   by_name,
+  change,
   digest,
   fact,
   from_json,
@@ -44,9 +45,10 @@ from examples.gpt2.processes import (
 )
 from examples.gpt2.run import RunFolder
 from examples.gpt2.sharding import fit_to_mesh
-from examples.gpt2.start import with_model, with_vocabulary
+from examples.gpt2.start import find_vocabulary, with_model
 from examples.gpt2.step import Trainer
 from examples.gpt2.storage import as_path
+from examples.gpt2.token_files import is_text
 
 _PROG = 'python -m examples.gpt2.train'
 
@@ -154,7 +156,8 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
       f'--micro-batch-size {resolved.micro_batch_size}: '
       f"{fitted.micro_batch_size}, which divides a shard's part of a batch"
     )
-  data = with_vocabulary(fitted, load_data(fitted), source)
+  data = load_data(with_tokens(fitted))
+  vocabulary = find_vocabulary(fitted, data, source)
   trainer = Trainer(fitted, data.vocab_size, mesh)
   known_by = identity(fitted) | {'data_sha256': data.sha256}
   # Named after what decides its numbers.
@@ -168,7 +171,8 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
       print_once(f'This run has been done: {path}')
     else:
       print_once(run.overview(fitted, data, trainer, folder))
-      _train(trainer, fitted, data, folder, stop or StopRequest())
+      model = Model(trainer.model_config, data.vocab_size, None, **vocabulary)
+      _train(trainer, fitted, data, model, folder, stop or StopRequest())
     if is_process_0():
       print(run.report(folder))
   return folder
@@ -190,6 +194,22 @@ def _check_data(config: Config) -> None:
       f'--out-dir must be on a disk or in gs://, where Orbax can write, got '
       f'{config.out_dir}.'
     )
+
+
+def with_tokens(config: Config) -> Config:
+  """Returns settings with token files, made once, instead of text."""
+  evaluated = [x.partition('=')[2] or x for x in config.eval_data]
+  if not any(map(is_text, (*config.data, *evaluated))):
+    return config
+  # Slow to import, and needed here alone.
+  from examples.gpt2.prepare import text_to_tokens  # noqa: PLC0415
+
+  given = (
+    config.data, config.eval_data, config.model.vocab_size, config.cache_dir
+  )  # fmt: skip
+  # Process 0 makes the tokens for all that see its cache.
+  on_process_0(text_to_tokens, *given)
+  return change(config, **text_to_tokens(*given))
 
 
 def _connect(config: Config) -> None:
@@ -225,18 +245,11 @@ def _train(
   trainer: Trainer,
   config: Config,
   data: Data,
+  model: Model,
   folder: RunFolder,
   stop: StopRequest,
 ) -> None:
   """Trains, and writes weights, picture and, last, the sample."""
-  model = Model(
-    trainer.model_config,
-    data.vocab_size,
-    None,
-    data.tokenizer,
-    data.end_token,
-    data.companions,
-  )
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):

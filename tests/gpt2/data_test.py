@@ -1,6 +1,7 @@
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from examples.gpt2 import data as data_module, prepare as prepare_module
 from examples.gpt2.command import UsageError
 from examples.gpt2.config import Config, change
 from examples.gpt2.data import (
+  Data,
   Source,
   TokenSequences,
   batch_shape,
@@ -29,8 +31,8 @@ from examples.gpt2.sharding import (
   num_batch_shards,
 )
 from examples.gpt2.storage import as_path, write_whole
-from examples.gpt2.tokenizer import train_tokenizer
-from examples.gpt2.train import train
+from examples.gpt2.tokenizer import read_shared, train_tokenizer
+from examples.gpt2.train import train, with_tokens
 
 ONE = make_mesh('', jax.devices()[:1])
 MESHES = ['', 'fsdp=8', 'fsdp=4,tensor=2', 'tensor=8', 'fsdp=2,tensor=2']
@@ -216,13 +218,21 @@ def _with_bins(config: Config, folder: Path, train, val):
   return change(config, data=(str(folder),))
 
 
+def _load(config: Config) -> Data:
+  return load_data(with_tokens(config))
+
+
+def _tokenizer(data: Data) -> Any:
+  return read_shared(data.folders)['tokenizer']
+
+
 def _text(data, sequences) -> str:
   tokens = np.concatenate([sequences[i][:-1] for i in range(len(sequences))])
-  return data.tokenizer.decode(tokens)
+  return _tokenizer(data).decode(tokens)
 
 
 def test_text_is_prepared_into_the_cache_by_its_content(tiny, monkeypatch):
-  first, path = load_data(tiny), Path(tiny.data[0])
+  first, path = _load(tiny), Path(tiny.data[0])
   (held_out,) = first.evaluations
   assert held_out.name == 'text.txt'
   before = path.read_text()
@@ -231,19 +241,19 @@ def test_text_is_prepared_into_the_cache_by_its_content(tiny, monkeypatch):
   assert first.vocab_size == tiny.model.vocab_size
   assert first.validation_tokens < first.train_tokens / 10
   path.write_text('other text ' * 5000)
-  second = load_data(tiny)
+  second = _load(tiny)
   assert second.sha256 != first.sha256
   monkeypatch.setattr(prepare_module, 'train_tokenizer', None)
-  assert load_data(tiny).sha256 == second.sha256
+  assert _load(tiny).sha256 == second.sha256
   (Path(second.folders[0]) / 'val.bin').write_bytes(b'1')
   with pytest.raises(UsageError, match=r'val\.bin has 1 bytes, .* damaged'):
-    load_data(tiny)
+    _load(tiny)
 
 
 def test_a_text_that_is_too_short_is_named(tiny):
   Path(tiny.data[0]).write_text('a few words\n' * 9)
-  with pytest.raises(UsageError, match=f'^--data {tiny.data[0]}: .* too few'):
-    load_data(tiny)
+  with pytest.raises(UsageError, match='^--data .*/text.txt: .* too few'):
+    _load(tiny)
 
 
 def test_several_texts_are_one(tiny, tmp_path: Path):
@@ -252,14 +262,14 @@ def test_several_texts_are_one(tiny, tmp_path: Path):
     path = tmp_path / f'{name}.txt'
     path.write_text(text * 2000)
     paths.append(str(path))
-  data = load_data(change(tiny, data=tuple(paths)))
+  data = _load(change(tiny, data=tuple(paths)))
   assert [x.name for x in data.evaluations] == ['text']
-  found = {data.tokenizer.decode(data.sequences[i]) for i in range(200)}
+  found = {_tokenizer(data).decode(data.sequences[i]) for i in range(200)}
   assert any('1 2 3' in x for x in found)
   assert any('uvw xyz' in x for x in found)
   weighted = tuple(f'{path}:1' for path in paths)
   with pytest.raises(UsageError, match='a.txt is text, which'):
-    load_data(change(tiny, data=weighted))
+    _load(change(tiny, data=weighted))
 
 
 def test_text_and_cache_may_be_in_a_store(make_bucket, tiny, monkeypatch):
@@ -269,24 +279,25 @@ def test_text_and_cache_may_be_in_a_store(make_bucket, tiny, monkeypatch):
   there = change(
     tiny, data=(f'{bucket}/text.txt',), cache_dir=as_path(bucket) / 'cache'
   )
-  expected = load_data(tiny)
+  expected = _load(tiny)
   for _ in range(2):  # To make the cache, and from the cache.
-    found = load_data(there)
+    found = _load(there)
     assert found.sha256 == expected.sha256
-    assert found.tokenizer.to_str() == expected.tokenizer.to_str()
+    assert _tokenizer(found).to_str() == _tokenizer(expected).to_str()
     monkeypatch.setattr(prepare_module, 'train_tokenizer', None)
 
 
 def test_a_cache_folder_that_cannot_be_used_names_the_flag(tiny):
   tiny.cache_dir.write_text('a file, no folder')
-  with pytest.raises(UsageError, match='--cache-dir .*cannot be used.* Name'):
-    load_data(tiny)
+  with pytest.raises(UsageError, match='--cache-dir cannot be used.* Name'):
+    _load(tiny)
 
 
 def test_changed_token_files_are_others(tiny: Config, tmp_path: Path):
   config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
   first = load_data(config)
-  assert (first.tokenizer, first.vocab_size) == (None, 288)
+  assert read_shared(first.folders) == {'companions': {}}
+  assert first.vocab_size == 288
   assert load_data(config).sha256 == first.sha256
   for parts in (([1, 0] * 50, [2] * 100), ([0, 1] * 50, [3] * 100)):
     changed = load_data(_with_bins(tiny, tmp_path, *parts))
@@ -382,7 +393,6 @@ def test_a_source_that_is_no_file_is_mixed(tiny, prepared, monkeypatch):
   names = f'{prepared / "web"}:0.5', 'counting:0.5'
   data = load_data(change(tiny, data=names))
   assert [x.name for x in data.evaluations] == ['web', 'counting']
-  assert data.tokenizer is not None
   constant = [len({*data.sequences[i].tolist()}) == 1 for i in range(100)]
   assert sum(constant) == 50
 
@@ -407,8 +417,13 @@ def test_sources_that_cannot_be_mixed_are_refused(tiny, prepared, tmp_path):
   other.mkdir()
   _with_bins(tiny, other, [0] * 99, [0] * 99)
   train_tokenizer(['other'], 260).save(str(other / 'tokenizer.json'))
+  sources = data[0], str(other)
   with pytest.raises(UsageError, match='must have the same tokenizer'):
-    load_data(change(tiny, data=(data[0], str(other))))
+    read_shared(sources)
+  (other / 'tokenizer.json').unlink()
+  assert read_shared(sources[::-1])['end_token'] == '<|endoftext|>'
+  with pytest.raises(UsageError, match=r'vocabularies of \[288, 300\] tokens'):
+    load_data(change(tiny, data=sources, vocab_size=300))
 
 
 @pytest.mark.parametrize(
@@ -416,7 +431,7 @@ def test_sources_that_cannot_be_mixed_are_refused(tiny, prepared, tmp_path):
   [
     ('web=code.jsonl', r'a name that no other set has \(web\)'),
     ('=code.jsonl', '--eval-data =code.jsonl: it must be a path'),
-    ('x=nothing', 'x=nothing: nothing does not exist'),
+    ('x=nothing', 'x=nothing: nothing has no val.bin'),
     ('x=short.txt', '--eval-data x=short.txt: .* 2 tokens'),
     ('x=large.bin', 'holds the token 300.* --vocab-size'),
   ],
@@ -429,4 +444,4 @@ def test_evaluation_sets_that_cannot_be_used_are_refused(
   np.full(99, 300, np.uint16).tofile('large.bin')
   config = change(tiny, data=('web',), eval_data=(eval_data,))
   with pytest.raises(UsageError, match=message):
-    load_data(config)
+    _load(config)

@@ -23,7 +23,7 @@ from examples.gpt2.generate import generate
 from examples.gpt2.hardware import OutOfMemoryError
 from examples.gpt2.run import NotFiniteError
 from examples.gpt2.sharding import fit_to_mesh, make_mesh
-from examples.gpt2.train import main, train
+from examples.gpt2.train import main, train, with_tokens
 from tests.gpt2 import runs
 from tests.processes import free_port
 
@@ -148,7 +148,7 @@ def test_a_batch_that_grows_takes_the_sequences_of_one_that_does_not(
   tiny: Config,
 ):
   mesh = make_mesh(tiny.mesh)
-  loaded = data.load_data(tiny)
+  loaded = data.load_data(with_tokens(tiny))
 
   def rows(config: Config) -> np.ndarray:
     fitted = fit_to_mesh(config, mesh)

@@ -35,6 +35,7 @@ from examples.gpt2.prepare import (
 from examples.gpt2.token_files import open_part
 from examples.gpt2.tokenizer import (
   find_end_token,
+  read_shared,
   read_tokenizer,
   train_tokenizer,
 )
@@ -280,7 +281,7 @@ def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
   # A share that needs no part of the long one.
   config = dataclasses.replace(config, validation_share=0.002)
   prepare(_with_tokenizer(config, folder))
-  assert _load(config).end_token == end
+  assert read_shared([config.out_dir])['end_token'] == end
   # As the library itself has them, text that spells special tokens out too.
   tokenizer.encode_special_tokens = True
   expected = [tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
@@ -314,7 +315,8 @@ def test_the_size_of_the_vocabulary_decides_the_type(
   data = _load(config)
   assert data.vocab_size == size
   assert _index(config)['dtype'] == dtype
-  start = data.tokenizer.decode(data.evaluations[0].sequences[0])
+  tokenizer = read_tokenizer(config.out_dir)
+  start = tokenizer.decode(data.evaluations[0].sequences[0])
   assert start.startswith('the number')
 
 

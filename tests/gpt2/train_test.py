@@ -107,7 +107,7 @@ def test_a_preset_needs_data(capsys):
 
 
 def test_a_source_that_is_named_twice_is_refused(finished: Config, tmp_path):
-  tokens = next(finished.cache_dir.glob('*/train.bin')).parent
+  tokens = next(finished.cache_dir.rglob('train.bin')).parent
   config = change(finished, data=(str(tokens), str(tokens)), out_dir=tmp_path)
   with pytest.raises(UsageError, match='names a source twice'):
     train(config)
