@@ -49,6 +49,10 @@ def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
     Trials, those of ``losses`` too.
   """
   for batch_tokens in settings.batches:
+    if settings.at:
+      for x in itertools.product(settings.seeds, settings.rules, settings.at):
+        yield Trial(x[1], x[2], x[0], batch_tokens)
+      continue
     for rule in settings.rules:
       yield from _rates(settings, losses, rule, batch_tokens)
     for seed, rule in itertools.product(settings.seeds, settings.rules):
@@ -102,7 +106,7 @@ def _near(by_power: dict[int, float], near: float) -> list[int]:
 def facts(settings: Settings, data: str, rule: str) -> dict[str, Any]:
   """Returns what, beside the trial, decides its losses."""
   free = {'results', 'minutes'}
-  free |= {'rules', 'powers', 'extensions', 'batches', 'near', 'seeds'}
+  free |= {'rules', 'powers', 'extensions', 'batches', 'near', 'at', 'seeds'}
   free |= {'micro_batch', 'unroll', 'remat', 'mesh'}  # These change rounding.
   fixed = {k: v for k, v in vars(settings).items() if k not in free}
   return {**fixed, 'data': data, 'code': trainer.code_digest(settings, rule)}
@@ -138,7 +142,7 @@ def check(settings: Settings) -> None:
       )
   if settings.tokens < max(settings.batches):
     raise ValueError(f'tokens must be at least a batch, got {settings.tokens}.')
-  if len(settings.powers) < 2 or 0 in settings.seeds:
+  if not settings.at and (len(settings.powers) < 2 or 0 in settings.seeds):
     raise ValueError(
       'powers must be two or more, and seeds without 0, got '
       f'{settings.powers} and {settings.seeds}.'

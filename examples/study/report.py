@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 import statistics
 from typing import Any, TypeAlias
@@ -24,20 +25,26 @@ from examples.study.large_batch import choose, loss_of, read
 from examples.study.settings import PRESETS, Trial
 
 _BEGIN, _END = '<!-- tables: begin -->', '<!-- tables: end -->'
-# Within it of its own best loss, a rule keeps its loss.
-_KEPT = 0.02
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
 _NAMES = {
-  'merit': ('MERIT + Adam', '#009e73', '-'),
   'merit-all': ('MERIT', '#009e73', '--'),
-  'merit-l2': ('MERIT with l2 norms + Adam', '#56b4e9', '-'),
-  'lamb': ('LAMB + Adam', '#e69f00', '-'),
+  'merit': ('MERIT + Adam', '#009e73', '-'),
   'lamb-all': ('LAMB', '#e69f00', '--'),
+  'adamw-all': ('AdamW', '#0072b2', '--'),
   'adamw': ('AdamW + Adam', '#0072b2', '-'),
   'muon': ('Muon + Adam', '#d55e00', '-'),
 }
+# What is compared with what, at equal batch.
+_PAIRS = (
+  ('merit-l2', 'merit'), ('lamb', 'merit'), ('adamw', 'merit'),
+  ('muon', 'merit'), ('muon', 'merit-all'), ('muon-hyperball', 'muon'),
+  ('merit-all', 'merit'), ('merit-l2-all', 'merit-all'),
+  ('lamb-all', 'merit-all'), ('adamw-all', 'merit-all'),
+)  # fmt: skip
 
 Table: TypeAlias = list[dict[str, str]]
+Line: TypeAlias = dict[str, Any]
+"""A trial, as it stands in the file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +56,11 @@ class Cell:
     others: Trials of other seeds, likewise.
   """
 
-  tuning: dict[int, dict[str, Any]]
-  others: dict[int, list[dict[str, Any]]]
+  tuning: dict[int, Line]
+  others: dict[int, list[Line]]
 
   @property
-  def seeds(self) -> list[dict[str, Any]]:
+  def seeds(self) -> list[Line]:
     """Trials of other seeds: of several rates, with the best mean loss."""
     most = max(map(len, self.others.values()), default=0)
     complete = [x for x in self.others.values() if len(x) == most]
@@ -72,15 +79,22 @@ class Cell:
     """Returns the final losses by seed."""
     return {x['trial']['seed']: loss_of(x) for x in self.seeds}
 
-  @property
-  def mean(self) -> float:
-    """Mean final loss."""
-    return statistics.mean(self.losses)
+  def at(self, rate: float) -> dict[int, Line]:
+    """Returns the trials by seed whose rate is this, but for its rounding."""
+    trials = [*self.tuning.values(), *itertools.chain(*self.others.values())]
+    return {
+      x['trial']['seed']: x
+      for x in trials
+      if math.isclose(x['rate'], rate, rel_tol=0.02)
+    }
 
-  def choice(self) -> tuple[int, bool]:
-    """Returns the power of two that was chosen, and whether it was close."""
-    power, is_close = choose({k: loss_of(x) for k, x in self.tuning.items()})
-    return (self.seeds[0]['trial']['power'] if self.seeds else power), is_close
+  def chosen(self) -> tuple[int, bool]:
+    """Returns the power of two that seed 0 chose, and whether it was close."""
+    return choose({k: loss_of(x) for k, x in self.tuning.items()})
+
+  def rate(self) -> float:
+    """Returns the learning rate of the seeds, or that which seed 0 chose."""
+    return float((self.seeds or [self.tuning[self.chosen()[0]]])[0]['rate'])
 
 
 Cells: TypeAlias = dict[str, dict[int, Cell]]
@@ -99,15 +113,20 @@ def write(
   """Puts tables and a picture of trials into a page.
 
   Args:
-    results: File of the trials.
+    results: File of the trials. ``equal_steps.jsonl`` beside it has those with
+      as many steps at other batches.
     page: The page; made if need be. The picture gets its name.
   """
+  lines = read(results)
   cells = read_cells(results)
   text = page.read_text() if page.exists() else f'{_BEGIN}\n{_END}\n'
   before, _, rest = text.partition(_BEGIN)
   _, _, after = rest.partition(_END)
   page.parent.mkdir(parents=True, exist_ok=True)
-  page.write_text(f'{before}{_BEGIN}\n\n{tables(cells)}\n{_END}{after}')
+  all_tables = tables(cells) + equal_steps(
+    lines + read(results.with_name('equal_steps.jsonl'))
+  )
+  page.write_text(f'{before}{_BEGIN}\n\n{all_tables}\n{_END}{after}')
   picture = page.with_name(f'{page.stem.lower()}.png')
   draw(cells).savefig(picture, dpi=120)
   print(f'wrote {page} and {picture}')
@@ -127,15 +146,23 @@ def read_cells(results: Path) -> Cells:
     raise FileNotFoundError(f'results: {results} holds no trial.')
   newest = {x['trial']['rule']: x['settings']['code'] for x in lines}
   usual = lines[-1]['settings']
-  found: Cells = collections.defaultdict(dict)
-  for x in lines:
-    trial = Trial(**x['trial'])
-    expected = usual | {'code': newest[trial.rule]}
+
+  def label(x: Line) -> str:
+    rule = x['trial']['rule']
+    expected = usual | {'code': newest[rule]}
     others = [
       f'{k}={v}' for k, v in x['settings'].items() if v != expected.get(k)
     ]
-    label = ', '.join([trial.rule, *others])
-    cell = found[label].setdefault(trial.batch_tokens, Cell({}, {}))
+    return ', '.join([rule, *others])
+
+  return _group(lines, label)
+
+
+def _group(lines: Iterable[Line], label: Callable[[Line], str]) -> Cells:
+  found: Cells = collections.defaultdict(dict)
+  for x in lines:
+    trial = Trial(**x['trial'])
+    cell = found[label(x)].setdefault(trial.batch_tokens, Cell({}, {}))
     if trial.seed:
       cell.others.setdefault(trial.power, []).append(x)
     else:
@@ -145,47 +172,87 @@ def read_cells(results: Path) -> Cells:
 
 def tables(cells: Cells) -> str:
   """Returns all tables, in Markdown."""
-  return '\n'.join(
-    [
+  tuned = {
+    rule: own
+    for rule, own in cells.items()
+    if not rule.startswith('muon-') or rule == 'muon-hyperball'
+  }
+  sections = [
+    (
+      'Losses at tuned rates',
       'Final validation loss in nats per token, mean ± standard deviation of '
-      'the seeds, and the chosen learning rate; ≈ where a rate within 0.003 '
-      'of the best loss was left. Of several rates with seeds, the better '
-      'mean.\n',
-      _markdown(_by_batch(cells, _loss, 'kept up to', kept_up_to)),
-      f'*Kept up to*: the largest batch within {_KEPT} of the best batch, '
-      'with all batches between.\n',
-      'Differences of losses with the same seed (initial weights and batches), '
-      'and their 95 % intervals (t):\n',
-      _markdown(_differences(cells)),
-      'Largest attention logit of all layers and seeds, over all measured '
-      'steps, and at the end:\n',
-      _markdown(_by_batch(cells, _logits)),
+      'the seeds after seed 0, and the learning rate. ≈: seed 0 had another '
+      'rate within 0.003 of its best loss. Where several rates have as many '
+      'seeds, the better mean.',
+      _by_batch(tuned, _loss),
+    ),
+    (
+      'What a larger batch costs at tuned rates',
+      'Loss at the larger batch minus that at the smaller one, same seeds, '
+      'with 95 % intervals (paired t).',
+      _rises(tuned),
+    ),
+    ('Differences at tuned rates', _OF_DIFFERENCES, _differences(tuned)),
+    (
+      'Logits at tuned rates',
+      'The largest attention logit of all layers at the end, mean of the '
+      'seeds; in brackets the largest of the run, which is taken from more '
+      'measurements at smaller batches (every second step).',
+      _by_batch(tuned, _logits),
+    ),
+    (
+      'Rates carried over',
+      'The best rate of the first batch, kept, times √ of the ratio of '
+      'batches, and times the ratio: final loss minus that of the same seeds '
+      'at the rate tuned at the second batch (in brackets: largest logit at '
+      'the end, mean of the seeds, and how many seeds there are beside seed 0; '
+      '0: seed 0 alone, which chose the tuned rate and so flatters it).',
+      _carried(tuned),
+    ),
+    (
+      'What helps Muon',
+      'Final loss minus that of `muon` with the same seed and rate. Average: '
+      'of the weights of the last fifth of the steps, minus the loss of the '
+      'last weights.',
+      _variants(cells),
+    ),
+    (
+      'Rates of seed 0',
       'Final loss of seed 0 at multiples of the middle rate (its value in '
-      'brackets); chosen in bold:\n',
-      _markdown(_rates(cells)),
-    ]
+      'brackets); **bold**: what seed 0 chose; †: the rate of the other seeds, '
+      'where it is another one.',
+      _rates(tuned),
+    ),
+  ]
+  return ''.join(
+    f'## {title}\n\n{text}\n\n{_markdown(rows)}\n'
+    for title, text, rows in sections
+    if rows
   )
 
 
-def _by_batch(
-  cells: Cells,
-  show: Callable[[Cell], str],
-  last: str = '',
-  summarize: Callable[[dict[int, Cell]], str] | None = None,
-) -> Table:
+_OF_DIFFERENCES = (
+  'Same seeds (initial weights and batches), with 95 % intervals (paired t). '
+  'In brackets: the half-width by the deviation pooled over all rules of a '
+  'batch; and what could have been seen, 1.3 half-widths of the paired t. *: '
+  'survives Holm’s correction of all differences here, at 5 %.'
+)
+
+
+def _by_batch(cells: Cells, show: Callable[[Cell], str]) -> Table:
   """Returns a row for each rule, with a column for each batch."""
   batches = _batches(cells)
-  rows = []
-  for rule, own in cells.items():
-    done = {batch: x for batch, x in own.items() if x.seeds}
-    row = {'rule': f'`{rule}`'} | {
-      f'{batch:,} tokens': show(done[batch]) if batch in done else ''
+  return [
+    {'rule': f'`{rule}`'}
+    | {
+      f'{batch:,} tokens': show(own[batch])
+      if batch in own and own[batch].seeds
+      else ''
       for batch in batches
     }
-    if summarize is not None:
-      row[last] = summarize(done)
-    rows.append(row)
-  return rows
+    for rule, own in cells.items()
+    if any(x.seeds for x in own.values())
+  ]
 
 
 def _batches(cells: Cells) -> list[int]:
@@ -193,9 +260,8 @@ def _batches(cells: Cells) -> list[int]:
 
 
 def _loss(cell: Cell) -> str:
-  _, is_close = cell.choice()
-  rate = f'{"≈ " if is_close else ""}{cell.seeds[0]["rate"]:g}'
-  return f'{spread(cell.losses)} ({rate})'
+  is_close = cell.tuning and cell.chosen()[1]
+  return f'{spread(cell.losses)} ({"≈ " if is_close else ""}{cell.rate():g})'
 
 
 def spread(losses: list[float]) -> str:
@@ -207,41 +273,22 @@ def spread(losses: list[float]) -> str:
   return f'{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}'
 
 
+def mean_logit(trials: Iterable[Line], key: str = 'final_logits') -> float:
+  """Returns the mean over trials of the largest logit over layers."""
+  return statistics.mean(max(x[key]) for x in trials)
+
+
 def _logits(cell: Cell) -> str:
-  peak = max(max(x['peak_logits']) for x in cell.seeds)
-  final = max(max(x['final_logits']) for x in cell.seeds)
-  return f'{peak:,.0f}, {final:,.0f}'
+  peak = mean_logit(cell.seeds, 'peak_logits')
+  return f'{mean_logit(cell.seeds):,.0f} ({peak:,.0f})'
 
 
-def kept_up_to(own: dict[int, Cell]) -> str:
-  """Returns the largest batch up to which all are near the best loss."""
-  if not own:
-    return ''
-  limit = min(x.mean for x in own.values()) + _KEPT
-  first = min(own, key=lambda batch: own[batch].mean)
-  kept = [batch for batch in own if batch >= first]
-  kept = list(itertools.takewhile(lambda x: own[x].mean <= limit, kept))
-  return f'{kept[-1]:,}'
+def _paired(first: dict[int, float], second: dict[int, float]) -> list[float]:
+  return [first[x] - second[x] for x in sorted(first) if x in second]
 
 
-def _differences(cells: Cells) -> Table:
-  rows = []
-  for rule, own in cells.items():
-    if rule == 'merit':
-      continue
-    is_for_all = rule.endswith('-all') and rule != 'merit-all'
-    base = 'merit-all' if is_for_all else 'merit'
-    row = {'rule': f'`{rule}` − `{base}`'}
-    for batch in _batches(cells):
-      pair = [x.get(batch, Cell({}, {})) for x in (own, cells.get(base, {}))]
-      row[f'{batch:,} tokens'] = _difference(*(x.by_seed() for x in pair))
-    rows.append(row)
-  return rows
-
-
-def _difference(first: dict[int, float], second: dict[int, float]) -> str:
-  """Returns the mean difference of seeds with its interval, as text."""
-  differences = [first[x] - second[x] for x in first if x in second]
+def _interval(differences: list[float]) -> str:
+  """Returns the mean with its interval, as text."""
   if not differences or not np.isfinite(differences).all():
     return ''
   mean = statistics.mean(differences)
@@ -249,6 +296,199 @@ def _difference(first: dict[int, float], second: dict[int, float]) -> str:
     return f'{mean:+z.3f}'
   low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
   return f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]'
+
+
+def _rises(cells: Cells) -> Table:
+  return [
+    {'rule': f'`{rule}`'}
+    | {
+      f'{x:,} → {y:,}': _interval(_paired(own[y].by_seed(), own[x].by_seed()))
+      if x in own and y in own
+      else ''
+      for x, y in itertools.pairwise(_batches(cells))
+    }
+    for rule, own in cells.items()
+    if sum(bool(x.seeds) for x in own.values()) > 1
+  ]
+
+
+def _pooled(cells: Cells, batch: int) -> tuple[float, int]:
+  """Returns the deviation of losses, without means of rules and seeds.
+
+  And its degrees of freedom: those of a table of rules by seeds.
+  """
+  rows = [x[batch].by_seed() for x in cells.values() if batch in x]
+  rows = [x for x in rows if x]
+  common = sorted(set.intersection(*map(set, rows))) if rows else []
+  table = np.array([[x[seed] for seed in common] for x in rows])
+  if min(table.shape) < 2 or not np.isfinite(table).all():
+    return math.nan, 0
+  rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
+  free = (table.shape[0] - 1) * (table.shape[1] - 1)
+  return math.sqrt((rest**2).sum() / free), free
+
+
+def _differences(cells: Cells) -> Table:
+  empty = Cell({}, {})
+  found = {
+    (pair, batch): _paired(
+      *(cells[x].get(batch, empty).by_seed() for x in pair)
+    )
+    for pair in _PAIRS
+    if set(pair) <= set(cells)
+    for batch in _batches(cells)
+  }
+  survive = holm(
+    {
+      k: float(stats.ttest_1samp(x, 0).pvalue)
+      for k, x in found.items()
+      if len(x) > 1 and np.isfinite(x).all()
+    }
+  )
+  rows = []
+  for pair in dict.fromkeys(pair for pair, _ in found):
+    row = {'rule': f'`{pair[0]}` − `{pair[1]}`'}
+    for batch in _batches(cells):
+      differences = found[pair, batch]
+      text = _interval(differences)
+      if len(differences) > 1 and text:
+        low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+        deviation, free = _pooled(cells, batch)
+        error = deviation * math.sqrt(2 / len(differences))
+        half = stats.t.ppf(0.975, free) * error
+        star = '*' if (pair, batch) in survive else ''
+        text += f'{star} ({half:.3f}; {1.3 * (high - low) / 2:.3f})'
+      row[f'{batch:,} tokens'] = text
+    rows.append(row)
+  return rows
+
+
+def holm(p_values: dict[Any, float]) -> set[Any]:
+  """Returns the keys that are significant at 5 % by Holm's procedure."""
+  survive: set[Any] = set()
+  for rank, key in enumerate(sorted(p_values, key=lambda x: p_values[x])):
+    if p_values[key] > 0.05 / (len(p_values) - rank):
+      break
+    survive.add(key)
+  return survive
+
+
+def _carried(cells: Cells) -> Table:
+  rows = []
+  for rule, own in cells.items():
+    for first, second in itertools.combinations(own, 2):
+      ratio = second // first
+      if ratio > 16 or not own[first].tuning or not own[second].tuning:
+        continue
+      row = {'rule': f'`{rule}`', 'tokens': f'{first:,} → {second:,}'}
+      factors = {'kept': 1.0, '× √': math.sqrt(ratio), '× ratio': float(ratio)}
+      for name, factor in factors.items():
+        row[name] = _carry(own[second], own[first].rate() * factor)
+      if any([*row.values()][2:]):
+        rows.append(row)
+  return rows
+
+
+def _carry(cell: Cell, rate: float) -> str:
+  tuned, carried = cell.at(cell.rate()), cell.at(rate)
+  if not carried:
+    return ''
+  if math.isclose(rate, cell.rate(), rel_tol=0.02):
+    return f'the tuned rate ({mean_logit(cell.seeds or tuned.values()):,.0f})'
+  seeds = [x for x in carried if x in tuned and x] or [0]
+  if not all(x in carried and x in tuned for x in seeds):
+    return ''
+  losses = [{x: loss_of(y[x]) for x in seeds} for y in (carried, tuned)]
+  logit = mean_logit(carried[x] for x in seeds)
+  text = _interval(_paired(*losses)) or 'diverged'
+  return f'{text} ({logit:,.0f}; {sum(x > 0 for x in seeds)})'
+
+
+def _variants(cells: Cells) -> Table:
+  rows = []
+  for rule, own in cells.items():
+    if not rule.startswith('muon') or 'hyperball' in rule:
+      continue
+    for batch, cell in own.items():
+      for trials in cell.others.values():
+        rate = trials[0]['rate']
+        losses = {x['trial']['seed']: loss_of(x) for x in trials}
+        base = cells['muon'][batch].at(rate)
+        base_losses = {k: loss_of(x) for k, x in base.items()}
+        averages = [
+          x['average_loss'] - x['loss'] for x in trials if x.get('average_loss')
+        ]
+        if rule == 'muon' and not averages:
+          continue
+        differences = _paired(losses, base_losses)
+        rows.append(
+          {
+            'rule': f'`{rule}`',
+            'tokens a step': f'{batch:,}',
+            'rate': f'{rate:g}',
+            'minus `muon`': _interval(differences) if rule != 'muon' else '',
+            'seeds': str(len(differences)),
+            'average': _interval(averages),
+          }
+        )
+  return rows
+
+
+def equal_steps(lines: list[Line]) -> str:
+  """Returns the tables of runs with as many steps at several batches."""
+  newest = {x['trial']['rule']: x['settings']['code'] for x in lines}
+  by_steps = collections.defaultdict(list)
+  for x in lines:
+    rule, batch = x['trial']['rule'], x['trial']['batch_tokens']
+    if x['settings']['code'] == newest[rule]:
+      by_steps[x['settings']['tokens'] // batch].append(x)
+  parts = []
+  for steps, own in sorted(by_steps.items()):
+    cells = _group(own, lambda x: x['trial']['rule'])
+    several = {k: x for k, x in cells.items() if len(x) > 1}
+    if several:
+      parts.append(
+        f'## {steps} steps at every batch\n\nThe same number of steps, so a '
+        'larger batch takes more tokens. Final loss and, in brackets, the '
+        'largest logit at the end: means of the seeds, each batch at its best '
+        f'rate.\n\n{_markdown(_by_batch(several, _loss_and_logit))}\n'
+        'At one rate, that of the largest batch: the change of the loss, and '
+        'the factor of the largest logit at the end (geometric mean), with '
+        f'95 % intervals of pairs with the same seed.\n\n'
+        f'{_markdown(_at_one_rate(several))}\n'
+      )
+  return ''.join(parts)
+
+
+def _loss_and_logit(cell: Cell) -> str:
+  return f'{spread(cell.losses)} ({mean_logit(cell.seeds):,.0f})'
+
+
+def _at_one_rate(cells: Cells) -> Table:
+  rows = []
+  for rule, own in cells.items():
+    rate = own[max(own)].rate()
+    for first, second in itertools.pairwise(own):
+      pair = [own[second].at(rate), own[first].at(rate)]
+      seeds = [x for x in pair[0] if x in pair[1] and x]
+      losses = [{x: loss_of(y[x]) for x in seeds} for y in pair]
+      logs = [
+        {x: math.log(max(y[x]['final_logits'])) for x in seeds} for y in pair
+      ]
+      row = {'rule': f'`{rule}`', 'rate': f'{rate:g}'}
+      row['tokens'] = f'{first:,} → {second:,}'
+      row['loss'] = _interval(_paired(*losses))
+      row['largest logit'] = _factor(_paired(*logs))
+      rows.append(row | {'seeds': str(len(seeds))})
+  return rows
+
+
+def _factor(logs: list[float]) -> str:
+  if len(logs) < 2:
+    return ''
+  low, high = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
+  mean, low, high = (math.exp(x) for x in (statistics.mean(logs), low, high))
+  return f'× {mean:.2f} [{low:.2f}, {high:.2f}]'
 
 
 def _rates(cells: Cells) -> Table:
@@ -260,15 +500,20 @@ def _rates(cells: Cells) -> Table:
     for batch, cell in own.items():
       if not cell.tuning:
         continue
-      chosen, _ = cell.choice()
+      chosen, _ = cell.chosen()
       some = next(iter(cell.tuning))
       middle = cell.tuning[some]['rate'] / 2.0**some
       row = {'rule': f'`{rule}`', 'tokens a step': f'{batch:,} ({middle:.3g})'}
       for power in powers:
         text = ''
         if power in cell.tuning:
-          text = spread([loss_of(cell.tuning[power])])
-        row[f'× {2.0**power:g}'] = f'**{text}**' if power == chosen else text
+          trial = cell.tuning[power]
+          text = spread([loss_of(trial)])
+          if power == chosen:
+            text = f'**{text}**'
+          elif cell.seeds and trial['rate'] == cell.rate():
+            text += ' †'
+        row[f'× {2.0**power:g}'] = text
       rows.append(row)
   return rows
 
@@ -282,37 +527,49 @@ def _markdown(rows: Table) -> str:
 
 
 def draw(cells: Cells) -> Figure:
-  """Draws final losses, and peak and final attention logits, over the batch."""
-  figure = Figure((10, 3.9), layout='constrained')
-  left, right = figure.subplots(1, 2)
+  """Draws losses and logits over the batch, at tuned and at carried rates."""
+  figure = Figure((10, 6.4), layout='constrained')
+  grid = figure.subplots(2, 2, sharex=True, sharey='row')
   for i, (rule, own) in enumerate(cells.items()):
+    if rule.startswith('muon-') or (len(cells) > 5 and rule not in _NAMES):
+      continue
     name, color, line = _NAMES.get(rule, (rule, f'C{i}', ':'))
+    style = {'color': color, 'linestyle': line, 'lw': 1.4, 'ms': 3.5}
     done = {batch: x for batch, x in own.items() if x.seeds}
-    batches = list(done)
-    style = {'color': color, 'linestyle': line, 'lw': 1.4}
-    left.plot(batches, [x.mean for x in done.values()], label=name, **style)
-    for batch, cell in done.items():
-      points = [batch] * len(cell.losses)
-      left.plot(points, cell.losses, 'o', ms=2.5, color=color)
-    for key, marker in (('peak_logits', '^'), ('final_logits', 'o')):
-      means = [
-        statistics.mean(max(x[key]) for x in cell.seeds)
-        for cell in done.values()
-      ]
-      right.plot(batches, means, marker=marker, ms=3.5, **style)
-  left.set(title='Final validation loss', ylabel='nats per token')
-  right.set(
-    title='Largest attention logit (▲ of the run, ● at its end)', yscale='log'
-  )
+    if not done:
+      continue
+    first = min(done)
+    for column, carries in enumerate((False, True)):
+      trials = {}
+      for batch, cell in done.items():
+        rate = cell.rate()
+        if carries:
+          rate = done[first].rate() * math.sqrt(batch / first)
+        by_seed = cell.at(rate)
+        chosen = [x for seed, x in by_seed.items() if seed] or [
+          *by_seed.values()
+        ]
+        if chosen and all(math.isfinite(loss_of(x)) for x in chosen):
+          trials[batch] = chosen
+      means = [statistics.mean(map(loss_of, x)) for x in trials.values()]
+      logits = [mean_logit(x) for x in trials.values()]
+      for axes, values in zip(grid[:, column], (means, logits), strict=True):
+        axes.plot([*trials], values, marker='o', label=name, **style)
+  grid[0, 0].set(title='Rate tuned at each batch', ylabel='final loss, nats')
+  grid[0, 1].set(title=f'Rate of {min(_batches(cells)):,} tokens × √')
+  grid[1, 0].set(ylabel='largest attention logit at the end', yscale='log')
   ticks = _batches(cells)
-  for axes in (left, right):
-    axes.set(xscale='log', xlabel='tokens per step')
+  for axes in grid.flat:
+    axes.set(xscale='log')
     axes.set_xticks(ticks, [f'{x:,}' for x in ticks])
     axes.minorticks_off()
+    axes.grid(axis='y', lw=0.3)
     axes.spines[['top', 'right']].set_visible(False)
-  right.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-  right.yaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
-  left.legend(frameon=False, fontsize=8)
+  for axes in grid[1]:
+    axes.set(xlabel='tokens per step')
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
+  grid[0, 0].legend(frameon=False, fontsize=8)
   return figure
 
 

@@ -5,6 +5,7 @@ To add a rule, add an entry to ``RULES``: ``--rules`` then takes its name.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -55,11 +56,18 @@ class Rule:
     make: Returns the update before the learning rate.
     for_all: Whether it updates all parameters. Otherwise it updates hidden
       matrices, and Adam all else.
+    keeps_norms: Whether matrices keep their norms, as in Hyperball.
+    decay_of_others: Weight decay of what Adam updates.
+    fall: Returns the learning rate over its peak from the share of the fall
+      that is left; a line by default.
   """
 
   middle_rate: Callable[[int, int], float]
   make: Callable[[Moments], optax.GradientTransformation]
   for_all: bool = False
+  keeps_norms: bool = False
+  decay_of_others: float = 0.0
+  fall: Callable[[jax.Array], jax.Array] | None = None
 
 
 def by_steps(factor: float) -> Callable[[int, int], float]:
@@ -86,18 +94,95 @@ def l2_ratio(**settings: Any) -> optax.GradientTransformation:
   )
 
 
-def _muon(moments: Moments) -> optax.GradientTransformation:
+def scale_by_neuron() -> optax.GradientTransformation:
+  """Returns NorMuon's part: each column's own second moment divides it.
+
+  A neuron is a column here, an output of its layer. Each matrix keeps its norm.
+  """
+
+  def mean_square(x: jax.Array, spec: Any) -> jax.Array:
+    return jnp.mean(x**2, spec.reduction_axis, keepdims=True)
+
+  def norm(x: jax.Array, spec: Any) -> jax.Array:
+    axes = *spec.reduction_axis, *spec.output_axis
+    return jnp.sqrt(jnp.sum(x**2, axes, keepdims=True))
+
+  def init(params: optax.Params) -> Any:
+    zeros = jax.tree.map(mean_square, params, pretrain.matrices(params))
+    return jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, zeros)
+
+  def update(updates: Any, state: Any, params: Any = None) -> Any:
+    del params
+    count, nu = optax.safe_increment(state[0]), state[1]
+    specs = pretrain.matrices(updates)
+    nu = jax.tree.map(
+      lambda v, x, spec: _B2 * v + (1 - _B2) * mean_square(x, spec),
+      nu, updates, specs,
+    )  # fmt: skip
+
+    def scale(x: jax.Array, v: jax.Array, spec: Any) -> jax.Array:
+      y = x / (jnp.sqrt(v / (1 - _B2**count)) + 1e-8)
+      return y * norm(x, spec) / (norm(y, spec) + 1e-8)
+
+    return jax.tree.map(scale, updates, nu, specs), (count, nu)
+
+  return optax.GradientTransformation(init, update)
+
+
+def cautious_decay(rate: float) -> optax.GradientTransformation:
+  """Returns weight decay of weights that the update shrinks, and no others."""
+  return optax.stateless(
+    lambda updates, params: jax.tree.map(
+      lambda u, w: u + rate * w * (u * w > 0), updates, params
+    )
+  )
+
+
+def by_heads(params: Any) -> Any:
+  """Returns the matrices of the model, with those of each head apart."""
+  return merit_optax.flax_dimension_numbers(
+    params,
+    stacked={'^blocks/': 1},
+    overrides={'qkv/kernel$': optax.contrib.MuonDimensionNumbers(-4, -1)},
+  )
+
+
+def _muon(
+  dtype: str | None = None,
+  coefficients: str = 'jordan',
+  matrices: Callable[[Any], Any] = pretrain.matrices,
+  after: Callable[[], optax.GradientTransformation] | None = None,
+  decay: Callable[[float], optax.GradientTransformation] = decay,
+) -> Callable[[Moments], optax.GradientTransformation]:
   """Returns Muon with updates of Adam's size and a decay of 0.1."""
+
+  def make(moments: Moments) -> optax.GradientTransformation:
+    muon = merit_optax.scale_by_muon(
+      coefficients,
+      beta=moments.b1,
+      ns_dtype=dtype or moments.dtype,
+      weight_dimension_numbers=matrices,
+    )
+    shape = merit_optax.scale_by_shape(
+      lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+      weight_dimension_numbers=matrices,
+    )
+    parts = [muon, after()] if after else [muon]
+    return chain(*parts, shape, decay(0.1))
+
+  return make
+
+
+def _muon_hyperball(moments: Moments) -> optax.GradientTransformation:
   muon = merit_optax.scale_by_muon(
     beta=moments.b1,
     ns_dtype=moments.dtype,
     weight_dimension_numbers=pretrain.matrices,
   )
-  shape = merit_optax.scale_by_shape(
-    lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    weight_dimension_numbers=pretrain.matrices,
+  ratio = merit_optax.scale_by_l2_norm_trust_ratio(
+    weight_dimension_numbers=pretrain.matrices
   )
-  return chain(muon, shape, decay(0.1))
+  return chain(muon, ratio)
 
 
 def _adamw(moments: Moments) -> optax.GradientTransformation:
@@ -116,23 +201,33 @@ def _merit(
 
 
 _MERIT_RATE, _LAMB_RATE = by_steps(0.35), by_steps(0.45)
+_MUON_RATE, _BALL_RATE = by_steps(0.5), by_steps(1.25)
 _MERIT = _merit(max_ratio(), clip(1.0))
+_MERIT_L2 = _merit(l2_ratio(ratios=('weight', 'row', 'column')), clip(1.0))
+_BALL = functools.partial(Rule, _BALL_RATE, _muon_hyperball, keeps_norms=True)
 
 RULES = {
   'merit': Rule(_MERIT_RATE, _MERIT),
-  'muon': Rule(by_steps(0.5), _muon),
+  'muon': Rule(_MUON_RATE, _muon()),
   'adamw': Rule(by_width(1.0), _adamw),
   'lamb': Rule(_LAMB_RATE, _lamb),
   # The paper's setting: one rule for all parameters.
   'merit-all': Rule(_MERIT_RATE, _MERIT, for_all=True),
   'lamb-all': Rule(_LAMB_RATE, _lamb, for_all=True),
   'adamw-all': Rule(by_width(1.0), _adamw, for_all=True),
+  # What may help Muon.
+  'muon-bfloat16': Rule(_MUON_RATE, _muon('bfloat16')),
+  'muon-polar-express': Rule(_MUON_RATE, _muon(coefficients='polar_express')),
+  'muon-heads': Rule(_MUON_RATE, _muon(matrices=by_heads)),
+  'muon-neurons': Rule(_MUON_RATE, _muon(after=scale_by_neuron)),
+  'muon-cautious': Rule(_MUON_RATE, _muon(decay=cautious_decay)),
+  'muon-hyperball': _BALL(),
+  'muon-hyperball-decay': _BALL(decay_of_others=0.1),
+  'muon-hyperball-sqrt': _BALL(fall=lambda x: 1 - jnp.sqrt(1 - x)),
   # The ablation.
   'merit-no-clip': Rule(_MERIT_RATE, _merit(max_ratio())),
-  'merit-l2': Rule(
-    _MERIT_RATE,
-    _merit(l2_ratio(ratios=('weight', 'row', 'column')), clip(1.0)),
-  ),
+  'merit-l2': Rule(_MERIT_RATE, _MERIT_L2),
+  'merit-l2-all': Rule(_MERIT_RATE, _MERIT_L2, for_all=True),
   'merit-weight-only': Rule(
     _MERIT_RATE, _merit(max_ratio(ratios=('weight',)), clip(1.0))
   ),
@@ -159,16 +254,28 @@ def make_optimizer(
     warmup: Share of them in which the learning rate rises.
     moments: What all rules share.
   """
+  chosen = RULES[rule]
 
   def scale(peak: jax.typing.ArrayLike) -> optax.GradientTransformation:
     def schedule(count: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
       nodes = jnp.array([0, warmup * steps, steps + 1], jnp.float32)
-      return peak * jnp.interp(count + 1, nodes, jnp.array([0.0, 1.0, 0.0]))
+      share = jnp.interp(count + 1, nodes, jnp.array([0.0, 1.0, 0.0]))
+      if chosen.fall is not None:
+        share = jnp.where(count + 1 < nodes[1], share, chosen.fall(share))
+      return peak * share
 
     return optax.scale_by_learning_rate(schedule)
 
-  own = chain(RULES[rule].make(moments), scale(rate))
-  if not RULES[rule].for_all:
-    others = chain(moments.adam(), scale(_ADAM_RATE))
+  own = chain(chosen.make(moments), scale(rate))
+  if chosen.keeps_norms:
+    own = chain(
+      own,
+      merit_optax.keep_matrix_norms(weight_dimension_numbers=pretrain.matrices),
+    )
+  if not chosen.for_all:
+    parts = [moments.adam()]
+    if chosen.decay_of_others:
+      parts.append(decay(chosen.decay_of_others))
+    others = chain(*parts, scale(_ADAM_RATE))
     own = merit_optax.partition_hidden(own, others)
   return chain(optax.clip_by_global_norm(1.0), own)

@@ -60,6 +60,9 @@ class Settings:
   near: float = 0.0
   """Rates whose loss with seed 0 is within this of the chosen one's are taken
   with the other seeds too."""
+  at: tuple[int, ...] = ()
+  """Rates that seeds are trained at, as powers of two, instead of a chosen one:
+  seed 0 then chooses nothing."""
   seeds: tuple[int, ...] = (1, 2)
   """Seeds of the trials with the chosen rate: of initial weights and of the
   order of the data."""

@@ -23,6 +23,8 @@ from examples.study.rules import Moments, make_optimizer
 from examples.study.settings import Settings, Trial
 import merit_optax
 
+_TAIL = 0.2
+"""Share of the steps at the end whose weights are averaged."""
 _POINTS = 100
 """At most so many losses and logits of a trial are recorded."""
 
@@ -180,7 +182,8 @@ class Trainer:
 
     Returns:
       The final loss on held-out tokens in nats per token, ``None`` if a loss
-      was not finite, which ends the run. Attention logits of each layer: the
+      was not finite, which ends the run; and that of the mean of the weights
+      of the last fifth of the steps. Attention logits of each layer: the
       largest of every second step, and those at the end. Means of training
       losses and maxima of logits in up to 100 spans of steps. Seconds.
     """
@@ -188,6 +191,7 @@ class Trainer:
     steps = self.settings.steps_at(trial.batch_tokens)
     losses: list[jax.Array] = []
     logits: list[jax.Array] = []
+    tail, count = None, 0
     name = f'{trial.rule} {trial.rate(self.settings):g}, seed {trial.seed}'
     progress = tqdm.tqdm(
       self._train(trial), name, steps, leave=False, disable=None
@@ -199,13 +203,19 @@ class Trainer:
       # The loss of the step before, so that the device need not wait.
       if not np.isfinite(losses[max(0, step - 2)]):
         break
+      if step > (1 - _TAIL) * steps:
+        tail = add(tail, params) if tail else jax.tree.map(jnp.copy, params)
+        count += 1
     measured = np.array(losses)
     logits_SL = np.array(logits).reshape(-1, self.settings.num_layers)
-    final = math.nan
+    final = average = math.nan
     if len(losses) == steps and np.isfinite(measured).all():
       final = float(pretrain.eval_step(params, self._val_ABT, self._config))
+      mean = jax.tree.map(lambda x: x / count, tail)
+      average = float(pretrain.eval_step(mean, self._val_ABT, self._config))
     return {
       'loss': round(final, 4) if math.isfinite(final) else None,
+      'average_loss': round(average, 4) if math.isfinite(average) else None,
       'peak_logits': _rounded(logits_SL.max(0, initial=-np.inf)),
       'final_logits': _rounded(logits_SL[-1]) if logits else [],
       'train_losses': _rounded([x.mean() for x in _spans(measured)], 4),

@@ -1,12 +1,18 @@
-"""The closed results: tables hold to their trials, pages to the tables."""
+"""Tables hold to their trials, pages to the tables.
+
+What the ladder states is computed here again from its lines, without
+``report``.
+"""
 
 import gzip
 import itertools
 import json
+import math
 from pathlib import Path
 import re
 import statistics
 
+import numpy as np
 import pytest
 from scipy import stats
 
@@ -118,3 +124,171 @@ def test_pages_say_what_the_tables_say(page, title, name, rows):
 
 def test_pages_quote_some():
   assert len(_quotes()) >= 2
+
+
+@pytest.fixture(scope='module')
+def trials():
+  """Lines of the ladder by rule, batch and seed, with their rates."""
+  lines = (_STUDY / 'data' / 'ladder.jsonl').read_text().splitlines()
+  return [json.loads(x) for x in lines]
+
+
+def _ladder(title: str) -> list[dict[str, str]]:
+  text = (_STUDY / 'LADDER.md').read_text()
+  part = text.partition(f'## {title}\n')[2].partition('\n## ')[0]
+  return _read_table(part.splitlines())
+
+
+def _tokens(column: str) -> int:
+  return int(column.split(maxsplit=1)[0].replace(',', ''))
+
+
+@pytest.fixture(scope='module')
+def tuned(trials):
+  """Trials of other seeds at the rates of the page, by rule and batch."""
+  found = {}
+  for row in _ladder('Losses at tuned rates'):
+    for column, cell in [*row.items()][1:]:
+      if cell == '–':
+        continue
+      rule, batch = row['rule'].strip('`'), _tokens(column)
+      rate = float(re.search(r'([\d.]+)\)$', cell)[1])
+      own = {
+        x['trial']['seed']: x
+        for x in trials
+        if (x['trial']['rule'], x['trial']['batch_tokens']) == (rule, batch)
+        and x['trial']['seed']
+        and x['rate'] == rate
+      }
+      losses = [x['loss'] for x in own.values()]
+      expected = f'{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.3f}'
+      assert cell.startswith(expected), (rule, batch)
+      found[rule, batch] = own
+  return found
+
+
+def _mean_and_interval(differences: list[float]) -> str:
+  mean, n = np.mean(differences), len(differences)
+  if n == 1:
+    return f'{mean:+z.3f}'
+  half = stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / math.sqrt(n)
+  return f'{mean:+z.3f} [{mean - half:+z.3f}, {mean + half:+z.3f}]'
+
+
+def _subtract(first: dict, second: dict) -> list[float]:
+  return [first[x]['loss'] - second[x]['loss'] for x in first if x in second]
+
+
+def _logit(own: dict, key: str) -> str:
+  return f'{np.mean([max(x[key]) for x in own.values()]):,.0f}'
+
+
+def test_the_ladder_states_what_its_lines_say(tuned):
+  checked = 0
+  for row in _ladder('Differences at tuned rates'):
+    pair = re.findall('`(.*?)`', row['rule'])
+    for column, cell in [*row.items()][1:]:
+      if cell != '–':
+        both = [tuned[x, _tokens(column)] for x in pair]
+        assert cell.startswith(_mean_and_interval(_subtract(*both)))
+        checked += 1
+  for row in _ladder('What a larger batch costs at tuned rates'):
+    for column, cell in [*row.items()][1:]:
+      if cell != '–':
+        small, large = (
+          tuned[row['rule'].strip('`'), _tokens(x)] for x in column.split('→')
+        )
+        assert cell == _mean_and_interval(_subtract(large, small))
+        checked += 1
+  for row in _ladder('Logits at tuned rates'):
+    for column, cell in [*row.items()][1:]:
+      if cell != '–':
+        own = tuned[row['rule'].strip('`'), _tokens(column)]
+        final, peak = (_logit(own, f'{x}_logits') for x in ('final', 'peak'))
+        assert cell == f'{final} ({peak})'
+        checked += 1
+  assert checked > 50
+
+
+def test_costs_of_carried_rates_are_those_of_the_lines(trials, tuned):
+  checked = 0
+  for row in _ladder('Rates carried over'):
+    rule, batches = row['rule'].strip('`'), row['tokens'].split('→')
+    first, second = map(_tokens, batches)
+    if not {(rule, first), (rule, second)} <= set(tuned):
+      continue
+    base, best = (
+      next(iter(tuned[rule, x].values()))['rate'] for x in (first, second)
+    )
+    for column, power in (('kept', 0), ('× √', 0.5), ('× ratio', 1)):
+      rate = base * (second / first) ** power
+      at, there = (
+        {
+          x['trial']['seed']: x
+          for x in trials
+          if (x['trial']['rule'], x['trial']['batch_tokens']) == (rule, second)
+          and abs(x['rate'] / y - 1) < 0.02
+        }
+        for y in (rate, best)
+      )
+      if row[column].startswith('the tuned') or row[column] == '–':
+        assert row[column] == '–' or abs(rate / best - 1) < 0.02
+        continue
+      seeds = [x for x in at if x and x in there] or [0]
+      at = {x: at[x] for x in seeds}
+      expected = _mean_and_interval(_subtract(at, there))
+      logit = _logit(at, 'final_logits')
+      count = len(seeds) if seeds != [0] else 0
+      assert row[column] == f'{expected} ({logit}; {count})', (rule, column)
+      checked += 1
+  assert checked > 20
+
+
+def test_changes_at_equal_steps_are_those_of_the_lines(trials):
+  lines = (_STUDY / 'data' / 'equal_steps.jsonl').read_text().splitlines()
+  of_steps = trials + [json.loads(x) for x in lines]
+  text = (_STUDY / 'LADDER.md').read_text()
+  part = text.partition('## 108 steps at every batch\n')[2].partition('\n## ')[
+    0
+  ]
+  rows = _read_table(part.partition('At one rate')[2].splitlines())
+  for row in rows:
+    rule, rate = row['rule'].strip('`'), float(row['rate'])
+    small, large = (
+      {
+        x['trial']['seed']: x
+        for x in of_steps
+        if x['trial'].items() >= {('rule', rule), ('batch_tokens', batch)}
+        and x['settings']['tokens'] // batch == 108
+        and abs(x['rate'] / rate - 1) < 0.02
+        and x['trial']['seed']
+      }
+      for batch in map(_tokens, row['tokens'].split('→'))
+    )
+    assert row['seeds'] == str(len(set(small) & set(large)))
+    assert row['loss'] == _mean_and_interval(_subtract(large, small))
+    logs = [
+      math.log(max(x['final_logits']) / max(small[seed]['final_logits']))
+      for seed, x in large.items()
+      if seed in small
+    ]
+    half = stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs)
+    mean = np.mean(logs)
+    mean, low, high = (math.exp(x) for x in (mean, mean - half, mean + half))
+    assert row['largest logit'] == f'× {mean:.2f} [{low:.2f}, {high:.2f}]'
+  assert len(rows) >= 4
+
+
+def test_logits_at_four_times_the_best_rate(trials):
+  peaks = {tuple(x['trial'].values()): max(x['peak_logits']) for x in trials}
+  text = ' '.join((_ROOT / 'docs/which_optimizer.md').read_text().split())
+  muon, adamw, merit, lamb = (
+    f'{peaks[rule, power, 0, 16_384]:,.0f}'
+    for rule, power in (
+      ('muon', 2), ('adamw', 1), ('merit-all', 2), ('lamb-all', 2)
+    )
+  )  # fmt: skip
+  assert (
+    f'were {adamw} with AdamW, {muon} with Muon, {merit} with MERIT and '
+    f'{lamb} with LAMB'
+  ) in text
