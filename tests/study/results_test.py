@@ -76,7 +76,8 @@ def test_tables_say_what_the_trials_say(losses, title, experiment):
   for name, rows in _tables(title).items():
     if name not in ('Losses', 'Differences'):
       continue
-    for (_, label), *cells in (row.items() for row in rows):
+    for (_, words), *cells in (row.items() for row in rows):
+      label = words.replace(' beside tuned Adam', ', rest tuned')
       for column, cell in cells:
         batch = int(re.search(r'batch (\d+)', column)[1])
         found = [losses.get((experiment, x, batch)) for x in label.split(' − ')]
