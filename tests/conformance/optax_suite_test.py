@@ -12,8 +12,7 @@ import sys
 
 import jax
 import optax
-
-import merit_optax
+import pytest
 
 # At this learning rate their problems are solved: each step moves a parameter
 # by a bounded fraction of its size.
@@ -27,8 +26,8 @@ _COMMON = (
   'contrib/_common_test.py',
   'ContribTest',
   f"""
-import merit_optax
-contrib.merit = merit_optax.merit
+from MODULE import merit
+contrib.merit = merit
 _MAIN_OPTIMIZERS_UNDER_TEST = _ALL_OPTIMIZERS_UNDER_TEST = (
     {_ENTRY}, 'wrapper_name': None, 'wrapper_kwargs': None}},
 )
@@ -39,8 +38,8 @@ _ALIAS, _OPTIMIZATION = (
     '_src/alias_test.py',
     'AliasTest',
     f"""
-import merit_optax
-alias.merit = merit_optax.merit
+from MODULE import merit
+alias.merit = merit
 _OPTIMIZERS_UNDER_TEST = ({entry}}},)
 """,
   )
@@ -50,16 +49,16 @@ _SHARDING = (
   '_src/sharding_test.py',
   'ShardingTest',
   """
-import merit_optax
-OPTIMIZERS = {'_merit': merit_optax.merit(3e-3)}
+from MODULE import merit
+OPTIMIZERS = {'_merit': merit(3e-3)}
 """,
 )
 # These name their optimizers themselves.
 _NOT_SHARED = {'test_explicit_dtype', 'test_microbatch_with_explicit_sharding'}
 
 
-def _write(name, test_class, replacement, pattern, path):
-  """Writes a test file of optax with MERIT as its only optimizer.
+def _write(module, name, test_class, replacement, pattern, path):
+  """Writes a test file of optax with a module's MERIT as its only optimizer.
 
   Returns:
     The names of its shared tests that fit the pattern; there are no others.
@@ -81,6 +80,7 @@ def _write(name, test_class, replacement, pattern, path):
     body = body.replace(f'def {other}(', f'def no_{other}(')
   # Only tests of L-BFGS need it, and it is not installed.
   before = before.replace('\nfrom sklearn import', '\n# from sklearn import')
+  replacement = replacement.replace('MODULE', module)
   path.write_text(
     f'{before}{replacement}{begin}parameterized.TestCase):\n{body}'
   )
@@ -93,8 +93,7 @@ def _run(*paths):
   done = subprocess.run(
     [*command, *paths],
     cwd=paths[0].parent,
-    env=os.environ
-    | {'PYTHONPATH': str(pathlib.Path(merit_optax.__file__).parents[1])},
+    env=os.environ | {'PYTHONPATH': str(pathlib.Path(__file__).parents[2])},
     capture_output=True,
     text=True,
     check=False,
@@ -113,13 +112,20 @@ _FILES = {
 }
 
 
-def test_shared_tests_of_optax_pass(tmp_path):
-  names = list(_FILES)
+@pytest.mark.parametrize(
+  'module, names',
+  [
+    ('merit_optax', [*_FILES]),
+    # Those of optax.contrib, to which the file could be added.
+    ('examples.merit_in_one_file', ['sharding', 'common']),
+  ],
+)
+def test_shared_tests_of_optax_pass(module, names, tmp_path):
   if jax.device_count() == 1:  # Its mesh has two.
     names.remove('sharding')
   paths = [tmp_path / f'optax_{name}_test.py' for name in names]
   expected = {
-    name: _write(*_FILES[name][:4], path)
+    name: _write(module, *_FILES[name][:4], path)
     for name, path in zip(names, paths, strict=True)
   }
   output = _run(*paths)

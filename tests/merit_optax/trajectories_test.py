@@ -25,22 +25,28 @@ def _load(scenario, kind):
     }
 
 
-def _optimizer(learning_rate, weight_decay, b1, b2, eps, **_):
+def _optimizer(merit, learning_rate, weight_decay, b1, b2, eps, **_):
   if isinstance(learning_rate, list):
     learning_rate = jnp.asarray(learning_rate, jnp.float32).__getitem__
-  return merit_optax.merit(
-    learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay
-  )
+  return merit(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
 
 
-@pytest.mark.parametrize('scenario', sorted(_SCENARIOS))
+each_scenario = pytest.mark.parametrize('scenario', sorted(_SCENARIOS))
+
+
+@each_scenario
 def test_parameters_are_the_official_ones_at_every_step(scenario):
+  assert_follows(merit_optax.merit, scenario)
+
+
+def assert_follows(merit, scenario):
+  """Checks the parameters after each step against the authors' code."""
   parameters, gradients = (
     _load(scenario, kind) for kind in ('parameters', 'gradients')
   )
   start = {name: jnp.asarray(x[0]) for name, x in parameters.items()}
   steps = run(
-    _optimizer(**_SCENARIOS[scenario]),
+    _optimizer(merit, **_SCENARIOS[scenario]),
     start,
     [
       {name: jnp.asarray(x[step]) for name, x in gradients.items()}
