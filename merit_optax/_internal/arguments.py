@@ -92,15 +92,33 @@ def boolean(name: str, value: Any) -> bool:
 def learning_rate(name: str, value: Any) -> Any:
   """Returns a function or a finite number, or raises ``ValueError``."""
   accepted = 'a finite number or a schedule (steps -> number)'
-  return value if callable(value) else number(name, value, accepted)
+  return value if _is_schedule(value) else number(name, value, accepted)
 
 
 def weight_decay(name: str, value: Any) -> Any:
   """Returns a function or a number in [0, inf), or raises ``ValueError``."""
   accepted = 'a finite number >= 0 or a schedule (steps -> number)'
-  if callable(value):
+  if _is_schedule(value):
     return value
   return number(name, value, accepted, lambda x: x >= 0)
+
+
+def _is_schedule(value: Any) -> bool:
+  # A class may be a dtype, in the place that AdamW has for mu_dtype.
+  return callable(value) and not isinstance(value, type)
+
+
+def check_optimizer(name: str, value: Any) -> None:
+  """Raises ``ValueError`` unless a value has ``init`` and ``update``."""
+  if all(callable(getattr(value, x, None)) for x in ('init', 'update')):
+    return
+  hint = ''
+  if callable(value):
+    called = getattr(value, '__name__', 'the function')
+    hint = f' Call it: {called}(...) returns one.'
+  raise ValueError(
+    f'{name} must be an optax.GradientTransformation, got {value!r}.{hint}'
+  )
 
 
 def is_integer(value: Any) -> bool:

@@ -62,7 +62,7 @@ def check_decay(
   """
   if isinstance(rate, jax.core.Tracer):
     return
-  dtypes = _inexact_dtypes(params) if dtype is None else {dtype}
+  dtypes = _dtypes(params) if dtype is None else {dtype}
   for found in dtypes:
     least = _LEAST_LOSS * float(jnp.finfo(found).eps)
     # Less a little, since a rate in float32 may have been rounded up.
@@ -79,7 +79,7 @@ def check_real(
 ) -> None:
   """Raises ``ValueError`` if a real dtype is given for complex parameters."""
   is_complex = any(
-    jnp.issubdtype(x, jnp.complexfloating) for x in _inexact_dtypes(params)
+    jnp.issubdtype(x, jnp.complexfloating) for x in _dtypes(params)
   )
   if dtype is not None and is_complex:
     raise ValueError(
@@ -87,10 +87,8 @@ def check_real(
     )
 
 
-def _inexact_dtypes(params: optax.Params) -> set[jnp.dtype]:
-  """Returns the dtypes of the parameters that have moments."""
-  dtypes = {x.dtype for x in jax.tree.leaves(params)}
-  return {x for x in dtypes if jnp.issubdtype(x, jnp.inexact)}
+def _dtypes(params: optax.Params) -> set[jnp.dtype]:
+  return {x.dtype for x in jax.tree.leaves(params)}
 
 
 def corrected(moment: Any, decay: Any, count: jax.Array) -> Any:

@@ -1,4 +1,8 @@
-"""What an optimizer reads of parameters in `init`, for `describe`."""
+"""What an optimizer reads of parameters in `init`, for `describe`.
+
+Optax's chains and partitions are closures: only their `init` can tell what is
+in them, and it returns nothing but the state.
+"""
 
 import collections
 from collections.abc import Iterator, Sequence
@@ -6,10 +10,11 @@ import contextlib
 import contextvars
 from typing import Any, TypeAlias
 
-from merit_optax._internal.trees import path_names
+import jax
 
-# By the kind of reading and the path of a parameter, what each transform read.
-Readings: TypeAlias = dict[str, dict[str, list[Any]]]
+# By the kind of reading and the id of a parameter, what each transform read.
+# (Combinators may give parameters other paths: lookahead does.)
+Readings: TypeAlias = dict[tuple[str, int], list[Any]]
 _current: contextvars.ContextVar[Readings | None] = contextvars.ContextVar(
   'readings', default=None
 )
@@ -18,9 +23,7 @@ _current: contextvars.ContextVar[Readings | None] = contextvars.ContextVar(
 @contextlib.contextmanager
 def recorded() -> Iterator[Readings]:
   """Collects what transforms read while the context lasts."""
-  readings: Readings = collections.defaultdict(
-    lambda: collections.defaultdict(list)
-  )
+  readings: Readings = collections.defaultdict(list)
   token = _current.set(readings)
   try:
     yield readings
@@ -32,5 +35,5 @@ def record(kind: str, params: Any, values: Sequence[Any]) -> None:
   """Adds what was read of each parameter, if anybody wants to know."""
   readings = _current.get()
   if readings is not None:
-    for name, value in zip(path_names(params), values, strict=True):
-      readings[kind][name].append(value)
+    for param, value in zip(jax.tree.leaves(params), values, strict=True):
+      readings[kind, id(param)].append(value)

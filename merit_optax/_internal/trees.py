@@ -153,7 +153,7 @@ def as_arrays(tree: Any, argument: str = 'params') -> Any:
 
   Raises:
     ValueError: If a leaf is neither an array of numbers (or its shape) nor a
-      number, or has a floating-point dtype of fewer than 16 bits.
+      number, or has no floating-point or complex dtype of 16 bits or more.
   """
   name = path_namer(tree)
 
@@ -166,10 +166,17 @@ def as_arrays(tree: Any, argument: str = 'params') -> Any:
         'Filter such leaves out first, of an Equinox model by '
         'eqx.filter(model, eqx.is_inexact_array).'
       )
-    if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 2:
+    if not jnp.issubdtype(x.dtype, jnp.inexact) or x.dtype.itemsize < 2:
+      # An array alone has no name: it may be the step count.
+      hint = (
+        'Use a copy in a wider dtype, or leave integers out by optax.masked.'
+        if path
+        else 'Under optax.inject_hyperparams, which calls functions with the '
+        "step count, name 'weight_dimension_numbers' in static_args."
+      )
       raise ValueError(
-        f'{argument} must have dtypes of 16 bits or more, got {x.dtype} for '
-        f'{name(path)!r}. Use a copy in a wider dtype.'
+        f'{argument} must have floating-point or complex dtypes of 16 bits or '
+        f'more, got {x.dtype} for {name(path)!r}. {hint}'
       )
     return x
 
@@ -180,8 +187,6 @@ def numbers_as_arrays(tree: Any) -> Any:
   """Returns a tree with numbers as arrays, and other leaves as they are."""
 
   def as_array(x: Any) -> Any:
-    if getattr(x, 'dtype', None) == jax.dtypes.float0:
-      return jnp.zeros(x.shape)  # What JAX gives as gradients of integers.
     is_number = isinstance(x, numbers.Number)
     return jnp.asarray(x, jnp.result_type(x)) if is_number else x
 

@@ -1,21 +1,22 @@
 """A table of what the optimizers do with each parameter."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 import warnings
 
 import jax
 import optax
 
-from merit_optax._internal.readings import Readings, recorded
+from merit_optax._internal.arguments import check_optimizer
+from merit_optax._internal.readings import recorded
 from merit_optax._internal.trees import as_arrays, path_names
 from merit_optax.matrices.dimension_numbers import MatrixAxes
-from merit_optax.matrices.roles import roles
 from merit_optax.matrices.whole_matrices import how_multiplied, spread_of
 from merit_optax.optimizers.merit import merit
 from merit_optax.optimizers.muon import muon
+from merit_optax.optimizers.roles import is_stack_of_vectors, roles
 
-_PARTS = {'vector': 'vectors', 'unknown': 'not sure'}
+_PARTS = {'vector': 'vectors', 'unknown': '?'}
 
 
 def describe(
@@ -27,9 +28,9 @@ def describe(
 
   - its path and its shape;
   - the part it belongs to: ``hidden`` for hidden matrices, ``vectors`` for
-    biases and scales, ``others`` for embeddings, heads and the like, and ``not
-    sure`` if its name does not tell. Muon and Hyperball leave
-    all but hidden matrices to Adam;
+    biases and scales, ``others`` for embeddings, heads and the like, and ``?``
+    if its name does not tell. Muon and Hyperball leave all but hidden matrices
+    to Adam;
   - the number of its matrices and their rows and columns, or the number of its
     vectors and their length, as the optimizer takes it; a dash stands for
     parameters that no transform of this package takes as either, since they are
@@ -38,24 +39,22 @@ def describe(
     devices, or as the compiler chooses. The compiler chooses if a matrix is too
     large for one device, or if the mesh has no axis to spread matrices over.
 
-  The table has what transforms read when they are initialized. Without an
-  optimizer, it has what :func:`merit_optax.merit` and :func:`merit_optax.muon`
-  read if nothing but a learning rate is passed to them; their warnings and
-  errors follow below.
+  The table has what transforms read when they are initialized. What ``init``
+  warns of follows below, and so does its error, with ``?`` for what was not
+  read before it.
 
   Args:
     params: Tree of arrays, or of their shapes.
-    optimizer: The optimizer, with any transforms around it.
+    optimizer: The optimizer, with any transforms around it; ``None`` for plain
+      :func:`merit_optax.merit` and plain :func:`merit_optax.muon`, to which
+      nothing but a learning rate is passed.
 
   Returns:
     The table as text.
 
   Raises:
-    ValueError: If ``init`` of the optimizer raises it, or if two paths are the
-      same as text.
-
-  Warns:
-    UserWarning: If ``init`` of the optimizer does.
+    ValueError: If ``params`` holds anything but arrays of numbers, if
+      ``optimizer`` is none, or if two paths are the same as text.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -76,45 +75,92 @@ def describe(
     mlp/up/kernel  (8, 32)  hidden   1 x 8 x 32  1 x 8 x 32  on one device
   """
   params = as_arrays(params)
+  optimizers = {'merit': merit(0.0), 'muon': muon(0.0)}
   if optimizer is not None:
-    return _table(params, {'matrices': _readings(optimizer, params)})
-  readings, notes = {}, []
-  for name, plain in (('merit', merit(0.0)), ('muon', muon(0.0))):
-    with warnings.catch_warnings(record=True) as caught:
-      warnings.simplefilter('always')
-      try:
-        readings[name] = _readings(plain, params)
-      except ValueError as error:
-        notes.append(f'{name} raises: {error}')
-      else:
-        notes += [f'{name} warns: {warning.message}' for warning in caught]
-  return '\n'.join([_table(params, readings), *notes])
+    check_optimizer('optimizer', optimizer)
+    optimizers = {'matrices': optimizer}
+  columns = {name: _read(each, params) for name, each in optimizers.items()}
+  notes = [
+    f'{"init" if optimizer else name} {note}'
+    for name, column in columns.items()
+    for note in column.notes
+  ]
+  return '\n'.join([_table(params, columns), *notes])
 
 
-def _readings(optimizer: optax.GradientTransformation, params: Any) -> Readings:
-  """Returns what the transforms of an optimizer read when initialized."""
-  with recorded() as readings:
-    # A function of its own: what is traced already is not called again.
-    jax.eval_shape(lambda x: optimizer.init(x), params)  # noqa: PLW0108
-  return readings
+class _Column(NamedTuple):
+  """What the transforms of an optimizer read when they are initialized.
+
+  Attributes:
+    readings: By kind, the readings of each parameter.
+    notes: What is wrong with them.
+    default: Text of a parameter without a reading.
+  """
+
+  readings: dict[str, list[list[Any]]]
+  notes: list[str]
+  default: str
 
 
-def _table(params: Any, columns: dict[str, Readings]) -> str:
+def _read(optimizer: optax.GradientTransformation, params: Any) -> _Column:
+  leaves: list[Any] = []
+  errors: list[str] = []
+
+  # A function of its own: what is traced already is not called again.
+  def init(params: Any) -> Any:
+    leaves.extend(jax.tree.leaves(params))
+    return optimizer.init(params)
+
+  with recorded() as readings, warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter('always')
+    try:
+      jax.eval_shape(init, params)
+    except ValueError as error:
+      errors.append(f'raises: {error}')
+  found = {
+    kind: [readings[kind, id(x)] for x in leaves]
+    for kind in ('axes', 'hidden', 'mesh_axes')
+  }
+  vectors = ', '.join(
+    f'{name} {x.shape}'
+    for name, x, role, axes in zip(
+      path_names(params),
+      leaves,
+      jax.tree.leaves(roles(params)),
+      found['axes'],
+      strict=True,
+    )
+    if is_stack_of_vectors(role, x.shape) and any(each.rows for each in axes)
+  )
+  notes = [f'warns: {warning.message}' for warning in caught]
+  if vectors:
+    notes.append(
+      'takes biases or scales of stacked layers, by their names, as matrices: '
+      f'{vectors}. In weight_dimension_numbers, MuonDimensionNumbers((), (1,)) '
+      'stands for vectors of shape (layers, features); '
+      'merit_optax.flax_dimension_numbers has them for Flax modules.'
+    )
+  return _Column(found, notes + errors, '?' if errors else '-')
+
+
+def _table(params: Any, columns: dict[str, _Column]) -> str:
   """Returns the table, with a column for what each optimizer read."""
-  leaves = dict(zip(path_names(params), jax.tree.leaves(params), strict=True))
+  leaves = jax.tree.leaves(params)
   last = [*columns.values()][-1]
   rows = [('parameter', 'shape', 'part', *columns, 'products')]
-  for (name, x), role in zip(
-    leaves.items(), jax.tree.leaves(roles(params)), strict=True
+  for i, (name, x, role) in enumerate(
+    zip(path_names(params), leaves, jax.tree.leaves(roles(params)), strict=True)
   ):
-    is_hidden = any(last['hidden'].get(name, [role == 'hidden']))
+    is_hidden = any(last.readings['hidden'][i] or [role == 'hidden'])
     part = 'hidden' if is_hidden else _PARTS.get(role, 'others')
     matrices = (
-      '; '.join(_matrices(x.shape, axes) for axes in dict.fromkeys(each[name]))
-      for each in (readings['axes'] for readings in columns.values())
+      '; '.join(_matrices(x, axes) for axes in dict.fromkeys(read))
+      or column.default
+      for column in columns.values()
+      for read in [column.readings['axes'][i]]
     )
     rows.append(
-      (name, str(x.shape), part, *matrices, _products(name, leaves, last))
+      (name, str(x.shape), part, *matrices, _products(i, leaves, last))
     )
   cells = [[cell or '-' for cell in row] for row in rows]
   widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -123,15 +169,17 @@ def _table(params: Any, columns: dict[str, Readings]) -> str:
   )
 
 
-def _products(name: str, leaves: dict[str, Any], readings: Readings) -> str:
+def _products(i: int, leaves: list[Any], column: _Column) -> str:
   """Returns where the products of a parameter are computed, if there are."""
-  multiplied = readings['mesh_axes']
-  if name not in multiplied:
+  multiplied = column.readings['mesh_axes']
+  if not multiplied[i]:
     return ''
-  mesh_axes = multiplied[name][0]
-  beside = [leaves[x] for x in multiplied if mesh_axes in multiplied[x]]
-  axes = readings['axes'][name][0]
-  return how_multiplied(leaves[name].shape, axes, spread_of(beside, mesh_axes))
+  mesh_axes = multiplied[i][0]
+  beside = [
+    x for x, read in zip(leaves, multiplied, strict=True) if mesh_axes in read
+  ]
+  axes = column.readings['axes'][i][0]
+  return how_multiplied(leaves[i].shape, axes, spread_of(beside, mesh_axes))
 
 
 def _sizes(shape: tuple[int, ...], axes: MatrixAxes) -> tuple[int, ...]:
@@ -142,13 +190,9 @@ def _sizes(shape: tuple[int, ...], axes: MatrixAxes) -> tuple[int, ...]:
   return tuple(math.prod(shape[axis] for axis in part) for part in parts)
 
 
-def _matrices(shape: tuple[int, ...], axes: MatrixAxes) -> str:
+def _matrices(x: Any, axes: MatrixAxes) -> str:
   """Returns the sizes of all matrices, also of those side by side."""
-  if not axes.parts:
-    return ' x '.join(map(str, _sizes(shape, axes)))
-  last = axes.columns[-1]
-  each = (
-    _sizes((*shape[:last], size, *shape[last + 1 :]), axes)
-    for size in axes.parts
+  return ' + '.join(
+    ' x '.join(map(str, _sizes(part.shape, axes)))
+    for part in jax.eval_shape(axes.split, x)
   )
-  return ' + '.join(' x '.join(map(str, sizes)) for sizes in each)

@@ -19,9 +19,7 @@ from merit_optax._internal.trees import (
 from merit_optax.diagnostics.updates import align, by_name, update_to_weight
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
-  join_parts,
   matrix_axes,
-  split_parts,
 )
 from merit_optax.matrices.masks import broadcast_mask
 from merit_optax.matrices.norms import RATIOS, Ratio, max_norm
@@ -186,16 +184,14 @@ def _ratios(
   param: jax.Array, z: jax.Array, axes: MatrixAxes, **settings: Any
 ) -> dict[str, jax.Array]:
   """Returns the trust ratios of all matrices that lie side by side."""
-  one = axes._replace(parts=())
-  split = zip(split_parts(param, axes), split_parts(z, axes), strict=True)
   found = [
     {
-      name: jnp.broadcast_to(x, p.shape) if axes.parts else x
-      for name, x in trust_ratios(u, p, one, **settings).items()
+      name: x if axes == axes.single else jnp.broadcast_to(x, p.shape)
+      for name, x in trust_ratios(u, p, axes.single, **settings).items()
     }
-    for p, u in split
+    for p, u in zip(axes.split(param), axes.split(z), strict=True)
   ]
-  return {name: join_parts([x[name] for x in found], axes) for name in found[0]}
+  return {name: axes.join([x[name] for x in found]) for name in found[0]}
 
 
 def _shares(parts: dict[str, jax.Array]) -> dict[str, jax.Array]:

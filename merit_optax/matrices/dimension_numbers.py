@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 import itertools
 from typing import Any, NamedTuple, TypeAlias
+import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from merit_optax._internal.arguments import is_integer
-from merit_optax._internal.caller import warn
 from merit_optax._internal.readings import record
 from merit_optax._internal.trees import (
   MISSING,
@@ -17,7 +17,6 @@ from merit_optax._internal.trees import (
   nearest_entries,
   path_namer,
 )
-from merit_optax.matrices.roles import is_stack_of_vectors, roles
 
 DimensionNumbers = optax.contrib.MuonDimensionNumbers
 _NOT_GIVEN = object()
@@ -64,6 +63,24 @@ class MatrixAxes(NamedTuple):
   rows: tuple[int, ...]
   columns: tuple[int, ...]
   parts: tuple[int, ...] = ()
+
+  @property
+  def single(self) -> 'MatrixAxes':
+    """The axes of each of the arrays that :meth:`split` returns."""
+    return self._replace(parts=())
+
+  def split(self, x: jax.Array) -> list[jax.Array]:
+    """Returns the arrays of matrices that lie side by side, mostly one."""
+    if not self.parts:
+      return [x]
+    ends = list(itertools.accumulate(self.parts))[:-1]
+    return jnp.split(x, ends, axis=self.columns[-1])
+
+  def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+    """Returns what was split as one array."""
+    if not self.parts:
+      return parts[0]
+    return jnp.concatenate(parts, axis=self.columns[-1])
 
 
 def matrix_axes(dimension_numbers: Any, params: Any) -> Any:
@@ -114,45 +131,33 @@ def check_params(dimension_numbers: Any, params: Any) -> None:
 
   Warns:
     UserWarning: If nothing says which axes of a parameter with more than two
-      are its rows and columns, if a spec takes biases or scales of stacked
-      layers as the rows of a matrix, or if a spec is of no parameter.
+      are its rows and columns, or if a spec is of no parameter.
   """
   leaves = jax.tree_util.tree_leaves_with_path(params)
   if not leaves:
     return
   specs, unused = _specs(dimension_numbers, params)
-  each_axes = _axes_of_each(specs, params)
-  record('axes', params, each_axes)
+  record('axes', params, _axes_of_each(specs, params))
   if unused:
-    warn(
+    warnings.warn(
       'weight_dimension_numbers has specs for what is no parameter: '
-      f'{", ".join(unused)}.'
+      f'{", ".join(unused)}.',
+      stacklevel=2,
     )
   name = path_namer(params)
-  guessed, vectors = [], []
-  for (path, leaf), spec, axes, role in zip(
-    leaves, specs, each_axes, jax.tree.leaves(roles(params)), strict=True
-  ):
-    if spec is _NOT_GIVEN and len(leaf.shape) > 2:
-      guessed.append(f'{name(path)} {leaf.shape}')
-    is_matrix = spec is not _NOT_GIVEN and axes.rows
-    if is_matrix and is_stack_of_vectors(role, leaf.shape):
-      vectors.append(f'{name(path)} {leaf.shape}')
-  if vectors:
-    warn(
-      'By weight_dimension_numbers these parameters are matrices, and by their '
-      f'names biases or scales of stacked layers: {", ".join(vectors)}. '
-      'Pass a tree of specs, where MuonDimensionNumbers((), (1,)) stands for '
-      'vectors of shape (layers, features); '
-      'merit_optax.flax_dimension_numbers makes one for Flax modules.'
-    )
+  guessed = [
+    f'{name(path)} {leaf.shape}'
+    for (path, leaf), spec in zip(leaves, specs, strict=True)
+    if spec is _NOT_GIVEN and len(leaf.shape) > 2
+  ]
   if guessed:
-    warn(
+    warnings.warn(
       'These parameters have more than two axes and are taken as stacks of '
       f'matrices over their last two: {", ".join(guessed)}. That is wrong for '
       'attention kernels of shape (model, heads, head_dim), for example. Pass '
       'weight_dimension_numbers to say what they are; '
-      'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.'
+      'merit_optax.flax_dimension_numbers(params) makes them for Flax modules.',
+      stacklevel=2,
     )
 
 
@@ -221,21 +226,6 @@ def _sizes_of_parts(
       f'up to it, got {spec}'
     )
   return tuple(given)
-
-
-def split_parts(x: jax.Array, axes: MatrixAxes) -> list[jax.Array]:
-  """Returns the arrays of matrices that lie side by side, mostly one."""
-  if not axes.parts:
-    return [x]
-  ends = list(itertools.accumulate(axes.parts))[:-1]
-  return jnp.split(x, ends, axis=axes.columns[-1])
-
-
-def join_parts(parts: Sequence[jax.Array], axes: MatrixAxes) -> jax.Array:
-  """Returns what was split by :func:`split_parts` as one array."""
-  if not axes.parts:
-    return parts[0]
-  return jnp.concatenate(parts, axis=axes.columns[-1])
 
 
 def _as_tuple(axes: int | Sequence[int]) -> tuple[int, ...]:

@@ -144,8 +144,7 @@ def specs_of_flax(
     if are_matrices and len(shape) == 2:
       return DimensionNumbers((0,), (1,))
     axes = _stacked_axes(stacked, name, len(shape))
-    # An array alone has no name: it may be the step count.
-    found = _recognise(name.split('/'), len(shape), axes) if name else None
+    found = _recognise(name.split('/'), len(shape), axes)
     doubt = '' if found is None else _contradiction(found, name, shapes)
     if found is None or doubt:
       unknown.append(f'{name} {shape}{doubt}')
@@ -160,9 +159,7 @@ def specs_of_flax(
       "stacked={'blocks/': 1}) for weight_dimension_numbers, or {'blocks/': "
       '(1,)} if they are the second axis; otherwise give '
       'their dimension numbers by overrides, such as '
-      "overrides={'query/kernel': MuonDimensionNumbers((0,), (1, 2))}. (Under "
-      'optax.inject_hyperparams, which calls functions with '
-      "the step count, name 'weight_dimension_numbers' in static_args.)"
+      "overrides={'query/kernel': MuonDimensionNumbers((0,), (1, 2))}."
     )
   return specs
 

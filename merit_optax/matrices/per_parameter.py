@@ -11,9 +11,7 @@ from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
   WeightDimensionNumbers,
   check_params,
-  join_parts,
   matrix_axes,
-  split_parts,
 )
 
 NO_PARAMS_MESSAGE = (
@@ -37,11 +35,8 @@ def per_parameter(
   def change_parts(
     update: jax.Array, param: jax.Array, axes: MatrixAxes
   ) -> jax.Array:
-    one = axes._replace(parts=())
-    parts = zip(
-      split_parts(update, axes), split_parts(param, axes), strict=True
-    )
-    return join_parts([change(u, p, one) for u, p in parts], axes)
+    parts = zip(axes.split(update), axes.split(param), strict=True)
+    return axes.join([change(u, p, axes.single) for u, p in parts])
 
   # Parameters of equal shape are traced, lowered and called as one function.
   change_traced = jax.jit(change_parts, static_argnums=2)

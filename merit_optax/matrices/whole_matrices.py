@@ -11,11 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 
 from merit_optax._internal.sharding import placed_like
-from merit_optax.matrices.dimension_numbers import (
-  MatrixAxes,
-  join_parts,
-  split_parts,
-)
+from merit_optax.matrices.dimension_numbers import MatrixAxes
 
 MeshAxes: TypeAlias = str | Sequence[str] | None
 FROM_MESH = 'auto'
@@ -99,14 +95,12 @@ def map_matrices(
   if spread.names:
     updates = jax.tree.map(placed_like, updates, like)
   # Matrices side by side are arrays of their own.
-  parts = jax.tree.map(split_parts, updates, axes)
+  parts = jax.tree.map(lambda x, a: a.split(x), updates, axes)
   axes_of_parts = jax.tree.map(
-    lambda _, a: [a._replace(parts=())] * max(1, len(a.parts)), updates, axes
+    lambda _, a, each: [a.single for _ in each], updates, axes, parts
   )
   mapped = _map_leaves(function, parts, axes_of_parts, spread, *args)
-  found = jax.tree.map(
-    lambda _, a, parts: join_parts(parts, a), updates, axes, mapped
-  )
+  found = jax.tree.map(lambda _, a, parts: a.join(parts), updates, axes, mapped)
   # Else nothing would tell the compiler, on Auto axes, where results belong.
   return jax.tree.map(placed_like, found, like) if spread.names else found
 

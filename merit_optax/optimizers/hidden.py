@@ -1,14 +1,15 @@
 """Which parameters are hidden matrices, and which are for another optimizer."""
 
 from collections.abc import Callable, Mapping, Sequence
+import contextlib
 import re
 from typing import Any, TypeAlias
+import warnings
 
 import jax
 import optax
 
-from merit_optax._internal.arguments import check_patterns
-from merit_optax._internal.caller import warn
+from merit_optax._internal.arguments import check_optimizer, check_patterns
 from merit_optax._internal.readings import record
 from merit_optax._internal.trees import (
   as_arrays,
@@ -17,11 +18,15 @@ from merit_optax._internal.trees import (
   path_names,
   with_update,
 )
-from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
+from merit_optax.matrices.dimension_numbers import (
+  MatrixAxes,
+  WeightDimensionNumbers,
+  matrix_axes,
+)
 from merit_optax.matrices.flax import specs_of_flax
 from merit_optax.matrices.masks import broadcast_mask
 from merit_optax.matrices.per_parameter import NO_PARAMS_MESSAGE
-from merit_optax.matrices.roles import Role, is_stack_of_vectors, roles
+from merit_optax.optimizers.roles import Role, is_stack_of_vectors, roles
 
 # Expressions, or booleans in a tree or from a function.
 Hidden: TypeAlias = (
@@ -74,15 +79,22 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
     >>> merit_optax.hidden_matrices(params)
     {'embedding': False, 'mlp': {'up': {'bias': False, 'kernel': True}}}
   """
+  return _check_and_choose(params, hidden, None)
+
+
+def _check_and_choose(
+  params: Any, hidden: Hidden, specs: WeightDimensionNumbers
+) -> Any:
+  """Returns :func:`hidden_matrices`, given also what their specs will be."""
   # Placeholders of optax.tree.map_params have no leaves.
   if not jax.tree.leaves(params):
     return params
   params = as_arrays(params)
   _check_matches(params, hidden)
-  each_role = jax.tree.leaves(roles(params))
+  each_role = jax.tree.leaves(_roles(params, specs))
   if hidden is None:
     _warn_of_unknown(params, each_role)
-  chosen = _chosen(params, hidden)
+  chosen = _chosen(params, hidden, specs)
   # A tree or a function of booleans is meant as it is.
   has_patterns = _patterns(hidden) is not None
 
@@ -107,6 +119,40 @@ def hidden_matrices(params: Any, hidden: Hidden = None) -> Any:
   return chosen
 
 
+def _roles(params: Any, specs: WeightDimensionNumbers) -> Any:
+  """Returns the roles of parameters; what a spec calls a vector is one."""
+  found = roles(params)
+  if specs is None:
+    return found
+  each_role = jax.tree.leaves(found)
+  matrices = [i for i, role in enumerate(each_role) if role == 'hidden']
+  vectors = _vectors(params, matrices, specs)
+  for i, role in enumerate(each_role):
+    if role == 'unknown':
+      with contextlib.suppress(ValueError):  # It may have no spec.
+        vectors += _vectors(params, [i], specs)
+  for i in vectors:
+    each_role[i] = 'vector'
+  return jax.tree.unflatten(jax.tree.structure(params), each_role)
+
+
+def _vectors(
+  params: Any, indices: list[int], specs: WeightDimensionNumbers
+) -> list[int]:
+  """Returns which of some parameters have a spec without rows."""
+  masked = jax.tree.unflatten(
+    jax.tree.structure(params),
+    [
+      x if i in indices else optax.MaskedNode()
+      for i, x in enumerate(jax.tree.leaves(params))
+    ],
+  )
+  axes = jax.tree.leaves(
+    matrix_axes(specs, masked), is_leaf=lambda x: isinstance(x, MatrixAxes)
+  )
+  return [i for i, a in zip(indices, axes, strict=True) if not a.rows]
+
+
 def _warn_of_unknown(params: Any, each_role: list[str]) -> None:
   """Warns of parameters whose role is not known."""
   unknown = ', '.join(
@@ -115,11 +161,12 @@ def _warn_of_unknown(params: Any, each_role: list[str]) -> None:
     if role == 'unknown'
   )
   if unknown:
-    warn(
+    warnings.warn(
       'Names do not tell whether these parameters are hidden matrices, so they '
       f'are left to the other optimizer: {unknown}. If they are, pass '
       f'hidden={_expressions(params, each_role)}; '
-      'merit_optax.describe(params, optimizer) shows the result.'
+      'merit_optax.describe(params, optimizer) shows the result.',
+      stacklevel=2,
     )
 
 
@@ -186,7 +233,7 @@ def partition_hidden(
     >>> print(f'{updates["mlp"]["kernel"][0, 0]:.2f}')
     -0.02
   """
-  return _partition(optimizer, others, hidden, checks_biases=False)
+  return _partition(optimizer, others, hidden, None, checks_biases=False)
 
 
 def partition_beside_adam(
@@ -199,33 +246,31 @@ def partition_beside_adam(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the partition with ``others``, by default Adam at some rate.
 
-  Without dimension numbers, ``init`` compares the biases of hidden matrices
-  with the axes that names tell.
+  What dimension numbers call a vector is not hidden. Without them, ``init``
+  compares the biases of hidden matrices with the axes that names tell.
   """
   if others is None:
     others = optax.chain(adam, optax.scale_by_learning_rate(adam_learning_rate))
-  checks_biases = weight_dimension_numbers is None
-  return _partition(optimizer, others, hidden, checks_biases)
+  specs = weight_dimension_numbers
+  return _partition(optimizer, others, hidden, specs, specs is None)
 
 
 def _partition(
   optimizer: optax.GradientTransformation,
   others: optax.GradientTransformation,
   hidden: Hidden,
+  specs: WeightDimensionNumbers,
   checks_biases: bool,
 ) -> optax.GradientTransformationExtraArgs:
   """Returns the partition, whose ``init`` may check biases beside matrices."""
   parts = {'hidden': optimizer, 'others': others}
-  for name, value in (('optimizer', optimizer), ('others', others)):
-    if not isinstance(value, optax.GradientTransformation):
-      raise ValueError(
-        f'{name} must be an optax.GradientTransformation, got {value!r}.'
-      )
+  check_optimizer('optimizer', optimizer)
+  check_optimizer('others', others)
   _patterns(hidden)  # Checks them.
 
   def init_fn(params: optax.Params) -> optax.OptState:
     params = as_arrays(params)
-    chosen = hidden_matrices(params, hidden)
+    chosen = _check_and_choose(params, hidden, specs)
     if jax.tree.leaves(chosen) and not any(jax.tree.leaves(chosen)):
       raise ValueError(_none_is_hidden(params, hidden))
     if checks_biases:
@@ -233,7 +278,7 @@ def _partition(
     labels = _labels(chosen)
     return optax.partition(parts, lambda _: labels).init(params)
 
-  both = optax.partition(parts, lambda x: _labels(_chosen(x, hidden)))
+  both = optax.partition(parts, lambda x: _labels(_chosen(x, hidden, specs)))
 
   def update_fn(
     updates: optax.Updates,
@@ -304,7 +349,7 @@ def hidden_dimension_numbers(params: Any) -> Any:
   return specs_of_flax(params, {}, {}, are_matrices=True)
 
 
-def _chosen(params: Any, hidden: Hidden) -> Any:
+def _chosen(params: Any, hidden: Hidden, specs: WeightDimensionNumbers) -> Any:
   """Returns a tree of booleans with the structure of the parameters."""
   # Placeholders of optax.tree.map_params have no leaves.
   if not jax.tree.leaves(params):
@@ -318,7 +363,8 @@ def _chosen(params: Any, hidden: Hidden) -> Any:
         f'{error} It may also be a regular expression, or a sequence of them.'
       ) from None
   if patterns is None:
-    return jax.tree.map(lambda role: role == 'hidden', roles(params))
+    found = _roles(params, specs)
+    return jax.tree.map(lambda role: role == 'hidden', found)
   found = [
     any(re.search(pattern, name) for pattern in patterns)
     for name, _ in named_leaves(params)

@@ -86,10 +86,7 @@ def hyperball(
     Wen et al., `Fantastic Pretraining Optimizers and Where to Find Them II:
     Hyperball Optimization <https://arxiv.org/abs/2606.16899>`_, 2026.
   """
-  if not isinstance(direction, optax.GradientTransformation):
-    raise ValueError(
-      f'direction must be an optax.GradientTransformation, got {direction!r}.'
-    )
+  arguments.check_optimizer('direction', direction)
   return optax.chain(
     direction,
     scale_by_l2_norm_trust_ratio(

@@ -6,6 +6,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import optax
 
+from merit_optax._internal.arguments import check_optimizer
 from merit_optax._internal.trees import path_namer
 
 
@@ -29,8 +30,8 @@ def state_shardings(
     copies all of the state to every device.
 
   Raises:
-    ValueError: If a parameter has no ``jax.sharding.NamedSharding``, or there
-      is no parameter.
+    ValueError: If ``optimizer`` is none, if a parameter has no
+      ``jax.sharding.NamedSharding``, or if there is no parameter.
 
   Examples:
     >>> import jax
@@ -47,6 +48,7 @@ def state_shardings(
     True
     >>> state = jax.jit(optimizer.init, out_shardings=shardings)(params)
   """
+  check_optimizer('optimizer', optimizer)
   name = path_namer(params)
   by_path: dict[tuple[Any, ...], Any] = {}
   copied = None

@@ -16,6 +16,7 @@ import merit_optax
 from tests.merit_optax.arrays import make_mesh, normal
 
 _Spec = optax.contrib.MuonDimensionNumbers
+_Fused = merit_optax.FusedDimensionNumbers
 
 
 def _shapes(**shapes):
@@ -46,15 +47,15 @@ def test_matrices_stacks_vectors_scalars_and_empty_arrays():
     trust_ratio_mask=dict.fromkeys(specs, True) | {'masked': False},
   )
   expected = """
-    parameter  shape            part      matrices      products
-    a          (1,)             vectors   1 x 1         -
-    attention  (12, 64, 4, 16)  hidden    12 x 64 x 64  -
-    bias       (12, 64)         vectors   12 x 64       -
-    empty      (0, 3)           vectors   1 x 0         -
-    experts    (12, 8, 64, 32)  not sure  96 x 32 x 64  -
-    head       (2, 3)           others    1 x 6         -
-    masked     (2, 3, 4)        not sure  -             -
-    s          ()               vectors   1 x 1         -
+    parameter  shape            part     matrices      products
+    a          (1,)             vectors  1 x 1         -
+    attention  (12, 64, 4, 16)  hidden   12 x 64 x 64  -
+    bias       (12, 64)         vectors  12 x 64       -
+    empty      (0, 3)           vectors  1 x 0         -
+    experts    (12, 8, 64, 32)  ?        96 x 32 x 64  -
+    head       (2, 3)           others   1 x 6         -
+    masked     (2, 3, 4)        ?        -             -
+    s          ()               vectors  1 x 1         -
     """
   table = merit_optax.describe(params | {'none': None}, optimizer)
   assert table == textwrap.dedent(expected).strip()
@@ -63,12 +64,11 @@ def test_matrices_stacks_vectors_scalars_and_empty_arrays():
 @pytest.mark.parametrize(
   'hidden, up, w',
   [
-    (None, 'hidden', 'not sure'),
+    (None, 'hidden', '?'),
     (['^w$'], 'others', 'hidden'),
     ({'mlp': False, 'embedding': False, 'w': True}, 'others', 'hidden'),
   ],
 )
-@pytest.mark.filterwarnings('ignore:Names do not tell')
 def test_parts(hidden, up, w):
   params = {'mlp': {'up': _shapes(kernel=(2, 3), bias=(3,))}}
   params |= _shapes(embedding=(5, 2), w=(2, 3))
@@ -154,9 +154,9 @@ def test_the_table_of_a_partition_and_of_a_chain():
   for _ in range(2):  # A trace is not remembered.
     lines = merit_optax.describe(params, both).splitlines()
     assert [(*re.split('  +', line),) for line in lines] == expected
-  with pytest.warns(UserWarning, match='more than two axes'):
-    table = merit_optax.describe(params, merit_optax.merit(0.1))
+  table = merit_optax.describe(params, merit_optax.merit(0.1))
   assert _columns(table)['embedding'] == ('others', '1 x 5 x 2')
+  assert '\ninit warns: These parameters have more than two axes' in table
 
 
 def test_without_an_optimizer_it_has_what_plain_ones_read():
@@ -193,7 +193,68 @@ def test_products_on_a_mesh():
     assert 'whole' not in describe(mesh_axes=None)
 
 
-def test_errors_of_the_optimizer_are_raised():
-  optimizer = merit_optax.muon(0.1, hidden='nothing')
-  with pytest.raises(ValueError, match='^hidden must match parameters'):
-    merit_optax.describe(_shapes(w=(2, 3)), optimizer)
+@pytest.mark.parametrize(
+  'hidden, note',
+  [
+    (None, "No parameter's name tells that it is a hidden matrix"),
+    ('no', "hidden must match parameters, got 'no'"),
+  ],
+)
+def test_an_error_of_init_follows_a_table_of_what_is_known(hidden, note):
+  optimizer = merit_optax.muon(0.1, hidden=hidden)
+  table = merit_optax.describe(_shapes(a=(2, 3), bias=(3,)), optimizer)
+  assert _columns(table) == {'a': ('?', '?'), 'bias': ('vectors', '?')}
+  assert f'\ninit raises: {note}' in table
+
+
+@hypothesis.given(
+  st.sampled_from(['bias', 'norm/weight', 'ln/kernel', 'up', 'wte', 'q_bias']),
+  st.lists(st.integers(2, 4), min_size=1, max_size=3),
+  st.sampled_from([_Spec(-2, -1), _Spec((), (-1,)), _Fused(-2, -1, 1), None]),
+)
+def test_stacked_vectors_taken_as_matrices_are_noted(name, shape, spec):
+  params = _shapes(**{f'layers/{name}': tuple(shape)}, w=(3, 3))
+  specs = {f'layers/{name}': spec if len(shape) > 1 else None, 'w': _Spec(0, 1)}
+  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
+  table = merit_optax.describe(params, optimizer)
+  is_vector = len(shape) > 1 and name not in ('up', 'wte')
+  is_matrix = spec is not None and spec[0] != ()
+  notes = table.split('init takes biases or scales')[1:]
+  assert len(notes) == (is_vector and is_matrix)
+  assert all(f': layers/{name} {tuple(shape)}. ' in text for text in notes)
+
+
+# Transforms of Optax that initialize another, and may change the paths.
+_AROUND = {
+  'lookahead': lambda x: optax.lookahead(x, 2, 0.5),
+  'multi_steps': lambda x: optax.MultiSteps(x, 2),
+  'finite': lambda x: optax.apply_if_finite(x, 2),
+  'chain': lambda x: optax.chain(optax.clip(1.0), x),
+  'partition': lambda x: optax.partition({'a': x}, lambda _: 'a'),
+}
+
+
+@pytest.mark.parametrize('name', _AROUND)
+def test_transforms_around_an_optimizer_change_nothing(name):
+  params = {'mlp': {'up': _shapes(kernel=(2, 3)), 'down': _shapes(bias=(2,))}}
+  plain = merit_optax.muon(0.1)
+  expected = _columns(merit_optax.describe(params, plain))
+  if name == 'lookahead':
+    params = optax.LookaheadParams(params, params)
+    expected = {f'fast/{path}': x for path, x in expected.items()}
+  found = _columns(merit_optax.describe(params, _AROUND[name](plain)))
+  assert found.items() >= expected.items()
+
+
+@pytest.mark.parametrize('bad', [merit_optax.muon, 0.02, 'muon', {}])
+@pytest.mark.parametrize(
+  'call',
+  [
+    lambda x, params: merit_optax.describe(params, x),
+    merit_optax.state_shardings,
+  ],
+)
+def test_what_is_no_optimizer_is_refused(call, bad):
+  hint = r' Call it: muon\(\.\.\.\)' if callable(bad) else '$'
+  with pytest.raises(ValueError, match=f'^optimizer must be .*{hint}'):
+    call(bad, _shapes(w=(2, 3)))

@@ -5,8 +5,6 @@ import itertools
 import re
 import warnings
 
-import hypothesis
-from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,59 +217,6 @@ def test_init_alone_warns_of_each_guess_with_path_and_shape():
   assert 'merit_optax.flax_dimension_numbers' in text
   with warnings.catch_warnings(action='error'):
     jax.eval_shape(optimizer.update, params, state, params)
-
-
-@hypothesis.given(
-  st.sampled_from(['bias', 'norm/weight', 'ln/kernel', 'up', 'wte', 'q_bias']),
-  st.lists(st.integers(2, 4), min_size=1, max_size=3),
-  st.sampled_from([_Spec(-2, -1), _Spec((), (-1,)), _Fused(-2, -1, 1), None]),
-)
-def test_stacked_vectors_taken_as_matrices_are_warned_of(name, shape, spec):
-  params = {'layers': {name: jnp.ones(shape)}, 'w': jnp.ones((3, 3))}
-  specs = {'layers': spec if len(shape) > 1 else None, 'w': _Spec(0, 1)}
-  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
-  with warnings.catch_warnings(record=True) as record:
-    warnings.simplefilter('always')
-    optimizer.init(params)
-  is_vector = len(shape) > 1 and name not in ('up', 'wte')
-  is_matrix = spec is not None and spec[0] != ()
-  warned = [str(x.message) for x in record]
-  assert len(warned) == (is_vector and is_matrix)
-  assert all(f'layers/{name} {tuple(shape)}. ' in text for text in warned)
-
-
-_UNUSED = dict.fromkeys(['bias', 'foo', 'mlp/up', 'no'])
-
-
-@pytest.mark.parametrize(
-  'call',
-  [
-    lambda optimizer, params: optimizer.init(params),
-    lambda optimizer, params: jax.jit(optimizer.init)(params),
-    lambda optimizer, params: optax.chain(optax.clip(1), optimizer).init(
-      params
-    ),
-    lambda optimizer, params: merit_optax.describe(params, optimizer),
-  ],
-  ids=['init', 'jit', 'chain', 'describe'],
-)
-@pytest.mark.parametrize(
-  'optimizer',
-  [
-    merit_optax.merit(0.1),
-    merit_optax.merit(0.1, weight_dimension_numbers=_Spec(-2, -1)),
-    merit_optax.scale_by_muon(weight_dimension_numbers=_UNUSED),
-    merit_optax.muon(0.1),
-  ],
-  ids=['guess', 'vectors', 'unused', 'hidden'],
-)
-def test_warnings_point_at_the_caller(call, optimizer):
-  shapes = {'bias': (2, 3), 'foo': (2, 3, 3), 'mlp/up': (3, 3)}
-  params = {name: jnp.ones(shape) for name, shape in shapes.items()}
-  with warnings.catch_warnings(record=True) as record:
-    warnings.simplefilter('always')
-    call(optimizer, params)
-  assert {x.filename for x in record} == {__file__}
 
 
 @pytest.mark.parametrize('spec', [_Spec, _Fused, dict])

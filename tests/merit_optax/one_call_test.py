@@ -157,6 +157,39 @@ def test_expressions_do_not_choose_stacked_scales(norm, name, shape):
   assert merit_optax.hidden_matrices(params, lambda _: chosen) == chosen
 
 
+# Of RWKV-7, among others: parameters with one axis, which is no matrix's.
+_VECTORS = ['w0', 'a0', 'x_k', 'k_k', 'out_gate', 'q', 'dt_proj', 'mlp']
+
+
+@hypothesis.given(
+  st.sampled_from(_VECTORS),
+  st.lists(st.integers(2, 5), min_size=1, max_size=2),
+  st.sampled_from(['layers', 'layers/attn', 'layers/mlp']),
+  st.booleans(),
+)
+def test_what_a_spec_calls_a_vector_is_not_hidden(name, layers, where, scalar):
+  axes = len(layers)
+  specs = functools.partial(
+    merit_optax.flax_dimension_numbers, stacked={'layers/': axes}
+  )
+  path, shape = f'{where}/{name}', (*layers, 4)[: axes + (not scalar)]
+  kernels = {
+    f'layers/attn/{x}_proj/kernel': jnp.ones((*layers, 4, 4)) for x in 'qkvo'
+  }
+  params = kernels | {path: jnp.ones(shape)}
+  for build in (merit_optax.muon, merit_optax.adam_hyperball):
+    with warnings.catch_warnings(action='error'):
+      state = build(0.1, weight_dimension_numbers=specs).init(params)
+    hidden = state.inner_states['hidden'].inner_state[0].mu
+    assert {k for k, v in hidden.items() if isinstance(v, jax.Array)} == {
+      *kernels
+    }
+    # A tree or a function of booleans is meant as it is; expressions are not.
+    named = build(0.1, hidden='layers', weight_dimension_numbers=specs)
+    with pytest.raises(ValueError, match=f'^hidden.*got {path} '):
+      named.init(params)
+
+
 @hypothesis.given(
   st.sampled_from(['dt', 'q', 'relative_position', 'e_score_correction', 'x']),
   st.lists(st.integers(1, 4), min_size=1, max_size=3),

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from merit_optax.matrices.roles import roles
+from merit_optax.optimizers.roles import roles
 
 _TABLE = Path(__file__).parents[1] / 'data' / 'parameter_names.tsv'
 # Names without a model, each of which stands beside an embedding of tokens.
@@ -218,6 +218,57 @@ def test_a_b_is_a_bias_unless_an_a_stands_beside(stem, shape, is_factor):
   found = roles({'layers': {'attention': params}})['layers']['attention']
   is_bias = found[f'{stem}_b'] == 'vector'
   assert is_bias == (stem != 'lora' and not is_factor)
+
+
+_EXPERTS = {
+  'named': {'experts': {'0': {'w1': (8, 32), 'w2': (32, 8)}}},
+  'deep': {'ffn': {'0': {'expert_1': {'up': (8, 32), 'down': (32, 8)}}}},
+  'stacked': {'wi_0': (4, 8, 32), 'wo': (4, 32, 8)},
+}
+
+
+@hypothesis.given(
+  st.sampled_from(['gate', 'Gate_0', 'gate/kernel', 'gate.weight']),
+  st.sampled_from([*_EXPERTS]),
+  st.sampled_from(['mlp', 'block_sparse_moe', 'ffn']),
+  st.booleans(),
+)
+def test_a_gate_of_experts_is_other(name, experts, where, is_torch):
+  shape = (4, 8) if is_torch else (8, 4)
+  layer = _EXPERTS[experts] | {name: shape}
+  params = {'layers': {'0': {**_ATTENTIONS[0], where: layer}}}
+  found = roles(_stacked(params, ()))['layers']['0']
+  assert found[where][name] == 'other'
+  assert {*jax.tree.leaves(found['attn'])} == {'hidden'}
+
+
+@hypothesis.given(
+  st.sampled_from(['gate', 'gate_proj', 'gate/kernel', 'w_gate', 'out_gate']),
+  st.sampled_from([1, 2, 3]),
+  st.booleans(),
+  st.booleans(),
+)
+def test_a_gate_without_experts_is_not_left_to_adam_silently(
+  name, heads, is_stacked, has_moe
+):
+  """Gates of attentions, of recurrent layers, and of blocks around them."""
+  lead = (3,) if is_stacked else ()
+  attention = {x: (8, 8 * heads) for x in ('q_proj', 'k_proj', 'v_proj')}
+  gated = {
+    'attn': {**attention, name: (8, 8 * heads), 'o_proj': (8 * heads, 8)},
+    'gru': {'gate': (8, 8), 'candidate': (8, 8)},
+  }
+  if has_moe:
+    gated['mlp'] = {'gate': (8, 4), **_EXPERTS['named']}
+  triangle = {'gate': (8, 8), 'projection': (8, 16)}
+  found = roles(
+    _stacked({'block': gated, 'triangle_multiplication': triangle}, lead)
+  )
+  assert found['block']['attn'][name] == 'hidden'
+  assert found['block']['gru']['gate'] in ('hidden', 'unknown')
+  assert found['triangle_multiplication']['gate'] in ('hidden', 'unknown')
+  if has_moe:
+    assert found['block']['mlp']['gate'] == 'other'
 
 
 # Shapes.

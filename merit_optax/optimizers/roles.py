@@ -79,6 +79,7 @@ _QKV = _set(
 )
 _QUERIES = _set('q query queries')
 _KEYS = _set('k key keys kv qkv wk wkv wqkv')
+_EXPERTS = _set('expert experts')
 # Parts of a block that mix tokens: attention, and recurrent layers.
 _MIXERS = _set(
   'att attend attention attentions attn crossattention gqa lru mamba mha '
@@ -104,11 +105,15 @@ _PAIRED = (_PLAIN | _BLOCKS) - _set('in input x y')
 
 
 class _Tree(NamedTuple):
-  """Shapes by names; the names, and shapes of layers, below each parent."""
+  """Shapes by names; the names, and shapes of layers, below each parent.
+
+  And the parents below which a name tells experts.
+  """
 
   shapes: dict[Names, Shape]
   children: dict[Names, set[str]]
   shapes_below: dict[Names, set[Shape]]
+  have_experts: set[Names]
 
 
 def roles(params: Any) -> Any:
@@ -203,10 +208,17 @@ def _make_tree(
     dict(zip(names, shapes, strict=True)),
     collections.defaultdict(set),
     collections.defaultdict(set),
+    set(),
   )
   for name in [*names, *absent]:
+    last_expert = max(
+      (i for i, x in enumerate(name) if not _EXPERTS.isdisjoint(_words(x))),
+      default=-1,
+    )
     for i, part in enumerate(name):
       tree.children[name[:i]].add(part)
+      if i <= last_expert:
+        tree.have_experts.add(name[:i])
       if name in tree.shapes and {*_owner(name[i:])} <= _PAIRED:
         tree.shapes_below[name[:i]].add(tree.shapes[name])
   return tree
@@ -340,15 +352,28 @@ def _is_norm(words: list[str]) -> bool:
 
 
 def _is_gate_of_experts(names: Names, i: int, tree: _Tree) -> bool:
-  """Returns whether a gate chooses experts: in an MLP, it is like ``up``."""
+  """Returns whether a gate chooses experts, which then are in the same layer.
+
+  In an MLP, a gate is like ``up``.
+  """
   words = {*_words(names[i])}
-  if words != {'gate'} and not words >= {'expert', 'gate'}:
+  if 'gate' not in words or not words <= {'gate'} | _EXPERTS | {'shared'}:
     return False
-  shape = tree.shapes[names]
-  return not any(
+  parent, shape = names[:i], tree.shapes[names]
+  if any(
     'up' in _words(name)
-    and tree.shapes.get((*names[:i], name, *names[i + 1 :])) == shape
-    for name in tree.children[names[:i]]
+    and tree.shapes.get((*parent, name, *names[i + 1 :])) == shape
+    for name in tree.children[parent]
+  ):
+    return False
+  is_in_layer_of_experts = parent and 'moe' in _words(parent[-1])
+  # Stacked experts of any name: an axis of their number, and matrices.
+  is_beside_stack = shape[-1] != shape[-2] and any(
+    len(x) > 2 and x[-3] in shape[-2:] and {*shape[-2:]} - {x[-3]} <= {*x[-2:]}
+    for x in tree.shapes_below[parent]
+  )
+  return bool(
+    is_in_layer_of_experts or parent in tree.have_experts or is_beside_stack
   )
 
 
