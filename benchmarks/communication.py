@@ -15,8 +15,8 @@ from benchmarks.hlo import sent_by_kind
 from benchmarks.rounds import write_json
 from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import Config, Optimizer, by_name, change, resolve
-from examples.gpt2.sharding import fit_to_mesh
+from examples.gpt2.config import Config, Optimizer, by_name, change
+from examples.gpt2.resolve import resolve
 from examples.gpt2.step import Trainer
 from examples.gpt2.train import parse
 
@@ -77,7 +77,7 @@ def _row(settings: Settings, config: Config) -> dict[str, Any]:
     micro_batch_size=settings.devices // sharding.num_batch_shards(mesh),
     unroll=1,
   )
-  fitted = fit_to_mesh(resolve(config), mesh)
+  fitted = resolve(config, mesh)
   trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
   step = sent_by_kind(compile_for.compile_step(fitted, trainer))
   update = sent_by_kind(compile_for.compile_update(trainer))

@@ -22,8 +22,8 @@ import tyro
 from benchmarks.rounds import Timing, free_memory, race, ratio, write_json
 from examples.gpt2 import sharding
 from examples.gpt2.command import columns, exit_on_error
-from examples.gpt2.config import resolve
 from examples.gpt2.optimizers import dimension_numbers
+from examples.gpt2.resolve import resolve
 from examples.gpt2.step import Trainer
 from examples.gpt2.train import parse
 import merit_optax

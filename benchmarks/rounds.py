@@ -87,7 +87,9 @@ def machine() -> dict[str, Any]:
   """Returns what the figures were measured on, as JSON values."""
   return hardware.versions() | {
     'processor': _processor(),
-    'threads': len(hardware.usable_cores()),
+    'threads': len(os.sched_getaffinity(0))
+    if hasattr(os, 'sched_getaffinity')
+    else os.cpu_count(),
     'backend': jax.default_backend(),
   }
 

@@ -24,13 +24,12 @@ from examples.gpt2.config import (
   Config,
   Optimizer,
   padded_vocab_size,
-  resolve,
   to_json,
 )
 from examples.gpt2.data import TokenSequences, batch_shape, batches, mix
-from examples.gpt2.diagnostics import Diagnostics
+from examples.gpt2.diagnostics import make_diagnostics
 from examples.gpt2.hardware import needed_bytes
-from examples.gpt2.sharding import fit_to_mesh
+from examples.gpt2.resolve import resolve
 from examples.gpt2.step import Trainer, TrainState
 from examples.gpt2.token_files import open_tokens, token_dtype
 from examples.gpt2.train import parse
@@ -141,7 +140,7 @@ def _config(settings: Settings, sizes: Config, optimizer: Optimizer) -> Config:
     optimizer=optimizer,
     micro_batch_size=settings.micro_batch_size or sizes.micro_batch_size,
   )
-  return fit_to_mesh(resolve(config), sharding.make_mesh(''))
+  return resolve(config, sharding.make_mesh(''))
 
 
 def _tokens(config: Config) -> np.ndarray:
@@ -182,12 +181,12 @@ def _ours(config: Config, settings: Settings) -> Callable[[], None]:
 def _diagnostics(config: Config) -> Callable[[], None]:
   """Returns a function that measures the diagnostics of a step."""
   trainer, state = _start(config)
-  diagnostics = Diagnostics(config, trainer)
+  measure = make_diagnostics(config, trainer)
   batch = _batch(config, trainer.mesh)
 
   def run() -> None:
     with jax.set_mesh(trainer.mesh):
-      diagnostics(state, batch)
+      jax.block_until_ready(measure(state, batch))
 
   return run
 

@@ -24,7 +24,8 @@ import tyro
 
 from examples import pretrain
 from examples.gpt2 import convert, evaluate, generate, plot, prepare
-from examples.gpt2.config import Config, change, resolve
+from examples.gpt2.config import Config, change
+from examples.gpt2.resolve import resolve
 from examples.gpt2.sharding import make_mesh
 from examples.gpt2.step import Trainer
 from tests.processes import run_all

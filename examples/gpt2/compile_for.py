@@ -15,10 +15,10 @@ from jax.experimental import topologies
 from benchmarks.hlo import sent_by_kind
 from examples.gpt2 import hardware, sharding
 from examples.gpt2.command import UsageError, columns, format_bytes, table
-from examples.gpt2.config import Config, resolve
+from examples.gpt2.config import Config
 from examples.gpt2.data import batch_shape
-from examples.gpt2.sharding import fit_to_mesh
-from examples.gpt2.start import with_model
+from examples.gpt2.init_from import find_model
+from examples.gpt2.resolve import resolve
 from examples.gpt2.step import Trainer
 
 _FORMS = (
@@ -100,7 +100,7 @@ device_description_str: "{name}"
 """
 
 
-def run(config: Config, name: str) -> None:
+def compile_run(config: Config, name: str) -> None:
   """Compiles the step of a run for a topology, and prints what it needs.
 
   To be called before the process uses a device: it keeps jax to the CPU, since
@@ -110,15 +110,15 @@ def run(config: Config, name: str) -> None:
     UsageError: If a setting is wrong, or the compiler is not installed.
     OutOfMemoryError: If a device has too little memory for the step.
   """
-  resolved = resolve(with_model(config)[0])
+  source = find_model(config)
   mesh = sharding.make_mesh(config.mesh, devices(name))
-  fitted = fit_to_mesh(resolved, mesh)
-  trainer = Trainer(fitted, fitted.model.vocab_size, mesh)
+  config = resolve(config, mesh, None if source is None else source.config)
+  trainer = Trainer(config, config.model.vocab_size, mesh)
   # Nothing that is compiled here can be run, or found again by a run.
   jax.config.update('jax_enable_compilation_cache', False)
   with hardware.memory_advice():
-    step = compile_step(fitted, trainer)
-    print(_report(fitted, trainer, step, compile_update(trainer)))
+    step = compile_step(config, trainer)
+    print(_report(config, trainer, step, compile_update(trainer)))
     # The compiler for GPUs compiles what does not fit too.
     hardware.check_memory(step, mesh)
 
@@ -126,7 +126,7 @@ def run(config: Config, name: str) -> None:
 def devices(name: str) -> list[jax.Device]:
   """Returns the devices of a topology, such as 'v5e:16x16', to compile for.
 
-  To be called before the process uses a device, see :func:`run`. Raises
+  To be called before the process uses a device, see :func:`compile_run`. Raises
   ``UsageError`` if the compiler is not installed, or there is no such topology.
   """
   kind, _, extents = name.partition(':')

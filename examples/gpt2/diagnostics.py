@@ -1,7 +1,8 @@
 """Diagnostics of a step, a separate program: other steps pay nothing.
 
-A measurement is an entry of the dictionary of `Diagnostics`; one of each layer
-is an array of shape (L,). A metric of every step belongs to `step.py`.
+A measurement is an entry of the dictionary that ``measure`` returns; one of
+each layer is an array of shape (L,). A metric of every step belongs to
+``step.py``.
 """
 
 import math
@@ -15,8 +16,8 @@ import optax
 from examples.gpt2 import sharding
 from examples.gpt2.config import Config
 from examples.gpt2.model import causal_attention
-from examples.gpt2.optimizers import merit_settings
-from examples.gpt2.run import as_json
+from examples.gpt2.optimizers import merit_arguments
+from examples.gpt2.schedules import optimizer_settings
 from examples.gpt2.step import Trainer, TrainState
 from merit_optax import attention_statistics, merit_statistics
 
@@ -27,59 +28,59 @@ _SHARES = (
 )  # fmt: skip
 
 
-class Diagnostics:
-  """Measures attention, gradient and update of a step before it is taken."""
+def make_diagnostics(config: Config, trainer: Trainer) -> Any:
+  """Returns a compiled function that measures a step before it is taken.
+
+  Args:
+    config: Settings of the run.
+    trainer: Its model and optimizer.
+
+  Returns:
+    Function from a state, which is not donated, and tokens of shape (A, B,
+    T + 1) to a dictionary. An array has an entry for each layer:
+
+    - ``max_attention_logit``, ``max_centred_attention_logit`` (after the mean
+      of each query's logits is taken off) and ``attention_entropy`` (mean over
+      heads and queries, nats);
+    - ``layers``: by name, ``gradient_norm`` (before the global clip),
+      ``update_to_weight`` (ratio of l2 norms) and, of MERIT, the smallest and
+      the largest trust ratio and the shares of elements of
+      :func:`merit_optax.merit_statistics`;
+    - ``others``: the same for each parameter outside of the layers;
+    - ``gradient_noise``: the trace of the covariance of a sequence's gradient,
+      and the squared norm of the true one, both without bias; None for a batch
+      of one sequence of each shard;
+    - ``noise_scale_tokens``: their ratio times the sequence length, the batch
+      beyond which more tokens a step pay less and less; NaN if the batch is too
+      small to tell.
+  """
+  return jax.jit(
+    _Diagnostics(config, trainer).measure,
+    out_shardings=sharding.replicated(trainer.mesh),
+  )
+
+
+class _Diagnostics:
+  """What is measured; all methods are to be traced."""
 
   def __init__(self, config: Config, trainer: Trainer):
-    self._config = config
-    self._trainer = trainer
-    everywhere = sharding.replicated(trainer.mesh)
-    self._measure: Any = jax.jit(self._measure_all, out_shardings=everywhere)
+    self._config, self._trainer = config, trainer
 
-  def compile(
-    self, state_shapes: TrainState, batch_shape: jax.ShapeDtypeStruct
-  ) -> jax.stages.Compiled:
-    """Compiles ahead of time what a call runs, and returns it."""
-    self._measure = self._measure.lower(state_shapes, batch_shape).compile()
-    return self._measure
-
-  def __call__(
-    self, state: TrainState, tokens_ABT: jax.Array
-  ) -> dict[str, Any]:
-    """Measures a step before it is taken; the state is not donated.
-
-    Returns:
-      JSON values. A list has an entry for each layer:
-
-      - ``max_attention_logit``, ``max_centred_attention_logit`` (after the mean
-        of each query's logits is taken off) and ``attention_entropy`` (mean
-        over heads and queries, nats);
-      - ``layers``: by name, ``gradient_norm`` (before the global clip),
-        ``update_to_weight`` (ratio of l2 norms) and, of MERIT, the smallest and
-        the largest trust ratio and the shares of elements of
-        :func:`merit_optax.merit_statistics`;
-      - ``others``: the same for each parameter outside of the layers;
-      - ``gradient_noise``: the trace of the covariance of a sequence's
-        gradient, and the squared norm of the true one, both without bias;
-      - ``noise_scale_tokens``: their ratio times the sequence length, the batch
-        beyond which more tokens a step pay less and less; None if the batch is
-        too small to tell.
-    """
-    measured = as_json(self._measure(state, tokens_ABT))
-    noise = measured['gradient_noise']
-    scale = None
-    if noise is not None and noise['squared_norm'] > 0:
-      scale = noise['trace'] / noise['squared_norm']
-      scale *= self._config.model.context_length
-    return measured | {'noise_scale_tokens': scale}
-
-  def _measure_all(self, state: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
+  def measure(self, state: TrainState, tokens_ABT: jax.Array) -> dict[str, Any]:
     gradients, noise = self._gradients(state.params, self._cut(tokens_ABT))
     return {
       **self._attention(state.params, tokens_ABT),
       **self._updates(state, gradients),
       'gradient_noise': noise,
+      'noise_scale_tokens': self._noise_scale(noise),
     }
+
+  def _noise_scale(self, noise: dict[str, jax.Array] | None) -> Any:
+    if noise is None:
+      return None
+    trace, square = noise['trace'], noise['squared_norm']
+    scale = trace / square * self._config.model.context_length
+    return jnp.where(square > 0, scale, jnp.nan)
 
   def _attention(self, params: Any, tokens_ABT: jax.Array) -> dict[str, Any]:
     """Returns statistics of the attention logits, each of shape (L,)."""
@@ -149,7 +150,9 @@ class Diagnostics:
     clip = optax.clip_by_global_norm(self._config.max_gradient_norm)
     clipped, _ = clip.update(gradients, clip.init(gradients))
     adam = optax.tree.get(opt_state, 'ScaleByAdamState')
-    statistics = merit_statistics(**merit_settings(self._config))
+    statistics = merit_statistics(
+      **merit_arguments(**optimizer_settings(self._config))
+    )
 
     def measure(
       params: Any, gradients: Any, updates: Any, clipped: Any, mu: Any, nu: Any

@@ -124,13 +124,6 @@ def bytes_per_device(shapes: Any) -> int:
   )
 
 
-def usable_cores() -> list[int]:
-  """Returns the numbers of the CPU cores that this process may use."""
-  if hasattr(os, 'sched_getaffinity'):
-    return sorted(os.sched_getaffinity(0))
-  return list(range(os.cpu_count() or 1))
-
-
 def versions() -> dict[str, Any]:
   """Returns versions and devices, as JSON values."""
   modules = (

@@ -1,5 +1,6 @@
 """The steps of a run: compiles, resumes, evaluates, saves, stops."""
 
+from collections.abc import Callable
 import signal
 import time
 from typing import Any, NamedTuple
@@ -11,17 +12,16 @@ from examples.gpt2.checkpoints import Checkpoints
 from examples.gpt2.command import CommandError, format_bytes
 from examples.gpt2.config import Config, batch_sizes
 from examples.gpt2.data import Data, batch_shape, step_batches
-from examples.gpt2.diagnostics import Diagnostics
-from examples.gpt2.evaluate import Evaluations
+from examples.gpt2.evaluations import Evaluations
 from examples.gpt2.hardware import check_memory
+from examples.gpt2.log import StepLog, as_json
 from examples.gpt2.processes import (
   StopRequest,
   on_process_0,
   print_once,
   wait_for_all,
 )
-from examples.gpt2.run import RunFolder, StepLog
-from examples.gpt2.start import initial_state
+from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.step import Trainer, TrainState
 
 _TRACED = (10, 15)
@@ -47,22 +47,35 @@ class _Programs(NamedTuple):
   """Compiled programs of a run."""
 
   steps: dict[int, Any]  # As Trainer.step, by the sequences of a step.
-  diagnostics: dict[int, Diagnostics]  # By the sequences of a step too.
+  measure: dict[int, Any]  # As the hook of take_steps, by the same.
   evaluate: Evaluations
 
 
-def run(
+def take_steps(
   trainer: Trainer,
   config: Config,
   data: Data,
   folder: RunFolder,
   stop: StopRequest,
+  *,
+  first_state: Callable[[], TrainState],
+  measure: Any = None,
 ) -> TrainState:
   """Takes the steps of a run that are left, and returns the final state.
 
   They go on from the newest sound checkpoint. Without one, the first state is
   saved before the first step, which proves the folder for all processes. All
   programs are compiled first, so that what does not fit fails at the start.
+
+  Args:
+    trainer: Model and optimizer.
+    config: Settings.
+    data: What to train and evaluate on.
+    folder: Where the run is.
+    stop: What notes signals.
+    first_state: Makes the state that a run without checkpoints starts from.
+    measure: Jitted function from a state and a step's tokens to metrics, which
+      is called every ``--diagnostics-every`` steps before the step is taken.
 
   Raises:
     NotFiniteError: If a loss or gradient is not finite and that is to stop
@@ -75,8 +88,8 @@ def run(
   with Checkpoints(
     folder.checkpoints, config.max_to_keep, config.keep_period
   ) as checkpoints:
-    programs = _compile(trainer, config, data)
-    done, state = _first(trainer, config, checkpoints)
+    programs = _compile(trainer, config, data, measure)
+    done, state = _first(trainer, first_state, checkpoints)
     tokens_done = on_process_0(folder.keep_metrics, done, config.fork_from)
     _stop_if_asked(stop.received(), done, checkpoints)
     if done < config.steps:
@@ -88,10 +101,12 @@ def run(
       for step in range(done + 1, config.steps + 1):
         _trace(config, folder, step - done, state)
         size, measured = batch.shape[0] * batch.shape[1], {}
-        if _is_due(config, step, config.diagnostics_every):
+        if size in programs.measure and _is_due(
+          config, step, config.diagnostics_every
+        ):
           log.finish_step()
           with log.paused():
-            measured = programs.diagnostics[size](state, batch)
+            measured = as_json(programs.measure[size](state, batch))
         state, metrics = programs.steps[size](state, batch)
         # The host makes the next batch, and logs the step before, while the
         # devices take this one.
@@ -125,14 +140,16 @@ def _is_save_due(config: Config, step: int) -> bool:
 
 
 def _first(
-  trainer: Trainer, config: Config, checkpoints: Checkpoints
+  trainer: Trainer,
+  first_state: Callable[[], TrainState],
+  checkpoints: Checkpoints,
 ) -> tuple[int, TrainState]:
   """Returns the steps that are done, and the state after them."""
   found = checkpoints.restore(trainer.shapes)
   if found is not None:
     print_once(f'going on after step {found[0]}, from its checkpoint')
     return found
-  state = initial_state(config, trainer)
+  state = first_state()
   done = int(state.step)
   checkpoints.save(done, state)
   checkpoints.wait()
@@ -152,7 +169,9 @@ def _stop_if_asked(
     )
 
 
-def _compile(trainer: Trainer, config: Config, data: Data) -> _Programs:
+def _compile(
+  trainer: Trainer, config: Config, data: Data, measure: Any
+) -> _Programs:
   """Compiles all programs of a run.
 
   Raises ``MemoryError`` if a device has too little memory for one of them.
@@ -167,10 +186,10 @@ def _compile(trainer: Trainer, config: Config, data: Data) -> _Programs:
     step = programs.steps[size] = trainer.step.lower(shapes, batch).compile()
     check_memory(step, mesh)
     needed = max(needed, step.memory_analysis().temp_size_in_bytes)
-    if config.diagnostics_every:
-      programs.diagnostics[size] = Diagnostics(config, trainer)
+    if measure is not None and config.diagnostics_every:
+      programs.measure[size] = measure.lower(shapes, batch).compile()
       check_memory(
-        programs.diagnostics[size].compile(shapes, batch),
+        programs.measure[size],
         mesh,
         'a step with diagnostics (none: --diagnostics-every 0)',
       )

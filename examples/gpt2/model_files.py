@@ -23,6 +23,7 @@ from examples.gpt2.checkpoints import Checkpoints
 from examples.gpt2.command import UsageError
 from examples.gpt2.config import ModelConfig, complete, model_from_json
 from examples.gpt2.model import shapes
+from examples.gpt2.run_folder import DESCRIPTION, WEIGHTS
 from examples.gpt2.storage import (
   as_path,
   make_folder,
@@ -36,9 +37,6 @@ from examples.gpt2.tokenizer import (
   read_vocabulary,
   with_end_token,
 )
-
-DESCRIPTION = 'model.json'
-WEIGHTS = 'weights.safetensors'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,100 +1,56 @@
-"""Optimizers by name, with their defaults, and learning rates by the step.
+"""Optimizers by name, with their defaults.
 
-To add one, add it to :data:`OPTIMIZERS`: the flags, the presets, the checks and
-the checkpoints follow.
+To add one, add it to :data:`OPTIMIZERS`: the flags, the checks and the
+checkpoints follow.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 import functools
 import math
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
 import merit_optax
 
-if TYPE_CHECKING:
-  from examples.gpt2.config import Config
-
 # Of Adam's first moment beside Muon, whose own decays more slowly.
 _OTHERS_B1 = 0.9
-GPT2_WIDTH = 768  # Of GPT-2 small.
+_GPT2_WIDTH = 768  # Of GPT-2 small.
+
+
+def usual_init_std(width: int) -> float:
+  """Returns GPT-2's 0.02, in proportion for widths below GPT-2 small's."""
+  return _scaled_init_std(min(width, _GPT2_WIDTH), 1)
+
+
+def _scaled_init_std(width: int, scale: float) -> float:
+  return float(f'{scale * 0.02 * math.sqrt(_GPT2_WIDTH / width):.3g}')
 
 
 class Optimizer(NamedTuple):
   """An optimizer that a run may choose."""
 
-  make: Callable[[Config], optax.GradientTransformation]
+  # Takes the settings below by name; learning_rate and adam_rate as schedules.
+  make: Callable[..., optax.GradientTransformation]
   # The settings that it has, each with its default: a value, or a function of
-  # the settings with those before it. The flag of a setting that stands here
-  # for other optimizers only is refused. A setting of the model, such as
-  # init_std, may get another default too.
+  # the run's settings with those before it. The flag of a setting that stands
+  # here for other optimizers only is refused.
   defaults: dict[str, Any]
+  # Standard deviation of the initial weights, by the width of the model.
+  init_std: Callable[[int], float] = usual_init_std
 
 
-def make_optimizer(config: Config) -> optax.GradientTransformation:
-  """Returns the optimizer of a run, behind the clip of the gradient."""
-  return optax.chain(
-    optax.clip_by_global_norm(config.max_gradient_norm),
-    OPTIMIZERS[config.optimizer].make(config),
-  )
-
-
-def make_schedule(config: Config) -> optax.Schedule:
-  """Returns the learning rate by the number of steps done."""
-  peak, warmup = config.learning_rate, in_steps(config.warmup, config.steps)
-  return optax.join_schedules(
-    [
-      optax.linear_schedule(peak / max(1, warmup), peak, warmup),
-      _schedule_after(config, warmup),
-    ],
-    [warmup],
-  )
-
-
-def _schedule_after(config: Config, warmup: int) -> optax.Schedule:
-  """Returns the learning rate by the number of steps after the warm-up."""
-  peak, least = config.learning_rate, config.min_rate
-  # All of it may be warm-up; Optax wants a step of the rest.
-  steps = max(1, config.steps - warmup)
-  if config.schedule == 'cosine':
-    return optax.cosine_decay_schedule(peak, steps, least)
-  if config.schedule == 'linear':
-    return optax.linear_schedule(peak, least * peak, steps)
-  if config.schedule == 'inverse-sqrt':
-    start = max(1, warmup)
-    return lambda step: (
-      peak * jnp.maximum(jnp.sqrt(start / (start + step)), least)
-    )
-  decay = min(in_steps(config.decay, config.steps), steps)
-  power = {'linear': 1.0, '1-sqrt': 0.5}[config.decay_shape]
-
-  def stable_then_decay(step: jax.typing.ArrayLike) -> jax.Array:
-    done = jnp.maximum(step - (steps - decay), 0) / max(1, decay)
-    return peak * (1 - (1 - least) * jnp.minimum(done, 1) ** power)
-
-  return stable_then_decay
-
-
-def in_steps(value: float, steps: int) -> int:
-  """Returns a number of steps, which below 1 is a share of all steps."""
-  return round(value * steps if value < 1 else value)
-
-
-def merit_settings(config: Config) -> dict[str, Any]:
+def merit_arguments(
+  *, clip_threshold: float, qkv: str, **settings: Any
+) -> dict[str, Any]:
   """Returns the arguments of :func:`merit_optax.merit`."""
-  is_unbounded = math.isinf(config.clip_threshold)
-  return _adam_settings(config) | dict(
-    clip_threshold=None if is_unbounded else config.clip_threshold,
-    min_norm=config.min_norm,
-    weight_dimension_numbers=_specs(config),
-  )
+  return settings | {
+    'clip_threshold': None if math.isinf(clip_threshold) else clip_threshold,
+    'weight_dimension_numbers': _specs(qkv),
+  }
 
 
 def dimension_numbers(params: Any, qkv: str) -> Any:
@@ -126,68 +82,80 @@ def dimension_numbers(params: Any, qkv: str) -> Any:
   )
 
 
-def _specs(config: Config) -> Any:
-  return functools.partial(dimension_numbers, qkv=config.qkv)
+def _specs(qkv: str) -> Any:
+  return functools.partial(dimension_numbers, qkv=qkv)
 
 
-def _adam_settings(config: Config) -> dict[str, Any]:
-  return dict(
-    learning_rate=make_schedule(config),
-    b1=config.b1,
-    b2=config.b2,
-    weight_decay=config.weight_decay,
+def _merit(**settings: Any) -> optax.GradientTransformation:
+  return merit_optax.merit(**merit_arguments(**settings))
+
+
+def _merit_hidden(
+  *, adam_rate: optax.Schedule, **settings: Any
+) -> optax.GradientTransformation:
+  adam = _adam(
+    adam_rate, settings['b1'], settings['b2'], settings['weight_decay']
   )
+  return merit_optax.partition_hidden(_merit(**settings), others=adam)
 
 
-def _merit(config: Config) -> optax.GradientTransformation:
-  return merit_optax.merit(**merit_settings(config))
-
-
-def _merit_hidden(config: Config) -> optax.GradientTransformation:
-  adam = _adam(config, config.b1)
-  return merit_optax.partition_hidden(_merit(config), others=adam)
-
-
-def _muon(config: Config) -> optax.GradientTransformation:
+def _muon(
+  learning_rate: optax.Schedule,
+  weight_decay: float,
+  b1: float,
+  b2: float,
+  adam_rate: optax.Schedule,
+  qkv: str,
+  dtype: str,
+) -> optax.GradientTransformation:
   return merit_optax.muon(
-    make_schedule(config),
-    config.b1,
-    weight_decay=config.weight_decay,
-    others=_adam(config, _OTHERS_B1),
-    weight_dimension_numbers=_specs(config),
-    ns_dtype=config.model.dtype,
+    learning_rate,
+    b1,
+    weight_decay=weight_decay,
+    others=_adam(adam_rate, _OTHERS_B1, b2, weight_decay),
+    weight_dimension_numbers=_specs(qkv),
+    ns_dtype=dtype,
   )
 
 
-def _muon_hyperball(config: Config) -> optax.GradientTransformation:
+def _muon_hyperball(
+  learning_rate: optax.Schedule,
+  weight_decay: float,
+  b1: float,
+  b2: float,
+  adam_rate: optax.Schedule,
+  qkv: str,
+  dtype: str,
+) -> optax.GradientTransformation:
   return merit_optax.muon_hyperball(
-    make_schedule(config),
-    config.b1,
+    learning_rate,
+    b1,
     # Without a correction of its bias, as in examples/study.
-    others=_adam(config, _OTHERS_B1, bias_correction=False),
-    weight_dimension_numbers=_specs(config),
-    ns_dtype=config.model.dtype,
+    others=_adam(
+      adam_rate, _OTHERS_B1, b2, weight_decay, bias_correction=False
+    ),
+    weight_dimension_numbers=_specs(qkv),
+    ns_dtype=dtype,
   )
 
 
 def _adam(
-  config: Config, b1: float, *, bias_correction: bool = True
+  rate: optax.Schedule,
+  b1: float,
+  b2: float,
+  weight_decay: float,
+  *,
+  bias_correction: bool = True,
 ) -> optax.GradientTransformation:
-  """Returns Adam for other parameters, whose rate follows the schedule."""
-  rate, share = make_schedule(config), config.adam_rate / config.learning_rate
+  """Returns Adam for other parameters than the hidden matrices."""
   return optax.chain(
-    merit_optax.scale_by_adam(b1, config.b2, bias_correction=bias_correction),
-    optax.add_decayed_weights(config.weight_decay),
-    optax.scale_by_learning_rate(lambda step: share * rate(step)),
+    merit_optax.scale_by_adam(b1, b2, bias_correction=bias_correction),
+    optax.add_decayed_weights(weight_decay),
+    optax.scale_by_learning_rate(rate),
   )
 
 
-def usual_init_std(width: int, scale: float = 1.0) -> float:
-  """Returns a multiple of GPT-2 small's 0.02, in proportion to the width."""
-  return float(f'{scale * 0.02 * math.sqrt(GPT2_WIDTH / width):.3g}')
-
-
-def _starting_rate(name: Any) -> Callable[[Config], float | None]:
+def _starting_rate(name: Any) -> Callable[[Any], float | None]:
   return lambda config: merit_optax.starting_learning_rate(
     name, config.steps, config.model.width
   )
@@ -203,7 +171,7 @@ OPTIMIZERS = {
   # The rate of Adam is that of examples/study.
   'merit-hidden': Optimizer(_merit_hidden, _MERIT | dict(adam_rate=0.004)),
   'adamw': Optimizer(
-    lambda config: optax.adamw(**_adam_settings(config)),
+    optax.adamw,
     # The best at width 128 and 4 layers (of 0.7, 1 and 1.4 times that), and of
     # examples/study (width 64) at 305 and 610 steps.
     dict(
@@ -212,21 +180,17 @@ OPTIMIZERS = {
     ),
   ),
   'lamb': Optimizer(
-    lambda config: optax.lamb(**_adam_settings(config)),
+    optax.lamb,
     dict(
       learning_rate=_starting_rate('lamb'), weight_decay=0.01, b1=0.9, b2=0.95,
     ),
-  ),
-  'lion': Optimizer(
-    lambda config: optax.lion(**_adam_settings(config)),
-    # A usual rate, which was not tuned.
-    dict(learning_rate=1e-3, weight_decay=0.1, b1=0.9, b2=0.99),
   ),
   'muon': Optimizer(
     _muon,
     dict(
       learning_rate=_starting_rate('muon'), weight_decay=0.1, b1=0.9, b2=0.95,
       adam_rate=lambda config: config.learning_rate, qkv='fused',
+      dtype='float32',
     ),
   ),
   'muon-hyperball': Optimizer(
@@ -234,8 +198,9 @@ OPTIMIZERS = {
     dict(
       learning_rate=_starting_rate('muon_hyperball'), weight_decay=0.0, b1=0.9,
       b2=0.95, adam_rate=lambda config: config.learning_rate / 3, qkv='fused',
-      # Norms are kept at twice the usual size.
-      init_std=lambda config: usual_init_std(config.model.width, 2),
+      dtype='float32',
     ),
+    # Norms are kept at twice the usual size.
+    lambda width: _scaled_init_std(width, 2),
   ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 import tyro
 
 from examples.gpt2.command import UsageError, exit_on_error
-from examples.gpt2.run import read_metrics
+from examples.gpt2.run_folder import read_metrics
 from examples.gpt2.storage import as_path, whole_file
 
 _FORMATS = ('.png', '.pdf', '.svg')

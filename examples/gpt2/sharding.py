@@ -20,10 +20,6 @@ from jax.sharding import (
 import numpy as np
 
 from examples.gpt2.command import UsageError
-from examples.gpt2.config import Config, batch_sizes, change
-
-# Layers whose loop is slower on CPU than they are one by one.
-_MOST_UNROLLED = 4
 
 AXES = ('data', 'fsdp', 'tensor')
 BATCH_AXES = ('data', 'fsdp')
@@ -88,49 +84,6 @@ def _parse(text: str) -> dict[str, int]:
       )
     sizes[found[1]] = int(found[2])
   return sizes
-
-
-def fit_to_mesh(config: Config, mesh: Mesh) -> Config:
-  """Chooses micro-batch and unroll for a mesh, which it checks.
-
-  The micro-batch is the largest divisor of a shard's part of each batch up to
-  the setting.
-
-  Raises ``UsageError`` if the mesh does not divide batch or heads.
-  """
-  shards, tensor = num_batch_shards(mesh), mesh.shape['tensor']
-  sizes = np.unique(batch_sizes(config)).tolist()
-  for size in sizes:
-    if size % shards:
-      raise UsageError(
-        f'data * fsdp = {shards} of --mesh must divide --batch-size {size}.'
-      )
-  model = config.model
-  if model.num_kv_heads % tensor:
-    raise UsageError(
-      f'tensor = {tensor} of --mesh must divide --num-kv-heads '
-      f'{model.num_kv_heads} (by default --num-heads).'
-    )
-  sequences = math.gcd(*sizes) // shards
-  most = min(config.micro_batch_size or sequences, sequences)
-  micro_batch = next(n for n in range(most, 0, -1) if sequences % n == 0)
-  unroll = model.unroll or _default_unroll(config, mesh)
-  return change(config, micro_batch_size=micro_batch, unroll=unroll)
-
-
-def _default_unroll(config: Config, mesh: Mesh) -> int:
-  """Returns the number of layers where that makes steps quicker, else 1.
-
-  On CPU that is so of small models. On GPU a loop over layers fills and copies
-  what it stacks for the backward pass. But it bounds how many layers are
-  gathered (FSDP) or recomputed at once, which a compiler need not do without.
-  """
-  platform = mesh.devices.flat[0].platform
-  if platform == 'gpu':
-    is_quicker = config.model.remat == 'none' and mesh.shape['fsdp'] == 1
-  else:
-    is_quicker = platform == 'cpu' and config.model.num_layers <= _MOST_UNROLLED
-  return config.model.num_layers if is_quicker else 1
 
 
 def parameter_shardings(mesh: Mesh, params: Any) -> Any:

@@ -16,7 +16,7 @@ from examples.gpt2 import sharding
 from examples.gpt2.config import Config, padded_vocab_size
 from examples.gpt2.loss import mean_cross_entropy
 from examples.gpt2.model import Transformer, as_module, shapes
-from examples.gpt2.optimizers import make_optimizer
+from examples.gpt2.schedules import make_optimizer
 import merit_optax
 
 

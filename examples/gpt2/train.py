@@ -12,29 +12,37 @@ from typing import Any
 import jax
 import tyro
 
-from examples.gpt2 import compile_for, hardware, loop, run, sharding
-from examples.gpt2.command import UsageError, exit_on_error, flag, os_errors
+from examples.gpt2 import compile_for, hardware, loop, sharding
+from examples.gpt2.command import (
+  UsageError,
+  exit_on_error,
+  flag,
+  format_bytes,
+  os_errors,
+  table,
+)
 from examples.gpt2.config import (
-  FIELDS,
-  PRESETS,
+  ROLES,
   Config,
+  batch_sizes,
   by_name,
   change,
   digest,
-  fact,
   from_json,
   identity,
-  resolve,
   to_json,
 )
-from examples.gpt2.data import Data, load_data
+from examples.gpt2.data import Data, batch_shape, load_data
+from examples.gpt2.diagnostics import make_diagnostics
 from examples.gpt2.generate import sample_text
+from examples.gpt2.init_from import find_model, find_vocabulary, first_state
 from examples.gpt2.model_files import (
   Model,
   write_description,
   write_weights,
 )
 from examples.gpt2.plot import plot_runs
+from examples.gpt2.presets import PRESETS
 from examples.gpt2.processes import (
   StopRequest,
   check_same,
@@ -43,9 +51,8 @@ from examples.gpt2.processes import (
   on_process_0,
   print_once,
 )
-from examples.gpt2.run import RunFolder
-from examples.gpt2.sharding import fit_to_mesh
-from examples.gpt2.start import find_vocabulary, with_model
+from examples.gpt2.resolve import resolve
+from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.step import Trainer
 from examples.gpt2.storage import as_path
 from examples.gpt2.token_files import is_text
@@ -66,7 +73,7 @@ def main(args: list[str] | None = None) -> None:
   with exit_on_error(), StopRequest() as stop:
     config = parse(args)
     if config.compile_for is not None:
-      compile_for.run(config, config.compile_for)
+      compile_for.compile_run(config, config.compile_for)
     else:
       train(config, stop)
 
@@ -145,36 +152,28 @@ def train(config: Config, stop: StopRequest | None = None) -> RunFolder:
     StoppedError: After a signal; a checkpoint has been saved.
   """
   _check_data(config)
-  given = to_json(config)
-  config, source = with_model(config)
-  resolved = resolve(config)
-  _connect(resolved)
-  mesh = sharding.make_mesh(config.mesh)
-  fitted = fit_to_mesh(resolved, mesh)
-  if resolved.micro_batch_size not in (None, fitted.micro_batch_size):
-    print_once(
-      f'--micro-batch-size {resolved.micro_batch_size}: '
-      f"{fitted.micro_batch_size}, which divides a shard's part of a batch"
-    )
-  data = load_data(with_tokens(fitted))
-  vocabulary = find_vocabulary(fitted, data, source)
-  trainer = Trainer(fitted, data.vocab_size, mesh)
-  known_by = identity(fitted) | {'data_sha256': data.sha256}
+  settings = to_json(config)
+  _connect(config)
+  mesh, source = sharding.make_mesh(config.mesh), find_model(config)
+  config = resolve(config, mesh, None if source is None else source.config)
+  data = load_data(with_tokens(config))
+  vocabulary = find_vocabulary(config, data, source)
+  trainer = Trainer(config, data.vocab_size, mesh)
+  decides = identity(config) | {'data_sha256': data.sha256}
   # Named after what decides its numbers.
-  name = f'{config.preset}-{config.optimizer}-{digest(known_by)[:8]}'
+  name = f'{config.preset}-{config.optimizer}-{digest(decides)[:8]}'
   path = config.out_dir or Path('runs', name)
   with RunFolder(path) as folder, hardware.memory_advice():
-    facts = _facts(fitted, data, trainer)
-    others = {'settings': given, **facts}
-    on_process_0(folder.start, fitted, known_by, others)
+    facts = {'settings': settings, **_facts(data, trainer)}
+    on_process_0(folder.start, config, decides, facts)
     if on_process_0(lambda: folder.finished):
       print_once(f'This run has been done: {path}')
     else:
-      print_once(run.overview(fitted, data, trainer, folder))
+      print_once(_overview(config, data, trainer, folder))
       model = Model(trainer.model_config, data.vocab_size, None, **vocabulary)
-      _train(trainer, fitted, data, model, folder, stop or StopRequest())
+      _train(trainer, config, data, model, folder, stop or StopRequest())
     if is_process_0():
-      print(run.report(folder))
+      print_once(_report(folder))
   return folder
 
 
@@ -220,12 +219,12 @@ def _connect(config: Config) -> None:
     # Programs for CPUs may not run on another one.
     folder = str(as_path(config.cache_dir) / 'jax')
     jax.config.update('jax_compilation_cache_dir', folder)
-  values = by_name(config)
-  shared = [name for name in FIELDS if not fact(name, 'is_local')]
-  check_same({flag(name): str(values[name]) for name in shared})
+  check_same(
+    {flag(k): str(x) for k, x in by_name(config).items() if ROLES[k] != 'local'}
+  )
 
 
-def _facts(config: Config, data: Data, trainer: Trainer) -> dict[str, Any]:
+def _facts(data: Data, trainer: Trainer) -> dict[str, Any]:
   """Returns what config.json holds beside the settings."""
   return {
     'data': {
@@ -253,7 +252,12 @@ def _train(
   # So that other commands can read the checkpoints.
   on_process_0(write_description, folder.path, model)
   with jax.set_mesh(trainer.mesh):
-    params = loop.run(trainer, config, data, folder, stop).params
+    state = loop.take_steps(
+      trainer, config, data, folder, stop,
+      first_state=lambda: first_state(config, trainer),
+      measure=make_diagnostics(config, trainer),
+    )  # fmt: skip
+    params = state.params
   arrays = jax.tree.map(sharding.to_host, params)
 
   def write() -> None:
@@ -265,7 +269,48 @@ def _train(
   model = dataclasses.replace(model, params=params)
   start = data.evaluations[0].sequences[0]
   text = sample_text(model, start, trainer.mesh, config.seed)
-  on_process_0(folder.write_sample, text)
+  on_process_0(folder.finish, text)
+
+
+def _overview(
+  config: Config, data: Data, trainer: Trainer, folder: RunFolder
+) -> str:
+  """Returns what is to come, as text."""
+  devices, model = jax.devices(), config.model
+  tokens = int(batch_sizes(config).sum()) * model.context_length
+  count, rows, _ = batch_shape(config, trainer.mesh).shape
+  ramp = f', ramp {" ".join(config.batch_ramp)}' if config.batch_ramp else ''
+  memory = format_bytes(hardware.bytes_per_device(trainer.shapes))
+  mesh = ', '.join(f'{k} {n}' for k, n in trainer.mesh.shape.items())
+  return table({
+    'model': f'{config.preset}, {trainer.num_params:,} parameters',
+    'data': f'{" ".join(config.data)}: {data.train_tokens:,} tokens, '
+    f'{data.validation_tokens:,} held out, vocabulary {data.vocab_size:,}',
+    'steps': f'{config.steps:,} of {count} x {rows} sequences{ramp}, '
+    f'{tokens:,} tokens, {tokens / data.train_tokens:.2g} times the data',
+    'optimizer': f'{config.optimizer}, learning rate '
+    f'{config.learning_rate:g}, weight decay {config.weight_decay:g}',
+    'devices': f'{len(devices)} x {devices[0].device_kind} ({mesh}), '
+    f'{memory} of weights and moments on each',
+    'results': str(folder.path),
+  })  # fmt: skip
+
+
+def _report(folder: RunFolder) -> str:
+  """Returns what came out, with the sample, as text."""
+  lines = folder.read_metrics()
+  loss = lines[-1].get('val_loss') if lines else None
+  known = isinstance(loss, float)
+  skipped = sum('skipped' in line for line in lines)
+  rows = {
+    'validation loss': f'{loss:.4f} nats per token'
+    if known
+    else 'not known, since metrics are lost',
+    'results': str(folder.path),
+  }
+  if skipped:
+    rows['left out'] = f'{skipped} steps whose loss or gradient was not finite'
+  return f'{table(rows)}\n\n{folder.sample.read_text("utf-8")}'
 
 
 if __name__ == '__main__':

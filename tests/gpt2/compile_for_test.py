@@ -176,14 +176,13 @@ def test_a_step_for_two_hosts_of_gpus(kind: str):
 _KERNELS = """
 import sys
 from examples.gpt2 import compile_for
-from examples.gpt2.config import resolve
-from examples.gpt2.sharding import fit_to_mesh
+from examples.gpt2.resolve import resolve
 from examples.gpt2.sharding import make_mesh
 from examples.gpt2.step import Trainer
 from examples.gpt2.train import parse
 
 mesh = make_mesh('fsdp=2', compile_for.devices('h100:1x2'))
-config = fit_to_mesh(resolve(parse(sys.argv[1:])), mesh)
+config = resolve(parse(sys.argv[1:]), mesh)
 trainer = Trainer(config, config.model.vocab_size, mesh)
 print(compile_for.compile_step(config, trainer).as_text())
 """
@@ -214,15 +213,14 @@ _FIT = """
 import json, sys
 import jax
 from examples.gpt2 import sharding
-from examples.gpt2.config import resolve
-from examples.gpt2.sharding import fit_to_mesh
+from examples.gpt2.resolve import resolve
 from examples.gpt2.step import Trainer
 from examples.gpt2.train import parse
 
 for flags, num_devices in json.loads(sys.argv[1]).items():
   config = resolve(parse(flags.split()))
   mesh = sharding.make_mesh(config.mesh, jax.devices()[:num_devices])
-  Trainer(fit_to_mesh(config, mesh), config.model.vocab_size, mesh)
+  Trainer(resolve(config, mesh), config.model.vocab_size, mesh)
 """
 
 

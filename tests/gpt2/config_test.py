@@ -12,36 +12,21 @@ from examples.gpt2 import config as settings_module
 from examples.gpt2.command import UsageError, flag
 from examples.gpt2.config import (
   FIELDS,
-  PRESETS,
   Config,
   ModelConfig,
   by_name,
   change,
+  check_values,
   complete,
-  fact,
   from_json,
   identity,
-  resolve,
   to_json,
 )
 from examples.gpt2.optimizers import OPTIMIZERS
+from examples.gpt2.presets import PRESETS
+from examples.gpt2.resolve import resolve
 from examples.gpt2.train import parse
 
-# What is accepted, numbers at its ends, and others beyond them.
-_RANGES = {
-  'at least 1': ((1,), (0, -4)),
-  'finite and at least 0': ((0,), (-1, math.inf)),
-  'finite and above 0': ((1e-30,), (0.0, math.nan, math.inf)),
-  'above 0': ((1e-30, math.inf), (0.0, math.nan)),
-  'in [0, 1)': ((0.0, 0.999), (-0.5, 1.0, math.nan)),
-  'in [0, 1]': ((0.0, 1.0), (-0.1, 1.5, math.nan)),
-  'in [0, 2**32)': ((0, 2**32 - 1), (-1, 2**32)),
-  'in [1, 2**31)': ((1, 2**31 - 1), (0, 2**31)),
-  'four numbers above 0, the second below the third': (
-    ((8.0, 1.0, 4.0, 9.0),),
-    ((8.0, 4.0, 1.0, 9.0), (0.0, 1.0, 4.0, 9.0)),
-  ),
-}
 _LLAMA = {'architecture': 'llama'}
 _HINTS = typing.get_type_hints(Config) | typing.get_type_hints(ModelConfig)
 del _HINTS['model']
@@ -56,18 +41,27 @@ def _config(preset: str = 'demo', **settings) -> Config:
   return change(PRESETS[preset], **settings)
 
 
-@pytest.mark.parametrize(
-  'name',
-  [x for x, hint in _HINTS.items() if re.search(r'\b(int|float)\b', str(hint))],
-)
-def test_a_number_out_of_its_range_is_named(name: str):
-  accepted = fact(name, 'accepts')
-  inside, outside = _RANGES[accepted.text]
-  assert all(accepted.holds(value) for value in inside)
-  for value in outside:
-    message = f'{flag(name)} must be .*, got {re.escape(repr(value))}'
-    with pytest.raises(UsageError, match=message):
-      resolve(_config(**{name: value}))
+@pytest.mark.parametrize('name', _NUMBERS)
+def test_a_number_beyond_its_limits_is_named(name: str):
+  limits = FIELDS[name].metadata['limits']
+  assert limits or name == 'rope_scaling'
+  for word, limit in limits.items():
+    refused = [math.nan, limit + (1 if word in ('at most', 'below') else -1)]
+    if word in ('above', 'below'):
+      refused.append(limit)
+    else:
+      check_values({name: limit})
+    for value in refused if math.isfinite(limit) else [limit]:
+      with pytest.raises(UsageError) as error:
+        check_values({name: value})
+      for part in (f'{flag(name)} must be', f'{word} {limit}', f'got {value}'):
+        assert part in str(error.value)
+
+
+def test_scaling_of_positions_must_rise():
+  for scaling in ((8.0, 4.0, 1.0, 9.0), (0.0, 1.0, 4.0, 9.0)):
+    with pytest.raises(UsageError, match='--rope-scaling must be four numbers'):
+      resolve(_config(**_LLAMA, rope_scaling=scaling))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +71,7 @@ def test_a_number_out_of_its_range_is_named(name: str):
     (_LLAMA | {'num_kv_heads': 3}, '--num-kv-heads 3 must .*--num-heads 4'),
     (_LLAMA | {'width': 12}, '--head-width must be even for llama, got 3'),
     ({'num_kv_heads': 2}, '--num-kv-heads is for --architecture llama'),
-    ({'optimizer': 'lion', 'qkv': 'split'}, '--qkv .*merit or .*muon.* lion'),
+    ({'optimizer': 'lamb', 'qkv': 'split'}, '--qkv .*merit or .*muon.* lamb'),
     ({'optimizer': 'adamw', 'min_norm': 1.0}, '--min-norm .*merit .* adamw'),
     ({'adam_rate': 2.0}, '--adam-rate is for --optimizer merit-hidden or'),
     ({'decay': 2}, '--decay .*--schedule wsd, got --schedule cosine'),
@@ -88,6 +82,7 @@ def test_a_number_out_of_its_range_is_named(name: str):
     ({'init_from': Path('a'), 'fork_from': Path('b')}, 'leave out one'),
     ({'from_step': 2}, '--from-step needs --init-from or --fork-from'),
     ({'fork_from': Path('run')}, '--fork-from run needs --from-step'),
+    ({'batch_ramp': ('4:100',), 'steps': 4}, '4:100 .*--steps 4'),
   ],
 )
 def test_settings_that_do_not_fit_each_other_are_named(settings, message):
@@ -98,7 +93,7 @@ def test_settings_that_do_not_fit_each_other_are_named(settings, message):
 @pytest.mark.parametrize('name', PRESETS)
 def test_presets_resolve_with_every_optimizer(name: str):
   assert PRESETS[name].preset == name
-  for optimizer, (_, defaults) in OPTIMIZERS.items():
+  for optimizer, (_, defaults, _) in OPTIMIZERS.items():
     config = by_name(resolve(_config(name, optimizer=optimizer)))
     for filled in ('mlp_width', 'init_std', 'norm_epsilon', *defaults):
       assert config[filled] is not None, filled

@@ -11,7 +11,8 @@ import urllib.request
 
 import pytest
 
-from examples.gpt2.config import Config, change, resolve
+from examples.gpt2.config import Config, change
+from examples.gpt2.resolve import resolve
 from examples.gpt2.storage import as_path
 from examples.gpt2.train import train
 from tests.gpt2.runs import TINY

@@ -5,6 +5,7 @@ from pathlib import Path
 import tempfile
 
 import chex
+from examples.gpt2.start import with_model
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -17,21 +18,20 @@ import safetensors.numpy
 from examples.gpt2 import convert
 from examples.gpt2.command import UsageError
 from examples.gpt2.config import (
-  PRESETS,
   Config,
   ModelConfig,
   RopeScaling,
   change,
   complete,
   padded_vocab_size,
-  resolve,
 )
 from examples.gpt2.convert import export_model, import_model, main
 from examples.gpt2.generate import generate
 from examples.gpt2.model import as_module, shapes
 from examples.gpt2.model_files import Model, load_model, save_model
+from examples.gpt2.presets import PRESETS
+from examples.gpt2.resolve import resolve
 from examples.gpt2.sharding import by_path
-from examples.gpt2.start import with_model
 from examples.gpt2.tokenizer import (
   GENERATION,
   SETTINGS,

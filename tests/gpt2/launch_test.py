@@ -18,7 +18,7 @@ import time
 import numpy as np
 import pytest
 
-from examples.gpt2.run import read_metrics
+from examples.gpt2.run_folder import read_metrics
 from examples.gpt2.storage import as_path, make_folder, write_whole
 from tests.processes import free_port
 

@@ -21,8 +21,9 @@ from examples.gpt2.config import Config, change
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
 from examples.gpt2.hardware import OutOfMemoryError
-from examples.gpt2.run import NotFiniteError
-from examples.gpt2.sharding import fit_to_mesh, make_mesh
+from examples.gpt2.log import NotFiniteError
+from examples.gpt2.resolve import resolve
+from examples.gpt2.sharding import make_mesh
 from examples.gpt2.train import main, train, with_tokens
 from tests.gpt2 import runs
 from tests.processes import free_port
@@ -151,7 +152,7 @@ def test_a_batch_that_grows_takes_the_sequences_of_one_that_does_not(
   loaded = data.load_data(with_tokens(tiny))
 
   def rows(config: Config) -> np.ndarray:
-    fitted = fit_to_mesh(config, mesh)
+    fitted = resolve(config, mesh)
     found = data.step_batches(fitted, loaded.sequences, mesh)
     return np.concatenate([np.concatenate(batch) for batch in found])
 

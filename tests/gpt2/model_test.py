@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from examples.gpt2 import model
-from examples.gpt2.config import PRESETS, ModelConfig, complete, resolve
+from examples.gpt2.config import ModelConfig, complete
 from examples.gpt2.convert import from_arrays, to_arrays
 from examples.gpt2.loss import mean_cross_entropy
 from examples.gpt2.model import (
@@ -25,6 +25,8 @@ from examples.gpt2.model import (
   shapes,
 )
 from examples.gpt2.model_files import open_arrays
+from examples.gpt2.presets import PRESETS
+from examples.gpt2.resolve import resolve
 from examples.gpt2.sharding import AXES, by_path, make_mesh
 
 _DATA = Path(__file__).parents[1] / 'data'

@@ -7,11 +7,10 @@ import numpy as np
 import optax
 import pytest
 
-from examples.gpt2.config import OPTIMIZERS, Config, change, resolve
-from examples.gpt2.optimizers import (
-  make_optimizer,
-  make_schedule,
-)
+from examples.gpt2.config import Config, change
+from examples.gpt2.optimizers import OPTIMIZERS
+from examples.gpt2.resolve import resolve
+from examples.gpt2.schedules import make_optimizer, make_schedule
 from examples.gpt2.sharding import by_path
 import merit_optax
 

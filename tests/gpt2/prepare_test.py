@@ -24,7 +24,7 @@ import tokenizers
 import zstandard
 
 from examples.gpt2.command import UsageError
-from examples.gpt2.config import Config, change, resolve
+from examples.gpt2.config import Config, change
 from examples.gpt2.data import Data, load_data
 from examples.gpt2.prepare import (
   PrepareConfig,
@@ -32,6 +32,7 @@ from examples.gpt2.prepare import (
   load_documents,
   prepare,
 )
+from examples.gpt2.resolve import resolve
 from examples.gpt2.token_files import open_part
 from examples.gpt2.tokenizer import (
   find_end_token,

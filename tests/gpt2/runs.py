@@ -9,7 +9,8 @@ from unittest import mock
 from examples.gpt2 import loop
 from examples.gpt2.command import flag
 from examples.gpt2.config import Config, by_name
-from examples.gpt2.run import MEASURED, RunFolder
+from examples.gpt2.log import MEASURED
+from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.storage import file_system
 
 # Settings of a run that takes a few seconds.

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from examples.gpt2.command import UsageError
-from examples.gpt2.config import Config, ModelConfig, change, complete, resolve
+from examples.gpt2.config import Config, ModelConfig, change, complete
 from examples.gpt2.model import Transformer
+from examples.gpt2.resolve import resolve
 from examples.gpt2.sharding import (
   make_mesh,
   num_batch_shards,

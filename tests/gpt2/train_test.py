@@ -17,7 +17,7 @@ from examples.gpt2.command import UsageError
 from examples.gpt2.config import Config, change
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.model_files import load_model
-from examples.gpt2.run import RunFolder
+from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.step import Trainer
 from examples.gpt2.train import main, train
 from tests.gpt2.runs import as_flags, assert_same_run

@@ -3,8 +3,6 @@ import json
 import math
 from pathlib import Path
 import struct
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,23 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.gpt2 import hardware, run
-from examples.gpt2.command import UsageError
-from examples.gpt2.config import Config, change, identity, resolve, to_json
-from examples.gpt2.run import (
-  MEASURED,
-  NotFiniteError,
-  RunFolder,
-  StepLog,
-  learning_rates,
-)
+from examples.gpt2 import hardware, log as log_module
+from examples.gpt2.config import Config, change
+from examples.gpt2.log import MEASURED, NotFiniteError, StepLog
+from examples.gpt2.resolve import resolve
+from examples.gpt2.run_folder import RunFolder
+from examples.gpt2.schedules import learning_rates
 from examples.gpt2.sharding import make_mesh
 from examples.gpt2.step import Trainer
-from examples.gpt2.storage import make_folder, write_whole
-from tests.gpt2.runs import contents
-
-# Where a run can write.
-_PLACES = pytest.mark.parametrize('place', ['disk', 'gs'], indirect=True)
+from examples.gpt2.storage import make_folder
 
 
 def _config(**settings) -> Config:
@@ -38,107 +28,6 @@ def _config(**settings) -> Config:
     steps=10,
   )  # fmt: skip
   return resolve(change(Config(), **defaults | settings))
-
-
-def _start(path: Path, **changes) -> RunFolder:
-  """Starts a run with some settings."""
-  with RunFolder(path) as folder:
-    config = _config(**changes)
-    known_by = identity(config) | {'data_sha256': 'ab'}
-    folder.start(config, known_by, {'settings': to_json(config)})
-  return folder
-
-
-@pytest.mark.parametrize('torn', ['{"step": 4, "lo', 'garbage\n[1]\n'])
-@pytest.mark.parametrize('step', [0, 2])
-def test_later_lines_and_torn_ones_are_cut_off(tmp_path, torn: str, step: int):
-  lines = [{'step': i, 'tokens': 10 * i} for i in (1, 2, 3)]
-  text = ''.join(f'{json.dumps(line)}\n' for line in lines)
-  (tmp_path / 'metrics.jsonl').write_text(text + torn)
-  folder = RunFolder(tmp_path)
-  assert folder.keep_metrics(step) == 10 * step
-  assert folder.read_metrics() == lines[:step]
-
-
-@_PLACES
-def test_a_finished_run_is_kept(place: Path):
-  folder = _start(place)
-  assert not folder.finished
-  folder.write_sample('text')
-  assert folder.finished
-  before = contents(place)
-  _start(place, eval_every=3)
-  assert contents(place) == before
-
-
-@pytest.mark.parametrize('name', ['checkpoints', 'metrics.jsonl'])
-def test_files_of_something_else_are_kept(tmp_path: Path, name: str):
-  (tmp_path / name).write_text('mine')
-  with pytest.raises(UsageError, match=rf'holds {name} of something else'):
-    _start(tmp_path)
-  assert set(contents(tmp_path)) == {name}
-
-
-def _has_done(place: Path, step: int) -> None:
-  file = place / 'checkpoints' / str(step) / 'state'
-  make_folder(file.parent)
-  write_whole(file, b'state')
-
-
-@_PLACES
-def test_another_run_is_refused_and_what_differs_is_named(place: Path):
-  _start(place, seed=3)
-  _start(place)  # Nothing had been computed.
-  _has_done(place, 0)
-  with pytest.raises(UsageError, match=r'\(seed: 0 -> 4\): choose another'):
-    _start(place, seed=4, eval_every=3)
-
-
-_STABLE = dict(schedule='wsd', warmup=2, decay=0, batch_ramp=('2:2', '4:5'))
-
-
-@pytest.mark.parametrize(
-  ('changes', 'message'),
-  [
-    ({'steps': 20}, None),
-    ({'batch_size': 16}, None),
-    ({'batch_ramp': ('2:2', '4:7')}, None),
-    ({'steps': 3}, 'has done 4 steps'),
-    ({'warmup': 3}, 'step 1 had the learning rate .* with --warmup in steps'),
-    (
-      {'batch_ramp': ('2:3', '4:5')},
-      'step 3 had a batch of 4, now 2. Another ramp is for the steps',
-    ),
-  ],
-)
-def test_only_the_future_of_a_run_may_change(tmp_path, changes, message):
-  _start(tmp_path, **_STABLE)
-  _has_done(tmp_path, 4)
-  if message is None:
-    _start(tmp_path, **_STABLE | changes)
-  else:
-    with pytest.raises(UsageError, match=message):
-      _start(tmp_path, **_STABLE | changes)
-
-
-def test_a_folder_in_use_is_refused(tmp_path: Path):
-  program = """
-import sys
-from examples.gpt2.run import RunFolder
-with RunFolder(sys.argv[1]):
-  print('locked', flush=True)
-  sys.stdin.read()
-"""
-  with subprocess.Popen(
-    [sys.executable, '-c', program, str(tmp_path)],
-    stdin=subprocess.PIPE,
-    stdout=subprocess.PIPE,
-  ) as other:
-    assert other.stdout.readline() == b'locked\n'
-    with pytest.raises(UsageError, match='in use by a run'):
-      _start(tmp_path)
-    other.kill()
-  _start(tmp_path)
 
 
 @pytest.fixture(scope='module')
@@ -194,7 +83,7 @@ def test_a_step_is_a_line(folder: RunFolder, make_log):
   assert [x.name for x in folder.path.iterdir()] == ['metrics.jsonl']
 
 
-@_PLACES
+@pytest.mark.parametrize('place', ['disk', 'gs'], indirect=True)
 def test_a_metric_is_any_number_list_or_array(place: Path, trainer, capsys):
   given = {
     'list': [1.0, math.inf], 'array': jnp.arange(4.0).reshape(2, 2),
@@ -299,7 +188,7 @@ def test_the_speed_leaves_pauses_out(
   folder: RunFolder, make_log, trainer: Trainer, monkeypatch
 ):
   clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
-  monkeypatch.setattr(run, 'time', clock)
+  monkeypatch.setattr(log_module, 'time', clock)
   monkeypatch.setattr(hardware, 'peak_flops', lambda _: 1e9)
   with make_log() as log:
     for step, (seconds, pause, waited) in enumerate(
@@ -316,64 +205,3 @@ def test_the_speed_leaves_pauses_out(
   mfus = np.array(speeds) * trainer.flops_per_token / (1e9 * jax.device_count())
   assert [x['mfu'] for x in lines] == pytest.approx(mfus)
   assert [x['waited_share'] for x in lines] == [0.25, 0.125, 1.0]
-
-
-def _line(step: int, **more) -> dict:
-  return {
-    'step': step, 'tokens': step * 512, 'batch_size': 16, 'mfu': 0.1 * step,
-    'tokens_per_second': 1000.0 * step, 'waited_share': 0.01,
-    'peak_bytes': 3 * 2**30, **more,
-  }  # fmt: skip
-
-
-def _diagnosed(step: int, trace: float, square: float, **more) -> dict:
-  noise = {'trace': trace, 'squared_norm': square}
-  return _line(
-    step, max_attention_logit=[1.0, 2.25], gradient_noise=noise, **more
-  )
-
-
-def _report(path: Path, lines: list[dict]) -> str:
-  path.mkdir(exist_ok=True)
-  folder = RunFolder(path)
-  settings = {'config': {'batch_size': 16, 'context_length': 32}}
-  (path / 'config.json').write_text(json.dumps(settings))
-  folder.picture.touch()
-  text = ''.join(json.dumps(line) + '\n' for line in lines)
-  (path / 'metrics.jsonl').write_text(text)
-  folder.write_sample('And so it goes.')
-  return run.report(folder)
-
-
-def test_after_a_run_its_results_are_told(tmp_path: Path):
-  lines = [
-    _line(1),
-    _diagnosed(2, 1.0, 1.0),
-    _line(3, skipped=True, waited_share=0.2),
-    _diagnosed(4, 6.0, 2.0, val_loss=3.14159),
-    _diagnosed(5, 2.0, 2.0, val_loss=3.0),
-  ]
-  text = _report(tmp_path, lines)
-  for part in (
-    '3.0000 nats per token',
-    '1 steps whose loss or gradient was not finite',
-    '1.0, 2.2 (first to last layer)',
-    # (6 + 2) / (2 + 2), times 32 tokens of a sequence.
-    'critical batch about 64 tokens; a step has 512',
-    '3,000 tokens/s (median), MFU 30.0%',
-    'at most 20.0% of a step',
-    '3 GiB',
-    str(tmp_path / 'curves.png'),
-  ):
-    assert part in text
-  assert text.endswith('\n\nAnd so it goes.')
-
-
-def test_what_is_not_known_is_not_told(tmp_path: Path):
-  text = _report(tmp_path / 'all', [_line(1, mfu=None, val_loss=2.0)])
-  assert 'MFU n/a' in text
-  for part in ('left out', 'attention', 'noise', 'not known'):
-    assert part not in text
-  # As if the last line was lost, or all.
-  for lines in ([_diagnosed(1, 1.0, 1.0)], []):
-    assert 'not known' in _report(tmp_path / f'{len(lines)}', lines)

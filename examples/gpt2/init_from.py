@@ -1,11 +1,11 @@
-"""What a run starts from: weights, the state of another run, or a seed."""
+"""What a run starts from: a model, the state of another run, or a seed."""
 
 from pathlib import Path
 from typing import Any
 
 from examples.gpt2.checkpoints import Checkpoints
-from examples.gpt2.command import UsageError, flag
-from examples.gpt2.config import PRESETS, Config, change, padded_vocab_size
+from examples.gpt2.command import UsageError
+from examples.gpt2.config import Config, padded_vocab_size
 from examples.gpt2.data import Data
 from examples.gpt2.model_files import (
   Model,
@@ -13,48 +13,25 @@ from examples.gpt2.model_files import (
   load_model,
   read_description,
 )
-from examples.gpt2.run import saved_steps
+from examples.gpt2.run_folder import saved_steps
 from examples.gpt2.step import Trainer, TrainState
 from examples.gpt2.storage import as_path
 from examples.gpt2.tokenizer import read_shared, vocabulary
 
-# Settings of a model that a run which starts from it may choose.
-_CHOSEN = ('vocab_size', 'init_std', 'dtype', 'remat', 'unroll')
 
+def find_model(config: Config) -> Model | None:
+  """Returns the model that a run starts from, without weights, or None.
 
-def with_model(config: Config) -> tuple[Config, Model | None]:
-  """Returns settings with those of the model that a run starts from.
-
-  That is the model of ``--init-from`` or ``--fork-from``, or its copy in
-  ``--out-dir`` where the run goes on; it is returned too, without weights.
-  Raises ``UsageError`` if a setting that is given is another.
+  It is that of ``--init-from`` or ``--fork-from``, or its copy in ``--out-dir``
+  where the run goes on.
   """
   source = config.init_from or config.fork_from
   if source is None:
-    return config, None
+    return None
   folder = as_path(source)
-  if config.out_dir is not None:
-    own = as_path(config.out_dir)
-    folder = own if saved_steps(own) else folder
-  model = read_description(folder)
-  usual = PRESETS[config.preset].model
-  found = {k: x for k, x in vars(model.config).items() if k not in _CHOSEN}
-  changes = [
-    f'{flag(name)} {getattr(config.model, name)} instead of {value}'
-    for name, value in found.items()
-    if getattr(config.model, name) not in (getattr(usual, name), value)
-    # A Llama has no weights for positions.
-    and not (name == 'context_length' and found['architecture'] == 'llama')
-  ]
-  if changes:
-    raise UsageError(
-      f'{folder} holds another model than the settings say: '
-      f'{", ".join(changes)}. They may be left out.'
-    )
-  is_given = config.model.context_length != usual.context_length
-  if is_given and found['architecture'] == 'llama':
-    del found['context_length']
-  return change(config, **found), model
+  if config.out_dir is not None and saved_steps(as_path(config.out_dir)):
+    folder = as_path(config.out_dir)
+  return read_description(folder)
 
 
 def find_vocabulary(
@@ -88,7 +65,7 @@ def find_vocabulary(
   }
 
 
-def initial_state(config: Config, trainer: Trainer) -> TrainState:
+def first_state(config: Config, trainer: Trainer) -> TrainState:
   """Returns the state that a run without checkpoints starts from.
 
   Raises ``UsageError`` if what it is to start from cannot be used.
