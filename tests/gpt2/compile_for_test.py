@@ -48,7 +48,7 @@ def _report(text: str) -> dict[str, list[str]]:
 
 
 def _run(*flags: str) -> None:
-  compile_for.run(parse([*_TINY, *flags], 'train'), 'v5e:1x2')
+  compile_for.compile_run(parse([*_TINY, *flags], 'train'), 'v5e:1x2')
 
 
 @pytest.mark.usefixtures('emulated_slice')
