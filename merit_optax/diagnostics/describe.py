@@ -192,7 +192,10 @@ def _sizes(shape: tuple[int, ...], axes: MatrixAxes) -> tuple[int, ...]:
 
 def _matrices(x: Any, axes: MatrixAxes) -> str:
   """Returns the sizes of all matrices, also of those side by side."""
+  counts: dict[tuple[int, ...], int] = {}
+  for part in jax.eval_shape(axes.split, x):
+    count, *sizes = _sizes(part.shape, axes)
+    counts[*sizes,] = counts.get((*sizes,), 0) + count
   return ' + '.join(
-    ' x '.join(map(str, _sizes(part.shape, axes)))
-    for part in jax.eval_shape(axes.split, x)
+    ' x '.join(map(str, (count, *sizes))) for sizes, count in counts.items()
   )

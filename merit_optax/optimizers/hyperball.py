@@ -133,8 +133,7 @@ def muon_hyperball(
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
       learning rates: the norm of a step over the norm of the matrix.
-    beta: Decay rate of Muon's momentum, in [0, 1). (The default of
-      ``scale_by_muon`` is 0.95, as in Optax.)
+    beta: Decay rate of Muon's momentum, in [0, 1).
     others: Optimizer of all other parameters, such as ``optax.adamw(0.004)`` or
       an :func:`optax.partition` with a rate for each group; ``None`` for
       :func:`merit_optax.scale_by_adam` at a third of ``learning_rate``.

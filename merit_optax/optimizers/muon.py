@@ -70,8 +70,7 @@ def muon(
   Args:
     learning_rate: Learning rate of hidden matrices, or a schedule from steps to
       learning rates.
-    beta: Decay rate of Muon's momentum, in [0, 1). (The default of
-      ``scale_by_muon`` is 0.95, as in Optax.)
+    beta: Decay rate of Muon's momentum, in [0, 1).
     weight_decay: Weight decay of hidden matrices, >= 0, or a schedule.
     others: Optimizer of all other parameters, such as ``optax.adamw(0.004)`` or
       an :func:`optax.partition` with a rate for each group; ``None`` for

@@ -39,7 +39,7 @@ from merit_optax.transforms.newton_schulz import (
 def scale_by_muon(
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
-  beta: jax.typing.ArrayLike = 0.95,
+  beta: jax.typing.ArrayLike = 0.9,
   eps: jax.typing.ArrayLike = 1e-8,
   mu_dtype: jax.typing.DTypeLike | None = None,
   *,
@@ -91,7 +91,7 @@ def scale_by_muon(
     ns_steps: Number of iterations, >= 1; ``None`` for five. Of a name with
       coefficients for each iteration the last are repeated if there are more;
       ignored if ``ns_coeffs`` is a sequence of three for each.
-    beta: Decay rate of the momentum, in [0, 1).
+    beta: Decay rate of the momentum, in [0, 1); 0.95 in Optax.
     eps: Added to the Frobenius norm, >= 0. With 0, a gradient that is zero
       becomes NaN.
     mu_dtype: dtype of the momentum; ``None`` for that of the parameter.

@@ -194,6 +194,26 @@ def oracle_scale(
   return np.clip(ratio, min_ratio, max_ratio) * np.asarray(update, np.float64)
 
 
+def orthogonal(m: np.ndarray) -> np.ndarray:
+  """Returns a matrix after five Newton-Schulz iterations, in float64."""
+  x = m / (np.linalg.norm(m) + 1e-8)
+  x = x.T if x.shape[0] > x.shape[1] else x
+  for _ in range(5):
+    gram = x @ x.T
+    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+  return x.T if m.shape[0] > m.shape[1] else x
+
+
+def muon_directions(gradients: Iterable[Any], beta: float = 0.9) -> Iterator:
+  """Yields Muon's updates, as Optax corrects Nesterov's momentum."""
+  m = 0
+  for t, gradient in enumerate(gradients, 1):
+    g = np.asarray(gradient, np.float64)
+    m = beta * m + (1 - beta) * g
+    ahead = beta * m / (1 - beta ** (t + 1))
+    yield orthogonal(ahead + (1 - beta) * g / (1 - beta**t))
+
+
 def assert_same_bits(actual: Any, expected: Any) -> None:
   """Compares trees, wherever their arrays lie."""
   chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)

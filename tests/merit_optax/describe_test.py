@@ -193,6 +193,19 @@ def test_products_on_a_mesh():
     assert 'whole' not in describe(mesh_axes=None)
 
 
+def test_matrices_side_by_side_are_counted_by_their_sizes():
+  params = _shapes(heads=(2, 8, 12), grouped=(8, 12), tall=(12, 8))
+  specs = {'heads': _Fused(1, 2, 4), 'grouped': _Fused(0, 1, (8, 2, 2))}
+  specs['tall'] = _Fused(1, 0, 3)
+  optimizer = merit_optax.merit(0.1, weight_dimension_numbers=specs)
+  table = _columns(merit_optax.describe(params, optimizer))
+  assert {name: matrices for name, (_, matrices) in table.items()} == {
+    'heads': '8 x 8 x 3',
+    'grouped': '1 x 8 x 8 + 2 x 8 x 2',
+    'tall': '3 x 8 x 4',
+  }
+
+
 @pytest.mark.parametrize(
   'hidden, note',
   [

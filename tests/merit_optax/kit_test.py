@@ -15,12 +15,19 @@ import optax
 import pytest
 
 import merit_optax
-from tests.merit_optax.arrays import MATRICES, normal, norms, run
+from tests.merit_optax.arrays import (
+  MATRICES,
+  muon_directions,
+  normal,
+  norms,
+  orthogonal,
+  run,
+)
 
 _Spec = optax.contrib.MuonDimensionNumbers
 _STEPS = 5
 _RATE = 0.02
-_MOMENTUM = 0.95
+_MOMENTUM = 0.9
 _DECAY = 0.1
 # Rows are inputs. Two layers of wide matrices, and a tall one.
 _SHAPES = {'up': (2, 8, 24), 'down': (24, 8)}
@@ -113,31 +120,8 @@ _l2, _max, _shape, _lmo, _keep = (
 )
 
 
-def _muon(nesterov=True, beta=_MOMENTUM):
-  return merit_optax.scale_by_muon(
-    beta=beta, nesterov=nesterov, weight_dimension_numbers=_SPECS
-  )
-
-
-def _orthogonal(m):
-  """Returns a matrix after five Newton-Schulz iterations."""
-  x = m / (np.linalg.norm(m) + 1e-8)
-  x = x.T if x.shape[0] > x.shape[1] else x
-  for _ in range(5):
-    gram = x @ x.T
-    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-  return x.T if m.shape[0] > m.shape[1] else x
-
-
-def _muon_directions(gradients):
-  """Yields Muon's updates, as Optax corrects Nesterov's momentum."""
-  m = 0
-  for t, g in enumerate(gradients, 1):
-    m = _MOMENTUM * m + (1 - _MOMENTUM) * g
-    yield _orthogonal(
-      _MOMENTUM * m / (1 - _MOMENTUM ** (t + 1))
-      + (1 - _MOMENTUM) * g / (1 - _MOMENTUM**t)
-    )
+def _muon(**settings):
+  return merit_optax.scale_by_muon(weight_dimension_numbers=_SPECS, **settings)
 
 
 def _uncorrected_directions(gradients):
@@ -145,7 +129,7 @@ def _uncorrected_directions(gradients):
   m = 0
   for g in gradients:
     m = _MOMENTUM * m + g
-    yield _orthogonal(_MOMENTUM * m + g)
+    yield orthogonal(_MOMENTUM * m + g)
 
 
 _HYPERBALLS = {
@@ -185,7 +169,7 @@ def _muon_uncorrected():
   [
     (_muon_uncorrected, _uncorrected_directions, None, (0.5, 1.5), False),
     (
-      *(_muon, _muon_directions),
+      *(_muon, muon_directions),
       *(lambda m, n: 0.2 * math.sqrt(max(m, n)), (0.1, 5.0), True),
     ),
   ],
@@ -255,7 +239,7 @@ def _rms(x, axis):
 def test_scion_is_its_formula(norm):
   radius = 3.0
   if norm == 'spectral':
-    direction = _muon(nesterov=False, beta=0.9)
+    direction = _muon(nesterov=False)
   else:
     direction = optax.chain(optax.ema(0.9, debias=False), _lmo(norm))
 
@@ -266,7 +250,7 @@ def test_scion_is_its_formula(norm):
     d = 0
     for g in gradients:
       d = 0.9 * d + 0.1 * g
-      step = _orthogonal(d) if norm == 'spectral' else d / _rms(d, _AXES[norm])
+      step = orthogonal(d) if norm == 'spectral' else d / _rms(d, _AXES[norm])
       w = (1 - _RATE) * w - _RATE * radius * factor(*w.shape) * step
       yield w
 
@@ -290,7 +274,7 @@ def test_mona_is_its_formula(decay, coefficient):
       a = decay * a + (1 - decay) * (g - before)
       before = g
       accelerated.append(g + alpha * a)
-    for q in _muon_directions(accelerated):
+    for q in muon_directions(accelerated):
       w = w - _RATE * (q + _DECAY * w)
       yield w
 

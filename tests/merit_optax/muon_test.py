@@ -57,7 +57,7 @@ def _exactly(function):
 @pytest.mark.parametrize(
   'ours, theirs',
   [
-    ({}, {}),
+    ({}, {'beta': 0.9}),
     (
       {'nesterov': False, 'beta': 0.8, 'ns_coeffs': 'dion'},
       {'nesterov': False, 'beta': 0.8, 'ns_coeffs': _DION},

@@ -13,6 +13,7 @@ import pytest
 
 import merit_optax
 from merit_optax.matrices.norms import l2_norm, max_norm
+from merit_optax.transforms.trust_ratio import largest_ratio, ratio
 from tests.merit_optax.arrays import (
   enable_x64,
   normal,
@@ -165,6 +166,17 @@ def test_subnormal_norms_count_as_zero(small, jit):
   scaled = scale(w, z)
   np.testing.assert_array_equal(scaled[0], [4.0, 4.0])
   assert np.max(np.abs(scaled[1])) <= small
+
+
+@hypothesis.given(st.tuples(_extreme, _extreme).map(np.abs))
+def test_a_ratio_is_infinite_where_one_norm_vanishes_and_nowhere_else(sizes):
+  w, z = jnp.asarray(sizes, jnp.float32)
+  found = ratio(w, z)
+  assert jnp.isinf(found) == (min(sizes) < _TINY)
+  assert largest_ratio([found]) == (1 if min(sizes) < _TINY else found)
+  if min(sizes) >= _TINY:
+    expected = min(np.float64(sizes[0]) / sizes[1], 1 / np.float64(_TINY))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=_TINY)
 
 
 # The stale row: with one gradient and then none.
