@@ -1,6 +1,6 @@
 """What the commands have in common: errors, tables, and how they end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import contextlib
 import math
 import sys
@@ -30,6 +30,21 @@ def check_at_least(least: int, **settings: int | None) -> None:
   for name, value in settings.items():
     if value is not None and value < least:
       raise UsageError(f'{flag(name)} must be at least {least}, got {value}.')
+
+
+def refuse_repeated(args: Sequence[str] | None, *names: str) -> None:
+  """Raises ``UsageError`` for a flag of several values that is given twice.
+
+  Of those, the parser would drop the first.
+  """
+  given = sys.argv[1:] if args is None else args
+  flags = [x.partition('=')[0].replace('_', '-') for x in given]
+  for name in map(flag, names):
+    if flags.count(name) > 1:
+      raise UsageError(
+        f'{name} is given {flags.count(name)} times: give all values after '
+        f'one, as in {name} FIRST SECOND.'
+      )
 
 
 def describe_changes(old: dict[str, Any], new: dict[str, Any]) -> str:

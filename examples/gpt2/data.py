@@ -26,7 +26,7 @@ from examples.gpt2.command import UsageError, about
 from examples.gpt2.config import Config, batch_sizes, digest
 from examples.gpt2.processes import check_same
 from examples.gpt2.sharding import batch_sharding, num_batch_shards
-from examples.gpt2.storage import as_path
+from examples.gpt2.storage import as_path, resolved
 from examples.gpt2.token_files import (
   PARTS,
   has_token_files,
@@ -214,7 +214,7 @@ def load_data(config: Config) -> Data:
 def _short_names(named: Sequence[tuple[str, float | None]]) -> list[str]:
   """Returns the last parts of paths, or all of them to tell them apart."""
   names = [name for name, _ in named]
-  if len({*names}) < len(names):
+  if len({*map(resolved, names)}) < len(names):
     raise UsageError(
       f'--data names a source twice: {" ".join(names)}. Give each once, with '
       'the sum of its weights.'

@@ -18,6 +18,7 @@ from examples.gpt2.config import ModelConfig
 from examples.gpt2.model import Transformer, as_module
 from examples.gpt2.model_files import Model, load_model
 from examples.gpt2.sharding import make_mesh, num_batch_shards
+from examples.gpt2.tokenizer import find_begin
 
 _TEMPERATURE = 0.8
 _DEFAULT_TOKENS = 200
@@ -114,7 +115,8 @@ def _encode(model: Model, prompt: str) -> list[int]:
       )
     return ids
   tokenizer: Any = model.tokenizer
-  ids = tokenizer.encode(prompt).ids
+  text = tokenizer.encode(prompt, add_special_tokens=False).ids
+  ids = [*find_begin(tokenizer), *text]
   if ids:
     return ids
   if model.end_token is None:

@@ -7,24 +7,21 @@ become a token file each.
 from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import dataclasses
-import glob
 import hashlib
 import json
 import math
 import os
 from pathlib import Path, PurePath
-import sysconfig
+import sys
 import tempfile
 from typing import Any
 
 import datasets
-import fsspec
 import numpy as np
 import pyarrow as pa
 import tokenizers
 import tqdm
 import tyro
-import zstandard
 
 from examples.gpt2.command import (
   UsageError,
@@ -32,7 +29,14 @@ from examples.gpt2.command import (
   check_at_least,
   describe_changes,
   exit_on_error,
+  refuse_repeated,
   table,
+)
+from examples.gpt2.documents import (
+  describe,
+  find_files,
+  load_documents,
+  some_of,
 )
 from examples.gpt2.storage import (
   as_path,
@@ -41,6 +45,7 @@ from examples.gpt2.storage import (
   make_folder,
   new_folder,
   read,
+  resolved,
   size,
   whole_file,
   write_whole,
@@ -56,6 +61,7 @@ from examples.gpt2.token_files import (
 from examples.gpt2.tokenizer import (
   END_OF_TEXT,
   TOKENIZER,
+  find_begin,
   find_end_token,
   num_identifiers,
   read_companions,
@@ -65,38 +71,11 @@ from examples.gpt2.tokenizer import (
 )
 
 _GPT2_VOCAB_SIZE = 50257
-_SAMPLE_BYTES = 100_000_000
+_SAMPLE_BYTES = 100_000_000  # Of text that a vocabulary is trained on.
 _BYTES_IN_TOKEN = 4  # Of English text, about.
-_DOCUMENTS_AT_ONCE = 100
 _DOCUMENTS_OF_A_PROCESS = 1000
 # Held out by default: a share, but of a small text more, up to another share.
 _SHARE, _LEAST_BYTES, _LARGEST_SHARE = 0.005, 1_000_000, 0.05
-# Longer texts are cut there, at the end of a line if possible.
-_LONGEST_DOCUMENT = 1 << 20
-_COLUMN = datasets.Features({'text': datasets.Value('string')})
-
-# Builders of Hugging Face Datasets by suffix; all other files are text.
-_KINDS = {
-  '.jsonl': 'json', '.ndjson': 'json', '.jsonlines': 'json', '.json': 'json',
-  '.parquet': 'parquet',
-}  # fmt: skip
-_COMPRESSED = ('.gz', '.zst', '.bz2', '.xz')
-_HEAD = 1 << 16  # Bytes that tell whether a file is binary.
-_NOT_STDLIB = {
-  'site-packages', 'dist-packages', '__pycache__', 'test', 'tests', 'idle_test',
-}  # fmt: skip
-# Beside the Parquet files of a data set.
-_BESIDE = {'readme.md', 'license', 'dataset_info.json', 'dataset_infos.json'}
-
-
-def _unpack(file: Any, mode: str) -> Any:
-  # By default, fsspec reads the first frame alone.
-  return zstandard.ZstdDecompressor().stream_reader(
-    file, read_across_frames=True
-  )
-
-
-fsspec.compression.register_compression('zstd', _unpack, 'zst', force=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,19 +86,25 @@ class PrepareConfig:
   array, and rows of .parquet files are documents. Other files are a document
   each, or more with lines '<|endoftext|>' between them; long ones are cut.
   Files ending in .gz, .zst, .bz2 and .xz are unpacked. An end-of-text token
-  follows each document. What was killed goes on with the same command.
+  follows each document, and one that the tokenizer begins a text with comes
+  before it. What was killed goes on with the same command.
   """
 
   data: tuple[str, ...]
-  """Files, and folders of files, to read in this order, text last. 'stdlib' is
-  the source of Python's standard library."""
+  """Files, and folders of files, to read in this order. 'stdlib' is the source
+  of Python's standard library."""
 
   out_dir: Path
   """Folder of the results: a new or an empty one, or that of the same command,
   which was killed."""
 
   text_field: str = 'text'
-  """Field that holds the text of a document in JSON, column in Parquet."""
+  """Field that holds the text of a document in JSON, or a field of a field as
+  in meta.text; column in Parquet."""
+
+  skip_bad: bool = False
+  """Leave out documents and files that cannot be read, and name them at the
+  end."""
 
   tokenizer: Path | None = None
   """Vocabulary to use: a tokenizer.json, or a folder with it. Without, a
@@ -151,10 +136,11 @@ class PrepareConfig:
 
 def main(args: list[str] | None = None) -> None:
   """Runs the command line; status 2 for what the user can correct."""
-  config = tyro.cli(
-    PrepareConfig, args=args, prog='python -m examples.gpt2.prepare'
-  )
   with exit_on_error():
+    refuse_repeated(args, 'data')
+    config = tyro.cli(
+      PrepareConfig, args=args, prog='python -m examples.gpt2.prepare'
+    )
     print(table(prepare(config)))
 
 
@@ -176,8 +162,7 @@ def prepare(
       something else.
   """
   _check(config)
-  folder = as_path(config.out_dir)
-  folder = folder if is_remote(folder) else folder.resolve()
+  folder = resolved(config.out_dir)
   cache = as_path(config.cache_dir).absolute()
   settings = {
     field: str(value)
@@ -185,11 +170,11 @@ def prepare(
     if field not in ('out_dir', 'num_proc', 'cache_dir')
   }
   _check_folder(folder, settings)
-  documents = load_documents(
-    find_files(config.data, [folder, cache, *leave_out]),
-    config.text_field,
-    cache / 'datasets',
-  )
+  files = find_files(config.data, [folder, cache, *leave_out])
+  documents, skipped = load_documents(
+    files, config.text_field, cache / 'datasets', config.num_proc,
+    config.skip_bad,
+  )  # fmt: skip
   parts = _split(documents, config)
   tokenizer, end_token = _tokenizer(parts['train'], config, folder)
   make_folder(folder)
@@ -200,19 +185,25 @@ def prepare(
     for part in PARTS
   }
   vocab_size = num_identifiers(tokenizer)
-  description = {
-    'settings': settings,
-    'vocab_size': vocab_size,
-    'end_token': end_token,
-    'dtype': token_dtype(vocab_size).name,
-  }
-  write_whole(folder / INDEX, _json(**description, shards=shards))
+  index = _json(
+    settings=settings, vocab_size=vocab_size, end_token=end_token,
+    dtype=token_dtype(vocab_size).name, skipped=skipped, shards=shards,
+  )  # fmt: skip
+  write_whole(folder / INDEX, index)
   tokens = [sum(shards[part].values()) for part in PARTS]
-  return {
+  begin = map(tokenizer.id_to_token, find_begin(tokenizer))
+  around = ''.join(f'{token} before and ' for token in begin)
+  found = {
+    **describe(files),
+    'skipped': f'{len(skipped):,} that cannot be read: {some_of(skipped)}',
     'tokens': '{:,} to train on, {:,} held out'.format(*tokens),
-    'vocabulary': f'{vocab_size:,} tokens, {end_token} after each document',
+    'vocabulary': f'{vocab_size:,} tokens, {around}{end_token} after each '
+    'document',
     'results': str(config.out_dir),
   }
+  if not skipped:
+    del found['skipped']
+  return found
 
 
 def _json(**content: Any) -> bytes:
@@ -268,7 +259,7 @@ def _split(
   Where these are too large for that, the end of the next one is held out.
   """
   columns = {'hash': datasets.Value('uint64'), 'size': datasets.Value('int64')}
-  known = _map(documents, _measure, columns, config)
+  known = _map(documents, _measure, columns, config.num_proc)
   hashes, sizes = (np.array(known.data[x]) for x in ('hash', 'size'))
   total = int(sizes.sum())
   wanted = config.validation_share
@@ -292,7 +283,7 @@ def _split(
     part: datasets.concatenate_datasets(
       [
         documents.select(np.flatnonzero(chosen)),
-        datasets.Dataset.from_dict({'text': [ends[part]]}, _COLUMN),
+        datasets.Dataset.from_dict({'text': [ends[part]]}, documents.features),
       ]
     )
     for part, chosen in parts.items()
@@ -328,26 +319,22 @@ def _map(
   documents: datasets.Dataset,
   function: Callable[..., pa.Table],
   columns: dict[str, Any],
-  config: PrepareConfig,
+  num_proc: int,
   **arguments: Any,
 ) -> datasets.Dataset:
-  """Returns other columns of documents, made in several processes.
+  """Returns other columns than ``text``, made in several processes.
 
   Few documents are not worth the start of one: threads tokenize them.
   """
-  processes = min(config.num_proc, len(documents) // _DOCUMENTS_OF_A_PROCESS)
+  processes = min(num_proc, len(documents) // _DOCUMENTS_OF_A_PROCESS)
   # Threads do not survive in a process that was forked.
   parallel = 'false' if processes > 1 else 'true'
   os.environ['TOKENIZERS_PARALLELISM'] = parallel
   return documents.with_format('arrow').map(
-    function,
-    batched=True,
-    batch_size=_DOCUMENTS_AT_ONCE,
+    function, batched=True, batch_size=100, remove_columns=['text'],
     num_proc=processes if processes > 1 else None,
-    remove_columns=['text'],
-    features=datasets.Features(columns),
-    fn_kwargs=arguments,
-  )
+    features=datasets.Features(columns), fn_kwargs=arguments,
+  )  # fmt: skip
 
 
 def _tokenizer(
@@ -420,7 +407,7 @@ def _write_part(
         documents.shard(count, i, contiguous=True),
         _tokenize,
         columns,
-        config,
+        config.num_proc,
         tokenizer=tokenizer,
         end_token=end_token,
         dtype=dtype.name,
@@ -440,11 +427,8 @@ def _tokenize(
   batch: pa.Table, tokenizer: tokenizers.Tokenizer, end_token: str, dtype: str
 ) -> pa.Table:
   tokens = tokenize(batch['text'].to_pylist(), tokenizer, end_token, dtype)
-  offsets = np.cumsum([0, *map(len, tokens)], dtype=np.int32)
-  column = pa.ListArray.from_arrays(
-    pa.array(offsets), pa.array(np.concatenate(tokens))
-  )
-  return pa.table({'tokens': column})
+  kind = pa.list_(pa.from_numpy_dtype(dtype))
+  return pa.table({'tokens': pa.array(tokens, kind)})
 
 
 def tokenize(
@@ -455,15 +439,17 @@ def tokenize(
 ) -> list[np.ndarray]:
   """Returns the tokens of texts, each with the end token; nothing of none.
 
-  Text that spells a special token out does not become that token.
+  Each begins with what the tokenizer begins a text with. Text that spells a
+  special token out does not become that token.
   """
   tokenizer.encode_special_tokens = True
+  begin = find_begin(tokenizer)
   end = tokenizer.token_to_id(end_token)
   found = tokenizer.encode_batch_fast(
     [text or '' for text in texts], add_special_tokens=False
   )
   return [
-    np.array([*x.ids, end] if text else [], dtype)
+    np.array([*begin, *x.ids, end] if text else [], dtype)
     for text, x in zip(texts, found, strict=True)
   ]
 
@@ -474,7 +460,7 @@ def read_text(
   """Returns the tokens of all documents of a text, and their bytes."""
   found, num_bytes = [], 0
   with tempfile.TemporaryDirectory() as folder:
-    documents = load_documents(find_files([data]), text_field, Path(folder))
+    documents, _ = load_documents(find_files([data]), text_field, Path(folder))
     for rows in documents.iter(100):
       found += tokenize(rows['text'], tokenizer, end_token)
       num_bytes += sum(len((text or '').encode()) for text in rows['text'])
@@ -505,8 +491,7 @@ def text_to_tokens(
   Raises:
     UsageError: If there is no text, or the cache cannot be written.
   """
-  cache = as_path(cache_dir)
-  cache = cache if is_remote(cache) else cache.absolute()
+  cache = resolved(cache_dir)
   if data and all(map(is_text, data)):
     data = [_prepared(data, vocab_size, cache)]
   folders = [as_path(name) for name, _ in parse_sources(data)]
@@ -531,7 +516,9 @@ def _prepared(data: Sequence[str], vocab_size: int, cache: Path) -> str:
       data=tuple(data), out_dir=scratch, num_proc=1, vocab_size=vocab_size,
       cache_dir=Path(documents),
     )  # fmt: skip
-    prepare(settings, [cache])
+    made = prepare(settings, [cache])
+    # Its folder is a scratch one.
+    print(table({**made, 'results': str(folder)}), file=sys.stderr)
   return os.fspath(folder)
 
 
@@ -550,7 +537,7 @@ def _evaluated(text: str, source: Path | None, cache: Path) -> str:
     tokenizer = read_tokenizer(source)
     end_token = find_end_token(source, tokenizer)
     key = _key([path], cache, tokenizer.to_str(), end_token)
-    file = cache / key / 'val.bin'
+    file = cache / key / f'{PurePath(path).name}.bin'
     if not file.is_file():
       tokens, _ = read_text(path, 'text', tokenizer, end_token)
       with _named_cache(file):
@@ -564,7 +551,7 @@ def _key(data: Sequence[str], cache: Path, *others: Any) -> str:
   """Returns what tells text apart, and what else decides its tokens."""
   known = [
     [str(x), size(x), str(file_system(x).modified(os.fspath(x)))]
-    for x in find_files(data, [cache])
+    for x in find_files(data, [cache]).kinds
   ]
   parts = json.dumps([known, *others, tokenizers.__version__])
   return hashlib.sha256(parts.encode()).hexdigest()[:16]
@@ -580,210 +567,6 @@ def _named_cache(path: Path) -> Iterator[None]:
       raise UsageError(
         f'--cache-dir cannot be used for {path}: {error}. Name another folder.'
       ) from error
-
-
-# Documents.
-
-
-def load_documents(
-  paths: Sequence[Path], text_field: str, cache_dir: Path
-) -> datasets.Dataset:
-  """Reads files of documents, perhaps compressed, on disks or in stores.
-
-  Args:
-    paths: JSON lines, Parquet, or text. A text is a document, or more than one
-      with lines ``<|endoftext|>`` between them; one of more than a million
-      characters is cut.
-    text_field: Field that holds the text in JSON, column in Parquet.
-    cache_dir: Folder on a disk, where the documents are kept as Arrow files.
-
-  Returns:
-    Documents in the only column ``text``, which may be None or empty.
-
-  Raises:
-    UsageError: If a file is damaged, or has no such text.
-  """
-  kinds = [_kind(path) for path in paths]
-  if 'text' in kinds:
-    # Of code, or beside other text, it holds no documents.
-    is_code = [path.suffix == '.json' for path in paths]
-    kinds = ['text' if x else y for x, y in zip(is_code, kinds, strict=True)]
-  tables, texts = [], []
-  for path, kind in zip(paths, kinds, strict=True):
-    if kind == 'text':
-      texts.append(os.fspath(path))
-    else:
-      tables.append(_load_table(path, kind, text_field, cache_dir))
-  if texts:
-    changed = [str(file_system(as_path(x)).modified(x)) for x in texts]
-    with _naming('--data'):
-      tables.append(
-        # The builder 'text' has whole files in memory, of less than 2 GB.
-        datasets.Dataset.from_generator(
-          _read_texts,
-          _COLUMN,
-          os.fspath(cache_dir),
-          gen_kwargs={'paths': texts, 'changed': changed},
-        )
-      )
-  return datasets.concatenate_datasets(tables)
-
-
-def _load_table(
-  path: Path, kind: str, text_field: str, cache_dir: Path
-) -> datasets.Dataset:
-  name = os.fspath(path)
-  with _naming(name):
-    loaded = datasets.load_dataset(
-      kind,
-      data_files=[glob.escape(name)],  # The library looks for a pattern.
-      split='train',
-      cache_dir=os.fspath(cache_dir),
-      **({'columns': [text_field]} if kind == 'parquet' else {}),
-    )
-  dtypes = {k: getattr(x, 'dtype', '') for k, x in loaded.features.items()}
-  if dtypes.get(text_field) not in ('string', 'large_string'):
-    texts = ', '.join(k for k, x in dtypes.items() if x.endswith('string'))
-    raise UsageError(
-      f'{name} has no text in {text_field!r}: expected --text-field to be out '
-      f'of {texts or "others, but nothing in it is text"}.'
-    )
-  column = loaded.select_columns(text_field)
-  if text_field != 'text':
-    column = column.rename_column(text_field, 'text')
-  return column if column.features == _COLUMN else column.cast(_COLUMN)
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-  """Has a ``UsageError`` name a file that is damaged or of another format."""
-  datasets.disable_progress_bars()  # Each file would have some.
-  try:
-    yield
-  except Exception as error:  # Its cause says what is wrong.
-    reason = error.__cause__ or error
-    raise UsageError(f'{name} cannot be read: {reason}') from error
-  finally:
-    datasets.enable_progress_bars()
-
-
-def _read_texts(
-  paths: Sequence[str], changed: Sequence[str]
-) -> Iterator[dict[str, str]]:
-  """Yields the documents of text files."""
-  del changed  # Makes the library tell changed files apart.
-  for path in paths:
-    with fsspec.open(
-      path, 'rt', compression='infer', encoding='utf-8-sig', newline=''
-    ) as file:
-      try:
-        for document in _documents(file):
-          yield {'text': document}
-      except UnicodeDecodeError as error:
-        raise UsageError(f'{path} is no UTF-8 text: {error}.') from error
-
-
-def _documents(file: Any) -> Iterator[str]:
-  lines: list[str] = []
-  size = 0
-  while line := file.readline(_LONGEST_DOCUMENT):
-    is_end = line.strip() == END_OF_TEXT
-    if not is_end:
-      lines.append(line)
-      size += len(line)
-    if is_end or size >= _LONGEST_DOCUMENT:
-      yield ''.join(lines)
-      lines, size = [], 0
-  yield ''.join(lines)
-
-
-# Files.
-
-
-def find_files(
-  data: Sequence[str | Path], leave_out: Sequence[Path] = ()
-) -> list[Path]:
-  """Returns files, and those of folders with subfolders, each once, in order.
-
-  Of folders it leaves out hidden files, binary ones, folders of runs, and those
-  of ``leave_out`` (absolute). ``'stdlib'`` is the source of Python's standard
-  library.
-
-  Raises ``UsageError`` if a path does not exist, or there are no files.
-  """
-  found: dict[Path, Path] = {}
-  for name in data:
-    for path in _find(str(name), leave_out):
-      found.setdefault(path if is_remote(path) else path.resolve(), path)
-  if not found:
-    raise UsageError(f'{" ".join(map(str, data))} has no files.')
-  return list(found.values())
-
-
-def _find(name: str, leave_out: Sequence[Path]) -> list[Path]:
-  is_stdlib = name == 'stdlib'
-  root = Path(sysconfig.get_path('stdlib')) if is_stdlib else as_path(name)
-  if root.is_file():
-    if _is_binary(root):
-      raise UsageError(f'{root} holds no text: it has zero bytes.')
-    return [root]
-  if not root.is_dir():
-    raise UsageError(
-      f'{name} does not exist: expected a file or a folder of files.'
-    )
-  paths = []
-  for path in sorted(_walk(root)):
-    parts = path.relative_to(root).parts
-    if is_stdlib:
-      is_wanted = path.suffix == '.py' and not _NOT_STDLIB & {*parts}
-    else:
-      is_wanted = not any(x.startswith('.') for x in parts)
-    whole = path if is_remote(path) else path.absolute()
-    # In a store, each question would be a request.
-    runs = (
-      []
-      if is_remote(path)
-      else [
-        x
-        for x in path.parents
-        if x.is_relative_to(root) and (x / 'model.json').is_file()
-      ]
-    )
-    if (
-      is_wanted
-      and not runs
-      and not any(whole.is_relative_to(x) for x in leave_out)
-      and not _is_binary(path)
-    ):
-      paths.append(path)
-  if any(_kind(path) == 'parquet' for path in paths):
-    paths = [path for path in paths if path.name.lower() not in _BESIDE]
-  return paths
-
-
-def _walk(folder: Path) -> list[Path]:
-  if not is_remote(folder):
-    return [path for path in folder.rglob('*') if path.is_file()]
-  # One request for a thousand files, where a glob would ask for each folder.
-  root = os.fspath(folder).partition('://')[2].rstrip('/') + '/'
-  names = file_system(folder).find(root)
-  return [folder / name.removeprefix(root) for name in names if name != root]
-
-
-def _kind(path: PurePath) -> str:
-  """Returns ``'json'``, ``'parquet'`` or ``'text'``, by the name of a file."""
-  name = path.name.lower()
-  for suffix in _COMPRESSED:
-    name = name.removesuffix(suffix)
-  return _KINDS.get(PurePath(name).suffix, 'text')
-
-
-def _is_binary(path: Path) -> bool:
-  """Whether a file, of no kind that is known, holds no text."""
-  if _kind(path) != 'text' or path.suffix.lower() in _COMPRESSED:
-    return False
-  with path.open('rb') as file:
-    return b'\0' in file.read(_HEAD)
 
 
 if __name__ == '__main__':

@@ -84,6 +84,12 @@ def as_path(path: str | os.PathLike[str]) -> Path:
   return epath.Path(f'{scheme}://{rest}')
 
 
+def resolved(path: str | os.PathLike[str]) -> Path:
+  """Returns the path of ``as_path``, the same for each way to name a place."""
+  found = as_path(path)
+  return found if is_remote(found) else found.resolve()
+
+
 def is_remote(path: Path) -> bool:
   """Returns whether a path is in an object store."""
   return '://' in os.fspath(path)

@@ -81,14 +81,26 @@ def num_identifiers(tokenizer: tokenizers.Tokenizer) -> int:
   return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
+def find_begin(tokenizer: tokenizers.Tokenizer) -> list[int]:
+  """Returns what a tokenizer begins each text with, often nothing.
+
+  Llama 3's begins it with ``<|begin_of_text|>``.
+  """
+  text = tokenizer.encode('a', add_special_tokens=False).ids
+  whole = tokenizer.encode('a').ids
+  starts = range(len(whole))
+  return whole[: next(i for i in starts if whole[i : i + len(text)] == text)]
+
+
 def vocabulary(tokenizer: tokenizers.Tokenizer) -> str:
   """Returns what decides the tokens of a text, to compare.
 
-  Not the post-processor, which adds tokens that ``tokenize`` leaves out:
-  transformers writes one of its own.
+  Of the post-processor only what it begins a text with: transformers writes one
+  of its own.
   """
   whole = json.loads(tokenizer.to_str())
-  return json.dumps({**whole, 'post_processor': None}, sort_keys=True)
+  begin = {'post_processor': find_begin(tokenizer)}
+  return json.dumps(whole | begin, sort_keys=True)
 
 
 def read_companions(path: Path) -> dict[str, bytes]:

@@ -19,6 +19,7 @@ from examples.gpt2.command import (
   flag,
   format_bytes,
   os_errors,
+  refuse_repeated,
   table,
 )
 from examples.gpt2.config import (
@@ -54,8 +55,8 @@ from examples.gpt2.processes import (
 from examples.gpt2.resolve import resolve
 from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.step import Trainer
-from examples.gpt2.storage import as_path
-from examples.gpt2.token_files import is_text
+from examples.gpt2.storage import as_path, resolved
+from examples.gpt2.token_files import is_text, parse_sources
 
 _PROG = 'python -m examples.gpt2.train'
 
@@ -89,6 +90,7 @@ def parse(args: Sequence[str] | None, prog: str = _PROG) -> Config:
     UsageError: If the file of --config cannot be used.
     SystemExit: If there is no such flag or preset.
   """
+  refuse_repeated(args, 'data', 'eval_data', 'batch_ramp')
   start = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   start.add_argument('--config', type=as_path)
   given, rest = start.parse_known_args(sys.argv[1:] if args is None else args)
@@ -183,12 +185,15 @@ def _check_data(config: Config) -> None:
       f"{config.preset} needs --data: the text of Python's standard "
       'library is for the demo.'
     )
-  if config.out_dir is not None and str(config.out_dir) in config.data:
+  if config.out_dir is None:
+    return
+  sources = [resolved(name) for name, _ in parse_sources(config.data)]
+  if resolved(config.out_dir) in sources:
     raise UsageError(
       f'--out-dir {config.out_dir} is the folder of --data, which a run must '
       'not change: choose another.'
     )
-  if config.out_dir is not None and str(config.out_dir).startswith('s3:'):
+  if str(config.out_dir).startswith('s3:'):
     raise UsageError(
       f'--out-dir must be on a disk or in gs://, where Orbax can write, got '
       f'{config.out_dir}.'

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
+import tokenizers
 
-from examples.gpt2 import convert
+from examples.gpt2 import convert, prepare
 from examples.gpt2.command import UsageError
 from examples.gpt2.config import (
   Config,
@@ -388,6 +389,32 @@ def test_special_tokens_survive_import_and_export(tmp_path: Path):
   ids = dict(bos_token_id=271, eos_token_id=270, pad_token_id=272)
   assert ids.items() <= _read(again / 'config.json').items()
   assert _read(again / 'config.json')['vocab_size'] == 274
+
+
+@pytest.mark.parametrize('begin', ['', '<|begin|>'])
+def test_all_begin_a_text_as_the_tokenizer_does(tmp_path: Path, begin: str):
+  model = load_model(_save(tmp_path / 'model', _GPT2))
+  tokenizer = model.tokenizer
+  if begin:
+    tokenizer.add_special_tokens([begin])
+    number = tokenizer.token_to_id(begin)
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+      single=f'{begin} $A', special_tokens=[(begin, number)]
+    )
+  save_model(tmp_path / 'model', dataclasses.replace(model, num_tokens=271))
+  text = _TEXT[:8]
+  [made] = prepare.tokenize([text], tokenizer, '<|endoftext|>')
+  assert tokenizer.decode(made[:-1], False) == begin + text
+  found = generate(tmp_path / 'model', text, tokens=1)
+  assert found[0].startswith(begin + text)
+  export_model(tmp_path / 'model', tmp_path / 'exported')
+  theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'exported')
+  assert theirs(text)['input_ids'] == made[:-1].tolist()
+  assert theirs.model_max_length == _GPT2.context_length
+  assert theirs.bos_token == (begin or '<|endoftext|>')
+  imported = _import(tmp_path / 'exported').tokenizer
+  [again] = prepare.tokenize([text], imported, '<|endoftext|>')
+  np.testing.assert_array_equal(again, made)
 
 
 def test_the_files_of_gpt2s_tokenizer_are_read(tmp_path: Path):

@@ -1,11 +1,8 @@
-import bz2
 from collections.abc import Iterable
 import dataclasses
 import functools
-import gzip
 import hashlib
 import json
-import lzma
 import os
 from pathlib import Path
 import signal
@@ -21,15 +18,14 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import tokenizers
-import zstandard
 
+from examples.gpt2 import train
 from examples.gpt2.command import UsageError
 from examples.gpt2.config import Config, change
 from examples.gpt2.data import Data, load_data
 from examples.gpt2.prepare import (
   PrepareConfig,
-  find_files,
-  load_documents,
+  main,
   prepare,
 )
 from examples.gpt2.resolve import resolve
@@ -67,7 +63,7 @@ def _arguments(config: PrepareConfig, **settings) -> list[str]:
   flags = [
     f'--{name.replace("_", "-")}={value}'
     for name, value in vars(config).items()
-    if name != 'data' and value is not None
+    if name != 'data' and value not in (None, False)
   ]
   return ['--data', *config.data, *flags]
 
@@ -243,7 +239,12 @@ def _byte_level(*special: str, split: str = '', nfc: bool = False):
 
 def _llama_3():
   special = '<|begin_of_text|>', '<|end_of_text|>', '<|eot_id|>'
-  return _byte_level(*special, split=_SPLIT)
+  tokenizer = _byte_level(*special, split=_SPLIT)
+  tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    single=f'{special[0]} $A',
+    special_tokens=[(special[0], tokenizer.token_to_id(special[0]))],
+  )
+  return tokenizer
 
 
 def _qwen():
@@ -285,7 +286,7 @@ def test_published_tokenizers_are_taken(config, tmp_path: Path, name: str):
   assert read_shared([config.out_dir])['end_token'] == end
   # As the library itself has them, text that spells special tokens out too.
   tokenizer.encode_special_tokens = True
-  expected = [tokenizer.encode(x, add_special_tokens=False).ids for x in texts]
+  expected = [tokenizer.encode(x).ids for x in texts]
   assert sorted(sum(_documents(config.out_dir), [])) == sorted(expected)
 
 
@@ -336,6 +337,24 @@ def test_a_setting_out_of_its_range_is_refused(config, changes, message: str):
   with pytest.raises(UsageError, match=message):
     prepare(dataclasses.replace(config, **changes))
   assert not config.out_dir.exists()
+
+
+def test_bad_documents_are_skipped_and_named_in_the_index(config):
+  path = Path(config.data[0])
+  path.write_text(path.read_text() + 'junk\n')
+  with pytest.raises(UsageError, match=r'line 41 cannot .*\(--skip-bad'):
+    prepare(config)
+  config = dataclasses.replace(config, skip_bad=True)
+  assert '1 that cannot be read' in prepare(config)['skipped']
+  [skipped] = _index(config)['skipped']
+  assert f'{path}, line 41' in skipped
+
+
+def test_a_repeated_flag_is_refused(capsys):
+  for command in (main, train.main):
+    with pytest.raises(SystemExit, match='2'):
+      command(['--data', 'a', '--data=b', '--out-dir', 'c'])
+    assert '--data is given 2 times' in capsys.readouterr().err
 
 
 def test_a_killed_command_goes_on_to_the_files_of_one_process(
@@ -389,119 +408,3 @@ def test_a_killed_command_goes_on_to_the_files_of_one_process(
   again = subprocess.run(command, check=False, capture_output=True, text=True)
   assert again.returncode == 2
   assert 'out is there and not empty' in again.stderr
-
-
-_MIXED = ['one\r\n', 'two é漢😀', '', 'three\n\nlines']
-_PACK = {
-  '': bytes, '.gz': gzip.compress, '.bz2': bz2.compress, '.xz': lzma.compress,
-  '.zst': zstandard.compress,
-}  # fmt: skip
-
-
-def _read(paths: list[Path], tmp_path: Path, field: str = 'text') -> list[str]:
-  return load_documents(paths, field, tmp_path / 'cache')['text'][:]
-
-
-def _lines(texts, field: str = 'text') -> bytes:
-  rows = [{'id': i, field: x, 'meta': {'n': i}} for i, x in enumerate(texts)]
-  return ''.join(json.dumps(row) + '\n' for row in rows).encode()
-
-
-@pytest.mark.parametrize(
-  ('name', 'packing'),
-  [
-    *(('a.jsonl', packing) for packing in _PACK),
-    ('a.NDJSON', ''),
-    ('a.json', '.gz'),
-    ('a.txt', ''),
-    ('a.txt', '.zst'),
-  ],
-)
-def test_compressed_files_are_read(tmp_path: Path, name: str, packing: str):
-  content = '\n<|endoftext|>\n'.join(_MIXED).encode()
-  expected = ['one\r\n\n', 'two é漢😀\n', '\n', 'three\n\nlines']
-  if name != 'a.txt':
-    content, expected = _lines(_MIXED), _MIXED
-  if name == 'a.json':
-    content = json.dumps([{'text': text} for text in _MIXED]).encode()
-  path = tmp_path / (name + packing)
-  path.write_bytes(_PACK[packing](content))
-  assert _read([path], tmp_path) == expected
-
-
-def test_parquet_of_all_kinds_and_odd_places_is_read(tmp_path: Path):
-  folder = tmp_path / 'odd [1]*?'
-  folder.mkdir()
-  (folder / 'README.md').write_text('describes it')
-  for i, column in enumerate(
-    [
-      pa.array(_MIXED),
-      pa.array(_MIXED, pa.large_string()),
-      pa.array(_MIXED).dictionary_encode(),
-      pa.array(['a', None]),
-    ]
-  ):
-    table = pa.table({'content': column, 'other': [{'x': 1}] * len(column)})
-    pa.parquet.write_table(table, folder / f'{i}.parquet')
-  found = _read(find_files([folder]), tmp_path, 'content')
-  assert found == [*_MIXED * 3, 'a', None]
-
-
-def test_files_of_other_fields_are_read_together(tmp_path: Path):
-  (tmp_path / 'a.jsonl').write_bytes(b'{"text": "a", "x": 1}\n{"text": null}\n')
-  (tmp_path / 'b.jsonl').write_bytes(b'{"y": [2], "text": "b"}\n')
-  (tmp_path / 'c.txt').write_text('c')
-  paths = [tmp_path / x for x in ('a.jsonl', 'b.jsonl', 'c.txt')]
-  assert _read(paths, tmp_path) == ['a', None, 'b', 'c']
-
-
-@pytest.mark.parametrize(
-  ('name', 'content', 'message'),
-  [
-    ('a.jsonl', b'{"text": "a"}\njunk\n', r'a\.jsonl cannot be read: JSON'),
-    ('a.jsonl', b'{"x": "y"}\n', "a.jsonl has no text in 'text'.* out of x"),
-    ('a.parquet', b'PAR1 junk', r'a\.parquet cannot be read'),
-    ('a.txt', 'é'.encode('latin-1'), r'a\.txt is no UTF-8 text'),
-    # In the name of a test, a time would differ between workers.
-    ('a.txt.gz', gzip.compress(b'text' * 99, mtime=0)[:-9], 'cannot be read'),
-  ],
-)
-def test_damaged_files_are_named(tmp_path, name, content, message):
-  (tmp_path / name).write_bytes(content)
-  with pytest.raises(UsageError, match=message):
-    _read([tmp_path / name], tmp_path)
-
-
-def test_changed_files_are_read_again_and_long_texts_are_cut(tmp_path: Path):
-  path = tmp_path / 'a.txt'
-  path.write_text('x' * 100 + '\n')
-  _read([path], tmp_path)
-  text = ('x' * 100 + '\n') * 30_000
-  path.write_text(text)
-  found = _read([path], tmp_path)
-  assert ''.join(found) == text
-  assert len(found) == 3
-  assert all(x.endswith('\n') for x in found)
-
-
-def test_folders_of_runs_and_caches_are_not_read_as_text(tmp_path: Path):
-  (tmp_path / 'a.txt').write_text('some text\n' * 99)
-  before = find_files([tmp_path])
-  run = tmp_path / 'run'
-  for name in ('model.json', 'checkpoints/1/x', 'hf/1/config.json', 'a.txt'):
-    (run / name).parent.mkdir(parents=True, exist_ok=True)
-    (run / name).write_text('of the run')
-  cache = tmp_path / 'cache'
-  (cache / 'x').mkdir(parents=True)
-  (cache / 'x' / 'tokenizer.json').write_text('{}')
-  (tmp_path / '.git').write_text('hidden')
-  (tmp_path / 'b.png').write_bytes(b'\x89PNG\r\n\0\0')
-  assert find_files([tmp_path], [cache]) == before
-  with pytest.raises(UsageError, match='b.png holds no text'):
-    find_files([tmp_path / 'b.png'])
-
-
-def test_json_of_code_is_text(tmp_path: Path):
-  (tmp_path / 'package.json').write_text('{}')
-  (tmp_path / 'a.py').write_text('import this')
-  assert _read(find_files([tmp_path]), tmp_path) == ['import this', '{}']

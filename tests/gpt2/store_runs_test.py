@@ -108,7 +108,7 @@ def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
     ['--data', 'text.jsonl', '--out-dir', f'{gs}/tokens', '--vocab-size=288']
     + ['--validation-share=0.2']
   )
-  flags = as_flags(tiny)
+  flags = as_flags(tiny)[2:]  # Without --data.
   main([*flags, '--data', f'{gs}/tokens', '--out-dir', f'{gs}/runs/two'])
   train_line, evaluate_line, plot_line = (shlex.split(x)[3:] for x in lines)
   main([*flags, *train_line])

@@ -78,6 +78,7 @@ def test_saved_weights_give_the_reported_loss(finished: Config):
   ('mistake', 'message'),
   [
     ('--data=x --out-dir=x', '--out-dir x is the folder of --data'),
+    ('--data=x:1 --out-dir=y/../x', 'is the folder of --data'),
     ('--data=/no/such/path', 'does not exist'),
     ('--steps=0', '--steps must be at least 1'),
     ('--steps=7', 'steps: 6 -> 7'),  # Its cosine would be another one.
@@ -95,7 +96,8 @@ def test_mistakes_are_told_before_compiling(
 ):
   monkeypatch.setattr(Trainer, '_init', lambda _: pytest.fail('compiled'))
   with pytest.raises(SystemExit) as stop:
-    main([*as_flags(finished), *mistake.split()])
+    flags = as_flags(finished)[2 if '--data' in mistake else 0 :]
+    main([*flags, *mistake.split()])
   assert stop.value.code == 2
   assert message in capsys.readouterr().err
 
@@ -108,7 +110,9 @@ def test_a_preset_needs_data(capsys):
 
 def test_a_source_that_is_named_twice_is_refused(finished: Config, tmp_path):
   tokens = next(finished.cache_dir.rglob('train.bin')).parent
-  config = change(finished, data=(str(tokens), str(tokens)), out_dir=tmp_path)
+  (tmp_path / 'link').symlink_to(tokens)
+  data = str(tokens), str(tmp_path / 'link')
+  config = change(finished, data=data, out_dir=tmp_path / 'run')
   with pytest.raises(UsageError, match='names a source twice'):
     train(config)
 
