@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 import contextlib
 import math
+import os
 import sys
 from typing import Any
 
@@ -101,6 +102,39 @@ def about(what: str) -> Iterator[None]:
     raise UsageError(f'{what}: {error}') from error
 
 
+class _Lasting:
+  """A stream that any text can be written to, also when nobody reads it.
+
+  A reader such as ``| head`` closes it, which must not end a run; what the
+  encoding lacks is escaped.
+  """
+
+  def __init__(self, stream: Any):
+    self._stream = stream
+    if hasattr(stream, 'reconfigure'):
+      stream.reconfigure(errors='backslashreplace')
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._stream, name)
+
+  def write(self, text: str) -> int:
+    with self._discarding():
+      self._stream.write(text)
+    return len(text)
+
+  def flush(self) -> None:
+    with self._discarding():
+      self._stream.flush()
+
+  @contextlib.contextmanager
+  def _discarding(self) -> Iterator[None]:
+    try:
+      yield
+    except BrokenPipeError:
+      # What is buffered would be written again.
+      os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
   """Ends the process with a message where the user can correct what is wrong.
@@ -108,6 +142,19 @@ def exit_on_error() -> Iterator[None]:
   The status is 2 for a mistake in the settings or a file that cannot be read or
   written, that of a :class:`CommandError`, and 130 after control-C.
   """
+  with (
+    contextlib.redirect_stdout(_Lasting(sys.stdout)),
+    contextlib.redirect_stderr(_Lasting(sys.stderr)),
+    _exit_on_error(),
+  ):
+    try:
+      yield
+    finally:
+      sys.stdout.flush()
+
+
+@contextlib.contextmanager
+def _exit_on_error() -> Iterator[None]:
   try:
     with os_errors():
       yield

@@ -25,7 +25,10 @@ _FORMS = (
   'v4:2x2x4, v5e:16x16, v5p:4x8x8 and v6e:4x4 (chips of a slice, hosts have '
   '2x2), h100:1x8 and h200:16x8 (hosts x GPUs of a host), also a100 and b200'
 )
-_TPUS = ('v2', 'v3', 'v4', 'v5e', 'v5p', 'v6e', 'tpu7x')
+# Axes of a slice: libtpu takes more, and dies of a 0.
+_TPUS = {
+  'v2': 2, 'v3': 2, 'v4': 3, 'v5e': 2, 'v5p': 3, 'v6e': 2, 'tpu7x': 3,
+}  # fmt: skip
 _TPU_COMPILER = ('libtpu',)
 _GPU_COMPILER = (
   'jax-cuda12-plugin', 'nvidia-cudnn-cu12', 'nvidia-cuda-nvcc-cu12',
@@ -159,6 +162,9 @@ def missing(kind: str) -> list[str]:
 
 
 def _tpus(kind: str, extents: str) -> Any:
+  axes = _TPUS[kind]
+  if not re.fullmatch('x'.join([r'[1-9]\d*'] * axes), extents):
+    raise ValueError(f'a slice of {kind} has {axes} axes, each at least 1')
   for variable, value in _TPU_ENVIRONMENT.items():
     os.environ.setdefault(variable, value)
   # Or v4 would be listed by core, of which jax makes no mesh.
@@ -205,6 +211,7 @@ def _report(
 ) -> str:
   """Returns tables of the memory of a device and of the bytes that it sends."""
   mesh = trainer.mesh
+  count, rows, _ = batch_shape(config, mesh).shape
   device = mesh.devices.flat[0]
   available = hardware.memory_bytes(device)
   sent = {'step': sent_by_kind(step), 'update': sent_by_kind(update)}
@@ -216,7 +223,7 @@ def _report(
       'devices': f'{mesh.size} x {device.device_kind}',
       'mesh': ','.join(f'{axis}={size}' for axis, size in mesh.shape.items()),
       'parameters': f'{trainer.num_params:,}',
-      'micro-batch size': str(config.micro_batch_size),
+      'batch': f'{count} x {rows} sequences',
       'weights and moments': format_bytes(
         hardware.bytes_per_device(trainer.shapes)
       ),

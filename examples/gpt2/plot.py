@@ -69,8 +69,11 @@ def _read(run: Path) -> Curves:
     points = [(x['tokens'], x[metric]) for x in lines if metric in x]
     if points:
       tokens, values = zip(*points, strict=True)
-      # Null, which was not finite, becomes NaN: a gap.
-      curves[metric] = np.array(tokens), np.array(values, float)
+      try:
+        # Null, which was not finite, becomes NaN: a gap.
+        curves[metric] = np.array(tokens), np.array(values, float)
+      except (TypeError, ValueError) as error:
+        raise UsageError(f'{run}: {metric} cannot be drawn: {error}') from error
   return curves
 
 

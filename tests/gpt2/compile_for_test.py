@@ -241,3 +241,11 @@ def test_documented_launches_fit_their_meshes():
   assert {8, 16, 256} <= set(launches.values())
   done = _python('-c', _FIT, json.dumps(launches), JAX_NUM_CPU_DEVICES='256')
   assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize('name', ['v5e:0x4', 'v5e:2x2x2', 'v4:2x2', 'v6e:'])
+def test_slices_that_cannot_be_are_refused(name: str, monkeypatch):
+  # libtpu, which is not asked, would end the process or take them.
+  monkeypatch.setattr(compile_for, 'missing', lambda _: [])
+  with pytest.raises(UsageError, match=f'{name}: a slice of .* axes'):
+    compile_for.devices(name)

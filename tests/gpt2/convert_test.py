@@ -5,7 +5,6 @@ from pathlib import Path
 import tempfile
 
 import chex
-from examples.gpt2.start import with_model
 import hypothesis
 from hypothesis import strategies as st
 import jax
@@ -28,6 +27,7 @@ from examples.gpt2.config import (
 )
 from examples.gpt2.convert import export_model, import_model, main
 from examples.gpt2.generate import generate
+from examples.gpt2.init_from import find_model
 from examples.gpt2.model import as_module, shapes
 from examples.gpt2.model_files import Model, load_model, save_model
 from examples.gpt2.presets import PRESETS
@@ -348,7 +348,7 @@ def test_folders_of_hugging_face_are_to_be_imported_first(tmp_path):
   with pytest.raises(UsageError, match=command):
     generate(exported)
   with pytest.raises(UsageError, match=command):
-    with_model(Config(init_from=exported))
+    find_model(Config(init_from=exported))
 
 
 def test_special_tokens_survive_import_and_export(tmp_path: Path):
@@ -433,10 +433,11 @@ def test_a_model_to_start_from_gives_the_settings(tmp_path: Path, kind: str):
   model = _CONFIGS[kind]
   preset = PRESETS['llama-3-8b']
   start = change(preset, init_from=_save(tmp_path, model))
-  completed, found = with_model(start)
-  assert found.config == model
+  found = find_model(start).config
+  assert found == model
   config = dataclasses.replace(
-    resolve(completed).model, vocab_size=padded_vocab_size(_NUM_TOKENS)
+    resolve(start, None, found).model,
+    vocab_size=padded_vocab_size(_NUM_TOKENS),
   )
   free = {x: vars(model)[x] for x in ('unroll', 'remat', 'init_std')}
   assert dataclasses.replace(config, **free) == model
@@ -446,9 +447,9 @@ def test_a_model_to_start_from_gives_the_settings(tmp_path: Path, kind: str):
     message += '.*--context-length 5 instead of 16'
   else:
     shorter = change(start, context_length=5)
-    assert with_model(shorter)[0].model.context_length == 5
+    assert resolve(shorter, None, found).model.context_length == 5
   with pytest.raises(UsageError, match=message):
-    with_model(other)
+    resolve(other, None, found)
 
 
 def test_a_folder_that_is_not_empty_is_kept(tmp_path, capsys):
