@@ -211,7 +211,7 @@ def _report(
 ) -> str:
   """Returns tables of the memory of a device and of the bytes that it sends."""
   mesh = trainer.mesh
-  count, rows, _ = batch_shape(config, mesh).shape
+  _, rows, _ = batch_shape(config, mesh).shape
   device = mesh.devices.flat[0]
   available = hardware.memory_bytes(device)
   sent = {'step': sent_by_kind(step), 'update': sent_by_kind(update)}
@@ -223,7 +223,7 @@ def _report(
       'devices': f'{mesh.size} x {device.device_kind}',
       'mesh': ','.join(f'{axis}={size}' for axis, size in mesh.shape.items()),
       'parameters': f'{trainer.num_params:,}',
-      'batch': f'{count} x {rows} sequences',
+      'micro-batch size': str(rows // sharding.num_batch_shards(mesh)),
       'weights and moments': format_bytes(
         hardware.bytes_per_device(trainer.shapes)
       ),
