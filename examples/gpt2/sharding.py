@@ -86,7 +86,7 @@ def _parse(text: str) -> dict[str, int]:
   return sizes
 
 
-def parameter_shardings(mesh: Mesh, params: Any) -> Any:
+def parameter_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
   """Returns the sharding of each parameter, or shape of one.
 
   Raises ``UsageError`` if an axis does not divide a parameter's dimension.

@@ -4,7 +4,7 @@
 
 Downloads the wheels that packages.txt names (about 670 MB), takes at most 2 MB
 of source text from each, and writes GPT-2-like byte pairs as uint16 to
-train.bin and val.bin, which ``examples/pretrain.py --data`` reads too. Beside
+train.bin and val.bin, which ``--data`` of the trainer reads too. Beside
 the folder it leaves an archive of it, for a machine without a network.
 """
 

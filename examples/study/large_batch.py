@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import jax
 import tyro
 
-from examples import pretrain
+from examples.gpt2.sharding import make_mesh
 from examples.study import trainer
 from examples.study.settings import PRESETS, Settings, Trial
 
@@ -103,13 +103,19 @@ def _near(by_power: dict[int, float], near: float) -> list[int]:
   return [chosen, *(others if near else [])]
 
 
-def facts(settings: Settings, data: str, rule: str) -> dict[str, Any]:
+def facts(settings: Settings, data: str) -> dict[str, Any]:
   """Returns what, beside the trial, decides its losses."""
   free = {'results', 'minutes'}
   free |= {'rules', 'powers', 'extensions', 'batches', 'near', 'at', 'seeds'}
   free |= {'micro_batch', 'unroll', 'remat', 'mesh'}  # These change rounding.
   fixed = {k: v for k, v in vars(settings).items() if k not in free}
-  return {**fixed, 'data': data, 'code': trainer.code_digest(settings, rule)}
+  return {**fixed, 'data': data}
+
+
+def facts_of(line: dict[str, Any]) -> dict[str, Any]:
+  """Returns what, beside the trial, decided the losses of a line."""
+  # Older lines have a digest of their program too.
+  return {k: v for k, v in line['settings'].items() if k != 'code'}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -122,7 +128,7 @@ def main(args: list[str] | None = None) -> None:
   """Runs the command line."""
   settings = tyro.extras.overridable_config_cli(PRESETS, args=args)
   check(settings)
-  with jax.set_mesh(pretrain.make_mesh(trainer.model_config(settings))):
+  with jax.set_mesh(make_mesh(settings.mesh)):
     run(settings)
 
 
@@ -165,11 +171,11 @@ def run(settings: Settings) -> None:
   """
   start = time.monotonic()
   runner = trainer.Trainer(settings)
-  fixed = {x: facts(settings, runner.data, x) for x in settings.rules}
+  fixed = facts(settings, runner.data)
   losses = {
     Trial(**x['trial']): loss_of(x)
     for x in read(settings.results)
-    if x['settings'] == fixed.get(x['trial']['rule'])
+    if facts_of(x) == fixed
   }
   speed = runner.tokens_per_second()
   needed = settings.tokens / speed / 60
@@ -192,7 +198,7 @@ def run(settings: Settings) -> None:
     record = {
       'trial': dataclasses.asdict(trial),
       'rate': trial.rate(settings),
-      'settings': fixed[trial.rule],
+      'settings': fixed,
       **runner.run(trial),
       'corpus_tokens': runner.corpus_tokens,
       'device': device,

@@ -21,7 +21,7 @@ import numpy as np
 from scipy import stats
 import tyro
 
-from examples.study.large_batch import choose, loss_of, read
+from examples.study.large_batch import choose, facts_of, loss_of, read
 from examples.study.settings import PRESETS, Trial
 
 _BEGIN, _END = '<!-- tables: begin -->', '<!-- tables: end -->'
@@ -135,8 +135,7 @@ def write(
 def read_cells(results: Path) -> Cells:
   """Returns the trials of a file.
 
-  A rule has the settings in its name that differ from those of the last line:
-  trials of older code are another rule.
+  A rule has the settings in its name that differ from those of the last line.
 
   Raises:
     FileNotFoundError: If there are none.
@@ -144,15 +143,11 @@ def read_cells(results: Path) -> Cells:
   lines = read(results)
   if not lines:
     raise FileNotFoundError(f'results: {results} holds no trial.')
-  newest = {x['trial']['rule']: x['settings']['code'] for x in lines}
-  usual = lines[-1]['settings']
+  usual = facts_of(lines[-1])
 
   def label(x: Line) -> str:
     rule = x['trial']['rule']
-    expected = usual | {'code': newest[rule]}
-    others = [
-      f'{k}={v}' for k, v in x['settings'].items() if v != expected.get(k)
-    ]
+    others = [f'{k}={v}' for k, v in facts_of(x).items() if v != usual.get(k)]
     return ', '.join([rule, *others])
 
   return _group(lines, label)
@@ -436,12 +431,10 @@ def _variants(cells: Cells) -> Table:
 
 def equal_steps(lines: list[Line]) -> str:
   """Returns the tables of runs with as many steps at several batches."""
-  newest = {x['trial']['rule']: x['settings']['code'] for x in lines}
   by_steps = collections.defaultdict(list)
   for x in lines:
-    rule, batch = x['trial']['rule'], x['trial']['batch_tokens']
-    if x['settings']['code'] == newest[rule]:
-      by_steps[x['settings']['tokens'] // batch].append(x)
+    batch = x['trial']['batch_tokens']
+    by_steps[x['settings']['tokens'] // batch].append(x)
   parts = []
   for steps, own in sorted(by_steps.items()):
     cells = _group(own, lambda x: x['trial']['rule'])

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from examples import pretrain
+from examples.gpt2.optimizers import dimension_numbers
 import merit_optax
 
 _B2 = 0.95
 _ADAM_RATE = 0.004
 
+# Queries, keys and values of all heads are one matrix.
+matrices = functools.partial(dimension_numbers, qkv='fused')
 chain, decay = optax.chain, optax.add_decayed_weights
 clip = merit_optax.elementwise_clip
 
@@ -83,14 +85,14 @@ def by_width(factor: float) -> Callable[[int, int], float]:
 def max_ratio(**settings: Any) -> optax.GradientTransformation:
   """Returns MERIT's ratio, of the matrices of the model."""
   return merit_optax.scale_by_max_norm_trust_ratio(
-    weight_dimension_numbers=pretrain.matrices, **settings
+    weight_dimension_numbers=matrices, **settings
   )
 
 
 def l2_ratio(**settings: Any) -> optax.GradientTransformation:
   """Returns LAMB's ratio, or MERIT's with l2 norms."""
   return merit_optax.scale_by_l2_norm_trust_ratio(
-    weight_dimension_numbers=pretrain.matrices, **settings
+    weight_dimension_numbers=matrices, **settings
   )
 
 
@@ -108,13 +110,13 @@ def scale_by_neuron() -> optax.GradientTransformation:
     return jnp.sqrt(jnp.sum(x**2, axes, keepdims=True))
 
   def init(params: optax.Params) -> Any:
-    zeros = jax.tree.map(mean_square, params, pretrain.matrices(params))
+    zeros = jax.tree.map(mean_square, params, matrices(params))
     return jnp.zeros([], jnp.int32), jax.tree.map(jnp.zeros_like, zeros)
 
   def update(updates: Any, state: Any, params: Any = None) -> Any:
     del params
     count, nu = optax.safe_increment(state[0]), state[1]
-    specs = pretrain.matrices(updates)
+    specs = matrices(updates)
     nu = jax.tree.map(
       lambda v, x, spec: _B2 * v + (1 - _B2) * mean_square(x, spec),
       nu, updates, specs,
@@ -150,7 +152,7 @@ def by_heads(params: Any) -> Any:
 def _muon(
   dtype: str | None = None,
   coefficients: str = 'jordan',
-  matrices: Callable[[Any], Any] = pretrain.matrices,
+  matrices: Callable[[Any], Any] = matrices,
   after: Callable[[], optax.GradientTransformation] | None = None,
   decay: Callable[[float], optax.GradientTransformation] = decay,
 ) -> Callable[[Moments], optax.GradientTransformation]:
@@ -177,10 +179,10 @@ def _muon_hyperball(moments: Moments) -> optax.GradientTransformation:
   muon = merit_optax.scale_by_muon(
     beta=moments.b1,
     ns_dtype=moments.dtype,
-    weight_dimension_numbers=pretrain.matrices,
+    weight_dimension_numbers=matrices,
   )
   ratio = merit_optax.scale_by_l2_norm_trust_ratio(
-    weight_dimension_numbers=pretrain.matrices
+    weight_dimension_numbers=matrices
   )
   return chain(muon, ratio)
 
@@ -270,7 +272,7 @@ def make_optimizer(
   if chosen.keeps_norms:
     own = chain(
       own,
-      merit_optax.keep_matrix_norms(weight_dimension_numbers=pretrain.matrices),
+      merit_optax.keep_matrix_norms(weight_dimension_numbers=matrices),
     )
   if not chosen.for_all:
     parts = [moments.adam()]

@@ -1,11 +1,12 @@
-"""Runs a trial, with the model and the batches of ``examples/pretrain.py``."""
+"""Runs a trial, with model, loss, mesh and token files of examples/gpt2."""
 
 from collections.abc import Iterator
-import dataclasses
 import functools
-import hashlib
 import itertools
+import json
 import math
+import os
+from pathlib import Path
 import time
 from typing import Any
 import zlib
@@ -13,12 +14,16 @@ import zlib
 from flax import nnx
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 import numpy as np
 import optax
 import tqdm
 
-from examples import pretrain
+from examples.gpt2.config import ModelConfig, complete, padded_vocab_size
+from examples.gpt2.data import TokenSequences, fixed_batches
+from examples.gpt2.loss import mean_cross_entropy
+from examples.gpt2.model import Transformer, as_module, causal_attention
+from examples.gpt2.sharding import num_batch_shards, parameter_shardings
+from examples.gpt2.token_files import PARTS, open_part
 from examples.study.rules import Moments, make_optimizer
 from examples.study.settings import Settings, Trial
 import merit_optax
@@ -29,24 +34,48 @@ _POINTS = 100
 """At most so many losses and logits of a trial are recorded."""
 
 
-def model_config(settings: Settings) -> pretrain.Config:
-  """Returns the settings of the largest batch for ``examples/pretrain.py``."""
-  fields = {x.name for x in dataclasses.fields(pretrain.Config)}
-  shared = {k: v for k, v in vars(settings).items() if k in fields}
-  length = settings.context_length
-  return pretrain.Config(
-    **shared,
+def model_config(settings: Settings) -> ModelConfig:
+  """Returns what the model is."""
+  names = (
+    'architecture', 'num_layers', 'num_heads', 'width', 'context_length',
+    'qk_norm', 'dtype', 'remat', 'unroll',
+  )  # fmt: skip
+  model = ModelConfig(
+    **{name: getattr(settings, name) for name in names},
+    vocab_size=padded_vocab_size(settings.vocab_size),
     init_std=0.02 * math.sqrt(768 / settings.width),
-    batch_size=max(settings.batches) // length,
-    micro_batch_size=settings.micro_batch // length,
-    eval_sequences=settings.eval_tokens // length,
+    norm_epsilon=1e-5,
+  )
+  return complete(model)
+
+
+def _with_shardings(params: Any) -> Any:
+  """Returns the shapes of parameters, and how they lie on the current mesh."""
+  shardings = parameter_shardings(jax.sharding.get_abstract_mesh(), params)
+  return jax.tree.map(
+    lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+    params,
+    shardings,
   )
 
 
+def _place(params: Any) -> Any:
+  shardings = jax.tree.map(lambda x: x.sharding, _with_shardings(params))
+  return jax.lax.with_sharding_constraint(params, shardings)
+
+
+def _place_state(
+  optimizer: optax.GradientTransformation, state: Any, params: Any
+) -> Any:
+  shardings = merit_optax.state_shardings(optimizer, _with_shardings(params))
+  return jax.lax.with_sharding_constraint(state, shardings)
+
+
 @functools.partial(jax.jit, static_argnames='config')
-def init_params(config: pretrain.Config) -> Any:
+def init_params(config: ModelConfig, seed: jax.typing.ArrayLike) -> Any:
   """Returns the first parameters, placed on the mesh."""
-  return jax.tree.map_with_path(pretrain.pin, pretrain.init_params(config))
+  model = Transformer(config, rngs=nnx.Rngs(jax.random.key(seed)))
+  return _place(nnx.as_pure(nnx.state(model)))
 
 
 _STATIC = ('rule', 'steps', 'warmup', 'moments')
@@ -57,17 +86,27 @@ def init_optimizer(
   params: Any, rule: str, steps: int, warmup: float, moments: Moments
 ) -> Any:
   """Returns the first state of the optimizer, placed like the parameters."""
-  state = make_optimizer(rule, 0.0, steps, warmup, moments).init(params)
-  return jax.tree.map_with_path(pretrain.pin, state)
+  optimizer = make_optimizer(rule, 0.0, steps, warmup, moments)
+  return _place_state(optimizer, optimizer.init(params), params)
+
+
+@functools.partial(jax.jit, static_argnames='config')
+def loss_fn(
+  params: Any, tokens_1BT: jax.Array, config: ModelConfig
+) -> jax.Array:
+  """Returns the mean loss of a micro-batch, (1, B, T + 1), in nats a token."""
+  model, (tokens_BT,) = as_module(config, params), tokens_1BT
+  features_BTD, _ = model.features(tokens_BT[:, :-1])
+  return mean_cross_entropy(features_BTD, model.head_VD, tokens_BT[:, 1:])
 
 
 @functools.partial(jax.jit, static_argnames='config')
 def loss_and_gradients(
-  params: Any, tokens_BT: jax.Array, config: pretrain.Config
+  params: Any, tokens_1BT: jax.Array, config: ModelConfig
 ) -> Any:
   """Returns the mean loss of a micro-batch, and its gradients."""
-  loss, grads = jax.value_and_grad(pretrain.loss_fn)(params, tokens_BT, config)
-  return loss, jax.tree.map_with_path(pretrain.pin, grads)
+  loss, grads = jax.value_and_grad(loss_fn)(params, tokens_1BT, config)
+  return loss, _place(grads)
 
 
 @functools.partial(jax.jit, donate_argnames='total')
@@ -96,55 +135,32 @@ def update(
   optimizer = make_optimizer(rule, rate, steps, warmup, moments)
   updates, opt_state = optimizer.update(grads, opt_state, params)
   params = optax.apply_updates(params, updates)
-  state = jax.tree.map_with_path(pretrain.pin, (params, opt_state))
-  return *state, loss
+  return _place(params), _place_state(optimizer, opt_state, params), loss
 
 
 @functools.partial(jax.jit, static_argnames='config')
 def max_logits(
-  params: Any, tokens_BT: jax.Array, config: pretrain.Config
+  params: Any, tokens_1BT: jax.Array, config: ModelConfig
 ) -> jax.Array:
   """Returns the largest attention logit of each layer."""
-  model = pretrain.make_model(params, config)
-  structure, arrays = nnx.split(model.blocks)
 
-  def apply(x_BTD: jax.Array, arrays: Any) -> tuple[jax.Array, jax.Array]:
-    block = nnx.merge(structure, arrays)
-    query, key, _ = block.attention.query_key_value(block.attention_norm(x_BTD))
-    logits_H = merit_optax.attention_statistics(query, key).max_logit
-    return block(x_BTD), logits_H.max()
+  def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+    logits_H = merit_optax.attention_statistics(q, k).max_logit
+    return causal_attention(q, k, v)[0], logits_H.max()
 
-  return jax.lax.scan(apply, model.embed(tokens_BT[:, :-1]), arrays)[1]
+  model = as_module(config, params)
+  return model.features(tokens_1BT[0, :, :-1], attend)[1]
 
 
-def code_digest(settings: Settings, rule: str) -> str:
-  """Returns digits of a digest of the programs that decide a rule's losses.
-
-  Only what they compute counts, not how the code is written; but another
-  version of jax may write the same program differently.
-  """
-  plain = dataclasses.replace(
-    settings, micro_batch=settings.context_length,
-    batches=(settings.context_length,), remat='none', unroll=1, mesh='',
-  )  # fmt: skip
-  config = model_config(plain)
-  moments = Moments(settings.b1, settings.eps, settings.dtype)
-  optimizer = rule, 100, settings.warmup, moments
-  one_device = jax.make_mesh(
-    (1, 1, 1), pretrain.AXES, axis_types=(AxisType.Auto,) * 3,
-    devices=jax.devices()[:1],
-  )  # fmt: skip
-  with jax.set_mesh(one_device):
-    params = jax.eval_shape(lambda: init_params(config))
-    state = jax.eval_shape(lambda x: init_optimizer(x, *optimizer), params)
-    tokens_BT = jax.ShapeDtypeStruct((1, config.context_length + 1), jnp.int32)
-    lowered = (
-      init_params.lower(config),
-      loss_and_gradients.lower(params, tokens_BT, config),
-      update.lower(params, state, (0.0, params), 1.0, 0.1, *optimizer),
-    )
-  text = ''.join(x.as_text() for x in lowered)
-  return hashlib.sha256(text.encode()).hexdigest()[:8]
+def open_tokens(settings: Settings) -> list[list[Any]]:
+  """Returns the files of tokens to train on, and of those to validate on."""
+  if settings.data != 'stdlib':
+    folder, size = Path(settings.data), settings.vocab_size
+    return [open_part(folder, part, size) for part in PARTS]
+  files = sorted(Path(os.__file__).parent.glob('*.py'))
+  text = b''.join(file.read_bytes() for file in files)
+  tokens = np.frombuffer(text, np.uint8)
+  return [[x] for x in np.split(tokens, [len(tokens) * 95 // 100])]
 
 
 class Trainer:
@@ -158,21 +174,46 @@ class Trainer:
   def __init__(self, settings: Settings):
     self.settings = settings
     self._config = model_config(settings)
-    self._tokens, val_tokens = pretrain.load_tokens(self._config)
-    some = dataclasses.replace(self._config, batch_size=64)
-    batch_ABT = pretrain.make_batch(self._tokens, some, step=1)
-    text = pretrain.digest([self._tokens, val_tokens], settings.context_length)
-    self.data = f'{text}-{zlib.crc32(np.asarray(batch_ABT).tobytes()):08x}'
-    self.corpus_tokens = int(self._tokens.sizes.sum())
-    # Of step 0 are the sequences to validate on, and a few of these, as far
-    # apart, are those whose logits are measured.
-    self._val_ABT = pretrain.make_batch(val_tokens, self._config, step=0)
-    few = dataclasses.replace(
-      self._config,
-      eval_sequences=settings.logit_sequences,
-      micro_batch_size=settings.logit_sequences,
+    files = open_tokens(settings)
+    length, size = settings.context_length, settings.vocab_size
+    # A sequence begins at any token.
+    self._train_set, self._val_set = (
+      TokenSequences(x, length, size, stride=1) for x in files
     )
-    self._logits_BT = pretrain.make_batch(val_tokens, few, step=0)[0]
+    self.corpus_tokens = sum(map(len, files[0]))
+    code = zlib.crc32(json.dumps([[len(x) for x in y] for y in files]).encode())
+    for part in files:
+      windows = TokenSequences(part, length - 1, size, stride=1)
+      for i in _spread(windows, 64).tolist():
+        code = zlib.crc32(windows[i].tobytes(), code)
+    first = np.stack([self._train_set[i] for i in self._places(0, 1, 64)])
+    self.data = f'{code:08x}-{zlib.crc32(first.tobytes()):08x}'
+    # Sequences to validate on, and a few, as far apart, whose logits are
+    # measured.
+    sequences = settings.eval_tokens // length
+    rows = self._rows(sequences)
+    count = max(1, sequences // rows) * rows
+    self._val_batches = [*self._batches(self._val_set, count, rows)]
+    few = settings.logit_sequences
+    (self._logits_1BT,) = self._batches(self._val_set, few, few)
+
+  def _rows(self, sequences: int) -> int:
+    """Returns the sequences of a micro-batch, on all devices together."""
+    settings, mesh = self.settings, jax.sharding.get_mesh()
+    most = settings.micro_batch // settings.context_length
+    return min(most * num_batch_shards(mesh), sequences)
+
+  def _batches(
+    self, sequences: TokenSequences, count: int, rows: int
+  ) -> Iterator[jax.Array]:
+    """Yields micro-batches of sequences that are spread evenly."""
+    places = _spread(sequences, count)
+    return fixed_batches(sequences, places, rows, jax.sharding.get_mesh())
+
+  def _places(self, seed: int, step: int, count: int) -> list[int]:
+    """Returns which sequences a step takes."""
+    rng = np.random.default_rng((seed, step))
+    return rng.integers(len(self._train_set), size=count).tolist()
 
   def run(self, trial: Trial) -> dict[str, Any]:
     """Returns what a trial measured.
@@ -199,7 +240,7 @@ class Trainer:
     for step, (params, loss) in enumerate(progress, 1):
       losses.append(loss)
       if step % 2 == 0 or step == steps:
-        logits.append(max_logits(params, self._logits_BT, self._config))
+        logits.append(max_logits(params, self._logits_1BT, self._config))
       # The loss of the step before, so that the device need not wait.
       if not np.isfinite(losses[max(0, step - 2)]):
         break
@@ -210,9 +251,9 @@ class Trainer:
     logits_SL = np.array(logits).reshape(-1, self.settings.num_layers)
     final = average = math.nan
     if len(losses) == steps and np.isfinite(measured).all():
-      final = float(pretrain.eval_step(params, self._val_ABT, self._config))
+      final = self._validate(params)
       mean = jax.tree.map(lambda x: x / count, tail)
-      average = float(pretrain.eval_step(mean, self._val_ABT, self._config))
+      average = self._validate(mean)
     return {
       'loss': round(final, 4) if math.isfinite(final) else None,
       'average_loss': round(average, 4) if math.isfinite(average) else None,
@@ -226,24 +267,34 @@ class Trainer:
   def _train(self, trial: Trial) -> Iterator[tuple[Any, jax.Array]]:
     """Yields the parameters after each step, and its loss."""
     settings, rate = self.settings, trial.rate(self.settings)
-    seeded = dataclasses.replace(self._config, seed=trial.seed)
-    batches = dataclasses.replace(
-      seeded, batch_size=trial.batch_tokens // settings.context_length
-    )
-    params = init_params(seeded)
+    params = init_params(self._config, trial.seed)
     steps = settings.steps_at(trial.batch_tokens)
     moments = Moments(settings.b1, settings.eps, settings.dtype)
     optimizer = trial.rule, steps, settings.warmup, moments
     opt_state = init_optimizer(params, *optimizer)
-    for step in range(1, steps + 1):
-      batch_ABT = pretrain.make_batch(self._tokens, batches, step)
-      total = loss_and_gradients(params, batch_ABT[0], self._config)
-      for micro_BT in batch_ABT[1:]:
-        total = add(total, loss_and_gradients(params, micro_BT, self._config))
+    sequences = trial.batch_tokens // settings.context_length
+    rows = self._rows(sequences)
+    places = np.concatenate(
+      [self._places(trial.seed, i + 1, sequences) for i in range(steps)]
+    )
+    micro_batches = fixed_batches(
+      self._train_set, places, rows, jax.sharding.get_mesh()
+    )
+    count = sequences // rows
+    for _ in range(steps):
+      total = None
+      for micro_1BT in itertools.islice(micro_batches, count):
+        one = loss_and_gradients(params, micro_1BT, self._config)
+        total = add(total, one) if total else one
       params, opt_state, loss = update(
-        params, opt_state, total, len(batch_ABT), rate, *optimizer
+        params, opt_state, total, count, rate, *optimizer
       )
       yield params, loss
+
+  def _validate(self, params: Any) -> float:
+    """Returns the mean loss on held-out tokens."""
+    losses = [loss_fn(params, x, self._config) for x in self._val_batches]
+    return float(np.mean(losses))
 
   def tokens_per_second(self) -> float:
     """Returns the speed of training, after compilation."""
@@ -259,6 +310,11 @@ class Trainer:
 
     train(1)
     return 10 * batch_tokens / train(10)
+
+
+def _spread(sequences: TokenSequences, count: int) -> np.ndarray:
+  """Returns places of sequences, the first and the last among them."""
+  return np.linspace(0, len(sequences) - 1, count, dtype=int)
 
 
 def _spans(values: np.ndarray) -> list[np.ndarray]:

@@ -20,7 +20,7 @@ from examples.gpt2.convert import export_model, import_model
 from examples.gpt2.evaluate import evaluate
 from examples.gpt2.generate import generate
 from examples.gpt2.plot import plot_runs
-from examples.gpt2.storage import as_path, write_whole
+from examples.gpt2.storage import as_path
 from examples.gpt2.train import main, train
 from tests.gpt2.runs import as_flags, assert_same_run, contents, metrics
 
@@ -115,25 +115,3 @@ def test_the_commands_of_the_page_run(tiny, make_bucket, tmp_path, monkeypatch):
   evaluate_module.main(evaluate_line)
   plot.main(plot_line)
   assert Path('both.png').exists()
-
-
-@pytest.mark.slow
-def test_the_one_file_trainer_resumes_from_a_store(make_bucket):
-  data = as_path(make_bucket('s3')) / 'tokens'
-  for name in ('train.bin', 'val.bin'):
-    tokens = np.arange(4000, dtype=np.uint16) % 251
-    write_whole(data / name, tokens.tobytes())
-  arguments = shlex.split(
-    '--eval-every 2 --num-layers 1 --width 16 --context-length 16 '
-    f'--batch-size 8 --steps 2 --data {data} --out-dir {make_bucket("gs")}/run'
-  )
-  for done in (0, 2):
-    told = subprocess.run(
-      [sys.executable, 'examples/pretrain.py', *arguments],
-      cwd=Path(__file__).parents[2],
-      capture_output=True,
-      check=False,
-      text=True,
-    )
-    assert told.returncode == 0, told.stderr
-    assert f'step {done} of 2' in told.stdout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from examples import pretrain
+from examples.gpt2.token_files import PARTS, open_part
 from examples.study import corpus
 
 
@@ -48,22 +48,16 @@ def settings(tmp_path):
 def test_tokens_are_the_text_of_whole_packages(settings):
   corpus.build(settings)
   tokenizer = Tokenizer.from_file(str(settings.out / 'tokenizer.json'))
-  config = pretrain.Config(
-    data=str(settings.out), vocab_size=300, context_length=64
-  )
   texts = []
-  for name, tokens in zip(
-    ('train', 'val'), pretrain.load_tokens(config), strict=True
-  ):
-    (size,) = tokens.sizes
-    (window,) = tokens.windows(np.array([0]), int(size))
-    text = tokenizer.decode(window.tolist(), skip_special_tokens=False)
+  for name in PARTS:
+    (tokens,) = open_part(settings.out, name, 300)
+    text = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     *files, rest = text.split('<|endoftext|>')
     assert not rest
     facts = json.loads((settings.out / 'corpus.json').read_text())[name]
     assert facts['files'] == len(files)
     assert facts['bytes'] == len(''.join(files).encode())
-    assert facts['tokens'] == size
+    assert facts['tokens'] == len(tokens)
     texts.append(files)
   train, val = texts
   assert len(set(train)) == len(train)
