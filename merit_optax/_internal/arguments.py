@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Shorter in the output of `help` than the types of jax and optax.
 Number: TypeAlias = float | jax.Array
+NumberOrSchedule: TypeAlias = Number | Callable[[Any], Any]
 
 
 def number(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.sharding import unsplit
 
 _QUERIES_AT_ONCE = 128
@@ -33,7 +34,7 @@ def attention_statistics(
   *,
   layout: str = 'BTNH',
   is_causal: bool = True,
-  scale: jax.typing.ArrayLike | None = None,
+  scale: Number | None = None,
 ) -> AttentionStatistics:
   """Measures the logits and the entropy of dot-product attention.
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.dtypes import widen
 from merit_optax._internal.sharding import unsplit
 from merit_optax._internal.trees import (
@@ -148,9 +149,9 @@ def _leaf_statistics(
   axes: MatrixAxes | None,
   *,
   ratios: tuple[Ratio, ...],
-  min_norm: jax.typing.ArrayLike,
-  clip_threshold: jax.typing.ArrayLike | None,
-  learning_rate: jax.typing.ArrayLike,
+  min_norm: Number,
+  clip_threshold: Number | None,
+  learning_rate: Number,
 ) -> dict[str, jax.Array]:
   """Returns the statistics of one parameter."""
   parts: dict[str, jax.Array] = {}

@@ -43,9 +43,10 @@ class FusedDimensionNumbers(NamedTuple):
 
 
 Spec: TypeAlias = optax.contrib.MuonDimensionNumbers | FusedDimensionNumbers
-# One for all, a (prefix) tree of them, or a function from parameters to these.
+# A spec for all (a sequence too), a (prefix) tree of them, or a function from
+# parameters to these.
 WeightDimensionNumbers: TypeAlias = (
-  Spec | Sequence[Any] | Mapping[Any, Any] | Callable[[Any], Any] | None
+  Sequence[Any] | Mapping[Any, Any] | Callable[[Any], Any] | None
 )
 
 

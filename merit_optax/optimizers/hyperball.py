@@ -4,6 +4,7 @@ import jax
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
 from merit_optax.optimizers.hidden import (
@@ -213,9 +214,9 @@ def muon_hyperball(
 
 def adam_hyperball(
   learning_rate: optax.ScalarOrSchedule,
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.95,
-  eps: jax.typing.ArrayLike = 1e-6,
+  b1: Number = 0.9,
+  b2: Number = 0.95,
+  eps: Number = 1e-6,
   *,
   bias_correction: bool = False,
   others: optax.GradientTransformation | None = None,

@@ -1,12 +1,13 @@
 """The MERIT optimizer: a chain of this package's transforms."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number, NumberOrSchedule
 from merit_optax.matrices import masks
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.norms import Ratio
@@ -17,20 +18,20 @@ from merit_optax.transforms.trust_ratio import scale_by_max_norm_trust_ratio
 
 def merit(
   learning_rate: optax.ScalarOrSchedule,
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.95,
-  eps: jax.typing.ArrayLike = 1e-6,
-  eps_root: jax.typing.ArrayLike = 0.0,
-  weight_decay: optax.ScalarOrSchedule = 0.0,
-  mask: Any | Callable[[optax.Params], Any] | None = None,
+  b1: Number = 0.9,
+  b2: Number = 0.95,
+  eps: Number = 1e-6,
+  eps_root: Number = 0.0,
+  weight_decay: NumberOrSchedule = 0.0,
+  mask: Any = None,
   *,
   mu_dtype: jax.typing.DTypeLike | None = None,
   nu_dtype: jax.typing.DTypeLike | None = None,
   bias_correction: bool = False,
-  clip_threshold: jax.typing.ArrayLike | None = 1.0,
+  clip_threshold: Number | None = 1.0,
   ratios: Iterable[Ratio] = ('weight', 'row', 'column'),
-  trust_ratio_mask: Any | Callable[[optax.Params], Any] | None = None,
-  min_norm: jax.typing.ArrayLike = 0.0,
+  trust_ratio_mask: Any = None,
+  min_norm: Number = 0.0,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""The MERIT optimizer.

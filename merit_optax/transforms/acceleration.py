@@ -6,6 +6,7 @@ import jax
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.dtypes import (
   cast_to_both,
   check_decay,
@@ -28,8 +29,8 @@ class AccelerationState(NamedTuple):
 
 
 def add_acceleration(
-  decay: jax.typing.ArrayLike = 0.99,
-  coefficient: jax.typing.ArrayLike | None = None,
+  decay: Number = 0.99,
+  coefficient: Number | None = None,
   mu_dtype: jax.typing.DTypeLike | None = None,
 ) -> optax.GradientTransformation:
   r"""Adds an average of gradient differences to the gradients.

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.dtypes import (
   cast_to_both,
   check_decay,
@@ -17,10 +18,10 @@ from merit_optax._internal.trees import as_arrays, check_shapes
 
 
 def scale_by_adam(
-  b1: jax.typing.ArrayLike = 0.9,
-  b2: jax.typing.ArrayLike = 0.95,
-  eps: jax.typing.ArrayLike = 1e-6,
-  eps_root: jax.typing.ArrayLike = 0.0,
+  b1: Number = 0.9,
+  b2: Number = 0.95,
+  eps: Number = 1e-6,
+  eps_root: Number = 0.0,
   mu_dtype: jax.typing.DTypeLike | None = None,
   *,
   nu_dtype: jax.typing.DTypeLike | None = None,

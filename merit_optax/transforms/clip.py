@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.trees import as_arrays
 
 
 def elementwise_clip(
-  max_delta: jax.typing.ArrayLike = 1.0,
+  max_delta: Number = 1.0,
 ) -> optax.GradientTransformation:
   r"""Clips the magnitude of every element of the updates.
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 
-import jax
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
 from merit_optax.matrices.norms import Ratio, l2_norm
 from merit_optax.transforms.calibration import calibrated
@@ -13,13 +13,13 @@ from merit_optax.transforms.trust_ratio import scale_by_rule, trust_ratio_rule
 
 
 def scale_by_l2_norm_trust_ratio(
-  min_norm: jax.typing.ArrayLike = 0.0,
-  trust_coefficient: jax.typing.ArrayLike = 1.0,
-  eps: jax.typing.ArrayLike = 0.0,
+  min_norm: Number = 0.0,
+  trust_coefficient: Number = 1.0,
+  eps: Number = 0.0,
   *,
   ratios: Iterable[Ratio] = ('weight',),
-  min_ratio: jax.typing.ArrayLike | None = None,
-  max_ratio: jax.typing.ArrayLike | None = None,
+  min_ratio: Number | None = None,
+  max_ratio: Number | None = None,
   calibrate: bool = False,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:

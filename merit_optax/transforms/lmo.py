@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.dtypes import widen
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
@@ -31,7 +32,7 @@ _AXES: Mapping[str, Callable[[MatrixAxes], tuple[int, ...]]] = MappingProxyType(
 
 def scale_by_lmo(
   norm: Literal['max', 'row', 'column', 'rms'],
-  eps: jax.typing.ArrayLike = 0.0,
+  eps: Number = 0.0,
   *,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.dtypes import common_dtype, widen
 from merit_optax._internal.sharding import sharded_as, unsplit
 from merit_optax._internal.trees import (
@@ -39,7 +40,7 @@ class AttentionHeads(NamedTuple):
 
 
 def qk_clip(
-  threshold: jax.typing.ArrayLike,
+  threshold: Number,
   *,
   query: Mapping[str, AttentionHeads],
   key: Mapping[str, AttentionHeads],
@@ -215,7 +216,7 @@ def _logits(found: Any) -> jax.Array:
 
 def _scales(
   max_logits: jax.Array,
-  threshold: jax.typing.ArrayLike,
+  threshold: Number,
   num_key_heads: int | None,
 ) -> tuple[jax.Array, jax.Array]:
   """Returns the square roots of gamma, of the heads of queries and of keys."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from merit_optax._internal import arguments
+from merit_optax._internal.arguments import Number
 from merit_optax._internal.dtypes import common_dtype, widen
 from merit_optax.matrices.dimension_numbers import (
   MatrixAxes,
@@ -37,9 +38,9 @@ def trust_ratios(
   *,
   names: Sequence[Ratio] = RATIOS,
   norm: Norm = max_norm,
-  min_norm: jax.typing.ArrayLike = 0.0,
-  trust_coefficient: jax.typing.ArrayLike = 1.0,
-  eps: jax.typing.ArrayLike = 0.0,
+  min_norm: Number = 0.0,
+  trust_coefficient: Number = 1.0,
+  eps: Number = 0.0,
 ) -> Ratios:
   """Returns |w| / |z| of each matrix, of its rows and of its columns.
 
@@ -71,7 +72,7 @@ def trust_ratios(
 
 
 def largest_ratio(
-  ratios: Iterable[jax.Array], without_norm: jax.typing.ArrayLike = 1
+  ratios: Iterable[jax.Array], without_norm: Number = 1
 ) -> jax.Array:
   """Returns the largest of the ratios.
 
@@ -85,7 +86,7 @@ def largest_ratio(
 def ratio(
   param_norm: jax.Array,
   update_norm: jax.Array,
-  eps: jax.typing.ArrayLike = 0.0,
+  eps: Number = 0.0,
 ) -> jax.Array:
   """Returns the ratio of two norms, infinite where one of them is zero."""
   limits = jnp.finfo(update_norm.dtype)
@@ -102,13 +103,13 @@ def ratio(
 
 
 def scale_by_max_norm_trust_ratio(
-  min_norm: jax.typing.ArrayLike = 0.0,
-  trust_coefficient: jax.typing.ArrayLike = 1.0,
-  eps: jax.typing.ArrayLike = 0.0,
+  min_norm: Number = 0.0,
+  trust_coefficient: Number = 1.0,
+  eps: Number = 0.0,
   *,
   ratios: Iterable[Ratio] = RATIOS,
-  min_ratio: jax.typing.ArrayLike | None = None,
-  max_ratio: jax.typing.ArrayLike | None = None,
+  min_ratio: Number | None = None,
+  max_ratio: Number | None = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
   r"""Scales every element by the largest of its max-norm trust ratios.
@@ -227,11 +228,11 @@ class TrustRatioRule(NamedTuple):
 def trust_ratio_rule(
   norm: Norm,
   ratios: Iterable[Ratio],
-  min_norm: jax.typing.ArrayLike,
-  trust_coefficient: jax.typing.ArrayLike,
-  eps: jax.typing.ArrayLike,
-  min_ratio: jax.typing.ArrayLike | None,
-  max_ratio: jax.typing.ArrayLike | None,
+  min_norm: Number,
+  trust_coefficient: Number,
+  eps: Number,
+  min_ratio: Number | None,
+  max_ratio: Number | None,
 ) -> TrustRatioRule:
   """Returns the rule with these settings, checked to be in range."""
   ratios_of = functools.partial(
@@ -269,9 +270,9 @@ def scale_by_rule(
 
 
 def _check_bounds(
-  min_ratio: jax.typing.ArrayLike | None,
-  max_ratio: jax.typing.ArrayLike | None,
-) -> tuple[jax.typing.ArrayLike | None, jax.typing.ArrayLike | None]:
+  min_ratio: Number | None,
+  max_ratio: Number | None,
+) -> tuple[Number | None, Number | None]:
   """Returns the bounds of the ratio, checked to be in order."""
   least = 0.0
   if min_ratio is not None:
