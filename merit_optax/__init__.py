@@ -5,7 +5,7 @@ from merit_optax.diagnostics.attention import (
   attention_statistics,
 )
 from merit_optax.diagnostics.describe import describe
-from merit_optax.diagnostics.merit import merit_statistics
+from merit_optax.diagnostics.merit_statistics import merit_statistics
 from merit_optax.diagnostics.updates import update_statistics
 from merit_optax.matrices.dimension_numbers import FusedDimensionNumbers
 from merit_optax.matrices.flax import flax_dimension_numbers
@@ -19,7 +19,6 @@ from merit_optax.optimizers.merit import merit
 from merit_optax.optimizers.muon import muon
 from merit_optax.optimizers.starting_learning_rate import starting_learning_rate
 from merit_optax.optimizers.state_shardings import state_shardings
-from merit_optax.transforms.acceleration import add_acceleration
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.clip import elementwise_clip
 from merit_optax.transforms.keep_norms import keep_matrix_norms
@@ -37,7 +36,6 @@ __all__ = (
   'AttentionStatistics',
   'FusedDimensionNumbers',
   'adam_hyperball',
-  'add_acceleration',
   'attention_statistics',
   'describe',
   'elementwise_clip',

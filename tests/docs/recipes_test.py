@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from tests.merit_optax.arrays import muon_directions, normal, norms, run
@@ -100,6 +101,22 @@ def test_cautious_weight_decay():
 
   names = _names('recipes.md', '## Cautious weight decay')
   _assert_follows(names['optimizer'], (8, 24), rule)
+
+
+def test_mona():
+  def rule(w, gradients):
+    before = a = 0
+    accelerated = []
+    for g in gradients:
+      a, before = 0.99 * a + 0.01 * (g - before), g
+      accelerated.append(g - a / (2 * 0.01))
+    for q in muon_directions(accelerated):
+      u = 0.2 * max(w.shape) ** 0.5 * q
+      w = w - 0.01 * (u + 0.01 * w)
+      yield w
+
+  mona = _names('kit.md', '## Appendix: relatives')['RELATIVES']['MONA']
+  _assert_follows(optax.chain(*mona), (8, 24), rule)
 
 
 def test_the_average_is_that_of_the_last_weights():

@@ -35,7 +35,7 @@ _NOT_POSITIVE_OR_NONE = [v for v in _NOT_POSITIVE if v is not None]
 _BAD = {
   'learning_rate': _NO_NUMBERS,
   'weight_decay': _NEGATIVE,
-  **dict.fromkeys(['b1', 'b2', 'beta', 'decay'], _NO_RATES),
+  **dict.fromkeys(['b1', 'b2', 'beta'], _NO_RATES),
   **dict.fromkeys(['eps', 'eps_root', 'min_norm'], _NEGATIVE),
   **dict.fromkeys(['mu_dtype', 'nu_dtype'], _NO_DTYPES),
   **dict.fromkeys(
@@ -45,7 +45,6 @@ _BAD = {
     ['clip_threshold', 'min_ratio', 'max_ratio'], _NOT_POSITIVE_OR_NONE
   ),
   **dict.fromkeys(_SWITCHES, ('no', None, 1)),
-  'coefficient': _NO_NUMBERS,
   'ratios': _NO_RATIOS,
   'ns_coeffs': _NO_COEFFICIENTS,
   'ns_steps': (0, 5.0, '5', True),
@@ -70,9 +69,8 @@ _NUMBERS = (0, 1e-30, 1e30, np.float32(2), np.array(2), ml_dtypes.bfloat16(0.5))
 _POSITIVE = (1e-30, 1, 1e30, np.int32(2))
 _GOOD_NUMBERS = {
   'learning_rate': (*_NUMBERS, -0.1),
-  'coefficient': (*_NUMBERS, -0.1),
   **dict.fromkeys(['weight_decay', 'min_norm', 'eps', 'eps_root'], _NUMBERS),
-  **dict.fromkeys(['b1', 'b2', 'beta', 'decay'], _RATES),
+  **dict.fromkeys(['b1', 'b2', 'beta'], _RATES),
   **dict.fromkeys(['clip_threshold', 'max_delta'], _POSITIVE),
   **dict.fromkeys(['trust_coefficient', 'min_ratio', 'max_ratio'], _POSITIVE),
 }
@@ -80,7 +78,6 @@ _GOOD = {
   'learning_rate': (optax.cosine_decay_schedule(1, 9),),
   'weight_decay': (optax.constant_schedule(0.1),),
   **dict.fromkeys(['clip_threshold', 'min_ratio', 'max_ratio'], (None,)),
-  'coefficient': (None,),
   **dict.fromkeys(_SWITCHES, (True, np.False_)),
   'ratios': (
     *(('row',), ['weight', 'column'], {'row', 'column'}, ('row', 'row')),
@@ -142,7 +139,7 @@ def test_good_values_pass(function, name, values):
   'function, name, values',
   _each(
     _GOOD_NUMBERS,
-    ('merit', 'scale_by_l2_norm_trust_ratio', 'add_acceleration'),
+    ('merit', 'scale_by_l2_norm_trust_ratio', 'scale_by_adam'),
   ),
 )
 def test_arrays_and_tracers_pass_unread(function, name, values):

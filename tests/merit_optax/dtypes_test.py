@@ -103,9 +103,8 @@ def test_float64_is_not_computed_in_float32():
       merit_optax.scale_by_adam, bias_correction=True, nu_dtype='float32'
     ),
     merit_optax.scale_by_muon,
-    merit_optax.add_acceleration,
   ],
-  ids=['adam', 'corrected', 'muon', 'acceleration'],
+  ids=['adam', 'corrected', 'muon'],
 )
 @pytest.mark.parametrize(
   'params, gradient, mu_dtype, mu, update',
@@ -135,7 +134,6 @@ def test_moments_keep_their_dtypes(
   [
     (merit_optax.scale_by_adam, 'b1'),
     (merit_optax.scale_by_muon, 'beta'),
-    (merit_optax.add_acceleration, 'decay'),
   ],
 )
 def test_first_moments_that_cannot_hold_an_average_are_refused(make, rate):

@@ -264,29 +264,6 @@ def test_scion_is_its_formula(norm):
   _assert_follows(scion, rule)
 
 
-@pytest.mark.parametrize('decay, coefficient', [(0.99, None), (0.7, 1.5)])
-def test_mona_is_its_formula(decay, coefficient):
-  alpha = -1 / (2 * (1 - decay)) if coefficient is None else coefficient
-
-  def rule(w, gradients):
-    before, a, accelerated = 0, 0, []
-    for g in gradients:
-      a = decay * a + (1 - decay) * (g - before)
-      before = g
-      accelerated.append(g + alpha * a)
-    for q in muon_directions(accelerated):
-      w = w - _RATE * (q + _DECAY * w)
-      yield w
-
-  mona = optax.chain(
-    merit_optax.add_acceleration(decay, coefficient),
-    _muon(),
-    optax.add_decayed_weights(_DECAY),
-    optax.scale_by_learning_rate(_RATE),
-  )
-  _assert_follows(mona, rule)
-
-
 # Norms in a run: trust ratios on Muon's direction, and weight decay.
 
 

@@ -107,7 +107,7 @@ _RULES = {
   ),
   'l2': _Rule(
     optax.chain(
-      merit_optax.add_acceleration(0.9),
+      merit_optax.scale_by_adam(),
       merit_optax.scale_by_lmo('row', **_WITH_SPECS),
       merit_optax.scale_by_shape(lambda m, n: (m * n) ** 0.25, **_WITH_SPECS),
       optax.add_decayed_weights(0.1),

@@ -282,7 +282,7 @@ def test_other_leaves_are_named(name):
 # Which look at updates alone, without a moment of each parameter.
 _STATELESS = {'elementwise_clip', 'scale_by_lmo', 'scale_by_shape'}
 # Which need no parameters.
-_FREE = _STATELESS | {'add_acceleration', 'scale_by_adam', 'scale_by_muon'}
+_FREE = _STATELESS | {'scale_by_adam', 'scale_by_muon'}
 
 
 @_EACH_TRANSFORM
