@@ -129,14 +129,14 @@ def specs_of(tree: Any) -> Any:
   return jax.tree.map_with_path(spec, tree)
 
 
-def load_tokens(config: Config) -> list[np.ndarray]:
+def load_tokens(config: Config) -> list[Any]:
   """Returns the tokens to train on and those to evaluate on."""
   if config.data == 'stdlib':
     files = sorted(Path(os.__file__).parent.glob('*.py'))
     text = b''.join(file.read_bytes() for file in files)
     tokens = np.frombuffer(text, np.uint8)
     return np.split(tokens, [len(tokens) * 95 // 100])
-  parts = []
+  parts: list[Any] = []
   for file in (Path(config.data) / name for name in ('train.bin', 'val.bin')):
     tokens = np.memmap(file, np.uint16, 'r')
     some = tokens[:1_000_000]  # Of wider integers, every second one is 0.
@@ -155,7 +155,7 @@ def make_batch(tokens: Any, config: Config, seed: int, step: int) -> jax.Array:
   starts = rng.integers(len(tokens) - length + 1, size=config.batch_size)
   starts_AB = starts.reshape(config.micro_batches, -1)
 
-  def read(index: tuple[slice, ...]) -> np.ndarray:
+  def read(index: Any) -> Any:
     positions_ABT = starts_AB[index[:2]][..., None] + np.arange(length)
     sequences_ABT = tokens[positions_ABT]
     # JAX does not check indices: a larger token would make the loss NaN.
@@ -336,7 +336,7 @@ def train(config: Config) -> None:
   mesh, tokens = make_mesh(config), load_tokens(config)
   settings = {k: x for k, x in vars(config).items() if k not in MAY_CHANGE}
   settings['learning_rate'] = peak_learning_rate(config)
-  settings['data'] = [[len(x), zlib.crc32(x[:1_000_000])] for x in tokens]
+  settings['data'] = [[len(x), zlib.crc32(x[:1_000_000].data)] for x in tokens]
   folder = config.out_dir.absolute()
   checkpoints, metrics_file = folder / 'checkpoints', folder / 'metrics.jsonl'
   if folder.exists() and any(folder.iterdir()) and not checkpoints.exists():
