@@ -112,15 +112,17 @@ def test_token_files_are_measured_as_their_text(folder, text, tmp_path):
   assert evaluate(folder, data) == expected._replace(bits_per_byte=None)
 
 
-@pytest.mark.parametrize(('stride', 'count'), [(1, 12), (3, 33), (8, 8)])
+@pytest.mark.parametrize(
+  ('stride', 'count'), [(1, 12), (3, 33), (3, 34), (8, 8)]
+)
 def test_every_token_counts_once(folder, tmp_path, stride, count):
   tokens = np.random.default_rng(0).integers(270, size=count)
   found = evaluate(folder, _write_token_files(tmp_path, tokens), stride=stride)
   length, losses = min(8, count - 1), {}
-  for end in [*range(length, count - 1, stride), count - 1]:
-    window = tokens[end - length : end + 1]
-    for i, loss in enumerate(_losses(folder, window[None])[0]):
-      losses.setdefault(end - length + 1 + i, loss)
+  for start in range(0, count - 1, stride):
+    window = tokens[start : start + length + 1]
+    for i, loss in enumerate(_losses(folder, window[None])[0], start + 1):
+      losses.setdefault(i, loss)
   assert sorted(losses) == list(range(1, count))
   assert found.num_tokens == count - 1
   assert found.loss == pytest.approx(np.mean([*losses.values()]), abs=1e-5)

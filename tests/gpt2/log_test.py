@@ -184,6 +184,20 @@ def test_wandb_gets_every_number_and_each_once(
     assert (folder.path / 'wandb_id.txt').read_text() == identifier
 
 
+def test_a_pause_begins_when_the_step_has_ended(make_log):
+  @jax.jit
+  def work(x: jax.Array) -> jax.Array:
+    return jax.lax.fori_loop(0, 999, lambda _, x: x @ x / jnp.max(x), x).max()
+
+  work(jnp.eye(256)).block_until_ready()
+  with make_log() as log:
+    loss = work(jnp.eye(256))
+    log.begin_step(1, _metrics() | {'train_loss': loss}, 0.0)
+    assert not loss.is_ready()
+    with log.paused():
+      assert loss.is_ready()
+
+
 def test_the_speed_leaves_pauses_out(
   folder: RunFolder, make_log, trainer: Trainer, monkeypatch
 ):

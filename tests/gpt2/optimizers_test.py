@@ -219,6 +219,23 @@ def test_embeddings_biases_and_norms_take_steps_of_adam(optimizer: str):
     assert is_adam != name.endswith('kernel'), name
 
 
+@pytest.mark.parametrize('optimizer', ['muon', 'muon-hyperball'])
+def test_adam_beside_muon_has_moments_of_its_own(optimizer: str):
+  params, gradients = _trees()
+  config = _config(
+    optimizer=optimizer, b1=0.5, adam_rate=0.25, weight_decay=0.0, steps=1000,
+    schedule='wsd', decay=0.0,
+  )  # fmt: skip
+  adam = merit_optax.scale_by_adam(
+    0.9, 0.95, bias_correction=optimizer == 'muon'
+  )
+  direction = _updates(adam, params, gradients)[-1]['token_embedding']
+  found = _updates(make_optimizer(config), params, gradients)[-1]
+  chex.assert_trees_all_close(
+    found['token_embedding'], optax.tree.scale(-0.25, direction), rtol=1e-4
+  )
+
+
 def test_the_gradient_is_clipped_to_its_global_norm():
   params, (first, second, _) = _trees()
   optimizer = make_optimizer(_config(max_gradient_norm=0.01))

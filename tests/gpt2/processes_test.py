@@ -47,7 +47,9 @@ def test_one_process_of_a_node_takes_all_its_gpus(
 
 _PROGRAM = """
 import json
+import pathlib
 import sys
+import time
 
 from examples.gpt2.config import Config, UsageError
 from examples.gpt2 import processes
@@ -77,20 +79,27 @@ try:
   processes.check_same({'seed': 'same', 'width': str(process), 'mesh': ''})
 except UsageError as error:
   differ = str(error)
+file = pathlib.Path(sys.argv[3])
+if process == 1:
+  time.sleep(1)
+  file.touch()
+processes.wait_for_all('file')
+waited = file.exists()
 values = [None, 'x' * 3000, {'a': [1.5, True]}]
 errors = [UsageError('a flag'), FileNotFoundError('a file'), KeyError('a key')]
 print(json.dumps({
   'outcomes': [outcome(value) for value in values + errors],
   'calls': len(calls),
   'differ': differ,
+  'waited': waited,
 }))
 processes.print_once('only once')
 """
 
 
 @pytest.mark.slow
-def test_process_0_works_for_all(run_pair):
-  outputs = run_pair(_PROGRAM)
+def test_process_0_works_for_all(run_pair, tmp_path):
+  outputs = run_pair(_PROGRAM, tmp_path / 'file')
   first, second = (
     json.loads(re.search(r'^{.*}$', x, re.M)[0]) for x in outputs
   )
@@ -108,5 +117,6 @@ def test_process_0_works_for_all(run_pair):
   ]
   assert (first['calls'], second['calls']) == (6, 0)
   for process, outcome in enumerate((first, second)):
+    assert outcome['waited']
     assert outcome['differ'].endswith(f'differ in width (here: {process})')
   assert [x.count('only once') for x in outputs] == [1, 0]

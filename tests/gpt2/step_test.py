@@ -193,3 +193,11 @@ def test_the_micro_batch_is_the_largest_divisor_up_to_the_setting(
   fitted = resolve(config, make_mesh(mesh))
   assert fitted.micro_batch_size == expected
   assert resolve(fitted, make_mesh(mesh)) == fitted
+
+
+@pytest.mark.parametrize(('layers', 'unroll'), [(4, 4), (5, 1)])
+def test_layers_of_small_models_are_unrolled_on_cpu(layers: int, unroll: int):
+  mesh = make_mesh('', jax.local_devices(backend='cpu')[:1])
+  config = change(Config(), num_layers=layers)
+  assert resolve(config, mesh).model.unroll == unroll
+  assert resolve(change(config, unroll=2), mesh).model.unroll == 2
