@@ -147,15 +147,14 @@ def check_same(values: dict[str, str]) -> None:
   """Raises ``UsageError`` in all processes unless all have the same values."""
   if jax.process_count() == 1:
     return
-  hashes = [zlib.crc32(value.encode()) for value in values.values()]
-  found = multihost_utils.process_allgather(np.array(hashes, np.uint32))
-  is_other = (found != found[0]).any(axis=0)
-  others = [x for x, differs in zip(values, is_other, strict=True) if differs]
-  if others:
-    raise UsageError(
-      'All processes must have the same settings and data, but they differ in '
-      + ', '.join(f'{name} (here: {values[name]})' for name in others)
-    )
+  for name, value in values.items():
+    try:
+      multihost_utils.assert_equal(np.uint32(zlib.crc32(value.encode())))
+    except AssertionError as error:
+      raise UsageError(
+        'All processes must have the same settings and data, but they differ '
+        f'in {name} (here: {value}).'
+      ) from error
 
 
 class StopRequest:

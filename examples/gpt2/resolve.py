@@ -47,6 +47,7 @@ def resolve(
       mesh or the model.
   """
   check_values(by_name(config))
+  _check_start(config)
   if model is not None:
     config = _take_model(config, model)
   _check_optimizer(config)
@@ -60,7 +61,6 @@ def resolve(
   config = change(config, model=complete(config.model, flag))
   check_values(by_name(config))
   _check_steps(config)
-  _check_start(config)
   _check_packages(config)
   return config if mesh is None else _fit_to_mesh(config, mesh)
 
@@ -123,6 +123,11 @@ def _check_start(config: Config) -> None:
     raise UsageError(
       '--init-from takes the weights of a run, --fork-from all of its state: '
       'leave out one of the two.'
+    )
+  if config.init_from is not None and config.learning_rate is None:
+    raise UsageError(
+      '--init-from needs --learning-rate, of which the default is for weights '
+      'that start from scratch: README.md of the trainer says what to try.'
     )
   has_source = config.init_from is not None or config.fork_from is not None
   if config.from_step is not None and not has_source:

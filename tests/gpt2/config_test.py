@@ -80,6 +80,7 @@ def test_scaling_of_positions_must_rise():
       '--warmup .*--steps 9, got 10',
     ),
     ({'init_from': Path('a'), 'fork_from': Path('b')}, 'leave out one'),
+    ({'init_from': Path('a')}, '--init-from needs --learning-rate'),
     ({'from_step': 2}, '--from-step needs --init-from or --fork-from'),
     ({'fork_from': Path('run')}, '--fork-from run needs --from-step'),
     ({'batch_ramp': ('4:100',), 'steps': 4}, '4:100 .*--steps 4'),

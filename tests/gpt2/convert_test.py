@@ -432,7 +432,7 @@ def test_the_files_of_gpt2s_tokenizer_are_read(tmp_path: Path):
 def test_a_model_to_start_from_gives_the_settings(tmp_path: Path, kind: str):
   model = _CONFIGS[kind]
   preset = PRESETS['llama-3-8b']
-  start = change(preset, init_from=_save(tmp_path, model))
+  start = change(preset, init_from=_save(tmp_path, model), learning_rate=0.01)
   found = find_model(start).config
   assert found == model
   config = dataclasses.replace(

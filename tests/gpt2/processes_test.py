@@ -118,5 +118,5 @@ def test_process_0_works_for_all(run_pair, tmp_path):
   assert (first['calls'], second['calls']) == (6, 0)
   for process, outcome in enumerate((first, second)):
     assert outcome['waited']
-    assert outcome['differ'].endswith(f'differ in width (here: {process})')
+    assert outcome['differ'].endswith(f'differ in width (here: {process}).')
   assert [x.count('only once') for x in outputs] == [1, 0]
