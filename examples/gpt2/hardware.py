@@ -32,7 +32,8 @@ class Chip(NamedTuple):
 
 _GIB = 2**30
 
-# By words of `device_kind`. A device of TPU7x is half a chip. FLOP/s are those
+# By words of `device_kind`, to its end for those of which there are smaller
+# ones with a longer name. A device of TPU7x is half a chip. FLOP/s are those
 # of the data sheets, without sparsity and with sums in float32. Memory of TPUs
 # is what the compiler says that it may use, a little less than the data sheets'
 # 32, 16 and 96 GB. Of a GPU it is three quarters, which jax takes by default,
@@ -61,13 +62,8 @@ _CHIPS = {
   'L4': Chip(121e12),
   # Of the tables in NVIDIA's papers on Ada and RTX Blackwell; with sums in
   # float16 these two are twice as fast.
-  'RTX 4090': Chip(165.2e12),
-  'RTX 5090': Chip(209.5e12),
-  # Smaller chips, which have the names in part.
-  'RTX 4090 D': Chip(math.nan),
-  'RTX 4090 Laptop': Chip(math.nan),
-  'RTX 5090 D': Chip(math.nan),
-  'RTX 5090 Laptop': Chip(math.nan),
+  'RTX 4090$': Chip(165.2e12),
+  'RTX 5090$': Chip(209.5e12),
   'MI300X': Chip(1307.4e12),
 }
 
@@ -77,9 +73,7 @@ def find_chip(device_kind: str) -> Chip:
 
   The longest name counts whose words the kind has: an H200 is no GH200.
   """
-  kinds = [
-    kind for kind in _CHIPS if re.search(rf'\b{re.escape(kind)}\b', device_kind)
-  ]
+  kinds = [kind for kind in _CHIPS if re.search(rf'\b{kind}\b', device_kind)]
   return _CHIPS[max(kinds, key=len)] if kinds else Chip(math.nan)
 
 
