@@ -422,7 +422,7 @@ def _variants(cells: Cells) -> Table:
             'tokens a step': f'{batch:,}',
             'rate': f'{rate:g}',
             'minus `muon`': _interval(differences) if rule != 'muon' else '',
-            'seeds': str(len(differences)),
+            'seeds': str(len(averages if rule == 'muon' else differences)),
             'average': _interval(averages),
           }
         )
