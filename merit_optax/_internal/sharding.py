@@ -1,17 +1,9 @@
 """Shardings of arrays on meshes."""
 
 from collections.abc import Iterable
-import itertools
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-
-try:
-  from jax.experimental.shard_alike import shard_alike
-  from jax.experimental.xla_metadata import set_xla_metadata
-except ImportError:  # Gone in jax 0.12.
-  shard_alike = None  # type: ignore[assignment]
 
 
 def unsplit(x: jax.Array, axes: Iterable[int] | None = None) -> jax.Array:
@@ -39,22 +31,4 @@ def sharded_as(like: jax.Array, x: jax.Array) -> jax.Array:
   if not any(sharding.spec):
     return x
   found: jax.Array = jax.sharding.reshard(x, sharding)
-  return found
-
-
-_numbers = itertools.count()
-
-
-def placed_like(x: jax.Array, like: jax.Array) -> jax.Array:
-  """Returns an array that a mesh with Auto axes splits as it does another."""
-  if shard_alike is None:
-    # Operands of an element-wise choice lie alike. The barrier keeps the
-    # compiler from seeing that it is always the second one. On two mesh axes
-    # that split columns, moves may gather more than with shard_alike.
-    never = jax.lax.optimization_barrier(jnp.zeros((), bool))
-    return jnp.where(never, like.astype(x.dtype), x)
-  # Without it, jax 0.10 lowers all calls with one shape to the same group, and
-  # the compiler splits all of their arrays alike.
-  with set_xla_metadata(shard_group=next(_numbers)):
-    found: jax.Array = shard_alike(x, like)[0]
   return found

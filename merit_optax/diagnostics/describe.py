@@ -11,7 +11,6 @@ from merit_optax._internal.arguments import check_optimizer
 from merit_optax._internal.readings import recorded
 from merit_optax._internal.trees import as_arrays, path_names
 from merit_optax.matrices.dimension_numbers import MatrixAxes
-from merit_optax.matrices.whole_matrices import how_multiplied, spread_of
 from merit_optax.optimizers.merit import merit
 from merit_optax.optimizers.muon import muon
 from merit_optax.optimizers.roles import is_stack_of_vectors, roles
@@ -119,7 +118,7 @@ def _read(optimizer: optax.GradientTransformation, params: Any) -> _Column:
       errors.append(f'raises: {error}')
   found = {
     kind: [readings[kind, id(x)] for x in leaves]
-    for kind in ('axes', 'hidden', 'mesh_axes')
+    for kind in ('axes', 'hidden', 'products')
   }
   vectors = ', '.join(
     f'{name} {x.shape}'
@@ -171,15 +170,14 @@ def _table(params: Any, columns: dict[str, _Column]) -> str:
 
 def _products(i: int, leaves: list[Any], column: _Column) -> str:
   """Returns where the products of a parameter are computed, if there are."""
-  multiplied = column.readings['mesh_axes']
-  if not multiplied[i]:
+  found = column.readings['products'][i]
+  if not found:
     return ''
-  mesh_axes = multiplied[i][0]
-  beside = [
-    x for x, read in zip(leaves, multiplied, strict=True) if mesh_axes in read
-  ]
-  axes = column.readings['axes'][i][0]
-  return how_multiplied(leaves[i].shape, axes, spread_of(beside, mesh_axes))
+  where, index = found[0]
+  try:
+    return str(where()[index])
+  except ValueError:  # Of specs, without their mesh.
+    return '?'
 
 
 def _sizes(shape: tuple[int, ...], axes: MatrixAxes) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import optax
 from merit_optax._internal import arguments
 from merit_optax._internal.arguments import Number
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
-from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
+from merit_optax.matrices.shardings import Shardings
 from merit_optax.optimizers.hidden import (
   Hidden,
   partition_beside_adam,
@@ -112,7 +112,7 @@ def muon_hyperball(
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
   ns_dtype: jax.typing.DTypeLike | None = None,
-  mesh_axes: MeshAxes = FROM_MESH,
+  shardings: Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:
   """Hyperball with Muon's direction, and Adam for all other parameters.
 
@@ -156,7 +156,8 @@ def muon_hyperball(
       :func:`merit_optax.scale_by_muon`.
     ns_steps: Number of iterations; ``None`` for five.
     ns_dtype: dtype of the operands of their products.
-    mesh_axes: Axes of the mesh over which whole matrices are spread, see
+    shardings: How parameters lie on a mesh with Auto axes, such as
+      ``jax.tree.map(lambda x: x.sharding, params)``, see
       :func:`merit_optax.scale_by_muon`.
 
   Returns:
@@ -200,7 +201,7 @@ def muon_hyperball(
     nesterov=nesterov,
     ns_dtype=ns_dtype,
     weight_dimension_numbers=specs,
-    mesh_axes=mesh_axes,
+    shardings=shardings,
   )
   hidden_optimizer = hyperball(
     direction, learning_rate, weight_dimension_numbers=specs

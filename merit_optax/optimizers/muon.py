@@ -7,7 +7,7 @@ import optax
 
 from merit_optax._internal import arguments
 from merit_optax.matrices.dimension_numbers import WeightDimensionNumbers
-from merit_optax.matrices.whole_matrices import FROM_MESH, MeshAxes
+from merit_optax.matrices.shardings import Shardings
 from merit_optax.optimizers.hidden import (
   Hidden,
   partition_beside_adam,
@@ -32,7 +32,7 @@ def muon(
   ns_coeffs: Coefficients = 'jordan',
   ns_steps: int | None = None,
   ns_dtype: jax.typing.DTypeLike | None = None,
-  mesh_axes: MeshAxes = FROM_MESH,
+  shardings: Shardings = None,
 ) -> optax.GradientTransformationExtraArgs:
   r"""Muon for hidden matrices, and Adam for all other parameters.
 
@@ -96,9 +96,9 @@ def muon(
     ns_steps: Number of iterations, >= 1; ``None`` for five.
     ns_dtype: dtype of the operands of their products: float32, bfloat16 or
       float16; ``None`` for float32.
-    mesh_axes: Axes of the mesh over which whole matrices are spread: a name, a
-      sequence of names, or ``None`` to leave products to the compiler;
-      ``'auto'`` for the axes that split them.
+    shardings: How parameters lie on a mesh with Auto axes, such as
+      ``jax.tree.map(lambda x: x.sharding, params)``, see
+      :func:`merit_optax.scale_by_muon`.
 
   Returns:
     The corresponding :func:`merit_optax.partition_hidden`, whose ``update``
@@ -144,7 +144,7 @@ def muon(
       nesterov=nesterov,
       ns_dtype=ns_dtype,
       weight_dimension_numbers=specs,
-      mesh_axes=mesh_axes,
+      shardings=shardings,
     ),
     scale_by_shape(_size_of_adam, weight_dimension_numbers=specs),
     optax.add_decayed_weights(

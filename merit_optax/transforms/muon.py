@@ -16,18 +16,18 @@ from merit_optax._internal.dtypes import (
   widen,
 )
 from merit_optax._internal.readings import record
-from merit_optax._internal.trees import as_arrays, check_shapes, with_update
+from merit_optax._internal.trees import as_arrays, check_shapes
 from merit_optax.matrices.dimension_numbers import (
   WeightDimensionNumbers,
   check_params,
   matrix_axes,
 )
-from merit_optax.matrices.whole_matrices import (
-  FROM_MESH,
-  MeshAxes,
-  check_mesh_axes,
-  map_matrices,
+from merit_optax.matrices.shardings import (
+  Shardings,
+  check_shardings,
+  warn_of_unknown_layout,
 )
+from merit_optax.matrices.whole_matrices import map_matrices, where_multiplied
 from merit_optax.transforms.newton_schulz import (
   Coefficients,
   Triple,
@@ -46,7 +46,7 @@ def scale_by_muon(
   nesterov: bool = True,
   ns_dtype: jax.typing.DTypeLike | None = None,
   weight_dimension_numbers: WeightDimensionNumbers = None,
-  mesh_axes: MeshAxes = FROM_MESH,
+  shardings: Shardings = None,
 ) -> optax.GradientTransformation:
   r"""Rescales updates according to the Muon algorithm.
 
@@ -75,11 +75,16 @@ def scale_by_muon(
   stay small: in float32 it is computed anew after two of five iterations. In
   bfloat16 they would not.
 
-  **On a mesh**, each device orthogonalizes whole matrices, which are moved
-  there and back. Otherwise the compiler would split each product, and send
-  about 100 times as much. The mesh is the mesh of the updates or, if they have
-  none, of :func:`jax.set_mesh`. Matrices of more than 2**28 elements are left
-  to the compiler; :func:`merit_optax.describe` says which.
+  **On a mesh**, each device orthogonalizes whole matrices. Devices exchange
+  pieces of matrices by all-to-alls, along each axis of the mesh that splits
+  their rows or columns, and back. Axes that split layers or experts, or hold
+  copies, send nothing. Updates lie as the momentum does. For this, it has to be
+  known how parameters lie: types tell it on Explicit axes, ``shardings`` tells
+  it on Auto axes. On Auto axes without ``shardings``, matrices are spread over
+  the axes ``'fsdp'`` and ``'tensor'``, as far as the mesh has them, and the
+  compiler chooses what it sends, which depends on its version: it may gather
+  all matrices. Without these axes it may split each product, and send about 100
+  times as much.
 
   Args:
     ns_coeffs: Coefficients of the iterations: three numbers for all of them, a
@@ -105,17 +110,13 @@ def scale_by_muon(
     weight_dimension_numbers: Which axes of a parameter are rows and columns of
       its matrices, see :func:`merit_optax.scale_by_max_norm_trust_ratio`. A
       parameter that has only the weight-wise ratio there is one row.
-    mesh_axes: Axes of the mesh over which whole matrices are spread: a name, a
-      sequence of names, or ``None`` to leave products to the compiler. By
-      default (``'auto'``) the axes that split a matrix, if their type is
-      Explicit; else ``'fsdp'`` and ``'tensor'``, those of them that the mesh
-      has; else the axis of a mesh with a single one.
-      Name those that parameters are split over: over axes that hold copies,
-      more is sent. Matrices move over them in this order: name first what
-      splits layers or experts, and the minor one of two that split one axis,
-      ``('fsdp', 'data')`` for ``P(('data', 'fsdp'))``. Under :func:`jax.vmap`
-      over an Explicit axis, give ``None``. Inside a ``jax.shard_map`` over
-      other axes of the mesh, this needs jax 0.8. Ignored without a mesh.
+    shardings: How parameters lie on a mesh with Auto axes: a tree like the
+      parameters, or a prefix of it, of :class:`jax.sharding.PartitionSpec` or
+      :class:`jax.sharding.NamedSharding`, such as what ``out_shardings`` of
+      :func:`jax.jit` gets, or ``jax.tree.map(lambda x: x.sharding, params)``;
+      or a function from parameters to such a tree. Specs need
+      :func:`jax.set_mesh`. If only the state is split (ZeRO-1), give the
+      shardings of its moments. Not read where all axes are Explicit.
 
   Returns:
     A :class:`optax.GradientTransformation` whose state is an
@@ -128,12 +129,13 @@ def scale_by_muon(
       is not accepted, or if the momentum would never decay in its dtype (by
       ``init`` if that dtype is the parameter's); by ``init`` if a dtype is
       given for complex parameters; by ``init`` and ``update`` if a spec does
-      not fit its parameter; by ``update`` if the mesh lacks an axis.
+      not fit its parameter; by ``update`` if ``shardings`` do not fit the
+      parameters or the mesh.
 
   Warns:
     UserWarning: By ``init``, if nothing specifies the rows and columns of a
-      parameter with more than two axes; by ``update``, if nothing tells which
-      axes of the mesh split parameters.
+      parameter with more than two axes, or if it sees parameters that an Auto
+      axis splits and no ``shardings`` are given.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -160,13 +162,17 @@ def scale_by_muon(
   nesterov = arguments.boolean('nesterov', nesterov)
   mu_dtype = moment_dtype('mu_dtype', mu_dtype)
   ns_dtype = _products_dtype(ns_dtype)
-  names = check_mesh_axes(mesh_axes)
+  check_shardings(shardings)
   check_decay('beta', beta, mu_dtype)
 
   def init_fn(params: optax.Params) -> optax.contrib.MuonState:
     params = as_arrays(params)
     check_params(weight_dimension_numbers, params)
-    record('mesh_axes', params, [names] * len(jax.tree.leaves(params)))
+    axes = matrix_axes(weight_dimension_numbers, params)
+    where = functools.partial(where_multiplied, params, axes, shardings)
+    leaves = jax.tree.leaves(params)
+    record('products', params, [(where, i) for i in range(len(leaves))])
+    warn_of_unknown_layout(params, shardings)
     check_decay('beta', beta, mu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     check_real('ns_dtype', ns_dtype, params)
@@ -183,7 +189,6 @@ def scale_by_muon(
   ) -> tuple[optax.Updates, optax.contrib.MuonState]:
     updates = as_arrays(updates, 'updates')
     check_shapes(state.mu, updates)
-    like = updates if params is None else with_update(params, updates)
     axes = matrix_axes(weight_dimension_numbers, updates)
     g, mu = jax.tree.map(widen, (updates, state.mu))
     count = optax.safe_increment(state.count)
@@ -206,8 +211,7 @@ def scale_by_muon(
       functools.partial(_orthogonalize, coefficients, ns_dtype),
       m,
       axes,
-      names,
-      like,
+      shardings,
       jnp.asarray(eps),
     )
     return jax.tree.map(cast_to_both, u, updates, state.mu), new_state

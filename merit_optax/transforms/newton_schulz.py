@@ -181,8 +181,6 @@ def _product(x: jax.Array, y: jax.Array, dtype: jnp.dtype) -> jax.Array:
   return jnp.matmul(
     x.astype(dtype),
     y.astype(dtype),
-    # Accelerators would multiply float32 with fewer bits by default.
-    precision=None if dtype.itemsize == 2 else jax.lax.Precision.HIGHEST,
     preferred_element_type=x.dtype,
   )
 
