@@ -44,11 +44,8 @@ class Layout(NamedTuple):
 
 def check_shardings(shardings: Any) -> None:
   """Raises ``ValueError`` for what can be no tree of shardings."""
-  kinds = Sequence, Mapping, P, jax.sharding.Sharding
-  is_kind = shardings is None or callable(shardings)
-  if isinstance(shardings, str) or not (
-    is_kind or isinstance(shardings, kinds) or jax.tree.leaves(shardings)
-  ):
+  is_tree = not jax.tree_util.all_leaves([shardings])
+  if not (is_tree or callable(shardings) or _is_entry(shardings)):
     raise ValueError(
       'shardings must be a tree of jax.sharding.PartitionSpec or NamedSharding '
       'like the parameters or a prefix of it, a function from parameters to '
@@ -74,7 +71,8 @@ def layout_of(arrays: Any, shardings: Shardings) -> Layout:
   given = None if shardings is None else _given(arrays, shardings)
   mesh = _mesh(leaves, given)
   if mesh is None or mesh.size == 1:
-    if mesh is None and given and any(any(_spec(x)) for x in given):
+    is_split = any(any(_spec(x)) for x in given or ())
+    if mesh is None and is_split and jax.device_count() > 1:
       raise ValueError(
         'shardings name axes of a mesh, and there is none here. Use '
         'jax.set_mesh, or jax.sharding.NamedSharding instead of PartitionSpec.'

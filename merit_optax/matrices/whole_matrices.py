@@ -6,7 +6,6 @@ each device has some matrices whole. Axes that split a stack of matrices (of
 layers, experts), or that hold copies, send nothing.
 """
 
-import collections
 from collections.abc import Callable, Hashable, Sequence
 import itertools
 import math
@@ -24,9 +23,8 @@ from merit_optax.matrices.shardings import (
   names_by_axis,
 )
 
-# Elements of matrices that are computed at once: enough to keep a device busy,
-# and few beside all parameters of a large model.
-_MOST_AT_ONCE = 2**24
+# Elements of matrices that are computed at once, since each takes some copies.
+_MOST_AT_ONCE = 2**26
 
 _Function: TypeAlias = Callable[..., jax.Array]
 
@@ -231,38 +229,33 @@ def _exchange(
   stacks = [_to_stack(x, way) for x, way in zip(blocks, ways, strict=True)]
 
   def apply(stack: jax.Array, key: tuple[Any, ...]) -> jax.Array:
-    moves, sizes, parts, _ = key
+    moves, sizes, parts = key
     count = math.prod(mesh_shape[n] for names, _ in moves for n in names)
     x = _padded(stack, count)
     for names, axis in moves:
-      x = jax.lax.all_to_all(x, names, 0, axis, tiled=True)
+      x = _all_to_all(x, names, 0, axis)
     x = _map_parts(function, x, sizes, parts, args)
     for names, axis in reversed(moves):
-      x = jax.lax.all_to_all(x, names, axis, 0, tiled=True)
+      x = _all_to_all(x, names, axis, 0)
     return x[: len(stack)]
 
-  found = _joined(stacks, _groups(stacks, ways), apply)
+  found = _joined(stacks, [way[2:] for way in ways], apply)
   return [
     _from_stack(y, x.shape, way)
     for x, y, way in zip(blocks, found, ways, strict=True)
   ]
 
 
-def _groups(
-  stacks: Sequence[jax.Array], ways: Sequence[_Way]
-) -> list[tuple[Any, ...]]:
-  """Returns what stacks that are mapped together have in common.
-
-  Those that move are padded less if they move together. Of those that do not,
-  no more are joined than pays, since it takes memory.
-  """
-  joined: collections.Counter[Any] = collections.Counter()
-  found = []
-  for x, way in zip(stacks, ways, strict=True):
-    alike = way.moves, way.sizes, way.parts
-    piece = 0 if way.moves else joined[alike] // _MOST_AT_ONCE
-    joined[alike] += x.size
-    found.append((*alike, piece))
+def _all_to_all(
+  x: jax.Array, names: tuple[str, ...], split_axis: int, concat_axis: int
+) -> jax.Array:
+  """Sends pieces along one axis, and joins what comes along another."""
+  # Else XLA on CPU may see that pieces are arrays with different layouts, and
+  # refuses them.
+  x = jax.lax.optimization_barrier(x)
+  found: jax.Array = jax.lax.all_to_all(
+    x, names, split_axis, concat_axis, tiled=True
+  )
   return found
 
 
@@ -290,7 +283,10 @@ def _joined(
   keys: Sequence[Hashable],
   apply: Callable[[jax.Array, Any], jax.Array],
 ) -> list[jax.Array]:
-  """Applies a function to stacks of one key and shape together."""
+  """Applies a function to stacks of one key and shape together.
+
+  So they are padded less, and the compiler sees fewer products.
+  """
   groups: dict[Hashable, list[int]] = {}
   for i, (x, key) in enumerate(zip(stacks, keys, strict=True)):
     groups.setdefault((key, x.shape[1:], x.dtype), []).append(i)

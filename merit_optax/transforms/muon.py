@@ -72,8 +72,9 @@ def scale_by_muon(
   belong to. Where a matrix has more than 1.5 times as many columns as rows (or
   the reverse), the products are of its Gram matrix, which takes fewer FLOPs
   (two thirds of them at four times as many columns), as long as rounding errors
-  stay small: in float32 it is computed anew after two of five iterations. In
-  bfloat16 they would not.
+  stay small: if products have the full precision of float32 (on CPUs, or with
+  ``jax.default_matmul_precision('highest')``), the Gram matrix is computed anew
+  after two of five iterations. With fewer bits errors would not stay small.
 
   **On a mesh**, each device orthogonalizes whole matrices. Devices exchange
   pieces of matrices by all-to-alls, along each axis of the mesh that splits
@@ -103,8 +104,9 @@ def scale_by_muon(
     nesterov: Whether to use Nesterov momentum.
     ns_dtype: dtype of the operands of products: float32, bfloat16 or float16;
       ``None`` for float32, or the dtype of the momentum if that is wider. Sums
-      are taken in float32. Products in float32 are not rounded to fewer bits on
-      accelerators, where they take much longer than products in 16 bits.
+      are taken in float32. As everywhere in JAX, products in float32 have the
+      default precision of the platform (TensorFloat-32 on GPUs since Ampere,
+      bfloat16 on TPUs), which :func:`jax.default_matmul_precision` sets.
       bfloat16 moves half the bytes on a mesh. float16 has eight times its
       precision, which small singular values need if there are many iterations.
     weight_dimension_numbers: Which axes of a parameter are rows and columns of

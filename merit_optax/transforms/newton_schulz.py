@@ -60,38 +60,56 @@ def orthogonalize(
   # Of an infinite one the matrix would become zero, which nobody would notice.
   x = x / (jnp.where(jnp.isinf(norm), jnp.nan, norm) + eps)
   product = functools.partial(_product, dtype=dtype)
-  segments = _segments(coefficients, dtype)
-  is_gram = _are_fewer_flops(segments, x.shape)
 
-  def unrolled(x: jax.Array, hermitian: _Product = product) -> jax.Array:
-    if is_gram:
-      return _by_gram_matrices(segments, product, hermitian, x)
-    return newton_schulz(x, coefficients, product, hermitian)
+  def segments(platform: str) -> list[list[Triple]] | None:
+    found = _segments(coefficients, _rounding(dtype, platform))
+    return found if _are_fewer_flops(found, x.shape) else None
 
-  def looped(x: jax.Array, hermitian: _Product = product) -> jax.Array:
-    if is_gram:
-      return unrolled(x, hermitian)
+  def iterated(
+    x: jax.Array, platform: str, hermitian: _Product = product
+  ) -> jax.Array:
+    if found := segments(platform):
+      return _by_gram_matrices(found, product, hermitian, x)
 
     def iterate(x: jax.Array, abc: jax.Array) -> tuple[jax.Array, None]:
       return newton_schulz(x, [abc], product, hermitian), None
 
     return jax.lax.scan(iterate, x, jnp.asarray(coefficients, x.real.dtype))[0]
 
-  def one_by_one(x: jax.Array) -> jax.Array:
+  def on_cpu(x: jax.Array) -> jax.Array:
     # XLA on CPU multiplies single matrices faster than stacks of them, and its
     # time is that of the FLOPs.
     hermitian = functools.partial(_hermitian_product, product)
-    each: jax.Array = jax.lax.map(lambda y: looped(y[None], hermitian)[0], x)
+    each: jax.Array = jax.lax.map(
+      lambda y: iterated(y[None], 'cpu', hermitian)[0], x
+    )
     return each
 
-  orthogonal: jax.Array = jax.lax.platform_dependent(
-    x,
-    cpu=one_by_one,
+  def on_gpu(x: jax.Array) -> jax.Array:
     # XLA on GPU copies what a loop carries.
-    cuda=unrolled,
-    default=looped,
+    if found := segments('cuda'):
+      return _by_gram_matrices(found, product, product, x)
+    return newton_schulz(x, coefficients, product, product)
+
+  orthogonal: jax.Array = jax.lax.platform_dependent(
+    x, cpu=on_cpu, cuda=on_gpu, default=lambda x: iterated(x, 'tpu')
   )
   return orthogonal
+
+
+# Spacing of the numbers above 1 to which JAX rounds operands of products in
+# float32 by default: TensorFloat-32 on GPUs since Ampere, bfloat16 on TPUs.
+_ROUNDED = MappingProxyType({'cpu': 2.0**-23, 'cuda': 2.0**-10, 'tpu': 2.0**-7})
+
+
+def _rounding(dtype: jnp.dtype, platform: str) -> float:
+  """Returns the spacing above 1 of the operands of products."""
+  spacing = float(jnp.finfo(dtype).eps)
+  precision: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+  is_full = precision in ('float32', 'highest')
+  if is_full or dtype not in (jnp.float32, jnp.complex64):
+    return spacing
+  return _ROUNDED[platform]
 
 
 # In the Gram form, iterations enlarge a rounding error of the Gram matrix. Once
@@ -103,7 +121,7 @@ _LEAST_BLOCK = 256
 
 
 def _segments(
-  coefficients: tuple[Triple, ...], dtype: jnp.dtype
+  coefficients: tuple[Triple, ...], rounding: float
 ) -> list[list[Triple]]:
   """Returns runs of iterations in which errors of a Gram matrix stay small.
 
@@ -114,7 +132,7 @@ def _segments(
   for triple in reversed(coefficients[:-1]):
     longer = [triple, *segments[0]]
     growth = math.prod(a**2 for a, _, _ in longer[:-1])
-    if jnp.finfo(dtype).eps * growth < _LARGEST_GRAM_ERROR:
+    if rounding * growth < _LARGEST_GRAM_ERROR:
       segments[0] = longer
     else:
       segments.insert(0, [triple])

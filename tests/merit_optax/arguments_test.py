@@ -4,6 +4,7 @@ import inspect
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import ml_dtypes
 import numpy as np
 import optax
@@ -49,7 +50,7 @@ _BAD = {
   'ns_coeffs': _NO_COEFFICIENTS,
   'ns_steps': (0, 5.0, '5', True),
   'ns_dtype': (*_NO_DTYPES, 'float64'),
-  'mesh_axes': (3, True, ('fsdp', 3), ('x', 'x'), {'fsdp'}),
+  'shardings': (3, True, 'fsdp', object()),
   'hidden': ('(', '['),
   'direction': (None, optax.sgd, 0.1),
   'others': (optax.sgd, 0.1),
@@ -90,7 +91,7 @@ _GOOD = {
   'ns_coeffs': ('jordan', 'dion', 'polar_express', (3, -4.0, 2), [[1, 2, 3]]),
   'ns_steps': (1, np.int32(9), None),
   'ns_dtype': (None, 'float32', jnp.bfloat16, 'float16'),
-  'mesh_axes': ('auto', None, 'x', ('x', 'y'), ['x'], ()),
+  'shardings': (None, P('x'), {'w': P()}, [P()], lambda params: P()),
   'hidden': (None, 'kernel', ['a', 'b'], {'w': True}, lambda tree: tree),
 }
 # What the others take has tests of its own.

@@ -8,6 +8,7 @@ import hypothesis
 from hypothesis import strategies as st
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
@@ -142,7 +143,7 @@ def test_the_table_of_a_partition_and_of_a_chain():
   params = _shapes(w=(2, 3, 4), embedding=(5, 2))
   spec = _Spec(0, (1, 2))
   chain = optax.chain(
-    merit_optax.scale_by_muon(weight_dimension_numbers=spec, mesh_axes=None),
+    merit_optax.scale_by_muon(weight_dimension_numbers=spec),
     merit_optax.scale_by_shape(max, weight_dimension_numbers=_Spec(-2, -1)),
   )
   both = merit_optax.partition_hidden(chain, optax.sgd(0.1), hidden='w')
@@ -172,25 +173,29 @@ def test_without_an_optimizer_it_has_what_plain_ones_read():
 
 
 def test_products_on_a_mesh():
-  params = _shapes(blocks=(6, 64, 64), embedding=(6, 64), large=(2**15, 2**14))
+  params = _shapes(blocks=(8, 64, 64), embedding=(6, 64))
 
-  def describe(**settings):
+  def products(shardings):
     optimizer = merit_optax.muon(
       0.1,
-      hidden='blocks|large',
+      hidden='blocks',
       weight_dimension_numbers=_Spec(-2, -1),
-      **settings,
+      shardings=shardings,
     )
-    return merit_optax.describe(params, optimizer)
-
-  with jax.set_mesh(make_mesh(data=2, fsdp=4)):
-    _, blocks, embedding, large = describe().splitlines()
-    assert blocks.endswith('  whole, over fsdp')
+    _, blocks, embedding = merit_optax.describe(params, optimizer).splitlines()
     assert embedding.endswith('  -')
-    assert large.endswith('  left to the compiler')
-    named = describe(mesh_axes=('data', 'fsdp'))
-    assert 'whole, over data, fsdp' in named
-    assert 'whole' not in describe(mesh_axes=None)
+    return re.split('  +', blocks)[-1]
+
+  assert products(P('fsdp')) == '?'  # There is no mesh.
+  assert products(None) == 'on one device'
+  with jax.set_mesh(make_mesh(data=2, fsdp=4)):
+    assert products(None) == 'whole, over fsdp'
+    assert products({'blocks': P(None, 'data', 'fsdp')}) == (
+      'whole, over data, fsdp'
+    )
+    assert products(P('fsdp')) == 'whole already'
+  with jax.set_mesh(make_mesh(x=8)):
+    assert products(None) == 'left to the compiler'
 
 
 def test_matrices_side_by_side_are_counted_by_their_sizes():

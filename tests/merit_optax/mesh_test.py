@@ -84,7 +84,12 @@ def _of_hidden_matrices(build, **settings):
   def hidden(params):
     return {name: np.size(_LAYOUTS[name][0]) > 1 for name in params}
 
-  optimizer = build(_SCHEDULE, hidden=hidden, **_WITH_SPECS, **settings)
+  def places(params):
+    return {name: _LAYOUTS[name][1] for name in params}
+
+  optimizer = build(
+    _SCHEDULE, hidden=hidden, shardings=places, **_WITH_SPECS, **settings
+  )
   return optax.chain(optax.clip_by_global_norm(1.0), optimizer)
 
 
@@ -173,7 +178,9 @@ def _run_on_one_device(rule, names, dtype):
   params, gradients = _params_and_gradients(names, dtype)
   step = jax.jit(step_function(optimizer), compiler_options=_ROUND_AS_WRITTEN)
   state = optimizer.init(params)
-  return _run(step, params, state, gradients)
+  # Specs name axes, of whatever size.
+  with jax.set_mesh(make_mesh(**dict.fromkeys(_MESHES[0], 1))):
+    return _run(step, params, state, gradients)
 
 
 def _assert_sharded_as(tree, shardings):
@@ -244,8 +251,8 @@ def test_steps_are_those_of_one_device(
     out_shardings=outputs,
     compiler_options=_ROUND_AS_WRITTEN,
   )
-  # Auto axes need no mesh besides the mesh of the arrays.
-  is_set = axis_type == _EXPLICIT
+  # MERIT needs no mesh besides the mesh of the arrays.
+  is_set = axis_type == _EXPLICIT or 'merit' not in rule
   with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
     state = jax.jit(optimizer.init, out_shardings=outputs[1])(params)
     actual = _run(step, params, state, gradients)

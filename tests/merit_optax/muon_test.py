@@ -116,14 +116,26 @@ def test_the_gram_form_is_the_plain_one(coefficients, exponent):
   np.testing.assert_allclose(wide, padded[:24], atol=atol)
 
 
+@pytest.mark.parametrize('precision', [None, 'highest'])
 @pytest.mark.parametrize('shape', [(16, 16), (12, 30)])
-def test_on_gpu_there_is_no_loop_and_no_rounding_to_tf32(shape):
-  program = jax.export.export(_update(), platforms=['cuda'])(jnp.ones(shape))
-  text = program.mlir_module()
-  products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
-  assert products
-  assert all('precision = [HIGHEST, HIGHEST]' in x for x in products)
-  assert 'stablehlo.while' not in text
+def test_products_have_the_default_precision(shape, precision):
+  with jax.default_matmul_precision(precision):
+    found = {
+      platform: jax.export.export(_update(), platforms=[platform])(
+        jnp.ones(shape)
+      ).mlir_module()
+      for platform in ('cpu', 'cuda', 'tpu')
+    }
+  for text in found.values():
+    products = [x for x in text.splitlines() if 'stablehlo.dot_general' in x]
+    assert products
+    highest = 'precision = [HIGHEST, HIGHEST]'
+    assert all((highest in x) == bool(precision) for x in products)
+  assert 'stablehlo.while' not in found['cuda']
+  # Gram matrices need the full precision of float32.
+  counts = {k: x.count('stablehlo.dot_general') for k, x in found.items()}
+  plain = counts['tpu'] == 3
+  assert plain == (shape == (16, 16) or not precision)
 
 
 @pytest.fixture(params=['cpu', 'cuda', 'default'])
