@@ -22,22 +22,22 @@ from examples.gpt2 import compile_for, sharding
 from examples.gpt2.command import UsageError, columns, exit_on_error
 import merit_optax
 
-_Make = Callable[[float, Any], optax.GradientTransformation]
-# From a learning rate, and which axes are rows and columns.
+_Make = Callable[[float, Any, NamedSharding], optax.GradientTransformation]
+# From a learning rate, which axes are rows and columns, and where they lie.
 _MAKERS: dict[str, _Make] = {
-  'adamw': lambda rate, _: optax.adamw(rate),
-  'lamb': lambda rate, _: optax.lamb(rate),
-  'merit': lambda rate, specs: merit_optax.merit(
+  'adamw': lambda rate, *_: optax.adamw(rate),
+  'lamb': lambda rate, *_: optax.lamb(rate),
+  'merit': lambda rate, specs, _: merit_optax.merit(
     rate, weight_dimension_numbers=specs
   ),
-  'muon': lambda rate, specs: optax.contrib.muon(
+  'muon': lambda rate, specs, _: optax.contrib.muon(
     rate, muon_weight_dimension_numbers=specs
   ),
-  'adam-hyperball': lambda rate, specs: merit_optax.hyperball(
+  'adam-hyperball': lambda rate, specs, _: merit_optax.hyperball(
     optax.scale_by_adam(), rate, weight_dimension_numbers=specs
   ),
-  'muon-hyperball': lambda rate, specs: merit_optax.hyperball(
-    merit_optax.scale_by_muon(weight_dimension_numbers=specs),
+  'muon-hyperball': lambda rate, specs, place: merit_optax.hyperball(
+    merit_optax.scale_by_muon(weight_dimension_numbers=specs, shardings=place),
     rate,
     weight_dimension_numbers=specs,
   ),
@@ -159,7 +159,8 @@ def _mesh(devices: list[jax.Device]) -> Mesh:
 def _compile(name: str, weights: jax.ShapeDtypeStruct) -> jax.stages.Compiled:
   """Compiles an optimizer's update and its application."""
   axes = len(weights.shape)
-  optimizer = _MAKERS[name](1e-3, MuonDimensionNumbers(axes - 2, axes - 1))
+  specs = MuonDimensionNumbers(axes - 2, axes - 1)
+  optimizer = _MAKERS[name](1e-3, specs, weights.sharding)
 
   def step(
     param: jax.Array, state: Any, gradient: jax.Array

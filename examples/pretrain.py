@@ -261,7 +261,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
   # Each layer of a stack is a matrix; queries, keys and values are one.
   numbers = partial(merit_optax.flax_dimension_numbers, stacked={'blocks/': 1})
   matrices: Any = {'weight_dimension_numbers': numbers}
-  muon = {'ns_dtype': config.dtype, **matrices}
+  muon = {'ns_dtype': config.dtype, 'shardings': specs_of, **matrices}
   optimizer = {
     'merit': lambda: merit_optax.merit(rate, weight_decay=0.01, **matrices),
     'muon': lambda: merit_optax.muon(rate, weight_decay=0.1, **muon),

@@ -14,6 +14,7 @@ import jax
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from examples.gpt2 import sharding
 import merit_optax
 
 # Of Adam's first moment beside Muon, whose own decays more slowly.
@@ -115,6 +116,7 @@ def _muon(
     others=_adam(adam_rate, _OTHERS_B1, b2, weight_decay),
     weight_dimension_numbers=_specs(qkv),
     ns_dtype=dtype,
+    shardings=sharding.parameter_specs,
   )
 
 
@@ -136,6 +138,7 @@ def _muon_hyperball(
     ),
     weight_dimension_numbers=_specs(qkv),
     ns_dtype=dtype,
+    shardings=sharding.parameter_specs,
   )
 
 

@@ -109,6 +109,11 @@ def parameter_shardings(mesh: Mesh | AbstractMesh, params: Any) -> Any:
   return jax.tree.map_with_path(sharding, params)
 
 
+def parameter_specs(params: Any) -> Any:
+  """Returns how parameters lie on the mesh; some may be left out."""
+  return jax.tree.map_with_path(lambda path, _: _parameter_spec(path), params)
+
+
 def _parameter_spec(path: tuple[Any, ...]) -> P:
   *rest, module, name = ('', *path_name(path).split('.'))
   spec = _PARAMETERS.get(f'{module}.{name}', P())
