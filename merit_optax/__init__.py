@@ -24,7 +24,7 @@ from merit_optax.transforms.clip import elementwise_clip
 from merit_optax.transforms.keep_norms import keep_matrix_norms
 from merit_optax.transforms.l2_trust_ratio import scale_by_l2_norm_trust_ratio
 from merit_optax.transforms.lmo import scale_by_lmo
-from merit_optax.transforms.muon import scale_by_muon
+from merit_optax.transforms.muon_direction import scale_by_muon
 from merit_optax.transforms.qk_clip import AttentionHeads, qk_clip
 from merit_optax.transforms.shape import scale_by_shape
 from merit_optax.transforms.trust_ratio import scale_by_max_norm_trust_ratio

@@ -15,7 +15,7 @@ from merit_optax.optimizers.hidden import (
 from merit_optax.transforms.adam import scale_by_adam
 from merit_optax.transforms.keep_norms import keep_matrix_norms
 from merit_optax.transforms.l2_trust_ratio import scale_by_l2_norm_trust_ratio
-from merit_optax.transforms.muon import scale_by_muon
+from merit_optax.transforms.muon_direction import scale_by_muon
 from merit_optax.transforms.newton_schulz import Coefficients
 
 # Adam's learning rate over that of the hidden matrices.

@@ -14,7 +14,7 @@ from merit_optax.optimizers.hidden import (
   specs_or_names,
 )
 from merit_optax.transforms.adam import scale_by_adam
-from merit_optax.transforms.muon import scale_by_muon
+from merit_optax.transforms.muon_direction import scale_by_muon
 from merit_optax.transforms.newton_schulz import Coefficients
 from merit_optax.transforms.shape import scale_by_shape
 

@@ -11,11 +11,17 @@ from examples.gpt2.config import Config, change
 from examples.gpt2.optimizers import OPTIMIZERS
 from examples.gpt2.resolve import resolve
 from examples.gpt2.schedules import make_optimizer, make_schedule
-from examples.gpt2.sharding import by_path
+from examples.gpt2.sharding import by_path, make_mesh
 import merit_optax
 
 _LAYERS = 3
 _ALL = pytest.mark.parametrize('optimizer', OPTIMIZERS)
+
+
+@pytest.fixture(autouse=True)
+def mesh():
+  with jax.set_mesh(make_mesh('', jax.devices()[:1])):
+    yield
 
 
 def _config(**settings) -> Config:
