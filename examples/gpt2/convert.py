@@ -119,7 +119,6 @@ _ARCHITECTURES = {
     },
   ),
 }
-_UNKNOWN_LENGTH = 1e20  # transformers says 1e30 where it does not know.
 _WEIGHTS = 'model.safetensors'
 _HEAD = 'lm_head.weight'
 _VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
@@ -366,8 +365,7 @@ def _write_tokenizer(folder: Path, model: Model) -> dict[str, int | None]:
   if tokenizer.bos_token is None:  # Else a text begins after another's end.
     begin = map(model.tokenizer.id_to_token, find_begin(model.tokenizer))
     tokenizer.bos_token = next(begin, tokenizer.eos_token)
-  if tokenizer.model_max_length > _UNKNOWN_LENGTH:
-    tokenizer.model_max_length = model.config.context_length
+  tokenizer.model_max_length = model.config.context_length
   _save_tokenizer(folder, tokenizer)
   names = ('bos_token_id', 'eos_token_id', 'pad_token_id')
   return {name: getattr(tokenizer, name) for name in names}

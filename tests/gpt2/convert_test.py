@@ -36,6 +36,8 @@ from examples.gpt2.sharding import by_path
 from examples.gpt2.tokenizer import (
   GENERATION,
   SETTINGS,
+  find_begin,
+  read_vocabulary,
   train_tokenizer,
   vocabulary,
 )
@@ -367,7 +369,7 @@ def test_special_tokens_survive_import_and_export(tmp_path: Path):
     },
     'additional_special_tokens': ['<|more|>'],
     'chat_template': '{{ messages }}',
-    'model_max_length': 7,
+    'model_max_length': 7,  # Of the model that it came with.
   }
   (exported / SETTINGS).write_text(json.dumps(settings))
   more = exported / 'special_tokens_map.json'
@@ -385,36 +387,52 @@ def test_special_tokens_survive_import_and_export(tmp_path: Path):
   special = theirs.eos_token, theirs.bos_token, theirs.pad_token
   assert [*special, '<|more|>'] == names
   assert theirs.chat_template == '{{ messages }}'
-  assert theirs.model_max_length == 7
+  assert theirs.model_max_length == 16
   ids = dict(bos_token_id=271, eos_token_id=270, pad_token_id=272)
   assert ids.items() <= _read(again / 'config.json').items()
   assert _read(again / 'config.json')['vocab_size'] == 274
 
 
 @pytest.mark.parametrize('begin', ['', '<|begin|>'])
-def test_all_begin_a_text_as_the_tokenizer_does(tmp_path: Path, begin: str):
-  model = load_model(_save(tmp_path / 'model', _GPT2))
-  tokenizer = model.tokenizer
+def test_documents_prompts_and_the_export_begin_alike(tmp_path, begin: str):
+  source = train_tokenizer([_TEXT], _NUM_TOKENS)
   if begin:
-    tokenizer.add_special_tokens([begin])
-    number = tokenizer.token_to_id(begin)
-    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+    source.add_special_tokens([begin])
+    number = source.token_to_id(begin)
+    template = tokenizers.processors.TemplateProcessing(
       single=f'{begin} $A', special_tokens=[(begin, number)]
     )
-  save_model(tmp_path / 'model', dataclasses.replace(model, num_tokens=271))
-  text = _TEXT[:8]
-  [made] = prepare.tokenize([text], tokenizer, '<|endoftext|>')
-  assert tokenizer.decode(made[:-1], False) == begin + text
-  found = generate(tmp_path / 'model', text, tokens=1)
-  assert found[0].startswith(begin + text)
+    byte_level = tokenizers.processors.ByteLevel(trim_offsets=False)
+    source.post_processor = tokenizers.processors.Sequence(
+      [byte_level, template]  # As Llama 3 has it.
+    )
+  source.save(str(tmp_path / 'tokenizer.json'))
+  for i in range(9):
+    (tmp_path / f'{i}.txt').write_text(f'{_TEXT}{i}')
+  prepare.main([
+    '--data', *map(str, tmp_path.glob('*.txt')),
+    '--tokenizer', str(tmp_path / 'tokenizer.json'),
+    '--out-dir', str(tmp_path / 'tokens'), '--validation-share', '0.5',
+    '--end-token', '<|endoftext|>', '--cache-dir', str(tmp_path / 'cache'),
+  ])  # fmt: skip
+  known = read_vocabulary(tmp_path / 'tokens')
+  tokens = np.fromfile(tmp_path / 'tokens' / 'train.bin', np.uint16)
+  text = known['tokenizer'].decode(tokens, skip_special_tokens=False)
+  *documents, rest = text.split('<|endoftext|>')
+  assert rest == ''
+  assert {x[:-1] for x in documents} == {begin + _TEXT}
+  count = known['tokenizer'].get_vocab_size()
+  save_model(tmp_path / 'model', Model(_GPT2, count, _params(_GPT2), **known))
+  for prompt, start in ((_TEXT[:8], begin), ('', begin or '<|endoftext|>')):
+    [found] = generate(tmp_path / 'model', prompt, tokens=1)
+    assert found.startswith(start + prompt)
   export_model(tmp_path / 'model', tmp_path / 'exported')
   theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / 'exported')
-  assert theirs(text)['input_ids'] == made[:-1].tolist()
-  assert theirs.model_max_length == _GPT2.context_length
+  assert theirs.decode(theirs(_TEXT)['input_ids']) == begin + _TEXT
   assert theirs.bos_token == (begin or '<|endoftext|>')
+  assert theirs.model_max_length == _GPT2.context_length
   imported = _import(tmp_path / 'exported').tokenizer
-  [again] = prepare.tokenize([text], imported, '<|endoftext|>')
-  np.testing.assert_array_equal(again, made)
+  assert find_begin(imported) == find_begin(known['tokenizer'])
 
 
 def test_the_files_of_gpt2s_tokenizer_are_read(tmp_path: Path):
