@@ -41,7 +41,7 @@ CLIENTS ?= maxtext kauldron levanter easydel
   test-slow test-clients lint docs notebooks package
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' \
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s  %s\n", $$1, $$2}' \
 	  $(MAKEFILE_LIST)
 
 train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about three minutes.
@@ -50,22 +50,22 @@ train: $(VENV)/.test ## Train a small GPT-2 with MERIT, in about three minutes.
 test: $(VENV)/.$(GROUP) ## Run the quick tests, in about five CPU minutes.
 	$(QUICK) $(PYTEST) $(wildcard $(TESTS)) $(ARGS)
 
-test-all: test test-rest test-slow ## Run all tests.
+test-all: test test-rest test-slow ## Run all tests, with one set of versions.
 
-test-rest: $(VENV)/.dev ## Run those that `make test` leaves out and are not slow.
+test-rest: $(VENV)/.dev ## Run the tests that are neither quick nor slow.
 	$(QUICK) $(PYTEST) $(TESTS:%=--ignore=%) $(ARGS)
 
 test-slow: $(VENV)/.dev ## Run the slow tests.
 	$(PYTEST) -m slow $(ALONE:%=--ignore=%) $(ARGS)
 	$(RUN) pytest -m slow $(ALONE) $(ARGS)
 
-test-oldest: ## Run the library, and the trainer, with the oldest versions of each.
+test-oldest: ## Test the library and the trainer with the oldest versions of each.
 	$(MAKE) test VENV=$(VENV)-oldest CONSTRAINTS=constraints-oldest.txt \
 	  GROUP=library TESTS='$(LIBRARY_TESTS)' ARGS='$(FEW_EXAMPLES) $(ARGS)'
 	$(MAKE) test VENV=$(VENV)-oldest-examples \
 	  CONSTRAINTS=constraints-oldest-examples.txt TESTS='$(TRAINER_TESTS)'
 
-test-newest: ## Run tests with the newest that Python 3.12 gets.
+test-newest: ## Test both with the newest versions (Python 3.12).
 	$(MAKE) test VENV=$(VENV)-newest CONSTRAINTS=/dev/null \
 	  PYTHON=$(NEWEST_PYTHON) QUICK= \
 	  TESTS='$(TRAINER_TESTS) $(LIBRARY_TESTS)' \
@@ -96,6 +96,8 @@ lint: $(VENV)/.dev ## Check format, style, types, and what GitHub reads.
 	  --builtin-schema vendor.github-workflows
 	$(RUN) check_jsonschema .github/ISSUE_TEMPLATE/*.yml \
 	  --builtin-schema vendor.github-issue-forms
+	$(RUN) check_jsonschema .github/dependabot.yml \
+	  --builtin-schema vendor.dependabot
 	$(RUN) check_jsonschema CITATION.cff \
 	  --builtin-schema vendor.citation-file-format
 

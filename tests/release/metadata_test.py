@@ -27,6 +27,7 @@ def test_addresses_agree():
   urls = _PROJECT['urls']
   owner, name = urls['Repository'].split('/')[-2:]
   assert urls == {
+    'Homepage': urls['Documentation'],
     'Repository': f'https://github.com/{owner}/{name}',
     'Documentation': f'https://{owner}.github.io/{name}/',
     'Changelog': f'https://github.com/{owner}/{name}/blob/main/CHANGELOG.md',
@@ -101,11 +102,12 @@ def test_workflows_call_targets_that_make_has(path: Path):
 @pytest.mark.parametrize(
   'path', sorted(_ROOT.glob('.github/workflows/*.yml')), ids=lambda x: x.name
 )
-def test_workflows_name_versions_of_actions(path: Path):
-  # GitHub's own by a tag; others, whose tags may move, by a commit.
-  used = re.findall(r'uses: (?!\./)(\S+)', path.read_text())
-  version = re.compile(r'actions/[\w-]+@v\d+|[\w-]+/[\w-]+@[0-9a-f]{40}')
-  assert [x for x in used if not version.fullmatch(x)] == []
+def test_workflows_name_commits_of_actions(path: Path):
+  # A tag may move. Dependabot raises the commit and the version beside it.
+  used = re.findall(r'uses: (?!\./)(.+)', path.read_text())
+  commit = re.compile(r'[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+')
+  assert used
+  assert [x for x in used if not commit.fullmatch(x)] == []
 
 
 def test_publishing_alone_may_ask_for_an_identity():
@@ -126,3 +128,13 @@ def test_tests_that_make_names_exist():
   named = re.findall(r'\btests/[\w/.]+', (_ROOT / 'Makefile').read_text())
   assert 'tests/merit_optax' in named
   assert [path for path in named if not (_ROOT / path).exists()] == []
+
+
+def test_help_says_what_each_target_does():
+  done = subprocess.run(
+    ['make', 'help'], cwd=_ROOT, capture_output=True, text=True, check=True
+  )
+  text = (_ROOT / 'Makefile').read_text().replace('\\\n', '')
+  (phony,) = re.findall(r'^\.PHONY: (.*)', text, re.M)
+  listed = re.findall(r'^make ([\w-]+) +[A-Z].*\.$', done.stdout, re.M)
+  assert sorted(listed) == sorted(phony.split())
