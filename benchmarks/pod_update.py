@@ -68,8 +68,11 @@ class Settings:
   """Columns of it."""
 
   shape: tuple[int, int, int] | None = None
-  """Number, rows and columns of stacked matrices instead, whose rows are split
-  over the axis fsdp, as the trainer splits them."""
+  """Number, rows and columns of stacked matrices instead."""
+
+  split: tuple[str, str, str] = ('', 'fsdp', '')
+  """Axes of the mesh that split the stack (such as experts), the rows and the
+  columns of --shape. By default as the trainer splits them."""
 
   mesh: str | None = None
   """Mesh for --shape, such as fsdp=64; the rest is the axis data, whose devices
@@ -111,6 +114,7 @@ def _row(settings: Settings, name: str, optimizer: str) -> dict[str, Any]:
     'mesh': ','.join(
       f'{axis}={n}' for axis, n in weights.sharding.mesh.shape.items()
     ),
+    'split': str(weights.sharding.spec),
     'optimizer': optimizer,
     'bytes moved per parameter': cost.get('bytes accessed', math.nan) / size,
     'temporary bytes per parameter': (
@@ -133,12 +137,14 @@ def _weights(
       settings.columns * mesh.shape['columns'],
     )
   else:
-    shape, spec = settings.shape, P(None, 'fsdp', None)
+    shape, spec = settings.shape, P(*[axis or None for axis in settings.split])
     mesh = sharding.make_mesh(settings.mesh or f'fsdp={len(devices)}', devices)
-    if shape[1] % mesh.shape['fsdp']:
-      raise UsageError(
-        f'fsdp = {mesh.shape["fsdp"]} must divide the rows, {shape[1]}.'
-      )
+    for size, axis in zip(shape, settings.split, strict=True):
+      if axis and (axis not in mesh.shape or size % mesh.shape[axis]):
+        raise UsageError(
+          f'--split must name axes of the mesh {dict(mesh.shape)} that divide '
+          f'--shape, got {axis} for {size}.'
+        )
   return jax.ShapeDtypeStruct(
     shape, 'float32', sharding=NamedSharding(mesh, spec)
   )

@@ -230,14 +230,15 @@ def _exchange(
 
   def apply(stack: jax.Array, key: tuple[Any, ...]) -> jax.Array:
     moves, sizes, parts = key
-    count = math.prod(mesh_shape[n] for names, _ in moves for n in names)
-    x = _padded(stack, count)
+    x, lengths = stack, []
     for names, axis in moves:
+      lengths.append(len(x))
+      x = _padded(x, math.prod(mesh_shape[name] for name in names))
       x = _all_to_all(x, names, 0, axis)
     x = _map_parts(function, x, sizes, parts, args)
     for names, axis in reversed(moves):
-      x = _all_to_all(x, names, axis, 0)
-    return x[: len(stack)]
+      x = _all_to_all(x, names, axis, 0)[: lengths.pop()]
+    return x
 
   found = _joined(stacks, [way[2:] for way in ways], apply)
   return [

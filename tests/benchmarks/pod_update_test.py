@@ -104,4 +104,4 @@ def test_a_mesh_that_does_not_divide_the_rows_is_refused(
       '--out', str(tmp_path / 'results.json'),
     ])  # fmt: skip
   assert error.value.code == 2
-  assert 'fsdp = 4 must divide the rows, 6' in capsys.readouterr().err
+  assert 'that divide --shape, got fsdp for 6' in capsys.readouterr().err
