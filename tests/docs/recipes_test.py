@@ -3,8 +3,6 @@
 from pathlib import Path
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -79,28 +77,18 @@ def test_muon_per_head():
 
 
 @pytest.mark.parametrize('shape', [(8, 24), (24, 8)])
-def test_normuon(shape):
+def test_normuon_and_cautious_weight_decay(shape):
   def rule(w, gradients):
     v, factor = 0, 0.2 * max(shape) ** 0.5
     for q in muon_directions(gradients):
       v = 0.95 * v + 0.05 * np.mean(q**2, 0)
       scaled = q / np.sqrt(v)
-      scaled *= np.linalg.norm(q) / np.linalg.norm(scaled)
-      w = w - 0.02 * (factor * scaled + 0.1 * w)
-      yield w
-
-  _assert_follows(_names('recipes.md', '## NorMuon')['optimizer'], shape, rule)
-
-
-def test_cautious_weight_decay():
-  def rule(w, gradients):
-    for q in muon_directions(gradients):
-      u = 0.2 * max(w.shape) ** 0.5 * q
+      u = factor * scaled * np.linalg.norm(q) / np.linalg.norm(scaled)
       w = w - 0.02 * (u + 0.1 * np.where(np.sign(u) == np.sign(w), w, 0))
       yield w
 
-  names = _names('recipes.md', '## Cautious weight decay')
-  _assert_follows(names['optimizer'], (8, 24), rule)
+  names = _names('kit.md', '### NorMuon and cautious weight decay')
+  _assert_follows(names['optimizer'], shape, rule)
 
 
 def test_mona():
@@ -119,21 +107,6 @@ def test_mona():
   _assert_follows(optax.chain(*mona), (8, 24), rule)
 
 
-def test_the_average_is_that_of_the_last_weights():
-  names = _names('recipes.md', '## Average of weights')
-  params = average = {'kernel': jnp.ones((4, 3))}
-  state, visited = names['optimizer'].init(params), []
-  for i in range(names['STEPS']):
-    params, state, average = names['step'](
-      params, state, average, i, normal(i, (16, 4))
-    )
-    visited.append(np.asarray(params['kernel'], np.float64))
-    tail = visited[names['STEPS'] - names['TAIL'] :] or visited[-1:]
-    expected = np.mean(tail, 0)
-    np.testing.assert_allclose(average['kernel'], expected, rtol=1e-5)
-  assert not np.allclose(average['kernel'], params['kernel'], rtol=1e-3)
-
-
 def _adam(gradients):
   m = v = 0
   for g in gradients:
@@ -142,7 +115,7 @@ def _adam(gradients):
 
 
 def test_decay_beside_hyperball():
-  names = _names('recipes.md', '## Decay beside Hyperball')
+  names = _names('recipes.md', '## Decay by name')
   kernels = {f'attn/{x}_proj/kernel': (8, 8) for x in 'qkvo'}
   others = {'attn/gate_scale': (8,), 'router': (8, 4), 'norm/scale': (8,)}
   params, gradients = _trees(kernels | others)
@@ -161,21 +134,3 @@ def test_decay_beside_hyperball():
       norms(params[name], None, 'l2'),
       rtol=1e-6,
     )
-
-
-def test_an_untied_head():
-  names = _names('recipes.md', '## Untied head')
-  shapes = {'mlp_up/kernel': (8, 32), 'lm_head/kernel': (8, 50)}
-  params, gradients = _trees(shapes | {'lm_head/bias': (50,)})
-  w, *gs = (
-    np.asarray(x['lm_head/kernel'], np.float64) for x in (params, *gradients)
-  )
-  radius = np.linalg.norm(w)
-  steps = run(names['optimizer'], params, gradients)
-  for count, (step, u) in enumerate(zip(steps, _adam(gs), strict=True)):
-    w = w - names['schedule'](count) * radius * u / np.linalg.norm(u)
-    w *= radius / np.linalg.norm(w)
-    np.testing.assert_allclose(step.params['lm_head/kernel'], w, atol=2e-6)
-  assert jax.tree.all(
-    jax.tree.map(lambda x, y: bool((x != y).any()), step.params, params)
-  )
