@@ -10,8 +10,8 @@ Core: command, storage, config, presets, optimizers, schedules, resolve,
 sharding, model, loss, token_files, data, step, hardware, processes,
 checkpoints, run_folder, log, evaluations, loop.
 
-Tools: documents, prepare, tokenizer, convert, model_files, init_from, generate,
-evaluate, diagnostics, plot, compile_for.
+Tools: documents, prepare, tokenizer, convert, model_card, model_files,
+init_from, generate, evaluate, diagnostics, plot, compile_for.
 """
 
 import importlib.util

@@ -1,20 +1,17 @@
 """Models from and for Hugging Face: python -m examples.gpt2.convert -h.
 
-Configuration, tokenizer and generation settings are those of transformers;
+transformers reads and writes the configuration and writes the tokenizer;
 weights are moved here.
 """
 
-from collections.abc import Iterator, Mapping
-import contextlib
+from collections.abc import Mapping
 import dataclasses
 import functools
 import json
 import os
 from pathlib import Path
 import re
-import shutil
 import sys
-import tempfile
 from typing import Any, Literal, NamedTuple
 
 import huggingface_hub
@@ -33,16 +30,15 @@ from examples.gpt2.config import (
   padded_vocab_size,
 )
 from examples.gpt2.model import shapes
+from examples.gpt2.model_card import CARD, model_card
 from examples.gpt2.model_files import Model, load_model, read_json
 from examples.gpt2.sharding import by_path, path_name
 from examples.gpt2.storage import as_path, new_folder
 from examples.gpt2.tokenizer import (
-  GENERATION,
-  SETTINGS,
   TOKENIZER,
   find_begin,
   num_identifiers,
-  read_companions,
+  read_vocabulary,
 )
 
 
@@ -122,7 +118,7 @@ _ARCHITECTURES = {
 _WEIGHTS = 'model.safetensors'
 _HEAD = 'lm_head.weight'
 _VOCABULARIES = ('token_embedding.embedding', 'head.kernel')
-# Constants that old versions saved beside the weights.
+# Constants that GPT-2 and Llama 2 have beside their weights.
 _CONSTANTS = re.compile(
   r'.*h\.\d+\.attn\.(masked_)?bias|.*\.rotary_emb\.inv_freq'
 )
@@ -168,19 +164,10 @@ def export_model(
     )
   with new_folder(as_path(out)) as scratch:
     model = load_model(folder, step=step)
-    theirs = to_theirs(model, dtype, **_write_tokenizer(scratch, model))
-    theirs.save_pretrained(scratch)
-    if model.config.architecture == 'llama':
-      # As transformers 4 calls them, which would take its defaults.
-      settings = read_json(scratch / 'config.json')
-      scaling = dict(settings['rope_parameters'])
-      settings['rope_theta'] = scaling.pop('rope_theta')
-      if model.config.rope_scaling is not None:
-        settings['rope_scaling'] = scaling
-      _write_json(scratch / 'config.json', settings)
-    if not (scratch / GENERATION).is_file():
-      _write_generation(scratch, theirs)
+    special_ids = _write_tokenizer(scratch, model)
+    to_theirs(model, dtype, **special_ids).save_pretrained(scratch)
     _write_weights(scratch, model, dtype, max_shard_size)
+    (scratch / CARD).write_text(model_card(folder, model, step))
   print(f'wrote {out}')
 
 
@@ -191,33 +178,27 @@ def import_model(
 
   Args:
     folder: Folder with config.json, model.safetensors (or its parts) and
-      perhaps a tokenizer: tokenizer.json, or vocab.json and merges.txt.
+      perhaps tokenizer.json.
     out: Folder of the result, a new or an empty one: a model folder, for
       examples.gpt2.generate, evaluate, and train with --init-from.
   """
   folder = as_path(folder)
-  with new_folder(as_path(out)) as scratch, _copy(folder) as copy:
-    with _naming(folder / 'config.json'):
-      # Else it asks whether to run code that the folder names.
-      theirs = _transformers().AutoConfig.from_pretrained(
-        copy, trust_remote_code=False
-      )
-      config = from_theirs(theirs)
-    if (copy / GENERATION).is_file():
-      shutil.copy(copy / GENERATION, scratch)
+  with new_folder(as_path(out)) as scratch:
+    with model_files.naming(folder / 'config.json'):
+      config, num_rows = from_theirs(read_json(folder / 'config.json'))
+    known = read_vocabulary(folder, num_rows)
+    num_tokens = num_rows
+    if 'tokenizer' in known:
+      num_tokens = num_identifiers(known['tokenizer'])
     else:
-      _write_generation(scratch, theirs)
-    tokenizer = end_token = None
-    size = theirs.vocab_size
-    if (found := _read_tokenizer(copy, folder, size)) is not None:
-      _save_tokenizer(scratch, found)
-      tokenizer, end_token = found.backend_tokenizer, found.eos_token
-      size = num_identifiers(tokenizer)
-    config = dataclasses.replace(config, vocab_size=padded_vocab_size(size))
-    params = _read_weights(folder, config, theirs.vocab_size)
-    companions = read_companions(scratch)
-    model = Model(config, size, params, tokenizer, end_token, companions)
-    model_files.save_model(scratch, model)
+      print(
+        f'{folder} has no {TOKENIZER}, so the result has no tokenizer.',
+        file=sys.stderr,
+      )
+    vocab_size = padded_vocab_size(num_tokens)
+    config = dataclasses.replace(config, vocab_size=vocab_size)
+    params = _read_weights(folder, config, num_rows)
+    model_files.save_model(scratch, Model(config, num_tokens, params, **known))
   print(f'wrote {out}')
 
 
@@ -231,29 +212,6 @@ def _transformers() -> Any:
       "transformers is missing: pip install -e '.[convert]' in the clone."
     ) from error
   return transformers
-
-
-@contextlib.contextmanager
-def _copy(folder: Path) -> Iterator[Path]:
-  """Gives a copy of a folder without its weights, on a disk."""
-  with tempfile.TemporaryDirectory() as name:
-    for file in folder.iterdir():
-      if file.suffix in ('.json', '.txt', '.jinja'):
-        Path(name, file.name).write_bytes(file.read_bytes())
-    yield Path(name)
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-  """Raises ``UsageError`` that names a file which transformers refuses."""
-  try:
-    yield
-  except Exception as error:  # The library raises nothing narrower.
-    raise UsageError(f'{path} cannot be used: {error}') from error
-
-
-def _write_json(path: Path, entries: dict[str, Any]) -> None:
-  path.write_text(json.dumps(entries, indent=2) + '\n')
 
 
 def to_theirs(model: Model, dtype: str, **special_ids: int | None) -> Any:
@@ -283,14 +241,18 @@ def to_theirs(model: Model, dtype: str, **special_ids: int | None) -> Any:
   )
 
 
-def from_theirs(theirs: Any) -> ModelConfig:
-  """Returns what a model of transformers is, with its vocabulary rounded up.
+def from_theirs(settings: dict[str, Any]) -> tuple[ModelConfig, int]:
+  """Returns what the model of a config.json is, and its number of tokens.
 
   Raises ``UsageError`` for one that is not ours.
   """
-  kind = theirs.model_type
+  kind = settings.get('model_type')
   if kind not in _ARCHITECTURES:
     raise UsageError(f'model_type must be gpt2 or llama, got {kind!r}.')
+  try:
+    theirs = _transformers().AutoConfig.for_model(**settings)
+  except Exception as error:  # The library raises nothing narrower.
+    raise UsageError(str(error)) from error
   for name, accepted in _ARCHITECTURES[kind].fixed.items():
     if (got := getattr(theirs, name)) not in accepted:
       raise UsageError(
@@ -317,41 +279,7 @@ def from_theirs(theirs: Any) -> ModelConfig:
     architecture=kind,
     untied_head=not theirs.tie_word_embeddings,
   )
-  return complete(model)
-
-
-def _read_tokenizer(copy: Path, folder: Path, num_rows: int) -> Any:
-  """Returns the tokenizer of an embedding with some rows, None without one."""
-  if (copy / TOKENIZER).is_file():
-    kind = _transformers().PreTrainedTokenizerFast
-  elif (copy / 'vocab.json').is_file():
-    kind = _transformers().GPT2TokenizerFast
-  else:
-    _note(f'{folder} has no tokenizer.json, so the result has no tokenizer.')
-    return None
-  with _naming(folder / TOKENIZER):
-    tokenizer = kind.from_pretrained(copy)
-  if tokenizer.vocab_size > num_rows:
-    raise UsageError(
-      f'{folder} has the tokenizer of another model: it has '
-      f'{tokenizer.vocab_size} tokens, the embedding {num_rows} rows.'
-    )
-  if (size := num_identifiers(tokenizer.backend_tokenizer)) > num_rows:
-    _note(
-      f'{folder} has {num_rows} rows of weights for {size} tokens: those that '
-      'were added get the mean of the others.'
-    )
-  return tokenizer
-
-
-def _write_generation(folder: Path, theirs: Any) -> None:
-  """Writes the special tokens of a configuration for generation."""
-  settings = _transformers().GenerationConfig.from_model_config(theirs)
-  settings.save_pretrained(folder)
-
-
-def _note(text: str) -> None:
-  print(text, file=sys.stderr)
+  return complete(model), theirs.vocab_size
 
 
 def _write_tokenizer(folder: Path, model: Model) -> dict[str, int | None]:
@@ -366,19 +294,9 @@ def _write_tokenizer(folder: Path, model: Model) -> dict[str, int | None]:
     begin = map(model.tokenizer.id_to_token, find_begin(model.tokenizer))
     tokenizer.bos_token = next(begin, tokenizer.eos_token)
   tokenizer.model_max_length = model.config.context_length
-  _save_tokenizer(folder, tokenizer)
+  tokenizer.save_pretrained(folder)
   names = ('bos_token_id', 'eos_token_id', 'pad_token_id')
   return {name: getattr(tokenizer, name) for name in names}
-
-
-def _save_tokenizer(folder: Path, tokenizer: Any) -> None:
-  """Writes a tokenizer of transformers so that version 4 reads it too."""
-  tokenizer.save_pretrained(folder)
-  settings = read_json(folder / SETTINGS)
-  settings['tokenizer_class'] = 'PreTrainedTokenizerFast'
-  if more := settings.pop('extra_special_tokens', None):
-    settings['additional_special_tokens'] = more
-  _write_json(folder / SETTINGS, settings)
 
 
 def _write_weights(
@@ -403,7 +321,7 @@ def _write_weights(
     model_files.write_arrays(folder / part, shard, {'format': 'pt'})
   if split.is_sharded:
     index = {'metadata': split.metadata, 'weight_map': split.tensor_to_filename}
-    _write_json(folder / f'{_WEIGHTS}.index.json', index)
+    (folder / f'{_WEIGHTS}.index.json').write_text(json.dumps(index, indent=2))
 
 
 def _read_weights(folder: Path, config: ModelConfig, num_rows: int) -> Any:
@@ -445,7 +363,7 @@ def from_arrays(
   """Makes parameters, as NumPy arrays, of open arrays of Hugging Face.
 
   Of a vocabulary with more rows than the model, the first are taken. Rows that
-  it lacks are the mean of its own, so that their tokens are at most as likely
+  pad a smaller one are the mean of its own, so that they are at most as likely
   as the others on average, by Jensen's inequality. Raises ``UsageError`` for an
   array that the model does not have or has otherwise.
   """
@@ -509,13 +427,8 @@ def _relevant(arrays: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
     for name, x in arrays.items()
     if not _CONSTANTS.fullmatch(name)
   }
-  ((embedding,),) = _names(config, 'token_embedding.embedding')
-  if not config.untied_head and {_HEAD, embedding} <= arrays.keys():
-    head = arrays.pop(_HEAD)
-    if not np.array_equal(head[:], arrays[embedding][:]):
-      raise UsageError(
-        f'{_HEAD} is not {embedding}, but config.json has tie_word_embeddings.'
-      )
+  if not config.untied_head:
+    arrays.pop(_HEAD, None)  # transformers does not read it either.
   return arrays
 
 
