@@ -18,8 +18,8 @@ _PAGES = [
   for pattern in ('docs/*.md', 'docs/notebooks/*.ipynb')
   for path in sorted(_ROOT.glob(pattern))
 ]
-# Of a desk and of a phone, in CSS pixels.
-_WIDTHS = (1280, 390)
+# Widths in CSS pixels.
+_DESK, _PHONE = 1280, 390
 _CHROMIUM = shutil.which('chromium') or shutil.which('google-chrome')
 _FLAGS = """
   --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync
@@ -98,11 +98,31 @@ def test_page(name, page, site):
     '.map(x => x.textContent)'
   )
   assert '\\frac' not in page.inner_text('article')
-  for width in _WIDTHS:
-    page.set_viewport_size({'width': width, 'height': 844})
-    assert not page.evaluate(
-      'document.scrollingElement.scrollWidth > window.innerWidth'
-    ), width
+
+
+@pytest.mark.parametrize('name', _PAGES)
+@pytest.mark.parametrize('width', [_DESK, _PHONE])
+def test_nothing_is_cut(width, name, page, site):
+  page.set_viewport_size({'width': width, 'height': 844})
+  page.goto(f'{site}/{name}.html')
+  # On a phone, wide tables scroll by themselves.
+  wide = page.evaluate(
+    "[document.scrollingElement, ...document.querySelectorAll('article table')]"
+    '.filter(x => x.scrollWidth > x.clientWidth)'
+    '.map(x => x.innerText.slice(0, 100))'
+    if width == _DESK
+    else 'document.scrollingElement.scrollWidth > window.innerWidth'
+  )
+  assert not wide
+
+
+def test_subscripts_are_lower_than_letters(page, site):
+  page.goto(f'{site}/merit.html')
+  drops = page.locator('article math msub').evaluate_all(
+    'found => found.map(x => [...x.children].map('
+    'y => y.getBoundingClientRect())).map(([x, y]) => y.bottom - x.bottom)'
+  )
+  assert drops and min(drops) > 1
 
 
 def test_equations_are_there(page, site):
