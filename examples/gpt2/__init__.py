@@ -8,7 +8,7 @@ command that puts both together.
 
 Core: command, storage, config, presets, optimizers, schedules, resolve,
 sharding, model, loss, token_files, data, step, hardware, processes,
-checkpoints, run_folder, log, evaluations, loop.
+checksums, checkpoints, run_folder, log, evaluations, loop.
 
 Tools: documents, prepare, tokenizer, convert, model_card, model_files,
 init_from, generate, evaluate, diagnostics, plot, compile_for.

@@ -5,8 +5,9 @@ that a disk or a copy has flipped: it restores the wrong number without a word.
 So the checksum of every array is saved with it, and compared after the restore.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
+import dataclasses
 import logging
 from pathlib import Path
 import textwrap
@@ -17,7 +18,9 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as managers
 
+from examples.gpt2.checksums import checksums
 from examples.gpt2.command import CommandError, UsageError
 from examples.gpt2.sharding import by_path
 from examples.gpt2.storage import is_remote
@@ -39,31 +42,21 @@ class UnsavedError(CommandError):
   status = 5
 
 
-class _Kept:
-  """Keeps the newest checkpoints, the best, and some in between.
+@dataclasses.dataclass
+class _Best:
+  """Keeps the checkpoint with the least validation loss.
 
-  Attributes:
-    val_losses: Validation losses by step, of those that are known.
-    damaged: Steps of damaged checkpoints. They count for nothing, and stay
-      until the run comes to their step.
+  Orbax's policy for it reads a file of metrics in each checkpoint: if one is
+  damaged, none opens.
   """
 
-  def __init__(self, max_to_keep: int | None, keep_period: int | None):
-    self._max_to_keep, self._keep_period = max_to_keep, keep_period
-    self.val_losses: dict[int, float] = {}
-    self.damaged: set[int] = set()
+  val_losses: dict[int, float]
 
   def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-    """Returns whether to keep each of the checkpoints, in order of steps."""
+    """Returns whether to keep each of the checkpoints."""
     del context
-    steps = [x.step for x in checkpoints]
-    sound = [step for step in steps if step not in self.damaged]
-    kept = {*self.damaged, *sound[-(self._max_to_keep or len(sound)) :]}
-    if evaluated := [step for step in sound if step in self.val_losses]:
-      kept.add(min(evaluated, key=self.val_losses.__getitem__))
-    if self._keep_period is not None:
-      kept |= {step for step in sound if step % self._keep_period == 0}
-    return [step in kept for step in steps]
+    best = min(self.val_losses, key=self.val_losses.__getitem__, default=None)
+    return [x.step == best for x in checkpoints]
 
 
 class Checkpoints:
@@ -93,23 +86,27 @@ class Checkpoints:
     self._folder = epath.Path(
       folder if is_remote(folder) else folder.absolute()
     )
-    self._kept = _Kept(max_to_keep, keep_period)
+    self._val_losses: dict[int, float] = {}
+    kept = [managers.LatestN(max_to_keep), _Best(self._val_losses)]
+    if keep_period is not None:
+      kept.append(managers.EveryNSteps(keep_period))
     self._manager = ocp.CheckpointManager(
       self._folder,
       item_handlers=ocp.PyTreeCheckpointHandler(),
       options=ocp.CheckpointManagerOptions(
-        preservation_policy=self._kept,
+        preservation_policy=managers.AnyPreservationPolicy(kept),
         create=not read_only,
         read_only=read_only,
         cleanup_tmp_directories=not read_only,
+        # If a folder cannot be made, threads of Orbax would wait for it for
+        # five minutes, and the process would not end before them.
+        async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
       ),
     )
-    if not read_only:
-      for step in self.steps():
-        # That of a damaged checkpoint does not count.
-        with contextlib.suppress(Exception):
-          loss = self._manager.metadata(step).custom_metadata['val_loss']
-          self._kept.val_losses[step] = float(loss)
+    for step in self.steps():
+      with contextlib.suppress(Exception):  # The checkpoint is damaged.
+        loss = self._manager.metadata(step).custom_metadata['val_loss']
+        self._val_losses[step] = float(loss)
 
   def __enter__(self) -> Self:
     return self
@@ -141,14 +138,10 @@ class Checkpoints:
         raise UnsavedError(
           f'{name} is not finite after step {step}, which is not saved.'
         )
-    metadata = {'checksums': checksums(arrays), 'val_loss': val_loss}
     if val_loss is not None:
-      self._kept.val_losses[step] = val_loss
-
-    def start() -> None:
-      if step in self._kept.damaged:
-        self._manager.delete(step)
-        self._kept.damaged.remove(step)
+      self._val_losses[step] = val_loss
+    metadata = {'checksums': checksums(arrays), 'val_loss': val_loss}
+    with self._unsaved_errors(step):
       self._manager.save(
         step,
         args=ocp.args.PyTreeSave(arrays),
@@ -156,25 +149,26 @@ class Checkpoints:
         force=True,
       )
 
-    self._try(start, step)
-
   def wait(self) -> None:
     """Waits until the save under way is durable; raises ``UnsavedError``."""
-    self._try(self._manager.wait_until_finished, self._manager.latest_step())
+    with self._unsaved_errors(self._manager.latest_step()):
+      self._manager.wait_until_finished()
 
-  def _try(self, action: Callable[[], None], step: int | None) -> None:
+  @contextlib.contextmanager
+  def _unsaved_errors(self, step: int | None) -> Iterator[None]:
     try:
-      action()
+      yield
     except Exception as error:
       raise UnsavedError(
         f'the checkpoint of step {step} cannot be saved in {self._folder}: '
-        f'{_describe(error)}. The one before it is sound.'
+        f'{_describe(error)}.'
       ) from error
 
   def restore(self, like: Any) -> tuple[int, Any] | None:
     """Restores the newest sound checkpoint, on any mesh.
 
-    Newer ones, which are damaged, are named in a warning.
+    A warning names the newer ones, which are damaged. They are deleted, because
+    they would count as the newest.
 
     Args:
       like: Tree of the shapes and shardings to restore to.
@@ -186,23 +180,26 @@ class Checkpoints:
       UsageError: If there are some but none is sound.
       OSError: If a store is away, which does not say that they are damaged.
     """
-    reasons = []
+    damaged: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
         state = self.read(step, like)
       except UsageError as error:
-        reasons.append(str(error))
-        self._kept.damaged.add(step)
+        damaged[step] = str(error)
         continue
-      if reasons:
+      if damaged:
         warnings.warn(
-          f'{" ".join(reasons)} That of step {step} is used instead.',
+          f'{" ".join(damaged.values())} The checkpoint of step {step} is used '
+          'instead, and the damaged ones are deleted.',
           RuntimeWarning,
           stacklevel=2,
         )
+      for bad in damaged:
+        self._manager.delete(bad)
+        self._val_losses.pop(bad, None)
       return step, state
-    if reasons:
-      raise UsageError(' '.join(reasons))
+    if damaged:
+      raise UsageError(' '.join(damaged.values()))
     return None
 
   def read(self, step: int, like: Any) -> Any:
@@ -223,10 +220,7 @@ class Checkpoints:
     targets = by_path(like)
     try:
       saved = self._manager.metadata(step).custom_metadata['checksums']
-      # None in those of examples/pretrain.py, which makes no checksums.
-      if missing := [
-        name for name in targets if name not in (saved or targets)
-      ]:
+      if missing := [name for name in targets if name not in saved]:
         raise ValueError(f'it has no {", ".join(missing)}')
       arrays = self._manager.restore(
         step,
@@ -236,7 +230,7 @@ class Checkpoints:
           partial_restore=True,
         ),
       )
-      found = checksums(arrays) if saved else {}
+      found = checksums(arrays)
       wrong = [name for name, x in found.items() if x != saved[name]]
       reason = f'{", ".join(wrong)} is not as it was saved' if wrong else ''
     except Exception as error:
@@ -257,10 +251,14 @@ def _are_finite(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _is_away(error: Exception) -> bool:
-  """Returns whether an error says that a disk or store cannot be reached."""
-  if isinstance(error, OSError):
+  """Returns whether an error does not say that a checkpoint is damaged.
+
+  A disk or store cannot be reached, or the memory is full.
+  """
+  if isinstance(error, (OSError, MemoryError)):
     return not isinstance(error, FileNotFoundError)
-  return isinstance(error, ValueError) and str(error).startswith(_AWAY)
+  known = isinstance(error, (ValueError, jax.errors.JaxRuntimeError))
+  return known and str(error).startswith(_AWAY)
 
 
 def _describe(error: BaseException) -> str:
@@ -269,48 +267,3 @@ def _describe(error: BaseException) -> str:
     error = error.__cause__
   # Errors of TensorStore go on for pages.
   return textwrap.shorten(f'{type(error).__name__}: {error}', 300)
-
-
-def checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
-  """Returns the checksum of each array by name, see :func:`checksum`."""
-  return jax.tree.map(int, jax.device_get(_on_devices(arrays)))
-
-
-@jax.jit
-def _on_devices(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  return jax.tree.map(checksum, arrays)
-
-
-def checksum(x: jax.Array) -> jax.Array:
-  """Returns a checksum of an array, the same however it is sharded.
-
-  Each 32 bits are mixed, one to one, with their position into a number, and
-  these are summed in integers, whose order is free. A change within 32 bits is
-  always seen; another is missed with a probability of about 2**-32. The array
-  has any shape, and is of bool or a type of whole bytes.
-  """
-  words = _words(x)
-  # From the index along each axis: a flat one needs a reshape, and that would
-  # gather a sharded array.
-  position = jnp.uint32(0)
-  for axis, size in enumerate(words.shape):
-    index = jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis)
-    position = position * jnp.uint32(size % 2**32) + index
-  return jnp.sum(_mix(words + _mix(position)), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-  """Returns the bits of an array as uint32, longer ones along a new axis."""
-  if jnp.iscomplexobj(x):
-    x = jnp.stack([x.real, x.imag])
-  if x.dtype == bool:
-    return x.astype(jnp.uint32)
-  word = f'uint{8 * min(x.dtype.itemsize, 4)}'
-  return jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
-
-
-def _mix(x: jax.Array) -> jax.Array:
-  """Scrambles uint32 one to one, as the last step of MurmurHash3 does."""
-  x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-  x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
-  return x ^ (x >> 16)
