@@ -4,7 +4,6 @@ from pathlib import Path
 import re
 
 import numpy as np
-import optax
 import pytest
 
 from tests.merit_optax.arrays import muon_directions, normal, norms, run
@@ -89,22 +88,6 @@ def test_normuon_and_cautious_weight_decay(shape):
 
   names = _names('kit.md', '### NorMuon and cautious weight decay')
   _assert_follows(names['optimizer'], shape, rule)
-
-
-def test_mona():
-  def rule(w, gradients):
-    before = a = 0
-    accelerated = []
-    for g in gradients:
-      a, before = 0.99 * a + 0.01 * (g - before), g
-      accelerated.append(g - a / (2 * 0.01))
-    for q in muon_directions(accelerated):
-      u = 0.2 * max(w.shape) ** 0.5 * q
-      w = w - 0.01 * (u + 0.01 * w)
-      yield w
-
-  mona = _names('kit.md', '## Appendix: relatives')['RELATIVES']['MONA']
-  _assert_follows(optax.chain(*mona), (8, 24), rule)
 
 
 def _adam(gradients):
