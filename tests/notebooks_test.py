@@ -24,7 +24,7 @@ _INSTALL = f"""from importlib.util import find_spec
 
 if not find_spec('merit_optax'):
   %pip install --quiet git+{_REPOSITORY}"""
-# What a notebook prints if its claims hold.
+# What a notebook prints with any jax if its claims hold.
 _CLAIMS = {
   'shapes_and_meshes': ['the same bits: True', 'MERIT: 0 numbers differ']
 }
@@ -35,6 +35,7 @@ _SHORT = {
     'STEPS, MEASUREMENTS, BATCHES = 20, 4, 3',
   'for factor in [0.5, 1, 2]:': 'for factor in [1]:',
 }  # fmt: skip
+_NUMBER = re.compile(r'\d+(?:,\d{3})*(?:\.\d+)?')
 
 _each_notebook = pytest.mark.parametrize(
   'path', _NOTEBOOKS, ids=lambda path: path.stem
@@ -73,7 +74,7 @@ def _kinds(notebook):
 
 
 def _run_shortened(path, python):
-  """Runs the short form in a Python, and compares what it shows."""
+  """Runs the short form in a Python, and compares kinds of outputs."""
   kept, notebook = _read(path), _read(path)
   for cell in code_cells(notebook):
     cell.source = cell.source.replace(f'git+{_REPOSITORY}', _ROOT.as_uri())
@@ -82,15 +83,41 @@ def _run_shortened(path, python):
   execute(notebook, python)
   assert _kinds(notebook) == _kinds(kept)
   for text in _CLAIMS.get(path.stem, []):
-    assert text in _printed(kept)
     assert text in _printed(notebook)
-  return notebook
+
+
+def _close(found, expected):
+  """Returns whether two printed numbers may be of the same program.
+
+  Processors round differently and Pythons have other files to train on, which
+  shows in losses (three digits behind the point) and more in largest logits.
+  """
+  if re.fullmatch(r'\d+', expected):
+    return found == expected
+  is_loss = re.fullmatch(r'\d\.\d{3}', expected)
+  found, expected = (float(x.replace(',', '')) for x in (found, expected))
+  return found == pytest.approx(expected, rel=0.03 if is_loss else 0.4)
 
 
 @pytest.mark.slow
 @_each_notebook
-def test_notebook_runs_without_warnings(path):
-  assert _printed(_run_shortened(path, sys.executable), 'stderr') == ''
+def test_another_run_prints_the_same_outputs(path, monkeypatch):
+  monkeypatch.delenv('JAX_DISABLE_MOST_OPTIMIZATIONS', raising=False)
+  kept, notebook = _read(path), _read(path)
+  execute(notebook)
+  assert _printed(notebook, 'stderr') == ''
+  assert _kinds(notebook) == _kinds(kept)
+  for found, expected in zip(
+    _printed(notebook).splitlines(), _printed(kept).splitlines(), strict=True
+  ):
+    # Columns are as wide as their numbers.
+    words, expected_words = (
+      _NUMBER.sub('#', line).split() for line in (found, expected)
+    )
+    assert words == expected_words
+    assert all(
+      map(_close, _NUMBER.findall(found), _NUMBER.findall(expected))
+    ), f'printed {found!r}, the notebook has {expected!r}'
 
 
 @pytest.fixture(scope='module')
