@@ -80,18 +80,30 @@ def test_stacked_matrices_are_split_on_tpus_as_fsdp_splits_them(
   assert found['muon']['bytes sent per parameter'] > 1
 
 
-# The compiler takes a minute for products in float32.
 @_for_tpus
 @pytest.mark.slow
-def test_whole_matrices_send_less_on_tpus(compile_updates):
-  names = 'muon', 'muon-hyperball', 'adam-hyperball'
-  found = compile_updates(*_STACKED, *names)
-  assert found['muon-hyperball']['collectives'] == 'all-reduce, all-to-all'
-  muon, hyperball, adam = (
-    found[name]['bytes sent per parameter'] for name in names
-  )
-  assert 0 < hyperball < muon / 5
-  assert adam < 0.001
+@pytest.mark.parametrize(
+  'mesh, split, most',
+  [
+    # To devices with whole matrices and back, 4 bytes a number, on two axes.
+    ('fsdp=4,tensor=2', ('', 'fsdp', 'tensor'), 16),
+    # Each device has two of four experts.
+    ('fsdp=4,tensor=2', ('tensor', 'fsdp', ''), 16),
+    ('fsdp=1', ('', '', ''), 0),
+  ],
+)
+def test_whole_matrices_send_less_on_tpus(compile_updates, mesh, split, most):
+  found = compile_updates(
+    '--topologies', 'v5e:2x4', '--shape', '4', '512', '2048', '--mesh', mesh,
+    '--split', *split, '--optimizers', 'muon-hyperball', 'adam-hyperball',
+  )  # fmt: skip
+  hyperball, adam = found['muon-hyperball'], found['adam-hyperball']
+  assert ('all-to-all' in hyperball['collectives']) == (most > 0)
+  assert 'all-gather' not in hyperball['collectives']
+  assert 'permute' not in hyperball['collectives']
+  assert most / 4 <= hyperball['bytes sent per parameter'] <= most
+  # Only norms.
+  assert adam['bytes sent per parameter'] < 0.01
 
 
 def test_a_mesh_that_does_not_divide_the_rows_is_refused(

@@ -13,9 +13,9 @@ import optax
 import pytest
 
 import merit_optax
+from merit_optax.transforms import newton_schulz
 from merit_optax.transforms.newton_schulz import (
   check_coefficients,
-  orthogonalize,
 )
 from tests.merit_optax.arrays import enable_x64, normal
 
@@ -146,9 +146,34 @@ def branch(request, monkeypatch):
     return branches[request.param](*operands)
 
   monkeypatch.setattr(jax.lax, 'platform_dependent', choose)
-  orthogonalize.clear_cache()
+  # The cache of `orthogonalize` is not the only one with its trace.
+  jax.clear_caches()
   yield request.param
-  orthogonalize.clear_cache()
+  jax.clear_caches()
+
+
+# As GPUs and TPUs round operands by default; sums are in float32 there too.
+@pytest.mark.parametrize(
+  'branch, mantissa_bits, atol',
+  [('cuda', 10, 0.01), ('default', 7, 0.08)],
+  indirect=['branch'],
+)
+@pytest.mark.parametrize('coefficients', ['jordan', 'polar_express'])
+@pytest.mark.parametrize('exponent', [-1, -3, -6])
+def test_default_precision_hardly_changes_the_update(
+  monkeypatch, branch, mantissa_bits, atol, coefficients, exponent
+):
+  matrix = _spectrum(0, (64, 256), exponent)
+  with jax.default_matmul_precision('highest'):
+    expected = _update(ns_coeffs=coefficients)(matrix)
+
+  def product(x, y, dtype):
+    x, y = (jax.lax.reduce_precision(z, 8, mantissa_bits) for z in (x, y))
+    return jnp.matmul(x, y, preferred_element_type=dtype)
+
+  monkeypatch.setattr(newton_schulz, '_product', product)
+  found = _update(ns_coeffs=coefficients)(matrix)
+  assert 0 < jnp.linalg.norm(found - expected, 2) < atol
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.complex64])
