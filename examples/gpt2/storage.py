@@ -1,10 +1,11 @@
 """Where files are: on a disk, or in an object store (gs://, s3://).
 
-Paths of stores have the methods of ``pathlib``. What goes beyond them, because
-a store keeps whole objects and has neither folders nor locks, is here.
+Paths of stores have the methods of ``pathlib``; fsspec reads and writes them,
+and tries again where a store fails for a moment. What a store lacks, folders
+and files that appear whole, is here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 import contextlib
 import importlib.util
 import os
@@ -12,8 +13,6 @@ from pathlib import Path
 import re
 import shutil
 import tempfile
-import time
-from typing import TypeVar
 
 from etils import epath
 import fsspec
@@ -23,24 +22,20 @@ from examples.gpt2.command import UsageError, os_errors
 _PACKAGES = {'gs': 'gcsfs', 's3': 's3fs'}
 """What reads and writes the stores that have these schemes."""
 
-# S3 refuses what is not there to those who may not list a bucket.
-_RIGHTS = {
-  'gs': 'roles/storage.objectViewer',
-  's3': 's3:GetObject and s3:ListBucket',
-}
-_WAITS = (1, 2, 4, 8, 16, 32)
-"""Seconds before each further try to read, when a store has failed."""
-_TIMEOUT = 60
-"""Seconds after which a store is taken to hang."""
-
-_T = TypeVar('_T')
-
 # TensorFlow, where it is installed, would take part with errors of its own.
 os.environ['EPATH_USE_TF'] = 'false'
 
 # What other hosts have written would not be seen.
 for _scheme in ('gs', 'gcs', 's3'):
   fsspec.config.conf.setdefault(_scheme, {})['use_listings_cache'] = False
+
+if importlib.util.find_spec('gcsfs'):
+  import aiohttp
+
+  # By default, gcsfs waits for ever for a store that hangs.
+  fsspec.config.conf['gs']['requests_timeout'] = aiohttp.ClientTimeout(
+    sock_connect=30, sock_read=60
+  )
 
 
 def as_path(path: str | os.PathLike[str]) -> Path:
@@ -62,24 +57,18 @@ def as_path(path: str | os.PathLike[str]) -> Path:
   text = os.fspath(path)
   if not text:
     raise UsageError('A path must not be empty.')
-  url = re.fullmatch(r'([A-Za-z][\w+.-]*):/(.*)', text)
+  url = re.fullmatch(r'([A-Za-z][\w+.-]*):/+(.*)', text)
   if not url:
     return Path(text).expanduser()
-  scheme, rest = url[1], url[2].lstrip('/')
-  if scheme not in _PACKAGES:
-    accepted = ' or '.join(f'{known}://' for known in _PACKAGES)
+  scheme, rest = url.groups()
+  if scheme not in _PACKAGES or not rest:
     raise UsageError(
-      f'{text} begins with {scheme}:/, which is not supported: expected a path '
-      f'on a disk, or {accepted}.'
+      f'{text} cannot be read or written: expected a path on a disk, '
+      'gs://BUCKET/PATH or s3://BUCKET/PATH.'
     )
   if not importlib.util.find_spec(_PACKAGES[scheme]):
     raise UsageError(
-      f'{scheme}://{rest} needs {_PACKAGES[scheme]}: pip install '
-      "'merit_optax[cloud]'."
-    )
-  if not rest:
-    raise UsageError(
-      f'{text} names no bucket: expected {scheme}://bucket/path.'
+      f"{text} needs {_PACKAGES[scheme]}: pip install 'merit_optax[cloud]'."
     )
   return epath.Path(f'{scheme}://{rest}')
 
@@ -104,61 +93,31 @@ def file_system(path: Path) -> fsspec.AbstractFileSystem:
 def read(path: Path, start: int = 0, stop: int | None = None) -> bytes:
   """Reads a file, or its bytes from ``start`` to before ``stop``.
 
-  A store that hangs, is overloaded, drops the connection or breaks its reply
-  off is asked again, for a minute.
-
   Raises ``OSError``, which names the file, where it cannot be read.
   """
-  if is_remote(path):
-    return _patiently(path, lambda: _read(path, start, stop))
-  with path.open('rb') as file:
-    file.seek(start)
-    return file.read(-1 if stop is None else stop - start)
-
-
-def _read(path: Path, start: int, stop: int | None) -> bytes:
-  found: bytes = file_system(path).cat_file(
-    os.fspath(path), start=start or None, end=stop, timeout=_TIMEOUT
-  )
-  if stop is not None and len(found) != stop - start:
-    raise OSError(f'{len(found)} of {stop - start} bytes came')
+  with _errors_of(path):
+    found: bytes = file_system(path).cat_file(
+      os.fspath(path), start=start or None, end=stop
+    )
   return found
 
 
 def size(path: Path) -> int:
   """Returns the size of a file in bytes; its errors are those of ``read``."""
-  if not is_remote(path):
-    return path.stat().st_size
-  info = file_system(path).info
-  return _patiently(path, lambda: int(info(os.fspath(path))['size']))
+  with _errors_of(path):
+    return int(file_system(path).size(os.fspath(path)))
 
 
-def _patiently(path: Path, call: Callable[[], _T]) -> _T:
-  """Calls what asks a store, again where it has failed for a moment."""
-  for wait in (*_WAITS, None):
-    try:
-      with os_errors():
-        return call()
-    except FileNotFoundError as error:
-      raise FileNotFoundError(f'{path} is not there.') from error
-    except OSError as error:
-      if _is_denied(error):
-        right = _RIGHTS[os.fspath(path).partition(':')[0]]
-        reason = ' '.join(str(error).split())
-        raise PermissionError(
-          f'{path} cannot be read ({reason}): the account of this machine '
-          f'needs the right to, {right}.'
-        ) from error
-      if wait is None:
-        raise OSError(f'{path} cannot be read: {error}') from error
-      time.sleep(wait)
-  raise AssertionError('the last wait is None')
-
-
-def _is_denied(error: OSError) -> bool:
-  """Returns whether a store has refused, which does not pass."""
-  text = f'{type(error).__name__} {error}'
-  return bool(re.search('Permission|Forbidden|Credentials|Anonymous', text))
+@contextlib.contextmanager
+def _errors_of(path: Path) -> Iterator[None]:
+  """Raises errors of a disk or store as ``OSError`` that names the file."""
+  try:
+    with os_errors():
+      yield
+  except (FileNotFoundError, NotADirectoryError) as error:
+    raise FileNotFoundError(f'{path} is not there.') from error
+  except OSError as error:
+    raise OSError(f'{path}: {type(error).__name__}: {error}') from error
 
 
 def make_folder(path: Path) -> None:
@@ -169,10 +128,6 @@ def make_folder(path: Path) -> None:
 
 def write_whole(path: Path, content: bytes) -> None:
   """Writes a file, whole or not at all, in place of one that is there."""
-  if is_remote(path):
-    with os_errors():
-      file_system(path).pipe_file(os.fspath(path), content)
-    return
   with whole_file(path) as scratch:
     scratch.write_bytes(content)
 
@@ -184,8 +139,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
       scratch = Path(folder, path.name)
       yield scratch
-      with os_errors():
-        file_system(path).put_file(str(scratch), os.fspath(path))
+      _upload(scratch, path)
     return
   scratch = path.with_name(f'.{path.name}.partial')
   try:
@@ -193,11 +147,14 @@ def whole_file(path: Path) -> Iterator[Path]:
     # Whole even if the machine stops.
     with scratch.open('rb') as file:
       os.fsync(file.fileno())
-    os.replace(scratch, path)
-  except BaseException:
-    with contextlib.suppress(OSError):
-      scratch.unlink(missing_ok=True)  # The disk may be full.
-    raise
+    scratch.replace(path)
+  finally:
+    scratch.unlink(missing_ok=True)
+
+
+def _upload(file: Path, path: Path) -> None:
+  with _errors_of(path):
+    file_system(path).put_file(str(file), os.fspath(path))
 
 
 @contextlib.contextmanager
@@ -211,30 +168,24 @@ def new_folder(path: Path, replace: bool = False) -> Iterator[Path]:
   replaced: before the work or, on a disk where another process was quicker,
   after it.
   """
-  if is_remote(path):
-    with os_errors():
-      if not replace and path.exists():
-        raise FileExistsError(
-          f'{path} is there: choose another folder, or delete it.'
-        )
-    with tempfile.TemporaryDirectory() as name:
-      yield Path(name)
-      files = [file for file in Path(name).rglob('*') if file.is_file()]
-      with os_errors():
-        for file in sorted(files, key=lambda file: -file.stat().st_size):
-          target = path / file.relative_to(name).as_posix()
-          file_system(path).put_file(str(file), os.fspath(target))
-    return
-  path = path.resolve()
-  if not replace and path.exists() and any(path.iterdir()):
+  path = resolved(path)
+  with os_errors():
+    is_taken = path.exists() and (is_remote(path) or any(path.iterdir()))
+  if is_taken and not replace:
     raise FileExistsError(
       f'{path} is there and not empty: choose another folder, or delete it.'
     )
-  path.parent.mkdir(parents=True, exist_ok=True)
+  make_folder(path.parent)
+  parent = None if is_remote(path) else path.parent
   prefix = f'partial-{path.name}-'
-  with tempfile.TemporaryDirectory(dir=path.parent, prefix=prefix) as name:
+  with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as name:
     scratch = Path(name)
     yield scratch
+    if is_remote(path):
+      files = [file for file in scratch.rglob('*') if file.is_file()]
+      for file in sorted(files, key=lambda file: -file.stat().st_size):
+        _upload(file, path / file.relative_to(scratch).as_posix())
+      return
     scratch.chmod(0o755)  # tempfile lets nobody else read it.
     if replace and path.exists():
       shutil.rmtree(path)
@@ -249,6 +200,6 @@ def on_disk(path: Path) -> Iterator[Path]:
     return
   with tempfile.TemporaryDirectory() as folder:
     copy = Path(folder, path.name)
-    with os_errors():
+    with _errors_of(path):
       file_system(path).get_file(os.fspath(path), str(copy))
     yield copy

@@ -114,7 +114,7 @@ def read_index(folder: Path) -> dict[str, Any] | None:
   """
   try:
     index = json.loads(read(folder / INDEX))
-  except (FileNotFoundError, NotADirectoryError, ValueError):
+  except (FileNotFoundError, ValueError):
     return None
   # Others have files of that name too.
   if not isinstance(index, dict) or 'shards' not in index:

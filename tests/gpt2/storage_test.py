@@ -9,6 +9,7 @@ from typing import ClassVar
 import urllib.error
 import urllib.request
 
+import fsspec
 import pytest
 
 from examples.gpt2 import storage
@@ -36,19 +37,19 @@ def test_a_url_is_one_even_after_pathlib(scheme: str):
 
 
 @pytest.mark.parametrize(
-  ('text', 'words'),
+  ('path', 'words'),
   [
-    ('http://host/x', 'http:/.* not supported.* gs:// or s3://'),
-    ('gcs://bucket/x', 'gcs:/.* not supported'),
-    ('gs://', 'no bucket'),
-    ('s3:///', 'no bucket'),
+    ('http://host/x', 'http://host/x .* gs://BUCKET/PATH or s3://'),
+    (Path('http://host/x'), 'http:/host/x .* gs://BUCKET/PATH or s3://'),
+    ('gcs://bucket/x', 'gcs://bucket/x .* gs://BUCKET/PATH'),
+    ('gs://', 'gs:// .* gs://BUCKET/PATH'),
+    ('s3:///', 's3:/// .* s3://BUCKET/PATH'),
     ('', 'must not be empty'),
   ],
 )
-def test_what_cannot_be_a_place_is_refused(text: str, words: str):
-  for path in (text, Path(text)) if '//host' in text else (text,):
-    with pytest.raises(UsageError, match=words):
-      as_path(path)
+def test_other_places_are_refused(path: str | Path, words: str):
+  with pytest.raises(UsageError, match=words):
+    as_path(path)
 
 
 def test_a_file_is_written_whole_or_not_at_all(place: Path):
@@ -85,6 +86,10 @@ def test_a_new_folder_takes_the_place_of_none(place: Path, tmp_path: Path):
     raise AssertionError('the work has begun')
 
 
+_HANG = 100
+"""Seconds for which a store hangs, longer than any wait that is allowed."""
+
+
 class _Faulty(http.server.BaseHTTPRequestHandler):
   """Passes requests on to an emulator; the first reads of a file go wrong."""
 
@@ -97,8 +102,7 @@ class _Faulty(http.server.BaseHTTPRequestHandler):
     if fault == 'drop':
       self.connection.shutdown(socket.SHUT_RDWR)
     elif fault == 'hang':
-      time.sleep(3)
-      self.connection.shutdown(socket.SHUT_RDWR)
+      time.sleep(_HANG)
     elif fault in ('503', '403'):
       self._answer(int(fault), {}, b'')
     else:
@@ -137,6 +141,7 @@ class _Faulty(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def faults(bucket: str, monkeypatch) -> Iterator[tuple[Path, list[str]]]:
   """Gives a file in a store, and a list of what its next reads run into."""
+  aiohttp = pytest.importorskip('aiohttp')
   path = as_path(bucket) / 'tokens.bin'
   storage.write_whole(path, bytes(range(66)))
   scheme = bucket.partition(':')[0]
@@ -148,8 +153,11 @@ def faults(bucket: str, monkeypatch) -> Iterator[tuple[Path, list[str]]]:
   monkeypatch.setenv(
     names[scheme], f'http://127.0.0.1:{server.server_address[1]}'
   )
-  monkeypatch.setattr(storage, '_WAITS', (0, 0))
-  monkeypatch.setattr(storage, '_TIMEOUT', 2)
+  for name, option, value in (
+    ('gs', 'requests_timeout', aiohttp.ClientTimeout(sock_read=2)),
+    ('s3', 'config_kwargs', {'read_timeout': 2}),
+  ):
+    monkeypatch.setitem(fsspec.config.conf[name], option, value)
   kind.clear_instance_cache()
   yield path, _Faulty.faults
   kind.clear_instance_cache()
@@ -159,29 +167,18 @@ def faults(bucket: str, monkeypatch) -> Iterator[tuple[Path, list[str]]]:
 @pytest.mark.parametrize('fault', ['hang', 'drop', '503', 'half'])
 def test_a_read_that_fails_for_a_moment_is_repeated(faults, fault: str):
   path, coming = faults
-  coming += [fault]
-  assert storage.read(path, 0, 66) == bytes(range(66))
-  assert not coming
+  start = time.monotonic()
   coming += [fault]
   assert storage.read(path, 3, 60) == bytes(range(3, 60))
   assert not coming
+  assert time.monotonic() - start < _HANG
 
 
-def test_a_file_that_may_not_be_read_is_named_with_the_right(faults):
+def test_a_file_that_cannot_be_read_is_named(faults):
   path, coming = faults
   coming += ['403'] * 20
-  right = {'g': 'roles/storage.objectViewer', 's': 's3:GetObject'}[str(path)[0]]
-  with pytest.raises(
-    OSError, match=f'{path} cannot be read .*Forbidden.* {right}'
-  ):
+  with pytest.raises(OSError, match=f'{path}: .*Forbidden'):
     storage.read(path, 0, 66)
   assert len(coming) == 19  # It is not tried again.
-
-
-def test_a_store_that_stays_away_is_named(faults):
-  path, coming = faults
-  coming += ['half'] * 1000
-  with pytest.raises(OSError, match=f'{path} cannot be read'):
-    storage.read(path, 0, 66)
   with pytest.raises(FileNotFoundError, match='other.bin is not there'):
     storage.read(path.with_name('other.bin'), 0, 66)
