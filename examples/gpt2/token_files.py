@@ -22,6 +22,7 @@ _PART = re.compile(r'(?:^|[_.-])(?:(train)|val|valid|validation)(?=[_.-])')
 # this, and the third the number of tokens.
 _LLM_C = {20240520: np.uint16, 20240801: np.uint32}
 _LLM_C_HEADER = 1024
+_HEAD = 1 << 20  # Bytes of a file that tell its format.
 
 
 def parse_sources(data: Sequence[str]) -> list[tuple[str, float | None]]:
@@ -148,17 +149,33 @@ def _find_files(folder: Path) -> dict[str, list[Path]]:
 def open_tokens(path: Path, vocab_size: int) -> Any:
   """Opens a token file of llm.c, or one without a header, see ``open_part``."""
   num_bytes, dtype = size(path), token_dtype(vocab_size)
+  head = read(path, 0, min(num_bytes, _HEAD)) if num_bytes else b''
   if num_bytes >= _LLM_C_HEADER:
-    head = np.frombuffer(read(path, 0, _LLM_C_HEADER), '<i4').tolist()
-    if head[0] in _LLM_C:
-      dtype = np.dtype(_LLM_C[head[0]])
-      return _open(path, dtype, head[2], _LLM_C_HEADER)
+    magic, _, count = np.frombuffer(head, '<i4', 3).tolist()
+    if magic in _LLM_C:
+      return _open(path, np.dtype(_LLM_C[magic]), count, _LLM_C_HEADER)
   if num_bytes % dtype.itemsize:
     raise UsageError(
       f'{path} has {num_bytes} bytes: expected {dtype} tokens, a multiple of '
       f'{dtype.itemsize}.'
     )
+  width = _token_width(np.frombuffer(head, dtype))
+  if width != dtype.itemsize:
+    raise UsageError(
+      f'{path} has {width} bytes per token: expected {dtype} tokens, as '
+      f"NumPy's tokens.astype('{dtype}') makes them."
+    )
   return _open(path, dtype, num_bytes // dtype.itemsize)
+
+
+def _token_width(words: np.ndarray) -> int:
+  """Returns the bytes of a token, by which of the words are always zero."""
+  # Few tokens can be zero by chance.
+  for parts in (4, 2) if len(words) >= 1000 else ():
+    used = words[: len(words) // parts * parts].reshape(-1, parts).any(0)
+    if used.sum() == 1:
+      return parts * words.itemsize
+  return words.itemsize
 
 
 def _open(path: Path, dtype: np.dtype, count: int, offset: int = 0) -> Any:

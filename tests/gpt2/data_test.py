@@ -294,18 +294,18 @@ def test_a_cache_folder_that_cannot_be_used_names_the_flag(tiny):
 
 
 def test_changed_token_files_are_others(tiny: Config, tmp_path: Path):
-  config = _with_bins(tiny, tmp_path, [0, 1] * 50, [2] * 100)
+  config = _with_bins(tiny, tmp_path, [1, 2] * 50, [2] * 100)
   first = load_data(config)
   assert read_shared(first.folders) == {'companions': {}}
   assert first.vocab_size == 288
   assert load_data(config).sha256 == first.sha256
-  for parts in (([1, 0] * 50, [2] * 100), ([0, 1] * 50, [3] * 100)):
+  for parts in (([2, 1] * 50, [2] * 100), ([1, 2] * 50, [3] * 100)):
     changed = load_data(_with_bins(tiny, tmp_path, *parts))
     assert changed.sha256 != first.sha256
 
 
 def test_a_token_beyond_the_vocabulary_is_named(tiny: Config, tmp_path: Path):
-  tokens = np.zeros(20000, np.uint16)
+  tokens = np.ones(20000, np.uint16)
   config = _with_bins(tiny, tmp_path, tokens, tokens[:99])
   sequences = load_data(config).sequences
   tokens[0] = 300

@@ -91,6 +91,17 @@ def test_damaged_files_are_named(tmp_path: Path, write, cut: int, message: str):
     open_tokens(path, 50257)
 
 
+@pytest.mark.parametrize(
+  ('dtype', 'vocab_size'),
+  [('i4', 300), ('>u4', 300), ('i8', 300), ('>i8', 300), ('i8', 1 << 17)],
+)
+def test_tokens_that_are_wider_are_refused(tmp_path: Path, dtype, vocab_size):
+  path = tmp_path / 'train.bin'
+  _raw(path, GPT2 % 300, dtype)
+  with pytest.raises(UsageError, match=f'has {dtype[-1]} bytes per token'):
+    open_tokens(path, vocab_size)
+
+
 def test_the_usual_names_go_before_others(tmp_path: Path):
   for name in ('train.bin', 'val.bin', 'old_train.bin', 'fw_val_0.bin'):
     _raw(tmp_path / name, [len(name)] * 9)
