@@ -61,7 +61,7 @@ html_title = f'{project} {version}'
 
 # What search engines and previews of links show.
 _DESCRIPTION = _PROJECT['description']
-_PICTURE = f'{_REPOSITORY}/raw/main/examples/study/ladder.png'
+_PICTURE = f'{_REPOSITORY}/raw/main/examples/study/ladder_carried.png'
 myst_html_meta = {
   'description': _DESCRIPTION,
   'property=og:title': project,

@@ -1,4 +1,4 @@
-"""Puts tables and a picture of trials into a page.
+"""Puts tables of trials into a page, and pictures beside it.
 
     python -m examples.study.report                     # the ladder
     python -m examples.study.report runs/laptop.jsonl runs/laptop.md
@@ -10,6 +10,7 @@ import collections
 from collections.abc import Callable, Iterable
 import dataclasses
 import itertools
+import json
 import math
 from pathlib import Path
 import statistics
@@ -25,15 +26,17 @@ from examples.study.large_batch import choose, facts_of, loss_of, read
 from examples.study.settings import PRESETS, Trial
 
 _BEGIN, _END = '<!-- tables: begin -->', '<!-- tables: end -->'
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# Rules of the pictures, in Okabe and Ito's colours, which colour-blind readers
+# can tell apart. All but the last two update all parameters.
 _NAMES = {
-  'merit-all': ('MERIT', '#009e73', '--'),
-  'merit': ('MERIT + Adam', '#009e73', '-'),
-  'lamb-all': ('LAMB', '#e69f00', '--'),
-  'adamw-all': ('AdamW', '#0072b2', '--'),
-  'adamw': ('AdamW + Adam', '#0072b2', '-'),
-  'muon': ('Muon + Adam', '#d55e00', '-'),
+  'adamw-all': ('AdamW', '#0072b2'),
+  'lamb-all': ('LAMB', '#e69f00'),
+  'merit-all': ('MERIT', '#009e73'),
+  'muon': ('Muon', '#d55e00'),
+  'adamw': ('AdamW, hidden', '#0072b2'),
+  'merit': ('MERIT, hidden', '#009e73'),
 }
+_LINES = 4
 # What is compared with what, at equal batch.
 _PAIRS = (
   ('merit-l2', 'merit'), ('lamb', 'merit'), ('adamw', 'merit'),
@@ -110,12 +113,12 @@ def write(
   results: tyro.conf.Positional[Path] = PRESETS['ladder'][1].results,
   page: tyro.conf.Positional[Path] = Path('examples/study/LADDER.md'),
 ) -> None:
-  """Puts tables and a picture of trials into a page.
+  """Puts tables of trials into a page, and pictures beside it.
 
   Args:
     results: File of the trials. ``equal_steps.jsonl`` beside it has those with
       as many steps at other batches.
-    page: The page; made if need be. The picture gets its name.
+    page: The page; made if need be. The pictures get its name.
   """
   lines = read(results)
   cells = read_cells(results)
@@ -127,9 +130,17 @@ def write(
     lines + read(results.with_name('equal_steps.jsonl'))
   )
   page.write_text(f'{before}{_BEGIN}\n\n{all_tables}\n{_END}{after}')
-  picture = page.with_name(f'{page.stem.lower()}.png')
-  draw(cells).savefig(picture, dpi=120)
-  print(f'wrote {page} and {picture}')
+  print(f'wrote {page}')
+  for name, picture in {
+    '': draw(cells),
+    '_carried': draw_carried(cells),
+  }.items():
+    if picture:
+      file = page.with_name(f'{page.stem.lower()}{name}.png')
+      # A test looks there for what a picture shows.
+      shown = {'Description': json.dumps(picture.shown)}
+      picture.figure.savefig(file, dpi=200, metadata=shown)
+      print(f'wrote {file}')
 
 
 def read_cells(results: Path) -> Cells:
@@ -286,11 +297,19 @@ def _interval(differences: list[float]) -> str:
   """Returns the mean with its interval, as text."""
   if not differences or not np.isfinite(differences).all():
     return ''
-  mean = statistics.mean(differences)
+  mean, low, high = _bounds(differences)
   if len(differences) == 1:
     return f'{mean:+z.3f}'
-  low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
   return f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]'
+
+
+def _bounds(differences: list[float]) -> list[float]:
+  """Returns the mean and its 95 % interval, which is empty for one value."""
+  mean = statistics.mean(differences)
+  if len(differences) == 1:
+    return [mean] * 3
+  low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
+  return [mean, float(low), float(high)]
 
 
 def _rises(cells: Cells) -> Table:
@@ -385,18 +404,29 @@ def _carried(cells: Cells) -> Table:
 
 
 def _carry(cell: Cell, rate: float) -> str:
-  tuned, carried = cell.at(cell.rate()), cell.at(rate)
+  carried, tuned = _same_seeds(cell, rate)
   if not carried:
     return ''
-  if math.isclose(rate, cell.rate(), rel_tol=0.02):
-    return f'the tuned rate ({mean_logit(cell.seeds or tuned.values()):,.0f})'
-  seeds = [x for x in carried if x in tuned and x] or [0]
-  if not all(x in carried and x in tuned for x in seeds):
-    return ''
-  losses = [{x: loss_of(y[x]) for x in seeds} for y in (carried, tuned)]
-  logit = mean_logit(carried[x] for x in seeds)
-  text = _interval(_paired(*losses)) or 'diverged'
-  return f'{text} ({logit:,.0f}; {sum(x > 0 for x in seeds)})'
+  if carried == tuned:
+    return f'the tuned rate ({mean_logit(tuned):,.0f})'
+  text = _interval(_losses_above(carried, tuned)) or 'diverged'
+  count = sum(x['trial']['seed'] > 0 for x in carried)
+  return f'{text} ({mean_logit(carried):,.0f}; {count})'
+
+
+def _same_seeds(cell: Cell, rate: float) -> tuple[list[Line], list[Line]]:
+  """Returns the trials at a rate and at the tuned one, of the same seeds.
+
+  Seed 0, which chose the tuned rate, is used alone or not at all.
+  """
+  given, tuned = cell.at(rate), cell.at(cell.rate())
+  common = sorted({*given} & {*tuned})
+  seeds = [x for x in common if x] or common
+  return [given[x] for x in seeds], [tuned[x] for x in seeds]
+
+
+def _losses_above(first: list[Line], second: list[Line]) -> list[float]:
+  return [loss_of(x) - loss_of(y) for x, y in zip(first, second, strict=True)]
 
 
 def _variants(cells: Cells) -> Table:
@@ -519,51 +549,93 @@ def _markdown(rows: Table) -> str:
   return ''.join(f'| {" | ".join(x)} |\n' for x in lines)
 
 
-def draw(cells: Cells) -> Figure:
-  """Draws losses and logits over the batch, at tuned and at carried rates."""
-  figure = Figure((10, 6.4), layout='constrained')
-  grid = figure.subplots(2, 2, sharex=True, sharey='row')
-  for i, (rule, own) in enumerate(cells.items()):
-    if rule.startswith('muon-') or (len(cells) > 5 and rule not in _NAMES):
-      continue
-    name, color, line = _NAMES.get(rule, (rule, f'C{i}', ':'))
-    style = {'color': color, 'linestyle': line, 'lw': 1.4, 'ms': 3.5}
-    done = {batch: x for batch, x in own.items() if x.seeds}
-    if not done:
-      continue
-    first = min(done)
-    for column, carries in enumerate((False, True)):
-      trials = {}
-      for batch, cell in done.items():
-        rate = cell.rate()
-        if carries:
-          rate = done[first].rate() * math.sqrt(batch / first)
-        by_seed = cell.at(rate)
-        chosen = [x for seed, x in by_seed.items() if seed] or [
-          *by_seed.values()
-        ]
-        if chosen and all(math.isfinite(loss_of(x)) for x in chosen):
-          trials[batch] = chosen
-      means = [statistics.mean(map(loss_of, x)) for x in trials.values()]
-      logits = [mean_logit(x) for x in trials.values()]
-      for axes, values in zip(grid[:, column], (means, logits), strict=True):
-        axes.plot([*trials], values, marker='o', label=name, **style)
-  grid[0, 0].set(title='Rate tuned at each batch', ylabel='final loss, nats')
-  grid[0, 1].set(title=f'Rate of {min(_batches(cells)):,} tokens × √')
-  grid[1, 0].set(ylabel='largest attention logit at the end', yscale='log')
+@dataclasses.dataclass(frozen=True)
+class Picture:
+  """A figure, and the numbers that it shows by the names of rules."""
+
+  figure: Figure
+  shown: dict[str, dict[str, list[float]]]
+
+
+def draw(cells: Cells) -> Picture:
+  """Draws losses and logits over the batch, each rate tuned at its batch."""
+  figure = Figure((6, 3.6), layout='constrained')
+  losses, logits = figure.subplots(1, 2)
+  few = [*_NAMES][:_LINES] if len(cells) > len(_NAMES) else [*cells]
+  shown = {}
+  for i, rule in enumerate(few):
+    done = {batch: x.seeds for batch, x in cells[rule].items() if x.seeds}
+    name, color = _NAMES.get(rule, (rule, f'C{i}'))
+    shown[name] = {
+      'tokens': [float(x) for x in done],
+      'loss': [statistics.mean(map(loss_of, x)) for x in done.values()],
+      'logit': [mean_logit(x) for x in done.values()],
+    }
+    for axes, key in ((losses, 'loss'), (logits, 'logit')):
+      axes.plot(
+        [*done], shown[name][key], color=color, marker='o', ms=4, label=name
+      )
+  losses.set(title='final loss (nats)')
+  logits.set(title='largest attention logit', ylim=(0, None))
   ticks = _batches(cells)
-  for axes in grid.flat:
-    axes.set(xscale='log')
+  for axes in (losses, logits):
+    axes.set(xscale='log', xlabel='tokens a step')
     axes.set_xticks(ticks, [f'{x:,}' for x in ticks])
     axes.minorticks_off()
     axes.grid(axis='y', lw=0.3)
     axes.spines[['top', 'right']].set_visible(False)
-  for axes in grid[1]:
-    axes.set(xlabel='tokens per step')
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
-    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
-  grid[0, 0].legend(frameon=False, fontsize=8)
-  return figure
+  figure.legend(
+    *losses.get_legend_handles_labels(),
+    ncols=_LINES,
+    frameon=False,
+    loc='outside upper center',
+  )
+  return Picture(figure, shown)
+
+
+def draw_carried(cells: Cells) -> Picture | None:
+  """Draws what the best rate of a batch, times √16, does at 16 times the batch.
+
+  Returns:
+    The picture; ``None`` without trials at such rates.
+  """
+  shown = {}
+  first = min(_batches(cells))
+  for rule, (name, _) in _NAMES.items():
+    small, large = (cells.get(rule, {}).get(x) for x in (first, 16 * first))
+    if small and small.seeds and large and large.seeds:
+      carried, tuned = _same_seeds(large, 4 * small.rate())
+      if carried:
+        shown[name] = {
+          'loss': _bounds(_losses_above(carried, tuned)),
+          'logit': [mean_logit(tuned), mean_logit(carried)],
+        }
+  if not shown:
+    return None
+  figure = Figure((6, 3.2), layout='constrained')
+  losses, logits = figure.subplots(1, 2, sharey=True)
+  colors = dict(_NAMES.values())
+  for name, values in shown.items():
+    style = {'color': colors[name], 'marker': 'o', 'ms': 6}
+    mean, low, high = values['loss']
+    losses.plot([low, high], [name] * 2, color=colors[name])
+    losses.plot([mean], [name], **style)
+    before, after = values['logit']
+    logits.plot([before, after], [name] * 2, color=colors[name])
+    logits.plot([before], [name], **style, mfc='white')
+    logits.plot([after], [name], **style)
+  losses.axvline(0, color='black', lw=0.8)
+  losses.invert_yaxis()
+  losses.set(title='loss above that\nof the tuned rate')
+  logits.set(title='largest attention logit\n○ tuned rate  ● carried rate')
+  logits.set(xscale='log')
+  logits.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+  logits.xaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
+  logits.minorticks_off()
+  for axes in (losses, logits):
+    axes.grid(axis='x', lw=0.3)
+    axes.spines[['top', 'right']].set_visible(False)
+  return Picture(figure, shown)
 
 
 if __name__ == '__main__':

@@ -13,6 +13,7 @@ import re
 import statistics
 
 import numpy as np
+from PIL import Image
 import pytest
 from scipy import stats
 
@@ -243,6 +244,62 @@ def test_costs_of_carried_rates_are_those_of_the_lines(trials, tuned):
       assert row[column] == f'{expected} ({logit}; {count})', (rule, column)
       checked += 1
   assert checked > 20
+
+
+# Rules by their names in the pictures.
+_RULES = {
+  'AdamW': 'adamw-all',
+  'LAMB': 'lamb-all',
+  'MERIT': 'merit-all',
+  'Muon': 'muon',
+  'AdamW, hidden': 'adamw',
+  'MERIT, hidden': 'merit',
+}
+
+
+def _shown(picture: str) -> dict[str, dict[str, list[float]]]:
+  """Returns the numbers that a committed picture shows."""
+  with Image.open(_STUDY / picture) as image:
+    return json.loads(image.info['Description'])
+
+
+def test_the_picture_of_tuned_rates_shows_what_the_lines_say(tuned):
+  shown = _shown('ladder.png')
+  assert [*shown] == ['AdamW', 'LAMB', 'MERIT', 'Muon']
+  for name, values in shown.items():
+    tokens = [batch for rule, batch in tuned if rule == _RULES[name]]
+    assert values['tokens'] == tokens
+    for i, batch in enumerate(tokens):
+      own = tuned[_RULES[name], batch]
+      assert values['loss'][i] == pytest.approx(
+        np.mean([x['loss'] for x in own.values()])
+      )
+      assert f'{values["logit"][i]:,.0f}' == _logit(own, 'final_logits')
+
+
+def test_the_picture_of_carried_rates_shows_what_the_lines_say(trials, tuned):
+  shown = _shown('ladder_carried.png')
+  assert [*shown] == [*_RULES]
+  for name, values in shown.items():
+    rule = _RULES[name]
+    small, there = (tuned[rule, x] for x in (1_024, 16_384))
+    rate = 4 * next(iter(small.values()))['rate']
+    at = {
+      x['trial']['seed']: x
+      for x in trials
+      if (x['trial']['rule'], x['trial']['batch_tokens']) == (rule, 16_384)
+      and abs(x['rate'] / rate - 1) < 0.02
+      and x['trial']['seed'] in there
+    }
+    assert len(at) >= 3
+    mean, low, high = values['loss']
+    assert f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]' == _mean_and_interval(
+      _subtract(at, there)
+    )
+    before = {seed: there[seed] for seed in at}
+    assert [f'{x:,.0f}' for x in values['logit']] == [
+      _logit(x, 'final_logits') for x in (before, at)
+    ]
 
 
 def test_changes_at_equal_steps_are_those_of_the_lines(trials):
