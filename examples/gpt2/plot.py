@@ -54,7 +54,7 @@ def plot_runs(
     raise UsageError(f'--out must end in one of {_FORMATS}, got {out}.')
   figure = _figure({str(run): _read(run) for run in map(as_path, runs)})
   with whole_file(as_path(out)) as scratch:
-    figure.savefig(scratch, format=out.suffix[1:], dpi=120)
+    figure.savefig(scratch, format=out.suffix[1:], dpi=180)
   return as_path(out)
 
 
@@ -89,9 +89,10 @@ def _figure(runs: dict[str, Curves]) -> Figure:
       if metric in curves
     )
   }
-  rows = math.ceil(len(panels) / 3)
-  columns = math.ceil(len(panels) / rows)
-  figure = Figure((5 * columns, 3.5 * rows), layout='constrained')
+  columns = min(len(panels), 2)
+  rows = math.ceil(len(panels) / columns)
+  # Narrow, so that its letters are large enough on a page or a phone.
+  figure = Figure((3.2 * columns, 2.6 * rows), layout='constrained')
   if len(runs) == 1:
     figure.suptitle(*runs)
   first = None
