@@ -41,6 +41,8 @@ _LINES = 4
 _PAIRS = (
   ('merit-l2', 'merit'), ('lamb', 'merit'), ('adamw', 'merit'),
   ('muon', 'merit'), ('muon', 'merit-all'), ('muon-hyperball', 'muon'),
+  ('muon-hyperball-decay', 'muon-hyperball'),
+  ('muon-hyperball-sqrt', 'muon-hyperball'),
   ('merit-all', 'merit'), ('merit-l2-all', 'merit-all'),
   ('lamb-all', 'merit-all'), ('adamw-all', 'merit-all'),
 )  # fmt: skip
@@ -181,7 +183,7 @@ def tables(cells: Cells) -> str:
   tuned = {
     rule: own
     for rule, own in cells.items()
-    if not rule.startswith('muon-') or rule == 'muon-hyperball'
+    if not rule.startswith('muon-') or rule.startswith('muon-hyperball')
   }
   sections = [
     (

@@ -163,14 +163,16 @@ def tuned(trials):
         and x['rate'] == rate
       }
       losses = [x['loss'] for x in own.values()]
-      expected = f'{np.mean(losses):.3f} ± {np.std(losses, ddof=1):.3f}'
+      # A mean may end in a 5, which np.mean's rounding would move.
+      mean = statistics.mean(losses)
+      expected = f'{mean:.3f} ± {np.std(losses, ddof=1):.3f}'
       assert cell.startswith(expected), (rule, batch)
       found[rule, batch] = own
   return found
 
 
 def _mean_and_interval(differences: list[float]) -> str:
-  mean, n = np.mean(differences), len(differences)
+  mean, n = statistics.mean(differences), len(differences)
   if n == 1:
     return f'{mean:+z.3f}'
   half = stats.t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / math.sqrt(n)
