@@ -29,7 +29,7 @@ from merit_optax.transforms.qk_clip import AttentionHeads, qk_clip
 from merit_optax.transforms.shape import scale_by_shape
 from merit_optax.transforms.trust_ratio import scale_by_max_norm_trust_ratio
 
-__version__ = '0.5.0'
+__version__ = '0.6.0'
 
 __all__ = (
   'AttentionHeads',
