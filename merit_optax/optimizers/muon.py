@@ -52,8 +52,6 @@ def muon(
     :func:`merit_optax.starting_learning_rate`.
   - Put a clip of the gradient's norm in front, such as
     :func:`optax.clip_by_global_norm`, and use a warm-up.
-  - On GPUs and TPUs pass ``ns_dtype='bfloat16'``, unless products in float32
-    are wanted.
   - ``print(merit_optax.describe(params, optimizer))`` shows how it treats each
     parameter.
 
