@@ -54,7 +54,6 @@ def make(
     beta=b1,
     hidden=hidden,
     weight_dimension_numbers=weight_dimension_numbers,
-    ns_dtype='bfloat16',
   )
   if name == 'merit':
     return merit()
