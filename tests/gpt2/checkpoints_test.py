@@ -1,5 +1,6 @@
 from pathlib import Path
 import shutil
+import threading
 import warnings
 
 import jax
@@ -150,7 +151,12 @@ def test_a_save_that_fails_is_an_error(tmp_path: Path):
   checkpoints.wait()
   shutil.rmtree(folder)
   folder.touch()  # Now a file, as if the disk had failed.
+  threads = {*threading.enumerate()}
   with pytest.raises(UnsavedError, match='step 2 cannot be saved'):
     checkpoints.save(2, _state(2.0))
     checkpoints.wait()
+  # Threads of Orbax would keep the process from its end for five minutes.
+  for thread in {*threading.enumerate()} - threads:
+    thread.join(60)
+    assert not thread.is_alive()
   assert UnsavedError.status == 5
