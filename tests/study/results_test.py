@@ -1,9 +1,10 @@
 """Tables hold to their trials, pages to the tables.
 
-What the ladder states is computed here again from its lines, without
+What the pages state is computed here again from the raw lines, without
 ``report``.
 """
 
+from collections.abc import Callable
 import gzip
 import itertools
 import json
@@ -15,20 +16,19 @@ import statistics
 import numpy as np
 from PIL import Image
 import pytest
-from scipy import stats
+from scipy import interpolate, stats
 
 _ROOT = Path(__file__).parents[2]
 _STUDY = _ROOT / 'examples' / 'study'
-# Experiments in the data by the title of their part of RESULTS.md.
-_EXPERIMENTS = {
-  'Everything tuned': 'relatives',
-  'Initial weights tuned too': 'tuned-initialization',
-  'Warm-up and b1 tuned too': 'sensitivity',
-  'Loss against batch size': 'batch-scaling',
-  'The norm, or the rest?': 'aux',
-  'With QK-norm': 'qk-norm',
-  'Rows and columns': 'rows',
-  'Ablations': 'ablation',
+_WHICH = _ROOT / 'docs' / 'which_optimizer.md'
+_PAGES = ('LADDER', 'RESULTS', 'EARLIER')
+# What stands in the column "tuned" of RESULTS.md: an experiment of the data,
+# and what the names of its optimizers end in.
+_STAGES = {
+  'rate': ('batch-scaling', ''),
+  'rate, warm-up, b1, weights': ('tuned-initialization', ''),
+  'decay too': ('relatives', ''),
+  'all again': ('relatives', ', tuned again'),
 }
 
 
@@ -39,16 +39,31 @@ def _read_lines(name: str) -> list[dict]:
 
 
 @pytest.fixture(scope='module')
-def losses():
-  """Losses of fresh seeds, by experiment, optimizer and sequences a step."""
-  trials = {x['key']: x['loss'] for x in _read_lines('trials')}
-  return {
-    (x['experiment'], x['labels']['optimizer'], x['labels']['batch']): [
-      trials[key] for key in x['fresh']
-    ]
+def find() -> Callable[..., list[dict]]:
+  """Returns a function that finds the trials of a point by its labels.
+
+  Those of fresh seeds; where there are none, that of the chosen rate.
+  """
+  trials = {x['key']: x for x in _read_lines('trials')}
+  points = [
+    (x['labels'] | {'experiment': x['experiment']}, x)
     for x in _read_lines('points')
-    if x.get('fresh') and 'batch' in x['labels'] and 'tried' not in x['labels']
-  }
+    if 'tried' not in x['labels']
+  ]
+
+  def find(**labels) -> list[dict]:
+    point, *_ = [x for own, x in points if own.items() >= labels.items()]
+    keys = point['fresh'] or point['tuning']
+    found = [trials[x] for x in keys]
+    if not point['fresh']:
+      found = [x for x in found if x['learning_rate'] == point['rate']]
+    return found
+
+  return find
+
+
+def _losses(trials: list[dict]) -> list[float]:
+  return [x['loss'] for x in trials]
 
 
 def _read_table(lines: list[str]) -> list[dict[str, str]]:
@@ -61,32 +76,15 @@ def _read_table(lines: list[str]) -> list[dict[str, str]]:
   return [dict(zip(names, row, strict=True)) for row in rows]
 
 
-def _tables(title: str) -> dict[str, list[dict[str, str]]]:
-  """Returns the tables of a part of RESULTS.md by their names."""
-  text = (_STUDY / 'RESULTS.md').read_text()
-  part = text.partition(f'## {title}\n')[2].partition('\n## ')[0]
-  return {
-    name: _read_table(part.partition(f'\n{name}:\n')[2].splitlines())
-    for name in re.findall(r'^([A-Z][a-z ]+):$', part, re.MULTILINE)
-  }
+def _part(page: str, title: str) -> list[str]:
+  """Returns the lines of a page below a heading."""
+  text = (_ROOT / page).read_text()
+  found = re.search(rf'^##+ {title}\n(.*?)(?=^##|\Z)', text, re.M | re.S)
+  return found[1].splitlines()
 
 
-@pytest.mark.parametrize(('title', 'experiment'), _EXPERIMENTS.items())
-def test_tables_say_what_the_trials_say(losses, title, experiment):
-  checked = 0
-  for name, rows in _tables(title).items():
-    if name not in ('Losses', 'Differences'):
-      continue
-    for (_, words), *cells in (row.items() for row in rows):
-      label = words.replace(' beside tuned Adam', ', rest tuned')
-      for column, cell in cells:
-        batch = int(re.search(r'batch (\d+)', column)[1])
-        found = [losses.get((experiment, x, batch)) for x in label.split(' − ')]
-        if not cell:
-          continue
-        assert cell == _show(*found), (title, label, column)
-        checked += 1
-  assert checked
+def _results(title: str) -> list[dict[str, str]]:
+  return _read_table(_part('examples/study/RESULTS.md', title))
 
 
 def _show(first: list[float], second: list[float] | None = None) -> str:
@@ -100,32 +98,158 @@ def _show(first: list[float], second: list[float] | None = None) -> str:
   return f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]'
 
 
-def _quotes() -> list[tuple[str, str, str, list[dict[str, str]]]]:
-  """Returns the tables of pages below a comment that names what they quote."""
-  found = []
-  for page in [_ROOT / 'README.md', *(_ROOT / 'docs').glob('*.md')]:
-    lines = page.read_text().splitlines()
-    for i, line in enumerate(lines):
-      if match := re.fullmatch('<!-- RESULTS, (.*): (.*) -->', line):
-        found.append((page.name, *match.groups(), _read_table(lines[i:])))
-  return found
-
-
-@pytest.mark.parametrize('page, title, name, rows', _quotes())
-def test_pages_say_what_the_tables_say(page, title, name, rows):
-  first, *others = rows[0]
-  keys = first.split(' and ')
-  table = {
-    ', '.join(filter(None, (x[key] for key in keys))): x
-    for x in _tables(title)[name]
-  }
+@pytest.mark.parametrize(
+  'title', ['Losses', 'Differences', 'Parts of Muon and Hyperball']
+)
+def test_everything_tuned(find, title):
+  rows = _results(title)
   for row in rows:
-    for column in others:
-      assert row[column] == table[row[first]][column], (page, row[first])
+    (_, names), *cells = row.items()
+    for column, cell in cells:
+      if cell:
+        found = [
+          _tuned(find, x, int(column.split()[1])) for x in names.split(' − ')
+        ]
+        assert cell == _show(*map(_losses, found)), (names, column)
+  assert len(rows) > 4
 
 
-def test_pages_quote_some():
-  assert len(_quotes()) >= 2
+def _tuned(find, name: str, batch: int) -> list[dict]:
+  """Returns the trials of an optimizer by its name on the page."""
+  old = name.replace(' beside tuned Adam', ', rest tuned')
+  for x in (f'{name}, tuned again', old.removesuffix(', first pass')):
+    for experiment in ('relatives', 'qk-norm', 'aux', 'rows'):
+      try:
+        return find(experiment=experiment, optimizer=x, batch=batch)
+      except ValueError:
+        continue
+  raise LookupError(name)
+
+
+def test_what_tuning_changes(find):
+  rows = _results('What tuning changes')
+  for row in rows:
+    (_, names), (_, stage), *cells = row.items()
+    experiment, suffix = _STAGES[stage]
+    for column, cell in cells:
+      found = [
+        find(
+          experiment=experiment,
+          optimizer=x + suffix,
+          batch=int(column.split()[1]),
+        )
+        for x in names.split(' − ')
+      ]
+      assert cell == _show(*map(_losses, found)), (names, stage, column)
+  assert {x['tuned'] for x in rows} == set(_STAGES)
+
+
+def test_tokens_for_a_loss(find):
+  difference, ratio = _results('Muon’s tokens for a loss of Hyperball')
+  lengths = [*difference][1:]
+  muon, hyperball = (
+    [
+      find(experiment='tokens', optimizer=f'{x}, rest tuned', tokens=length)
+      for length in lengths
+    ]
+    for x in ('Muon', 'Hyperball')
+  )
+  means = [statistics.mean(_losses(x)) for x in hyperball]
+  steps = [x[0]['steps'] for x in hyperball]
+  curve = interpolate.PchipInterpolator(means[::-1], np.log(steps[::-1]))
+
+  def steps_of(loss: float) -> float:
+    end = min(max(loss, means[-1]), means[0])
+    return math.exp(curve(end) + curve(end, 1) * (loss - end))
+
+  for i, length in enumerate(lengths):
+    first, second = _losses(muon[i]), _losses(hyperball[i])
+    assert difference[length] == _show(second, first)
+    found = stats.ttest_ind(first, second, equal_var=False)
+    gaps = statistics.mean(first) - means[i], *found.confidence_interval(0.95)
+    mean, low, high = (steps[i] / steps_of(means[i] + x) for x in gaps)
+    assert ratio[length] == f'{mean:.2f} [{low:.2f}, {high:.2f}]'
+
+
+def test_schedules(find):
+  for row in _results('Schedules'):
+    (_, name), *cells = row.items()
+    name = name.replace(' beside tuned Adam', ', rest tuned')
+    for column, cell in cells:
+      words = column.replace('line', 'linear')
+      pair, batch = words.split(', batch ')
+      if cell:
+        found = [
+          find(
+            experiment='schedule', optimizer=f'{name}, {x}', batch=int(batch)
+          )
+          for x in pair.split(' − ')
+        ]
+        assert cell == _show(*map(_losses, found)), (name, column)
+
+
+def test_other_models(find):
+  for row in _results('Other models'):
+    name = row['optimizer']
+    llama = find(experiment='llama', optimizer=name, model='Llama')
+    assert row['Llama, batch 256'] == _show(_losses(llama))
+    for batch in (128, 512):
+      (own,) = find(experiment='larger-gpt-2', optimizer=name, batch=batch)
+      assert row[f'GPT-2 of 2.2M, batch {batch}'] == f'{own["loss"]:.3f}'
+
+
+def test_rates_and_logits(find):
+  rows = _results('Wrong rates and attention logits')
+  for row in rows:
+    name, _, bound = row['optimizer'].partition(' with ')
+    for column, cell in [*row.items()][1:]:
+      labels = {'optimizer': name, 'factor': float(column.split()[1])}
+      labels |= (
+        {'experiment': 'attention-logits', 'bound': bound}
+        if bound
+        else {'experiment': 'rate-tolerance'}
+      )
+      if cell:
+        own = find(**labels)
+        logit = statistics.mean(x['max_attention_logit'] for x in own)
+        expected = f'{statistics.mean(_losses(own)):.3f} ({logit:,.0f})'
+        assert cell == expected, (row['optimizer'], column)
+  assert len(rows) > 8
+
+
+def test_ablations(find):
+  whole, *parts = (
+    _losses(find(experiment='ablation', optimizer=x))
+    for x in ('MERIT', *(x['part'] for x in _results('Ablations')))
+  )
+  cells = [x['loss minus MERIT’s'] for x in _results('Ablations')]
+  assert cells == [_show(x, whole) for x in parts]
+
+
+def test_shares_of_clipped_elements(find):
+  best, twice, unclipped = (
+    find(experiment='clip-threshold', threshold=threshold, factor=factor)
+    for threshold, factor in (('1', 1), ('1', 2), ('none', 2))
+  )
+  few, many = (max(x['clipped'] for x in own) for own in (best, twice))
+  gain = np.mean(_losses(unclipped)) - np.mean(_losses(twice))
+  text = _WHICH.read_text()
+  assert f"{100 * few:.1f} % of a layer's elements at the best rate" in text
+  assert f'{100 * many:.0f} % at twice it' in text
+  assert f'the clip gains {gain:.2f}' in text
+
+
+def test_costs_of_a_wrong_rate(find):
+  rows = _read_table(_part('docs/settings.md', 'Learning rate'))
+  for row in rows:
+    for column, cell in [*row.items()][1:]:
+      at, best = (
+        find(experiment='rate-tolerance', optimizer=row['optimizer'], factor=x)
+        for x in (float(column.split()[1]), 1.0)
+      )
+      means = [statistics.mean(_losses(x)) for x in (at, best)]
+      assert cell == f'{means[0] - means[1]:+.3f}', (row, column)
+  assert len(rows) > 4
 
 
 @pytest.fixture(scope='module')
@@ -341,14 +465,87 @@ def test_changes_at_equal_steps_are_those_of_the_lines(trials):
 
 def test_logits_at_four_times_the_best_rate(trials):
   peaks = {tuple(x['trial'].values()): max(x['peak_logits']) for x in trials}
-  text = ' '.join((_ROOT / 'docs/which_optimizer.md').read_text().split())
-  muon, adamw, merit, lamb = (
-    f'{peaks[rule, power, 0, 16_384]:,.0f}'
-    for rule, power in (
-      ('muon', 2), ('adamw', 1), ('merit-all', 2), ('lamb-all', 2)
-    )
-  )  # fmt: skip
+  adamw, muon = peaks['adamw', 1, 0, 16_384], peaks['muon', 2, 0, 16_384]
+  words = f'were {adamw:,.0f} with AdamW beside Adam and {muon:,.0f} with Muon'
+  assert words in ' '.join(_WHICH.read_text().split())
+
+
+def test_logits_at_four_times_the_best_rate_of_the_closed_experiments():
+  logits = {
+    row['optimizer']: re.search(r'\((.*)\)', row['× 4'])[1]
+    for row in _results('Wrong rates and attention logits')
+  }
+  text = ' '.join(_WHICH.read_text().split())
   assert (
-    f'were {adamw} with AdamW, {muon} with Muon, {merit} with MERIT and '
-    f'{lamb} with LAMB'
+    f'is {logits["LAMB"]} with LAMB, {logits["MERIT"]} with MERIT, '
+    f'{logits["AdamW"]} with AdamW, {logits["Muon"]} with Muon and '
+    f'{logits["Hyperball"]} with Muon Hyperball'
   ) in text
+  lamb, merit = (logits[f'{x} with QK-norm'] for x in ('LAMB', 'MERIT'))
+  assert f'is {lamb} with LAMB and at most {merit} with the others' in text
+  assert (
+    f'was {logits["Hyperball"]} with Hyperball and {logits["Muon"]} with Muon'
+  ) in ' '.join((_ROOT / 'docs/kit.md').read_text().split())
+
+
+def test_how_much_lower(find, tuned):
+  rows = _read_table(_part('docs/which_optimizer.md', 'How much lower'))
+  for row in rows:
+    (_, model), (_, tokens), *cells = row.items()
+    batch = _tokens(tokens)
+    for column, cell in cells:
+      first, second = column.split(' − ')
+      if model == 'GPT-2, 0.12M':
+        all_or_not = '' if first == 'Muon' else '-all'
+        rules = first.lower() + all_or_not, second.lower() + all_or_not
+        both = [tuned[x, batch] for x in rules]
+        assert cell == _mean_and_interval(_subtract(*both)), (batch, column)
+      elif model == 'GPT-2, 0.17M':
+        beside = ' beside tuned Adam' if first == 'Muon' else ''
+        names = first, second + beside
+        both = [_tuned(find, x, batch // 64) for x in names]
+        assert cell == _show(*map(_losses, both)), (batch, column)
+      elif model == 'Llama, 0.17M':
+        both = [
+          find(experiment='llama', model='Llama', optimizer=x)
+          for x in (first, second)
+        ]
+        assert cell == _show(*map(_losses, both)), column
+      else:
+        both = [
+          find(experiment='larger-gpt-2', optimizer=x, batch=batch // 128)
+          for x in (first, second)
+        ]
+        (one,), (other,) = map(_losses, both)
+        assert cell == f'{one - other:+.3f}', (batch, column)
+  assert len(rows) == 10
+
+
+def _intervals(text: str) -> set[tuple[float, float, float]]:
+  """Returns means and intervals that a text states."""
+  number = r'([+-]?[\d.]+)'
+  found = re.findall(
+    rf'{number} \[{number},\s+{number}\]', text.replace('−', '-')
+  )
+  return {(float(mean), float(low), float(high)) for mean, low, high in found}
+
+
+def test_intervals_of_pages_are_those_of_tables_or_lines(tuned):
+  tables = [
+    *_part('docs/which_optimizer.md', 'How much lower'),
+    *itertools.chain(
+      *((_STUDY / f'{name}.md').read_text().splitlines() for name in _PAGES)
+    ),
+  ]
+  known = _intervals('\n'.join(x for x in tables if x.startswith('|')))
+  for (one, batch), (other, again) in itertools.combinations(tuned, 2):
+    if batch == again:
+      both = tuned[one, batch], tuned[other, batch]
+      known |= _intervals(_mean_and_interval(_subtract(*both)))
+  known |= {(-mean, -high, -low) for mean, low, high in known}
+  checked = set()
+  for page in (_ROOT / 'README.md', *(_ROOT / 'docs').glob('*.md')):
+    stated = _intervals(page.read_text())
+    assert stated <= known, (page.name, stated - known)
+    checked |= stated
+  assert len(checked) > 40
