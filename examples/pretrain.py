@@ -5,10 +5,9 @@
     python pretrain.py  # Bytes of Python's standard library, on any device.
     JAX_NUM_CPU_DEVICES=8 python pretrain.py --mesh fsdp=4,tensor=2
 
-The same command again resumes a run that was stopped. On a pod or cluster, give
-it to every process, with --distributed on and an --out-dir that all of them
-see. Without: Llama, text of your own, object stores, a loss in chunks, export,
-W&B. The trainer in examples/gpt2 of the repository has them.
+The same command again resumes a stopped run. On a pod, give it to all processes
+with --distributed on. Llama, text of your own, remat, object stores, samples,
+export and W&B are in the trainer, examples/gpt2 of the repository.
 
 Letters at the end of a name are the axes of an array: A micro-batches, B
 sequences, T tokens, D features, F hidden features, H heads, X query, key and
@@ -317,6 +316,7 @@ def start(manager: Any, config: Config, settings: Any) -> tuple[int, Any]:
   for name, value in settings.items():
     if (was := old.get(name)) != value:
       raise ValueError(f'{config.out_dir} has {name} {was}, not {value}.')
+  print(f'going on after step {done}')
   state = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
   return done, manager.restore(done, args=ocp.args.StandardRestore(state))
 

@@ -272,7 +272,7 @@ class Config:
   # Sequences of an evaluation, at the most.
   eval_sequences: int = setting(256, at_least=1, role='free')
   # Steps between diagnostics of attention, updates and the gradient's noise:
-  # before the step, in the time of 1.2 steps; 0 for none.
+  # before the step, which takes up to twice as long; 0 for none.
   diagnostics_every: int = setting(50, at_least=0, below=math.inf, role='free')
   # Steps between checkpoints.
   checkpoint_every: int = setting(50, at_least=1, role='free')

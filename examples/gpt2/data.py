@@ -66,7 +66,7 @@ def open_source(name: str, config: Config) -> Source:
 
   To train on something that is no file, return a ``Source`` of your own here
   for a name of your choice. It can be mixed with folders of token files that
-  have as large a vocabulary.
+  have as large a vocabulary. The command ``evaluate`` reads folders only.
 
   Raises ``UsageError`` if files are missing, damaged or too short.
   """

@@ -102,20 +102,6 @@ def test_presets_resolve_with_every_optimizer(name: str):
     assert (given | {'optimizer': optimizer}).items() <= config.items()
 
 
-def test_the_readme_has_the_defaults():
-  page = Path(settings_module.__file__).with_name('README.md').read_text()
-  rows = re.findall(
-    r'^\| `([\w-]+)` \|.*? \| ([\d.]+|none) \| ([\d.]+) \| ([\d.]+) \|$',
-    page,
-    re.MULTILINE,
-  )
-  assert len(rows) > 5
-  for name, decay, *betas in rows:
-    found = [0.0 if decay == 'none' else float(decay), *map(float, betas)]
-    defaults = OPTIMIZERS[name].defaults
-    assert found == [defaults[x] for x in ('weight_decay', 'b1', 'b2')]
-
-
 @pytest.mark.parametrize(
   ('preset', 'settings', 'expected'),
   [
