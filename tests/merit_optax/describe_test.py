@@ -189,7 +189,7 @@ def test_products_on_a_mesh():
   assert products(P('fsdp')) == '?'  # There is no mesh.
   assert products(None) == 'on one device'
   with jax.set_mesh(make_mesh(data=2, fsdp=4)):
-    assert products(None) == 'whole, over fsdp'
+    assert products(None) == 'whole, over fsdp, moved by the compiler'
     assert products({'blocks': P(None, 'data', 'fsdp')}) == (
       'whole, over data, fsdp'
     )
