@@ -75,6 +75,8 @@ class MeritOptaxConfig(OptimizerConfig):
         b1=self.beta1,
         b2=self.beta2,
         eps=self.epsilon,
+        # By the names of axes that Levanter's trainer maps to its mesh.
+        shardings=hax.partitioning.pspec_for,
         weight_dimension_numbers=dimension_numbers,
       )
       if self.max_grad_norm is None:

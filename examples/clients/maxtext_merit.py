@@ -1,9 +1,15 @@
 """Trains with MaxText and merit_optax: ``opt_type=merit_optax.merit``."""
 
+import functools
+
 from absl import app
 import jax
 from maxtext.optimizers import optimizers
+from maxtext.optimizers.muon import ShardedMuonDimensionNumbers
 from maxtext.trainers.pre_train import train
+from maxtext.utils.maxtext_muon_utils import (
+  get_maxtext_muon_weight_dimension_numbers,
+)
 from maxtext.utils.muon_utils import transform_logic
 import merit_by_name
 from optax.contrib import MuonDimensionNumbers
@@ -11,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers
 _OPTION = 'opt_type=merit_optax.'
 # Ends of the names of layers that are stacked along the second axis.
 _SCANNED = ('layers', 'scanned_blocks', 'outside_pipeline')
+_get_optimizer = optimizers.get_optimizer
 
 
 def main(arguments):
@@ -25,23 +32,44 @@ def main(arguments):
 def use(name):
   """Puts an optimizer in the place of ``opt_type=adam_pax``."""
 
-  def adam_pax(
-    learning_rate, beta1, beta2, epsilon, epsilon_root, weight_decay, mask=None
-  ):
-    del epsilon_root
-    return merit_by_name.make(
-      name,
-      learning_rate,
-      weight_decay=weight_decay,
-      mask=mask,
-      b1=beta1,
-      b2=beta2,
-      eps=epsilon,
-      hidden=hidden,
-      weight_dimension_numbers=dimension_numbers,
+  def get_optimizer(config, learning_rate, model=None, mesh=None):
+    optimizers.adam_pax = functools.partial(
+      adam_pax, name, shardings(model, config, mesh)
     )
+    return _get_optimizer(config, learning_rate, model, mesh)
 
-  optimizers.adam_pax = adam_pax
+  optimizers.get_optimizer = get_optimizer
+
+
+def adam_pax(
+  name, shardings, learning_rate, beta1, beta2, epsilon, epsilon_root,
+  weight_decay, mask=None,
+):  # fmt: skip
+  """Returns an optimizer, from the arguments of MaxText's Adam."""
+  del epsilon_root
+  return merit_by_name.make(
+    name,
+    learning_rate,
+    weight_decay=weight_decay,
+    mask=mask,
+    b1=beta1,
+    b2=beta2,
+    eps=epsilon,
+    hidden=hidden,
+    shardings=shardings,
+    weight_dimension_numbers=dimension_numbers,
+  )
+
+
+def shardings(model, config, mesh):
+  """Returns those of what MaxText gives to Muon, ``None`` for the others."""
+  if model is None:  # In distillation.
+    return None
+  return jax.tree.map(
+    lambda x: x.sharding,
+    get_maxtext_muon_weight_dimension_numbers(model, config, mesh),
+    is_leaf=lambda x: isinstance(x, ShardedMuonDimensionNumbers),
+  )
 
 
 def hidden(params):

@@ -20,6 +20,7 @@ def make(
   b2=0.95,
   eps=1e-6,
   hidden=None,
+  shardings=None,
   weight_dimension_numbers,
 ):
   """Returns an optimizer.
@@ -35,6 +36,9 @@ def make(
     b2: Decay rate of the second moment of MERIT, and of Adam beside it.
     eps: Added to the root of the second moment, in the same places.
     hidden: Which parameters are hidden matrices; ``None`` if names tell.
+    shardings: How they lie on a mesh with Auto axes, for Muon and Hyperball: a
+      tree, or a function from parameters to one. Without it, all matrices may
+      be gathered.
     weight_dimension_numbers: Which axes are rows and columns.
 
   Raises:
@@ -53,6 +57,7 @@ def make(
   muon_settings = dict(
     beta=b1,
     hidden=hidden,
+    shardings=shardings,
     weight_dimension_numbers=weight_dimension_numbers,
   )
   if name == 'merit':

@@ -1,5 +1,6 @@
 """Our own loop, to compare the optimizers that frameworks make with."""
 
+import collections
 import importlib
 import math
 import os
@@ -174,3 +175,19 @@ def run_recipe():
     return done.stdout
 
   return run
+
+
+@pytest.fixture(scope='session')
+def collectives():
+  """Counts the collectives of the first program of XLA's dump in a folder."""
+
+  def count(folder):
+    program = min(folder.glob('*after_optimizations.txt'))
+    return collections.Counter(
+      re.findall(
+        r' (all-\w[\w-]*|reduce-scatter|collective-permute)\(',
+        program.read_text(),
+      )
+    )
+
+  return count

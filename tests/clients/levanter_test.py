@@ -30,7 +30,7 @@ def recipe(load_recipe):
   return load_recipe('levanter_merit')
 
 
-def test_training(run_recipe, tmp_path):
+def test_training_on_a_mesh(collectives, run_recipe, tmp_path):
   words = Tokenizer(models.WordLevel({str(i): i for i in range(8)}, '0'))
   words.pre_tokenizer = pre_tokenizers.Whitespace()
   PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
@@ -49,25 +49,38 @@ def test_training(run_recipe, tmp_path):
       'initializer_range': 0.2,
       **_SIZES,
     },
-    'optimizer': {
-      'type': 'merit_optax',
-      'name': 'merit_hidden',
-      'learning_rate': 0.05,
-    },
     'trainer': {
       'tracker': {'type': 'json_logger'},
-      'num_train_steps': _STEPS,
       'train_batch_size': 8,
       'require_accelerator': False,
+      'mesh': {'axes': {'data': 2, 'model': 2}},
     },
   }
-  (tmp_path / 'config.yaml').write_text(yaml.safe_dump(config))
-  output = run_recipe(
-    'levanter_merit.py', '--config_path', 'config.yaml', cwd=tmp_path
+
+  def train(optimizer, steps):
+    config['optimizer'] = optimizer
+    config['trainer']['num_train_steps'] = steps
+    (tmp_path / 'config.yaml').write_text(yaml.safe_dump(config))
+    folder = tmp_path / optimizer['type']
+    output = run_recipe(
+      'levanter_merit.py', '--config_path', 'config.yaml',
+      cwd=tmp_path,
+      XLA_FLAGS='--xla_force_host_platform_device_count=4 '
+      f'--xla_dump_to={folder} --xla_dump_hlo_as_text '
+      '--xla_dump_hlo_module_re=jit__train_step',
+    )  # fmt: skip
+    return output, collectives(folder)
+
+  output, sent = train(
+    {'type': 'merit_optax', 'name': 'muon', 'learning_rate': 0.05}, _STEPS
   )
   losses = [float(x) for x in re.findall(r'"train/loss": ([\d.]+)', output)]
   assert len(losses) >= _STEPS
   assert losses[-1] < losses[0] - 0.5, losses
+  _, by_adam = train({'type': 'adam'}, 2)
+  # Matrices of three groups move along two axes until whole, and back.
+  assert sent - by_adam == {'all-to-all': 3 * 2 * 2}
+  assert not by_adam - sent
 
 
 _ATTENTION = {
@@ -92,17 +105,18 @@ def assert_steps(recipe, assert_like_our_loop):
     made = recipe.MeritOptaxConfig(
       name=name, warmup=0.0, lr_schedule='constant'
     )
-    assert_like_our_loop(
-      made.build(_STEPS),
-      name,
-      trainables_only(model, True),
-      layouts,
-      learning_rate=0.02,
-      weight_decay=0.01,
-      others='embeddings|lm_head|moe/gate',
-      # Levanter's mask leaves these out.
-      undecayed='(ln_|norm|embeddings|/bias/)',
-    )
+    with hax.axis_mapping({}):  # As the trainer does for its mesh.
+      assert_like_our_loop(
+        made.build(_STEPS),
+        name,
+        trainables_only(model, True),
+        layouts,
+        learning_rate=0.02,
+        weight_decay=0.01,
+        others='embeddings|lm_head|moe/gate',
+        # Levanter's mask leaves these out.
+        undecayed='(ln_|norm|embeddings|/bias/)',
+      )
 
   return check
 

@@ -24,24 +24,31 @@ _SETTINGS = """
 """
 
 
-def test_training_on_a_mesh(run_recipe, tmp_path):
-  output = run_recipe(
-    'maxtext_merit.py', *_SETTINGS.split(), f'steps={_STEPS}',
-    'opt_type=merit_optax.muon', 'learning_rate=0.03',
-    'learning_rate_final_fraction=0', 'ici_fsdp_parallelism=4',
-    f'base_output_directory={tmp_path}',
-    cwd=tmp_path,
-    XLA_FLAGS='--xla_force_host_platform_device_count=4 --xla_dump_to=hlo '
-    '--xla_dump_hlo_as_text --xla_dump_hlo_module_re=jit_train_step',
-  )  # fmt: skip
+def test_training_on_a_mesh(collectives, run_recipe, tmp_path):
+  def train(opt_type, steps):
+    folder = tmp_path / opt_type
+    output = run_recipe(
+      'maxtext_merit.py', *_SETTINGS.split(), f'steps={steps}',
+      f'opt_type={opt_type}', 'learning_rate=0.03',
+      'learning_rate_final_fraction=0', 'ici_fsdp_parallelism=2',
+      'ici_tensor_parallelism=2', f'base_output_directory={folder}',
+      cwd=tmp_path,
+      XLA_FLAGS='--xla_force_host_platform_device_count=4 '
+      f'--xla_dump_to={folder} --xla_dump_hlo_as_text '
+      '--xla_dump_hlo_module_re=jit_train_step',
+    )  # fmt: skip
+    return output, collectives(folder)
+
+  output, sent = train('merit_optax.muon', _STEPS)
   losses = [
     float(x) for x in re.findall(r'step: \d+.*? loss: ([\d.]+)', output)
   ]
   assert len(losses) == _STEPS
   assert losses[-1] < losses[0] - 1, losses
-  [program] = (tmp_path / 'hlo').glob('*after_optimizations.txt')
-  # Matrices of two shapes move to the devices whole, and back.
-  assert program.read_text().count(' all-to-all(') == 4
+  _, by_adam = train('adamw', 1)
+  # Matrices of three groups move along two axes until whole, and back.
+  assert sent - by_adam == {'all-to-all': 3 * 2 * 2}
+  assert not by_adam - sent
 
 
 _OUTSIDE = {'token_embedder': 'rc', 'logits_dense': 'rc', 'decoder_norm': 'c'}
