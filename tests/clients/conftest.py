@@ -62,7 +62,6 @@ def _expected(name, learning_rate, weight_decay, mask, hidden, specs):
     learning_rate,
     hidden=hidden,
     weight_dimension_numbers=specs,
-    ns_dtype='bfloat16',
     **decay,
   )
 
