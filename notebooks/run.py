@@ -1,6 +1,6 @@
 """Runs notebooks and keeps their outputs: python notebooks/run.py [NAME ...].
 
-Without names it runs all, which takes about six minutes on two cores.
+Without names it runs all, which takes ten minutes of one core.
 """
 
 import hashlib

@@ -31,6 +31,7 @@ _CLAIMS = {
 # A short form of a notebook has these lines instead.
 _SHORT = {
   'STEPS = 150': 'STEPS = 10',
+  'TOKENS = 442_368': 'TOKENS = 32_768',
   'STEPS, MEASUREMENTS, BATCHES = 300, 8, 12':
     'STEPS, MEASUREMENTS, BATCHES = 20, 4, 3',
   'for factor in [0.5, 1, 2]:': 'for factor in [1]:',
