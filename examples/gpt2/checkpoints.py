@@ -103,7 +103,8 @@ class Checkpoints:
         async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
       ),
     )
-    for step in self.steps():
+    # What only reads deletes nothing, and need not know the best.
+    for step in () if read_only else self.steps():
       with contextlib.suppress(Exception):  # The checkpoint is damaged.
         loss = self._manager.metadata(step).custom_metadata['val_loss']
         self._val_losses[step] = float(loss)

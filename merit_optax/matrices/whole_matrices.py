@@ -80,9 +80,9 @@ def where_multiplied(params: Any, axes: Any, shardings: Shardings) -> list[str]:
   if layout.mesh is None:
     return ['on one device'] * len(each_axes)
   if layout.specs is None:
-    names = ', '.join(layout.names)
-    where = f'whole, over {names}, moved by the compiler'
-    where = where if names else 'left to the compiler'
+    where = 'left to the compiler'
+    if layout.names:
+      where = f'whole, over {", ".join(layout.names)}, moved by the compiler'
     return [where] * len(each_axes)
 
   def where_of(x: Any, axes: MatrixAxes, spec: P) -> str:
