@@ -310,8 +310,11 @@ def test_many_matrices_are_computed_a_few_at_a_time(monkeypatch):
   transform = merit_optax.scale_by_muon(weight_dimension_numbers=_SPEC(-2, -1))
   expected = _updates(transform, gradients)
   monkeypatch.setattr(whole_matrices, '_MOST_AT_ONCE', 200)
-  found = _updates(
-    merit_optax.scale_by_muon(weight_dimension_numbers=_SPEC(-2, -1)), gradients
-  )
+  transform = merit_optax.scale_by_muon(weight_dimension_numbers=_SPEC(-2, -1))
+  found = _updates(transform, gradients)
+  state = transform.init(gradients)
+  program = str(jax.make_jaxpr(transform.update)(gradients, state))
+  # Pieces of 3 x 64 elements, and of 96.
+  assert 'f32[2,3,8,8]' in program and 'f32[5,1,8,12]' in program
   for name, x in expected.items():
     np.testing.assert_allclose(found[name], x, atol=1e-5)
