@@ -22,7 +22,7 @@ Counts: TypeAlias = Mapping[Any, int | Sequence[int]]
 _ATTENTION_INPUT = re.compile(r'(^|_)(query|key|value|q|k|v)(_proj)?$')
 _ATTENTION_OUTPUT = re.compile(r'(^|_)(out|o)(_proj)?$')
 _CONVOLUTION = re.compile(r'((^|_)c|C)onv(olution|transpose)?(?![a-z])')
-VECTORS = ('bias', 'scale')
+_VECTOR = re.compile(r'(^|_)(bias|scale)$')
 
 
 def flax_dimension_numbers(
@@ -34,20 +34,20 @@ def flax_dimension_numbers(
 ) -> Any:
   """Creates the dimension numbers of Flax modules (NNX or Linen).
 
-  A parameter is recognized by the last names of its path:
+  A parameter is recognized by the last names of its path, and by its axes other
+  than those that ``stacked`` names:
 
-  - ``kernel``, ``w`` or ``weight`` with two axes (``Dense``, ``Linear``,
-    ``Einsum`` with two): the first axis are rows, the second are columns;
+  - ``bias``, ``scale`` (also ``q_bias``, ...), and others with at most one axis
+    but kernels and embeddings: the weight-wise ratio over all axes;
+  - others with two axes, whatever the name: the first are rows, the second are
+    columns;
   - ``kernel`` with three axes below ``query``, ``key`` or ``value`` (also
     ``q``, ``q_proj``, ...), of shape (model, heads, head_dim): one matrix of
     model rows and heads times head_dim columns; below ``out`` (also ``o``,
     ``out_proj``, ...), of shape (heads, head_dim, model), the reverse;
   - ``kernel`` with three or more axes below a name that contains the word
     ``conv`` (``Conv_0``, ``conv1``, ``patch_conv``): windows and inputs are
-    rows, outputs are columns;
-  - ``embedding``, of shape (entries, features): a matrix;
-  - ``bias``, ``scale``, and others with at most one axis but kernels: the
-    weight-wise ratio over all axes that are not stacked.
+    rows, outputs are columns.
 
   A stack of layers or experts that ``stacked`` does not name can look like an
   attention or convolution kernel. The bias beside a kernel tells them apart:
@@ -134,7 +134,7 @@ def specs_of_flax(
       'stacked, overrides and fused must match a path each, got patterns that '
       f'match none: {sorted(map(str, unused))}.'
     )
-  unknown: list[str] = []
+  unknown: dict[str, str] = {}
 
   def spec(path: tuple[Any, ...], param: Any) -> Spec | None:
     name, shape = name_of(path), tuple(param.shape)
@@ -147,19 +147,25 @@ def specs_of_flax(
     found = _recognise(name.split('/'), len(shape), axes)
     doubt = '' if found is None else _contradiction(found, name, shapes)
     if found is None or doubt:
-      unknown.append(f'{name} {shape}{doubt}')
+      unknown[name] = f'{name} {shape}{doubt}'
     return found
 
   specs = jax.tree_util.tree_map_with_path(spec, params)
   if unknown:
-    raise ValueError(
-      f'params holds parameters that are not recognized: {", ".join(unknown)}. '
+    hint = (
       'If axes count layers or experts, say so by stacked, such as '
       'functools.partial(merit_optax.flax_dimension_numbers, '
       "stacked={'blocks/': 1}) for weight_dimension_numbers, or {'blocks/': "
-      '(1,)} if they are the second axis; otherwise give '
-      'their dimension numbers by overrides, such as '
-      "overrides={'query/kernel': MuonDimensionNumbers((0,), (1, 2))}."
+      '(1,)} if they are the second axis. '
+    )
+    if all(_stacked_axes(stacked, x, len(shapes[x])) for x in unknown):
+      hint = ''  # The user has followed it.
+    pattern = f'^{re.escape(next(iter(unknown)))}$'
+    raise ValueError(
+      'params holds parameters that are not recognized: '
+      f'{", ".join(unknown.values())}. {hint}Their dimension numbers can be '
+      f'given by overrides, such as overrides={{{pattern!r}: '
+      'MuonDimensionNumbers(-2, -1)} for matrices over the last two axes.'
     )
   return specs
 
@@ -288,10 +294,9 @@ def _num_row_axes(names: list[str], ndim: int) -> int | None:
   """Returns how many of the axes are rows, or None if no rule fits."""
   leaf, owner = names[-1], names[-2] if len(names) > 1 else ''
   rules = (
-    (leaf in VECTORS, 0),
-    (leaf == 'embedding' and ndim == 2, 1),
+    (_VECTOR.search(leaf), 0),
     (ndim < 2 and leaf not in ('kernel', 'w', 'embedding'), 0),
-    (leaf in ('kernel', 'w', 'weight') and ndim == 2, 1),
+    (ndim == 2, 1),
     (leaf == 'kernel' and ndim > 2 and _CONVOLUTION.search(owner), ndim - 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_INPUT.search(owner), 1),
     (leaf == 'kernel' and ndim == 3 and _ATTENTION_OUTPUT.search(owner), 2),

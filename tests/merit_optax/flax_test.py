@@ -1,5 +1,6 @@
 """Dimension numbers of real Flax modules, Linen and NNX."""
 
+import ast
 import functools
 import re
 import warnings
@@ -160,8 +161,6 @@ _UNKNOWN = {
   'vector/kernel': (8,),
   'embed/embedding': (2, 3, 4),
   'q_proj/w': (3, 8, 4),
-  'lora/lora_a': (8, 2),
-  'table': (2, 3),
 }
 
 
@@ -183,6 +182,30 @@ def test_unrecognized_parameters_are_named():
     merit_optax.flax_dimension_numbers(params)
   named = re.findall(r'([\w/]+) (\([\d, ]+\))', str(error.value))
   assert dict(named) == {path: str(shape) for path, shape in _UNKNOWN.items()}
+
+
+@hypothesis.given(
+  st.sampled_from(['wq', 'experts/w_in', 'lora_a', 'embed', 'bias', 'q_bias']),
+  st.integers(0, 2),
+  st.integers(1, 4),
+)
+def test_two_axes_beside_layers_are_a_matrix_of_any_name(name, layers, others):
+  path, ndim = f'layers/{name}', layers + others
+  params = {path: _shape(*range(2, 2 + ndim))}
+  options = {'stacked': {'layers/': layers}}
+  is_vector = others == 1 or name.endswith('bias')
+  expected = (*range(layers, ndim),)
+  expected = ((), expected) if is_vector else (expected[:1], expected[1:])
+  if others > 2 and not is_vector:
+    with pytest.raises(ValueError, match='not recognized') as error:
+      merit_optax.flax_dimension_numbers(params, **options)
+    # A hint that was followed is not repeated. The other one can be copied.
+    assert ('by stacked' in str(error.value)) == (layers == 0)
+    (overrides,) = re.findall(r'overrides=({.*?})', str(error.value))
+    overrides = overrides.replace(_Spec.__name__, '')
+    (pattern, expected) = ast.literal_eval(overrides).popitem()
+    options['overrides'] = {pattern: _Spec(*expected)}
+  assert _specs(params, **options) == {path: expected}
 
 
 @pytest.mark.parametrize(
