@@ -173,8 +173,8 @@ def _warn_of_unknown(params: Any, each_role: list[str]) -> None:
 def _expressions(params: Any, each_role: list[str]) -> list[str]:
   """Returns expressions for all that are, or may be, hidden matrices.
 
-  Layers that differ in their numbers have one expression, unless it would be
-  found in others too.
+  Of more than eight, layers that differ in their numbers have one expression,
+  unless it would be found in others too.
   """
   wanted: list[str] = []
   others: list[str] = []
@@ -186,7 +186,7 @@ def _expressions(params: Any, each_role: list[str]) -> list[str]:
     exact = f'^{re.escape(name)}$'
     numbered = re.sub('[0-9]+', '[0-9]+', exact)
     is_in_others = any(re.search(numbered, x) for x in others)
-    return exact if is_in_others else numbered
+    return exact if len(wanted) <= 8 or is_in_others else numbered
 
   return [*dict.fromkeys(map(expression, wanted))]
 

@@ -144,6 +144,22 @@ def test_what_messages_suggest_can_be_copied(shapes, build):
     assert found == expected
 
 
+@pytest.mark.parametrize('count, listed', [(8, 8), (9, 1)])
+def test_first_and_last_layers_can_be_left_out_as_a_message_says(count, listed):
+  params = {f'layers/{i}/kernel': jnp.eye(3) for i in range(count)}
+  with (
+    pytest.warns(UserWarning, match='do not tell'),
+    pytest.raises(ValueError, match=_NOTHING) as error,
+  ):
+    merit_optax.muon(0.1).init(params)
+  (hidden,) = re.findall(r'Pass hidden=(\[.*?\]),', str(error.value))
+  hidden = ast.literal_eval(hidden)
+  assert len(hidden) == listed
+  if listed > 1:
+    chosen = merit_optax.hidden_matrices(params, hidden[1:-1])
+    assert [*chosen.values()] == [False, *[True] * (count - 2), False]
+
+
 @hypothesis.given(
   st.sampled_from(['norm', 'ln_1', 'layer_norm', 'q_norm']),
   st.sampled_from(['weight', 'scale', 'w']),
