@@ -232,7 +232,7 @@ def _find_adam(state: Any) -> _Found:
     raise ValueError(
       f'state must hold one optax.ScaleByAdamState, found {len(found)}. Of a '
       "partition with several, pass the state of MERIT's part, such as "
-      "state.inner_states['matrix']."
+      "state.inner_states['hidden']."
     )
   ((path, adam),) = found
   injected: dict[str, Any] = {}

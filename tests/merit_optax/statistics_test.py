@@ -1,6 +1,7 @@
 """`merit_statistics` against a NumPy oracle and against the optimizer."""
 
 import functools
+import re
 
 import chex
 from flax import nnx
@@ -256,14 +257,16 @@ def test_schedules_are_read_at_their_own_counts(build):
 )
 def test_a_partition(build, other, num_adams):
   params, gradients = _tree(0), _tree(10)
-  labels = {'w': 'matrix', 'blocks': 'matrix', 'b': 'other'}
-  parts = {'matrix': build(learning_rate=0.1), 'other': other}
-  state = optax.partition(parts, labels).init(params)
+  both = merit_optax.partition_hidden(
+    build(learning_rate=0.1), other, hidden='w'
+  )
+  state = both.init(params)
   statistics = merit_optax.merit_statistics(0.1)
   if num_adams == 2:
-    with pytest.raises(ValueError, match=r"found 2.*inner_states\['matrix'\]"):
+    with pytest.raises(ValueError, match='found 2') as error:
       statistics(gradients, state, params)
-    state = state.inner_states['matrix']
+    (part,) = re.findall(r"state\.inner_states\['(\w+)'\]", str(error.value))
+    state = state.inner_states[part]
   expected = _watch(params, gradients)
   chex.assert_trees_all_close(
     statistics(gradients, state, params),
