@@ -53,7 +53,8 @@ def describe(
 
   Raises:
     ValueError: If ``params`` holds anything but arrays of numbers, if
-      ``optimizer`` is none, or if two paths are the same as text.
+      ``optimizer`` is none, if two paths are the same as text, or if
+      ``shardings`` need a mesh or do not fit it.
 
   Examples:
     >>> import jax.numpy as jnp
@@ -174,10 +175,7 @@ def _products(i: int, leaves: list[Any], column: _Column) -> str:
   if not found:
     return ''
   where, index = found[0]
-  try:
-    return str(where()[index])
-  except ValueError:  # Of specs, without their mesh.
-    return '?'
+  return str(where()[index])
 
 
 def _sizes(shape: tuple[int, ...], axes: MatrixAxes) -> tuple[int, ...]:

@@ -103,9 +103,18 @@ def names_by_axis(spec: P, ndim: int) -> list[tuple[str, ...]]:
   ]
 
 
-def warn_of_unknown_layout(params: Any, shardings: Shardings) -> None:
-  """Warns of placed parameters that only ``shardings`` could tell of."""
+def check_layout(params: Any, shardings: Shardings) -> None:
+  """Checks shardings, as far as that needs no mesh.
+
+  Raises:
+    ValueError: If a parameter has none.
+
+  Warns:
+    UserWarning: If they are missing, and only they could tell of placed
+      parameters.
+  """
   if shardings is not None:
+    _given(params, shardings)
     return
   for name, x in named_leaves(params):
     place = None if isinstance(x, jax.core.Tracer) else _place(x)

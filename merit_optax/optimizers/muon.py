@@ -106,7 +106,8 @@ def muon(
     ValueError: If an argument is out of range; by ``init`` and ``update`` if
       ``hidden`` or a spec does not fit the parameters, and if a hidden matrix
       with more than two axes is not recognized; by ``init`` if nothing is
-      hidden; by ``update`` if it is called without ``params``.
+      hidden, or if a hidden matrix lacks its sharding; by ``update`` if it is
+      called without ``params``.
 
   Warns:
     UserWarning: By ``init``, if ``hidden`` is ``None`` and names do not tell

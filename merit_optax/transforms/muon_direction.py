@@ -24,8 +24,8 @@ from merit_optax.matrices.dimension_numbers import (
 )
 from merit_optax.matrices.shardings import (
   Shardings,
+  check_layout,
   check_shardings,
-  warn_of_unknown_layout,
 )
 from merit_optax.matrices.whole_matrices import map_matrices, where_multiplied
 from merit_optax.transforms.newton_schulz import (
@@ -131,8 +131,8 @@ def scale_by_muon(
       is not accepted, or if the momentum would never decay in its dtype (by
       ``init`` if that dtype is the parameter's); by ``init`` if a dtype is
       given for complex parameters; by ``init`` and ``update`` if a spec does
-      not fit its parameter; by ``update`` if ``shardings`` do not fit the
-      parameters or the mesh.
+      not fit its parameter, or if a parameter lacks its sharding; by ``update``
+      if ``shardings`` do not fit the mesh.
 
   Warns:
     UserWarning: By ``init``, if nothing specifies the rows and columns of a
@@ -171,10 +171,10 @@ def scale_by_muon(
     params = as_arrays(params)
     check_params(weight_dimension_numbers, params)
     axes = matrix_axes(weight_dimension_numbers, params)
+    check_layout(params, shardings)
     where = functools.partial(where_multiplied, params, axes, shardings)
     leaves = jax.tree.leaves(params)
     record('products', params, [(where, i) for i in range(len(leaves))])
-    warn_of_unknown_layout(params, shardings)
     check_decay('beta', beta, mu_dtype, params)
     check_real('mu_dtype', mu_dtype, params)
     check_real('ns_dtype', ns_dtype, params)

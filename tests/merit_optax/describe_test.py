@@ -186,7 +186,8 @@ def test_products_on_a_mesh():
     assert embedding.endswith('  -')
     return re.split('  +', blocks)[-1]
 
-  assert products(P('fsdp')) == '?'  # There is no mesh.
+  with pytest.raises(ValueError, match=r'^shardings name axes .*jax.set_mesh'):
+    products(P('fsdp'))
   assert products(None) == 'on one device'
   with jax.set_mesh(make_mesh(data=2, fsdp=4)):
     assert products(None) == 'whole, over fsdp, moved by the compiler'

@@ -221,6 +221,16 @@ def test_shardings_that_do_not_fit_are_named(shardings, words):
     jax.jit(transform.update)(params, transform.init(params))
 
 
+@pytest.mark.parametrize('shardings', [{'v': P()}, lambda _: {'v': P()}])
+def test_incomplete_shardings_are_refused_before_a_step(shardings):
+  params = dict.fromkeys('vw', jnp.eye(8))
+  optimizer = merit_optax.muon(0.1, hidden='v|w', shardings=shardings)
+  with pytest.raises(ValueError, match="^shardings must hold .* for 'w'"):
+    optimizer.init(params)
+  table = merit_optax.describe(params, optimizer)
+  assert '\ninit raises: shardings must hold ' in table
+
+
 def test_specs_need_a_mesh():
   params = {'w': jnp.ones((16, 8))}
   transform = merit_optax.scale_by_muon(shardings=P('fsdp'))
