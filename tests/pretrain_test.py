@@ -1,11 +1,13 @@
 """The file to copy: any mesh, resuming, what it refuses, its commands."""
 
 import json
+import logging
 import os
 from pathlib import Path
 import random
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -104,7 +106,18 @@ def test_a_stopped_run_resumes_to_the_same_bits(number, tmp_path):
   else:
     assert process.returncode in (0, 143)  # It may have been at its end.
   assert _train(stopped, **_MESH) == _train(whole, **_MESH)
-  assert _train(stopped, **_MESH) == _lines(whole)  # There is nothing to do.
+
+
+def test_a_run_that_goes_on_says_what_is_done_and_warns_of_nothing(
+  tmp_path, capsys, caplog
+):
+  lines = _train(tmp_path)
+  shutil.rmtree(tmp_path / 'checkpoints' / '20')
+  for done in (16, 20):
+    assert _train(tmp_path) == lines
+    output = capsys.readouterr().out
+    assert f'{tmp_path}: {done} of 20 steps are done\n' in output
+  assert [x for x in caplog.records if x.levelno >= logging.WARNING] == []
 
 
 def test_another_run_is_not_gone_on_with(tmp_path):
@@ -135,11 +148,16 @@ def test_numbers_that_are_not_finite_leave_no_checkpoint(tmp_path):
     ({'checkpoint_every': 0}, 'checkpoint_every must be at least 1, got 0'),
     ({'vocab_size': 200}, 'vocab_size must be above 2.., a token'),
     ({'context_length': 4000}, 'context_length must be below 4000'),
+    (
+      {'data': __file__},
+      r'data must be stdlib, or .*prepare.*, got .*test\.py',
+    ),
+    ({'data': '/no/such'}, "data must be stdlib, or .*, got '/no/such'"),
   ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, message, data):
   with pytest.raises(ValueError, match=message):
-    _train(data / 'run', data=str(data), **settings)
+    _train(data / 'run', **{'data': str(data), **settings})
 
 
 @pytest.mark.parametrize('dtype', [np.int32, np.uint32, np.int64, '>i4'])
