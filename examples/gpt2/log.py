@@ -46,23 +46,15 @@ class StepLog(contextlib.ExitStack):
 
   The metrics of a step are fetched after the next one has been dispatched. As a
   context, it closes what it has opened at its end.
+
+  It is made before the programs are compiled, since W&B may refuse the run, and
+  ``begin`` is called before the first step.
   """
 
-  def __init__(
-    self,
-    config: Config,
-    trainer: Trainer,
-    folder: RunFolder,
-    done: int,
-    tokens_done: int,
-  ):
-    """Takes the steps that are done, and their tokens, 0 if not known."""
+  def __init__(self, config: Config, trainer: Trainer, folder: RunFolder):
     super().__init__()
-    self._config, self._path = config, folder.path
+    self._config, self._folder = config, folder
     self._sizes = batch_sizes(config)
-    length = config.model.context_length
-    # A fork may have taken its first steps with another batch size.
-    self._tokens = tokens_done or int(self._sizes[:done].sum()) * length
     self._peak_tokens_per_second = (
       hardware.peak_flops(jax.devices()[0])
       * jax.device_count()
@@ -70,24 +62,34 @@ class StepLog(contextlib.ExitStack):
     )
     self._rates = learning_rates(config)
     self._writers: list[Callable[[dict[str, Any]], None]] = []
-    if is_process_0():
-      self._writers = self._open_writers(folder, done)
+    if config.wandb is not None:
+      on_process_0(self._open_wandb, config.wandb)
     self._shown = -math.inf  # When a step was last shown.
     self._evaluation = 'none'
     self._running: Any = None
+
+  def _open_wandb(self, project: str) -> None:
+    self._writers.append(_open_wandb(self, project, self._folder))
+
+  def begin(self, done: int, tokens_done: int) -> None:
+    """Takes the steps that are done, and their tokens, 0 if not known."""
+    length = self._config.model.context_length
+    # A fork may have taken its first steps with another batch size.
+    self._tokens = tokens_done or int(self._sizes[:done].sum()) * length
+    if is_process_0():
+      self._open_files(done)
     self._since = time.perf_counter()
 
-  def _open_writers(
-    self, folder: RunFolder, done: int
-  ) -> list[Callable[[dict[str, Any]], None]]:
-    """Returns functions that take the metrics of a step."""
-    self._file = _MetricsFile(self.enter_context, folder.path / METRICS)
-    writers: list[Callable[[dict[str, Any]], None]] = [self._file.add]
+  def _open_files(self, done: int) -> None:
+    path = self._folder.path
+    # W&B gets the lines that it lacks.
+    for write in self._writers:
+      for metrics in self._folder.read_metrics():
+        write(metrics)
+    self._file = _MetricsFile(self.enter_context, path / METRICS)
+    self._writers.insert(0, self._file.add)
     if self._config.tensorboard:
-      writers.append(_open_board(self, folder.path, done))
-    if self._config.wandb is not None:
-      writers.append(_open_wandb(self, self._config.wandb, folder))
-    return writers
+      self._writers.append(_open_board(self, path, done))
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
@@ -167,7 +169,7 @@ class StepLog(contextlib.ExitStack):
     found = ', '.join(f'{k} is {v}' for k, v in values.items())
     raise NotFiniteError(
       f'at step {step} {found}; the step changed no weights (evaluation before:'
-      f' {self._evaluation}). Metrics so far are in {self._path}.'
+      f' {self._evaluation}). Metrics so far are in {self._folder.path}.'
     )
 
   def _show(self, metrics: dict[str, Any]) -> None:
@@ -229,8 +231,6 @@ def _open_board(
   """Opens TensorBoard."""
   import tensorboardX  # noqa: PLC0415  Optional.
 
-  if is_remote(folder):
-    raise UsageError(f'--tensorboard needs --out-dir on a disk, got {folder}.')
   board = stack.enter_context(
     tensorboardX.SummaryWriter(str(folder / 'tensorboard'), purge_step=done + 1)
   )
@@ -248,8 +248,8 @@ def _open_wandb(
   """Opens a new run at Weights & Biases, or that of the folder.
 
   W&B takes each step once: steps that are taken again have the same numbers and
-  are left out, and those that it lacks are sent first. Raises ``UsageError`` if
-  W&B does not know who it is to log in as.
+  are left out. Raises ``UsageError`` if W&B does not know who it is to log in
+  as, or refuses the project.
   """
   import wandb  # noqa: PLC0415  Optional.
 
@@ -277,8 +277,6 @@ def _open_wandb(
     if metrics['step'] >= run.starting_step:
       run.log(scalars(metrics), step=metrics['step'], commit=True)
 
-  for metrics in folder.read_metrics():
-    write(metrics)
   return write
 
 

@@ -85,9 +85,12 @@ def take_steps(
     UsageError: If there are checkpoints but none is sound, or if what the run
       is to start from cannot be used.
   """
-  with Checkpoints(
-    folder.checkpoints, config.max_to_keep, config.keep_period
-  ) as checkpoints:
+  with (
+    Checkpoints(
+      folder.checkpoints, config.max_to_keep, config.keep_period
+    ) as checkpoints,
+    StepLog(config, trainer, folder) as log,
+  ):
     programs = _compile(trainer, config, data, measure)
     done, state = _first(trainer, first_state, checkpoints)
     tokens_done = on_process_0(folder.keep_metrics, done, config.fork_from)
@@ -97,36 +100,36 @@ def take_steps(
       print_once(f'step {done}: validation loss {val_loss:.4f}')
     batches = step_batches(config, data.sequences, trainer.mesh, done)
     batch: Any = next(batches, None)
-    with StepLog(config, trainer, folder, done, tokens_done) as log:
-      for step in range(done + 1, config.steps + 1):
-        _trace(config, folder, step - done, state)
-        size, measured = batch.shape[0] * batch.shape[1], {}
-        if size in programs.measure and _is_due(
-          config, step, config.diagnostics_every
-        ):
-          log.finish_step()
-          with log.paused():
-            measured = as_json(programs.measure[size](state, batch))
-        state, metrics = programs.steps[size](state, batch)
-        # The host makes the next batch, and logs the step before, while the
-        # devices take this one.
-        start = time.perf_counter()
-        batch = next(batches, None)
-        log.begin_step(step, metrics | measured, time.perf_counter() - start)
-        val_loss = None
-        if _is_due(config, step, config.eval_every):
-          with log.paused():
-            evaluation = programs.evaluate(state.params)
-          log.finish_step(evaluation)
-          val_loss = evaluation['val_loss']
-        received = stop.received()
-        if received or _is_save_due(config, step):
-          log.finish_step()
-          with log.paused():
-            # Lines first, so that a checkpoint never misses one.
-            log.flush()
-            checkpoints.save(step, state, val_loss)
-        _stop_if_asked(received, step, checkpoints)
+    log.begin(done, tokens_done)
+    for step in range(done + 1, config.steps + 1):
+      _trace(config, folder, step - done, state)
+      size, measured = batch.shape[0] * batch.shape[1], {}
+      if size in programs.measure and _is_due(
+        config, step, config.diagnostics_every
+      ):
+        log.finish_step()
+        with log.paused():
+          measured = as_json(programs.measure[size](state, batch))
+      state, metrics = programs.steps[size](state, batch)
+      # The host makes the next batch, and logs the step before, while the
+      # devices take this one.
+      start = time.perf_counter()
+      batch = next(batches, None)
+      log.begin_step(step, metrics | measured, time.perf_counter() - start)
+      val_loss = None
+      if _is_due(config, step, config.eval_every):
+        with log.paused():
+          evaluation = programs.evaluate(state.params)
+        log.finish_step(evaluation)
+        val_loss = evaluation['val_loss']
+      received = stop.received()
+      if received or _is_save_due(config, step):
+        log.finish_step()
+        with log.paused():
+          # Lines first, so that a checkpoint never misses one.
+          log.flush()
+          checkpoints.save(step, state, val_loss)
+      _stop_if_asked(received, step, checkpoints)
     return state
 
 

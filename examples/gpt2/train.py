@@ -55,7 +55,7 @@ from examples.gpt2.processes import (
 from examples.gpt2.resolve import resolve
 from examples.gpt2.run_folder import RunFolder
 from examples.gpt2.step import Trainer
-from examples.gpt2.storage import as_path, resolved
+from examples.gpt2.storage import as_path, is_remote, resolved
 from examples.gpt2.token_files import is_text, parse_sources
 
 _PROG = 'python -m examples.gpt2.train'
@@ -193,6 +193,9 @@ def _check_data(config: Config) -> None:
       f'--out-dir {config.out_dir} is the folder of --data, which a run must '
       'not change: choose another.'
     )
+  path = as_path(config.out_dir)
+  if config.tensorboard and is_remote(path):
+    raise UsageError(f'--tensorboard needs --out-dir on a disk, got {path}.')
   if str(config.out_dir).startswith('s3:'):
     raise UsageError(
       f'--out-dir must be on a disk or in gs://, where Orbax can write, got '

@@ -43,9 +43,13 @@ def folder(tmp_path: Path) -> RunFolder:
 @pytest.fixture
 def make_log(folder: RunFolder, trainer: Trainer) -> Callable[..., StepLog]:
   """Makes the log of a run, after some steps and with some settings."""
-  return lambda done=0, tokens_done=0, **settings: StepLog(
-    _config(**settings), trainer, folder, done, tokens_done
-  )
+
+  def make(done: int = 0, **settings) -> StepLog:
+    log = StepLog(_config(**settings), trainer, folder)
+    log.begin(done, 0)
+    return log
+
+  return make
 
 
 def _metrics(loss: float = 2.0, norm: float = 1.0, **more: Any) -> dict:
@@ -92,7 +96,8 @@ def test_a_metric_is_any_number_list_or_array(place: Path, trainer, capsys):
   }  # fmt: skip
   folder = RunFolder(place)
   make_folder(place)
-  with StepLog(_config(), trainer, folder, 0, 0) as log:
+  with StepLog(_config(), trainer, folder) as log:
+    log.begin(0, 0)
     log.begin_step(1, _metrics() | given, 0.0)
     log.finish_step()
     log.flush()
@@ -160,28 +165,73 @@ def _events(content: bytes, kind: Any) -> Iterator[Any]:
 
 
 def test_wandb_gets_every_number_and_each_once(
-  folder: RunFolder, make_log, monkeypatch
+  folder: RunFolder, make_log, offline
 ):
-  datastore = pytest.importorskip('wandb.sdk.internal.datastore')
-  records = pytest.importorskip('wandb.proto.wandb_internal_pb2')
+  with make_log(wandb='project') as log:
+    _log_two_steps(log)
+  assert _in_wandb(folder) >= _NUMBERS
+  # A run that goes on has the same identifier.
+  identifier = (folder.path / 'wandb_id.txt').read_text()
+  with make_log(2, wandb='project'):
+    assert (folder.path / 'wandb_id.txt').read_text() == identifier
+
+
+def test_wandb_gets_the_steps_before_it_was_asked_for(
+  folder: RunFolder, make_log, offline
+):
+  with make_log() as log:
+    _log_two_steps(log)
+  with make_log(2, wandb='project'):
+    pass
+  assert _in_wandb(folder) >= _NUMBERS
+
+
+@pytest.fixture
+def offline(folder: RunFolder, monkeypatch) -> None:
+  pytest.importorskip('wandb')
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('WANDB_SILENT', 'true')
   (folder.path / 'config.json').write_text('{"config": {"steps": 10}}')
-  with make_log(wandb='project') as log:
-    _log_two_steps(log)
+
+
+def _in_wandb(folder: RunFolder) -> set[tuple[int, str, Any]]:
+  """Returns steps, names and numbers in W&B's file of the run."""
+  import wandb  # noqa: PLC0415  Optional.
+  from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415
+
+  wandb.teardown()  # Waits for its process, which may write after a run's end.
   identifier = (folder.path / 'wandb_id.txt').read_text()
   (file,) = folder.path.glob(f'wandb/offline-run-*/run-{identifier}.wandb')
-  store = datastore.DataStore()
-  store.open_for_scan(str(file))
-  found = set()
-  while (data := store.scan_data()) is not None:
-    for item in records.Record.FromString(data).history.item:
-      name = item.key or '.'.join(item.nested_key)
-      found.add((name, json.loads(item.value_json)))
-  assert found >= {(name, value) for _, name, value in _NUMBERS}
-  # A run that goes on has the same identifier.
-  with make_log(2, wandb='project'):
-    assert (folder.path / 'wandb_id.txt').read_text() == identifier
+  histories = [
+    Record.FromString(x).history for x in _records(file.read_bytes())
+  ]
+  return {
+    (
+      history.step.num,
+      item.key or '.'.join(item.nested_key),
+      json.loads(item.value_json),
+    )
+    for history in histories
+    for item in history.item
+  }
+
+
+def _records(content: bytes) -> Iterator[bytes]:
+  """Yields the records of a LevelDB log with a head of 7 bytes.
+
+  Their parts, each behind a CRC, its size and its kind, do not cross blocks.
+  """
+  record, at, block = b'', 7, 1 << 15
+  while at < len(content):
+    if block - at % block < 7:  # Padding.
+      at += block - at % block
+      continue
+    _, size, kind = struct.unpack_from('<IHB', content, at)
+    record += content[at + 7 : at + 7 + size]
+    at += 7 + size
+    if kind in (1, 4):  # Whole, or the last part.
+      yield record
+      record = b''
 
 
 def test_a_pause_begins_when_the_step_has_ended(make_log):

@@ -89,6 +89,7 @@ def test_saved_weights_give_the_reported_loss(finished: Config):
     ('--batch-size=12', '--batch-size 12'),
     ('--context-length=100000', 'too few'),
     ('--out-dir=/dev/null/x', '--out-dir'),
+    ('--tensorboard --out-dir=gs://b/run', '--tensorboard needs --out-dir on'),
   ],
 )
 def test_mistakes_are_told_before_compiling(
@@ -100,6 +101,15 @@ def test_mistakes_are_told_before_compiling(
     main([*flags, *mistake.split()])
   assert stop.value.code == 2
   assert message in capsys.readouterr().err
+
+
+def test_what_wandb_refuses_is_told_before_compiling(tiny, monkeypatch, capsys):
+  pytest.importorskip('wandb')
+  monkeypatch.setenv('WANDB_MODE', 'offline')
+  monkeypatch.setattr(loop, '_compile', lambda *_: pytest.fail('compiled'))
+  with pytest.raises(SystemExit, match='2'):
+    main([*as_flags(tiny), '--wandb=a/b'])
+  assert '--wandb a/b: ' in capsys.readouterr().err
 
 
 def test_a_preset_needs_data(capsys):
