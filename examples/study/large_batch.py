@@ -56,7 +56,7 @@ def plan(settings: Settings, losses: Losses) -> Iterator[Trial]:
     for rule in settings.rules:
       yield from _rates(settings, losses, rule, batch_tokens)
     for seed, rule in itertools.product(settings.seeds, settings.rules):
-      for power in _near(tried(losses, rule, batch_tokens), settings.near):
+      for power in near_best(tried(losses, rule, batch_tokens), settings.near):
         yield Trial(rule, power, seed, batch_tokens)
 
 
@@ -75,7 +75,7 @@ def _rates(
     yield Trial(rule, powers[-1], 0, batch_tokens)
 
 
-def tried(losses: Losses, rule: str, batch_tokens: int) -> dict[int, float]:
+def tried(losses: Losses, rule: str, batch_tokens: int) -> dict[float, float]:
   """Returns the losses of seed 0 by the power of two of their rate."""
   return {
     trial.power: loss
@@ -84,7 +84,7 @@ def tried(losses: Losses, rule: str, batch_tokens: int) -> dict[int, float]:
   }
 
 
-def choose(by_power: dict[int, float]) -> tuple[int, bool]:
+def choose(by_power: dict[float, float]) -> tuple[float, bool]:
   """Returns the power of two to take, and whether the choice is a close one.
 
   Losses repeat to 0.003 only, from one CPU to another. So the smallest rate
@@ -95,8 +95,13 @@ def choose(by_power: dict[int, float]) -> tuple[int, bool]:
   return min(near), len(near) > 1
 
 
-def _near(by_power: dict[int, float], near: float) -> list[int]:
-  """Returns the chosen power of two, and those with losses near its own."""
+def near_best(by_power: dict[float, float], near: float) -> list[float]:
+  """Returns the chosen power of two, and those with losses near its own.
+
+  Args:
+    by_power: Losses of seed 0.
+    near: How much higher they may be, in nats per token.
+  """
   chosen, _ = choose(by_power)
   limit = by_power[chosen] + near
   others = [x for x, loss in by_power.items() if loss <= limit and x != chosen]

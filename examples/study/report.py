@@ -6,37 +6,43 @@
 The tables stand between two marks in the page; all else is left as it is.
 """
 
-import collections
 from collections.abc import Callable, Iterable
-import dataclasses
 import itertools
 import json
 import math
 from pathlib import Path
 import statistics
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from matplotlib import ticker
-from matplotlib.figure import Figure
 import numpy as np
 from scipy import stats
 import tyro
 
-from examples.study.large_batch import choose, facts_of, loss_of, read
+from examples.study.cells import (
+  Cell,
+  Cells,
+  Line,
+  at_equal_loss,
+  batches_of,
+  bounds,
+  carried_by_16,
+  group,
+  holm,
+  losses_above,
+  mean_logit,
+  of_equal_steps,
+  paired,
+  pooled,
+  read_cells,
+  rule_of,
+  same_seeds,
+  top,
+)
+from examples.study.large_batch import loss_of, read
+from examples.study.pictures import draw, draw_carried, draw_steps
 from examples.study.settings import PRESETS, Trial
 
 _BEGIN, _END = '<!-- tables: begin -->', '<!-- tables: end -->'
-# Rules of the pictures, in Okabe and Ito's colours, which colour-blind readers
-# can tell apart. All but the last two update all parameters.
-_NAMES = {
-  'adamw-all': ('AdamW', '#0072b2'),
-  'lamb-all': ('LAMB', '#e69f00'),
-  'merit-all': ('MERIT', '#009e73'),
-  'muon': ('Muon', '#d55e00'),
-  'adamw': ('AdamW, hidden', '#0072b2'),
-  'merit': ('MERIT, hidden', '#009e73'),
-}
-_LINES = 4
 # What is compared with what, at equal batch.
 _PAIRS = (
   ('merit-l2', 'merit'), ('lamb', 'merit'), ('adamw', 'merit'),
@@ -48,62 +54,6 @@ _PAIRS = (
 )  # fmt: skip
 
 Table: TypeAlias = list[dict[str, str]]
-Line: TypeAlias = dict[str, Any]
-"""A trial, as it stands in the file."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-  """The trials of a rule at a batch.
-
-  Attributes:
-    tuning: Trials of seed 0, by the power of two of their rate.
-    others: Trials of other seeds, likewise.
-  """
-
-  tuning: dict[int, Line]
-  others: dict[int, list[Line]]
-
-  @property
-  def seeds(self) -> list[Line]:
-    """Trials of other seeds: of several rates, with the best mean loss."""
-    most = max(map(len, self.others.values()), default=0)
-    complete = [x for x in self.others.values() if len(x) == most]
-    return min(
-      complete,
-      key=lambda trials: statistics.mean(map(loss_of, trials)),
-      default=[],
-    )
-
-  @property
-  def losses(self) -> list[float]:
-    """Final losses of the seeds, in nats per token."""
-    return [loss_of(x) for x in self.seeds]
-
-  def by_seed(self) -> dict[int, float]:
-    """Returns the final losses by seed."""
-    return {x['trial']['seed']: loss_of(x) for x in self.seeds}
-
-  def at(self, rate: float) -> dict[int, Line]:
-    """Returns the trials by seed whose rate is this, but for its rounding."""
-    trials = [*self.tuning.values(), *itertools.chain(*self.others.values())]
-    return {
-      x['trial']['seed']: x
-      for x in trials
-      if math.isclose(x['rate'], rate, rel_tol=0.02)
-    }
-
-  def chosen(self) -> tuple[int, bool]:
-    """Returns the power of two that seed 0 chose, and whether it was close."""
-    return choose({k: loss_of(x) for k, x in self.tuning.items()})
-
-  def rate(self) -> float:
-    """Returns the learning rate of the seeds, or that which seed 0 chose."""
-    return float((self.seeds or [self.tuning[self.chosen()[0]]])[0]['rate'])
-
-
-Cells: TypeAlias = dict[str, dict[int, Cell]]
-"""Cells by rule, then by tokens of a step."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -119,7 +69,8 @@ def write(
 
   Args:
     results: File of the trials. ``equal_steps.jsonl`` beside it has those with
-      as many steps at other batches.
+      as many steps at other batches; that with ``_finer`` after its
+      name has those at rates between powers of two.
     page: The page; made if need be. The pictures get its name.
   """
   lines = read(results)
@@ -128,14 +79,23 @@ def write(
   before, _, rest = text.partition(_BEGIN)
   _, _, after = rest.partition(_END)
   page.parent.mkdir(parents=True, exist_ok=True)
-  all_tables = tables(cells) + equal_steps(
+  by_steps = of_equal_steps(
     lines + read(results.with_name('equal_steps.jsonl'))
+  )
+  finer = group(read(results.with_stem(f'{results.stem}_finer')), rule_of)
+  all_tables = ''.join(
+    (
+      tables(cells),
+      finer_rates(cells, finer),
+      equal_steps(by_steps),
+    )
   )
   page.write_text(f'{before}{_BEGIN}\n\n{all_tables}\n{_END}{after}')
   print(f'wrote {page}')
   for name, picture in {
     '': draw(cells),
     '_carried': draw_carried(cells),
+    '_steps': draw_steps(by_steps),
   }.items():
     if picture:
       file = page.with_name(f'{page.stem.lower()}{name}.png')
@@ -143,39 +103,6 @@ def write(
       shown = {'Description': json.dumps(picture.shown)}
       picture.figure.savefig(file, dpi=200, metadata=shown)
       print(f'wrote {file}')
-
-
-def read_cells(results: Path) -> Cells:
-  """Returns the trials of a file.
-
-  A rule has the settings in its name that differ from those of the last line.
-
-  Raises:
-    FileNotFoundError: If there are none.
-  """
-  lines = read(results)
-  if not lines:
-    raise FileNotFoundError(f'results: {results} holds no trial.')
-  usual = facts_of(lines[-1])
-
-  def label(x: Line) -> str:
-    rule = x['trial']['rule']
-    others = [f'{k}={v}' for k, v in facts_of(x).items() if v != usual.get(k)]
-    return ', '.join([rule, *others])
-
-  return _group(lines, label)
-
-
-def _group(lines: Iterable[Line], label: Callable[[Line], str]) -> Cells:
-  found: Cells = collections.defaultdict(dict)
-  for x in lines:
-    trial = Trial(**x['trial'])
-    cell = found[label(x)].setdefault(trial.batch_tokens, Cell({}, {}))
-    if trial.seed:
-      cell.others.setdefault(trial.power, []).append(x)
-    else:
-      cell.tuning[trial.power] = x
-  return {k: dict(sorted(x.items())) for k, x in found.items()}
 
 
 def tables(cells: Cells) -> str:
@@ -190,8 +117,8 @@ def tables(cells: Cells) -> str:
       'Losses at tuned rates',
       'Final validation loss in nats per token, mean ± standard deviation of '
       'the seeds after seed 0, and the learning rate. ≈: seed 0 had another '
-      'rate within 0.003 of its best loss. Where several rates have as many '
-      'seeds, the better mean.',
+      'rate within 0.003 of its best loss. Of the rates within 0.02, the best '
+      'mean.',
       _by_batch(tuned, _loss),
     ),
     (
@@ -203,9 +130,7 @@ def tables(cells: Cells) -> str:
     ('Differences at tuned rates', _OF_DIFFERENCES, _differences(tuned)),
     (
       'Logits at tuned rates',
-      'The largest attention logit of all layers at the end, mean of the '
-      'seeds; in brackets the largest of the run, which is taken from more '
-      'measurements at smaller batches (every second step).',
+      'The largest attention logit of all layers at the end, mean of seeds.',
       _by_batch(tuned, _logits),
     ),
     (
@@ -216,6 +141,13 @@ def tables(cells: Cells) -> str:
       'the end, mean of the seeds, and how many seeds there are beside seed 0; '
       '0: seed 0 alone, which chose the tuned rate and so flatters it).',
       _carried(tuned),
+    ),
+    (
+      'Differences at carried rates',
+      'At 16 times the smallest batch, each rule at its best rate of that '
+      'batch times √16: differences of losses and factors of largest logits '
+      '(geometric means), same seeds, with 95 % intervals.',
+      _carried_differences(tuned),
     ),
     (
       'What helps Muon',
@@ -249,7 +181,7 @@ _OF_DIFFERENCES = (
 
 def _by_batch(cells: Cells, show: Callable[[Cell], str]) -> Table:
   """Returns a row for each rule, with a column for each batch."""
-  batches = _batches(cells)
+  batches = batches_of(cells)
   return [
     {'rule': f'`{rule}`'}
     | {
@@ -261,10 +193,6 @@ def _by_batch(cells: Cells, show: Callable[[Cell], str]) -> Table:
     for rule, own in cells.items()
     if any(x.seeds for x in own.values())
   ]
-
-
-def _batches(cells: Cells) -> list[int]:
-  return sorted({batch for own in cells.values() for batch in own})
 
 
 def _loss(cell: Cell) -> str:
@@ -281,78 +209,41 @@ def spread(losses: list[float]) -> str:
   return f'{statistics.mean(losses):.3f} ± {statistics.stdev(losses):.3f}'
 
 
-def mean_logit(trials: Iterable[Line], key: str = 'final_logits') -> float:
-  """Returns the mean over trials of the largest logit over layers."""
-  return statistics.mean(max(x[key]) for x in trials)
-
-
 def _logits(cell: Cell) -> str:
-  peak = mean_logit(cell.seeds, 'peak_logits')
-  return f'{mean_logit(cell.seeds):,.0f} ({peak:,.0f})'
-
-
-def _paired(first: dict[int, float], second: dict[int, float]) -> list[float]:
-  return [first[x] - second[x] for x in sorted(first) if x in second]
+  return f'{mean_logit(cell.seeds):,.0f}'
 
 
 def _interval(differences: list[float]) -> str:
   """Returns the mean with its interval, as text."""
   if not differences or not np.isfinite(differences).all():
     return ''
-  mean, low, high = _bounds(differences)
+  mean, low, high = bounds(differences)
   if len(differences) == 1:
     return f'{mean:+z.3f}'
   return f'{mean:+z.3f} [{low:+z.3f}, {high:+z.3f}]'
-
-
-def _bounds(differences: list[float]) -> list[float]:
-  """Returns the mean and its 95 % interval, which is empty for one value."""
-  mean = statistics.mean(differences)
-  if len(differences) == 1:
-    return [mean] * 3
-  low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
-  return [mean, float(low), float(high)]
 
 
 def _rises(cells: Cells) -> Table:
   return [
     {'rule': f'`{rule}`'}
     | {
-      f'{x:,} → {y:,}': _interval(_paired(own[y].by_seed(), own[x].by_seed()))
+      f'{x:,} → {y:,}': _interval(paired(own[y].by_seed(), own[x].by_seed()))
       if x in own and y in own
       else ''
-      for x, y in itertools.pairwise(_batches(cells))
+      for x, y in itertools.pairwise(batches_of(cells))
     }
     for rule, own in cells.items()
     if sum(bool(x.seeds) for x in own.values()) > 1
   ]
 
 
-def _pooled(cells: Cells, batch: int) -> tuple[float, int]:
-  """Returns the deviation of losses, without means of rules and seeds.
-
-  And its degrees of freedom: those of a table of rules by seeds.
-  """
-  rows = [x[batch].by_seed() for x in cells.values() if batch in x]
-  rows = [x for x in rows if x]
-  common = sorted(set.intersection(*map(set, rows))) if rows else []
-  table = np.array([[x[seed] for seed in common] for x in rows])
-  if min(table.shape) < 2 or not np.isfinite(table).all():
-    return math.nan, 0
-  rest = table - table.mean(0) - table.mean(1, keepdims=True) + table.mean()
-  free = (table.shape[0] - 1) * (table.shape[1] - 1)
-  return math.sqrt((rest**2).sum() / free), free
-
-
 def _differences(cells: Cells) -> Table:
   empty = Cell({}, {})
   found = {
-    (pair, batch): _paired(
-      *(cells[x].get(batch, empty).by_seed() for x in pair)
-    )
+    (pair, batch): paired(*(cells[x].get(batch, empty).by_seed() for x in pair))
     for pair in _PAIRS
     if set(pair) <= set(cells)
-    for batch in _batches(cells)
+    for batch in batches_of(cells)
   }
   survive = holm(
     {
@@ -364,12 +255,12 @@ def _differences(cells: Cells) -> Table:
   rows = []
   for pair in dict.fromkeys(pair for pair, _ in found):
     row = {'rule': f'`{pair[0]}` − `{pair[1]}`'}
-    for batch in _batches(cells):
+    for batch in batches_of(cells):
       differences = found[pair, batch]
       text = _interval(differences)
       if len(differences) > 1 and text:
         low, high = stats.ttest_1samp(differences, 0).confidence_interval(0.95)
-        deviation, free = _pooled(cells, batch)
+        deviation, free = pooled(cells, batch)
         error = deviation * math.sqrt(2 / len(differences))
         half = stats.t.ppf(0.975, free) * error
         star = '*' if (pair, batch) in survive else ''
@@ -377,16 +268,6 @@ def _differences(cells: Cells) -> Table:
       row[f'{batch:,} tokens'] = text
     rows.append(row)
   return rows
-
-
-def holm(p_values: dict[Any, float]) -> set[Any]:
-  """Returns the keys that are significant at 5 % by Holm's procedure."""
-  survive: set[Any] = set()
-  for rank, key in enumerate(sorted(p_values, key=lambda x: p_values[x])):
-    if p_values[key] > 0.05 / (len(p_values) - rank):
-      break
-    survive.add(key)
-  return survive
 
 
 def _carried(cells: Cells) -> Table:
@@ -406,29 +287,38 @@ def _carried(cells: Cells) -> Table:
 
 
 def _carry(cell: Cell, rate: float) -> str:
-  carried, tuned = _same_seeds(cell, rate)
-  if not carried:
+  return _above(cell.at(rate), cell.at(cell.rate()))
+
+
+def _above(given: dict[int, Line], tuned: dict[int, Line]) -> str:
+  """Returns losses above those at the tuned rate, logits and seeds as text."""
+  trials, others = same_seeds(given, tuned)
+  if not trials:
     return ''
-  if carried == tuned:
-    return f'the tuned rate ({mean_logit(tuned):,.0f})'
-  text = _interval(_losses_above(carried, tuned)) or 'diverged'
-  count = sum(x['trial']['seed'] > 0 for x in carried)
-  return f'{text} ({mean_logit(carried):,.0f}; {count})'
+  if trials == others:
+    return f'the tuned rate ({mean_logit(others):,.0f})'
+  text = _interval(losses_above(trials, others)) or 'diverged'
+  count = sum(x['trial']['seed'] > 0 for x in trials)
+  return f'{text} ({mean_logit(trials):,.0f}; {count})'
 
 
-def _same_seeds(cell: Cell, rate: float) -> tuple[list[Line], list[Line]]:
-  """Returns the trials at a rate and at the tuned one, of the same seeds.
-
-  Seed 0, which chose the tuned rate, is used alone or not at all.
-  """
-  given, tuned = cell.at(rate), cell.at(cell.rate())
-  common = sorted({*given} & {*tuned})
-  seeds = [x for x in common if x] or common
-  return [given[x] for x in seeds], [tuned[x] for x in seeds]
-
-
-def _losses_above(first: list[Line], second: list[Line]) -> list[float]:
-  return [loss_of(x) - loss_of(y) for x, y in zip(first, second, strict=True)]
+def _carried_differences(cells: Cells) -> Table:
+  carried = carried_by_16(cells)
+  rows = []
+  for pair in _PAIRS:
+    if set(pair) <= set(carried):
+      trials, others = same_seeds(*(carried[x] for x in pair))
+      if len(trials) > 1:
+        ratios = [top(x) / top(y) for x, y in zip(trials, others, strict=True)]
+        rows.append(
+          {
+            'rule': f'`{pair[0]}` − `{pair[1]}`',
+            'loss': _interval(losses_above(trials, others)),
+            'largest logit': _factor(ratios),
+            'seeds': str(len(trials)),
+          }
+        )
+  return rows
 
 
 def _variants(cells: Cells) -> Table:
@@ -447,7 +337,7 @@ def _variants(cells: Cells) -> Table:
         ]
         if rule == 'muon' and not averages:
           continue
-        differences = _paired(losses, base_losses)
+        differences = paired(losses, base_losses)
         rows.append(
           {
             'rule': f'`{rule}`',
@@ -461,28 +351,54 @@ def _variants(cells: Cells) -> Table:
   return rows
 
 
-def equal_steps(lines: list[Line]) -> str:
+def equal_steps(by_steps: dict[int, Cells]) -> str:
   """Returns the tables of runs with as many steps at several batches."""
-  by_steps = collections.defaultdict(list)
-  for x in lines:
-    batch = x['trial']['batch_tokens']
-    by_steps[x['settings']['tokens'] // batch].append(x)
-  parts = []
-  for steps, own in sorted(by_steps.items()):
-    cells = _group(own, lambda x: x['trial']['rule'])
-    several = {k: x for k, x in cells.items() if len(x) > 1}
-    if several:
-      parts.append(
-        f'## {steps} steps at every batch\n\nThe same number of steps, so a '
-        'larger batch takes more tokens. Final loss and, in brackets, the '
-        'largest logit at the end: means of the seeds, each batch at its best '
-        f'rate.\n\n{_markdown(_by_batch(several, _loss_and_logit))}\n'
-        'At one rate, that of the largest batch: the change of the loss, and '
-        'the factor of the largest logit at the end (geometric mean), with '
-        f'95 % intervals of pairs with the same seed.\n\n'
-        f'{_markdown(_at_one_rate(several))}\n'
-      )
-  return ''.join(parts)
+  return ''.join(
+    f'## {steps} steps at every batch\n\nThe same number of steps, so a '
+    'larger batch takes more tokens. Final loss and, in brackets, the largest '
+    'logit at the end: means of the seeds, each batch at its best rate.\n\n'
+    f'{_markdown(_by_batch(cells, _loss_and_logit))}\n'
+    f'{_OF_ONE_RATE}\n\n{_markdown(_at_one_rate(cells))}\n'
+    for steps, cells in by_steps.items()
+  )
+
+
+_OF_ONE_RATE = (
+  'At one rate, which is the best at one of the batches: the change of the '
+  'loss, and the factor of the largest logit at the end (geometric mean), with '
+  '95 % intervals of pairs with the same seed. At equal loss: the same factor, '
+  'where the training loss of the larger batch first is what the smaller one '
+  'ends with (means of a tenth of the steps). It is reached after this share '
+  'of its steps.'
+)
+
+
+def finer_rates(cells: Cells, finer: Cells) -> str:
+  """Returns a table of rates between those that a rule was tuned with.
+
+  Args:
+    cells: Trials at the powers of two.
+    finer: Trials between them.
+  """
+  rows = []
+  for rule, own in finer.items():
+    for batch, cell in own.items():
+      coarse = cells[rule][batch]
+      all_rates = Cell(coarse.tuning | cell.tuning, coarse.others | cell.others)
+      tuned = coarse.at(coarse.rate())
+      row = {'rule': f'`{rule}`', 'tokens a step': f'{batch:,}'}
+      for power in (0, 0.5, 1, 1.5, 2):
+        rate = Trial(rule, power, 0, batch).rate(PRESETS['ladder'][1])
+        row[f'× {2**power:.3g}'] = _above(all_rates.at(rate), tuned)
+      rows.append(row)
+  if not rows:
+    return ''
+  return (
+    '## Rates near the cliff\n\nFinal loss at multiples of the middle rate, '
+    'half a power of two apart, minus that of the same seeds at the tuned rate '
+    '(in brackets: largest logit at the end, and seeds as above).\n\n'
+    f'{_markdown(rows)}\n'
+  )
 
 
 def _loss_and_logit(cell: Cell) -> str:
@@ -492,27 +408,33 @@ def _loss_and_logit(cell: Cell) -> str:
 def _at_one_rate(cells: Cells) -> Table:
   rows = []
   for rule, own in cells.items():
-    rate = own[max(own)].rate()
-    for first, second in itertools.pairwise(own):
-      pair = [own[second].at(rate), own[first].at(rate)]
-      seeds = [x for x in pair[0] if x in pair[1] and x]
-      losses = [{x: loss_of(y[x]) for x in seeds} for y in pair]
-      logs = [
-        {x: math.log(max(y[x]['final_logits'])) for x in seeds} for y in pair
-      ]
-      row = {'rule': f'`{rule}`', 'rate': f'{rate:g}'}
-      row['tokens'] = f'{first:,} → {second:,}'
-      row['loss'] = _interval(_paired(*losses))
-      row['largest logit'] = _factor(_paired(*logs))
-      rows.append(row | {'seeds': str(len(seeds))})
+    rates = sorted({x.rate() for x in own.values()})
+    for rate, (first, second) in itertools.product(
+      rates, itertools.pairwise(own)
+    ):
+      small, large = own[first].at(rate), own[second].at(rate)
+      pairs = [(small[x], large[x]) for x in large if x in small and x]
+      if len(pairs) < 2:
+        continue
+      found = [x for x in itertools.starmap(at_equal_loss, pairs) if x]
+      rows.append(
+        {
+          'rule': f'`{rule}`',
+          'rate': f'{rate:g}',
+          'tokens': f'{first:,} → {second:,}',
+          'loss': _interval([loss_of(y) - loss_of(x) for x, y in pairs]),
+          'largest logit': _factor([top(y) / top(x) for x, y in pairs]),
+          'at equal loss': _factor([x for x, _ in found]),
+          'reached after': f'{statistics.mean(x for _, x in found):.0f} %',
+          'seeds': str(len(pairs)),
+        }
+      )
   return rows
 
 
-def _factor(logs: list[float]) -> str:
-  if len(logs) < 2:
-    return ''
-  low, high = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
-  mean, low, high = (math.exp(x) for x in (statistics.mean(logs), low, high))
+def _factor(ratios: list[float]) -> str:
+  """Returns the geometric mean with its interval, as text."""
+  mean, low, high = map(math.exp, bounds([math.log(x) for x in ratios]))
   return f'× {mean:.2f} [{low:.2f}, {high:.2f}]'
 
 
@@ -549,95 +471,6 @@ def _markdown(rows: Table) -> str:
   cells = [[x or '–' for x in row.values()] for row in rows]
   lines: Iterable[Iterable[str]] = [head, ruler, *cells]
   return ''.join(f'| {" | ".join(x)} |\n' for x in lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-  """A figure, and the numbers that it shows by the names of rules."""
-
-  figure: Figure
-  shown: dict[str, dict[str, list[float]]]
-
-
-def draw(cells: Cells) -> Picture:
-  """Draws losses and logits over the batch, each rate tuned at its batch."""
-  figure = Figure((6, 3.6), layout='constrained')
-  losses, logits = figure.subplots(1, 2)
-  few = [*_NAMES][:_LINES] if len(cells) > len(_NAMES) else [*cells]
-  shown = {}
-  for i, rule in enumerate(few):
-    done = {batch: x.seeds for batch, x in cells[rule].items() if x.seeds}
-    name, color = _NAMES.get(rule, (rule, f'C{i}'))
-    shown[name] = {
-      'tokens': [float(x) for x in done],
-      'loss': [statistics.mean(map(loss_of, x)) for x in done.values()],
-      'logit': [mean_logit(x) for x in done.values()],
-    }
-    for axes, key in ((losses, 'loss'), (logits, 'logit')):
-      axes.plot(
-        [*done], shown[name][key], color=color, marker='o', ms=4, label=name
-      )
-  losses.set(title='final loss (nats)')
-  logits.set(title='largest attention logit', ylim=(0, None))
-  ticks = _batches(cells)
-  for axes in (losses, logits):
-    axes.set(xscale='log', xlabel='tokens a step')
-    axes.set_xticks(ticks, [f'{x:,}' for x in ticks])
-    axes.minorticks_off()
-    axes.grid(axis='y', lw=0.3)
-    axes.spines[['top', 'right']].set_visible(False)
-  figure.legend(
-    *losses.get_legend_handles_labels(),
-    ncols=_LINES,
-    frameon=False,
-    loc='outside upper center',
-  )
-  return Picture(figure, shown)
-
-
-def draw_carried(cells: Cells) -> Picture | None:
-  """Draws what the best rate of a batch, times √16, does at 16 times the batch.
-
-  Returns:
-    The picture; ``None`` without trials at such rates.
-  """
-  shown = {}
-  first = min(_batches(cells))
-  for rule, (name, _) in _NAMES.items():
-    small, large = (cells.get(rule, {}).get(x) for x in (first, 16 * first))
-    if small and small.seeds and large and large.seeds:
-      carried, tuned = _same_seeds(large, 4 * small.rate())
-      if carried:
-        shown[name] = {
-          'loss': _bounds(_losses_above(carried, tuned)),
-          'logit': [mean_logit(tuned), mean_logit(carried)],
-        }
-  if not shown:
-    return None
-  figure = Figure((6, 3.2), layout='constrained')
-  losses, logits = figure.subplots(1, 2, sharey=True)
-  colors = dict(_NAMES.values())
-  for name, values in shown.items():
-    style = {'color': colors[name], 'marker': 'o', 'ms': 6}
-    mean, low, high = values['loss']
-    losses.plot([low, high], [name] * 2, color=colors[name])
-    losses.plot([mean], [name], **style)
-    before, after = values['logit']
-    logits.plot([before, after], [name] * 2, color=colors[name])
-    logits.plot([before], [name], **style, mfc='white')
-    logits.plot([after], [name], **style)
-  losses.axvline(0, color='black', lw=0.8)
-  losses.invert_yaxis()
-  losses.set(title='loss above that\nof the tuned rate')
-  logits.set(title='largest attention logit\n○ tuned rate  ● carried rate')
-  logits.set(xscale='log')
-  logits.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
-  logits.xaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
-  logits.minorticks_off()
-  for axes in (losses, logits):
-    axes.grid(axis='x', lw=0.3)
-    axes.spines[['top', 'right']].set_visible(False)
-  return Picture(figure, shown)
 
 
 if __name__ == '__main__':

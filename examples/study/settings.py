@@ -52,7 +52,7 @@ class Settings:
   """Tokens of each trial: smaller batches take more steps."""
   batches: tuple[int, ...] = (262_144,)
   """Tokens of a step. Each rule's learning rate is chosen at each of them."""
-  powers: tuple[int, ...] = (-1, 0, 1)
+  powers: tuple[float, ...] = (-1, 0, 1)
   """Rates to try, with seed 0: a rule's middle rate times these powers of two,
   and more while the lowest or highest is best."""
   extensions: int = 4
@@ -60,7 +60,7 @@ class Settings:
   near: float = 0.0
   """Rates whose loss with seed 0 is within this of the chosen one's are taken
   with the other seeds too."""
-  at: tuple[int, ...] = ()
+  at: tuple[float, ...] = ()
   """Rates that seeds are trained at, as powers of two, instead of a chosen one:
   seed 0 then chooses nothing."""
   seeds: tuple[int, ...] = (1, 2)
@@ -134,7 +134,7 @@ class Trial:
   """A run: its rule, its learning rate as a power of two, seed and batch."""
 
   rule: RuleName
-  power: int
+  power: float
   """The peak is the middle rate of the rule times 2**power."""
   seed: int
   """0 for the trials that choose a learning rate."""

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
+import os
 from pathlib import Path
 import re
 import shlex
@@ -495,13 +496,49 @@ def test_a_page_has_losses_differences_logits_and_rates(tmp_path):
   assert f'| `lamb` | 2.130 ± 0.014 ({of_lamb}) | – |' in text
   assert '| `merit, b1=0.5` | – | 2.900 (' in text
   assert '| `lamb` − `merit` | +0.115 [' in text
-  assert '| `merit` | 6 (10) | 6 (10) |' in text
+  assert '| `merit` | 6 | 6 |' in text
   assert f'| `merit` | 256 ({rate}) | **2.500** | 2.600 |' in text
   # Rates double with four times the batch: from the best of 256.
   assert 'Rates carried over' in text
   # Again, with the same result.
   report.write(results, page)
   assert page.read_text() == text
+
+
+def test_each_committed_trial_has_a_command():
+  """So that the whole ladder is one script."""
+  printed = subprocess.run(
+    ['sh', 'examples/study/ladder.sh'],
+    env=os.environ | {'PYTHON': 'echo'},
+    cwd=_ROOT,
+    check=True,
+    capture_output=True,
+    text=True,
+  ).stdout
+  commands = [shlex.split(line)[2:] for line in printed.splitlines()]
+  *ladder, of_report = commands
+  assert of_report == []
+  planned, files = [], set()
+  for args in ladder:
+    settings = tyro.extras.overridable_config_cli(PRESETS, args=args)
+    lines = large_batch.read(_ROOT / settings.results)
+    fixed = large_batch.facts(settings, lines[0]['settings']['data'])
+    losses = {
+      Trial(**x['trial']): large_batch.loss_of(x)
+      for x in lines
+      if large_batch.facts_of(x) == fixed
+    }
+    trials = set()
+    for trial in large_batch.plan(settings, losses):
+      losses.setdefault(trial, math.inf)
+      trials.add(trial)
+    planned.append((fixed, trials))
+    files.add(_ROOT / settings.results)
+  for file in files:
+    for x in large_batch.read(file):
+      trial, fixed = Trial(**x['trial']), large_batch.facts_of(x)
+      assert any(y == fixed and trial in trials for y, trials in planned)
+  assert len(files) == 4
 
 
 def test_pages_say_what_the_trials_say(tmp_path):

@@ -4,6 +4,7 @@ What the pages state is computed here again from the raw lines, without
 ``report``.
 """
 
+import collections
 from collections.abc import Callable
 import gzip
 import itertools
@@ -233,7 +234,7 @@ def test_shares_of_clipped_elements(find):
   )
   few, many = (max(x['clipped'] for x in own) for own in (best, twice))
   gain = np.mean(_losses(unclipped)) - np.mean(_losses(twice))
-  text = _WHICH.read_text()
+  text = ' '.join(_WHICH.read_text().split())
   assert f"{100 * few:.1f} % of a layer's elements at the best rate" in text
   assert f'{100 * many:.0f} % at twice it' in text
   assert f'the clip gains {gain:.2f}' in text
@@ -255,8 +256,7 @@ def test_costs_of_a_wrong_rate(find):
 @pytest.fixture(scope='module')
 def trials():
   """Lines of the ladder by rule, batch and seed, with their rates."""
-  lines = (_STUDY / 'data' / 'ladder.jsonl').read_text().splitlines()
-  return [json.loads(x) for x in lines]
+  return _read_ladder('ladder')
 
 
 def _ladder(title: str) -> list[dict[str, str]]:
@@ -307,8 +307,8 @@ def _subtract(first: dict, second: dict) -> list[float]:
   return [first[x]['loss'] - second[x]['loss'] for x in first if x in second]
 
 
-def _logit(own: dict, key: str) -> str:
-  return f'{np.mean([max(x[key]) for x in own.values()]):,.0f}'
+def _logit(own: dict) -> str:
+  return f'{np.mean([max(x["final_logits"]) for x in own.values()]):,.0f}'
 
 
 def test_the_ladder_states_what_its_lines_say(tuned):
@@ -332,8 +332,7 @@ def test_the_ladder_states_what_its_lines_say(tuned):
     for column, cell in [*row.items()][1:]:
       if cell != '–':
         own = tuned[row['rule'].strip('`'), _tokens(column)]
-        final, peak = (_logit(own, f'{x}_logits') for x in ('final', 'peak'))
-        assert cell == f'{final} ({peak})'
+        assert cell == _logit(own)
         checked += 1
   assert checked > 50
 
@@ -365,11 +364,44 @@ def test_costs_of_carried_rates_are_those_of_the_lines(trials, tuned):
       seeds = [x for x in at if x and x in there] or [0]
       at = {x: at[x] for x in seeds}
       expected = _mean_and_interval(_subtract(at, there))
-      logit = _logit(at, 'final_logits')
+      logit = _logit(at)
       count = len(seeds) if seeds != [0] else 0
       assert row[column] == f'{expected} ({logit}; {count})', (rule, column)
       checked += 1
   assert checked > 20
+
+
+def _read_ladder(name: str) -> list[dict]:
+  lines = (_STUDY / 'data' / f'{name}.jsonl').read_text().splitlines()
+  return [json.loads(x) for x in lines]
+
+
+def test_costs_of_rates_near_the_cliff_are_those_of_the_lines(trials, tuned):
+  lines = trials + _read_ladder('ladder_finer')
+  checked = 0
+  for row in _ladder('Rates near the cliff'):
+    rule, batch = row['rule'].strip('`'), _tokens(row['tokens a step'])
+    own = [
+      x
+      for x in lines
+      if x['trial'].items() >= {('rule', rule), ('batch_tokens', batch)}
+    ]
+    middle = next(x['rate'] / 2 ** x['trial']['power'] for x in own)
+    best = _at(own, next(iter(tuned[rule, batch].values()))['rate'])
+    for column, cell in row.items():
+      if cell == '–' or not column.startswith('×'):
+        continue
+      at = _at(own, middle * float(column.split()[1]))
+      seeds = [x for x in at if x and x in best] or [0]
+      at = {x: at[x] for x in seeds}
+      cost, logit = _mean_and_interval(_subtract(at, best)), _logit(at)
+      if cell.startswith('the tuned'):
+        assert cell == f'the tuned rate ({logit})'
+        continue
+      count = len(seeds) if seeds != [0] else 0
+      assert cell == f'{cost} ({logit}; {count})', (rule, batch, column)
+      checked += 1
+  assert checked > 10
 
 
 # Rules by their names in the pictures.
@@ -379,6 +411,7 @@ _RULES = {
   'MERIT': 'merit-all',
   'Muon': 'muon',
   'AdamW, hidden': 'adamw',
+  'LAMB, hidden': 'lamb',
   'MERIT, hidden': 'merit',
 }
 
@@ -400,7 +433,7 @@ def test_the_picture_of_tuned_rates_shows_what_the_lines_say(tuned):
       assert values['loss'][i] == pytest.approx(
         np.mean([x['loss'] for x in own.values()])
       )
-      assert f'{values["logit"][i]:,.0f}' == _logit(own, 'final_logits')
+      assert f'{values["logit"][i]:,.0f}' == _logit(own)
 
 
 def test_the_picture_of_carried_rates_shows_what_the_lines_say(trials, tuned):
@@ -424,43 +457,108 @@ def test_the_picture_of_carried_rates_shows_what_the_lines_say(trials, tuned):
     )
     before = {seed: there[seed] for seed in at}
     assert [f'{x:,.0f}' for x in values['logit']] == [
-      _logit(x, 'final_logits') for x in (before, at)
+      _logit(x) for x in (before, at)
     ]
 
 
-def test_changes_at_equal_steps_are_those_of_the_lines(trials):
-  lines = (_STUDY / 'data' / 'equal_steps.jsonl').read_text().splitlines()
-  of_steps = trials + [json.loads(x) for x in lines]
+@pytest.fixture(scope='module')
+def of_steps(trials):
+  """Lines by rule, batch and number of steps, of all seeds but 0."""
+  found = collections.defaultdict(list)
+  for x in trials + _read_ladder('equal_steps'):
+    rule, _, seed, batch = x['trial'].values()
+    if seed:
+      found[rule, batch, x['settings']['tokens'] // batch].append(x)
+  return found
+
+
+def _at(lines: list[dict], rate: float) -> dict[int, dict]:
+  """Returns the lines with a rate by seed."""
+  return {
+    x['trial']['seed']: x for x in lines if abs(x['rate'] / rate - 1) < 0.02
+  }
+
+
+def _factor(values: list[float]) -> str:
+  logs = np.log(values)
+  half = stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs)
+  mean = np.mean(logs)
+  mean, low, high = (math.exp(x) for x in (mean, mean - half, mean + half))
+  return f'× {mean:.2f} [{low:.2f}, {high:.2f}]'
+
+
+def _tenths(values: list[float]) -> list[float]:
+  """Returns means over a tenth of a run that ends after 10, 11 ... 100 %."""
+  inner = [(i + 0.5) / len(values) for i in range(len(values))]
+  hundred = [np.interp((i + 0.5) / 100, inner, values) for i in range(100)]
+  return [statistics.mean(hundred[i - 10 : i]) for i in range(10, 101)]
+
+
+def test_differences_at_carried_rates_are_those_of_the_lines(trials, tuned):
+  rows = _ladder('Differences at carried rates')
+  for row in rows:
+    carried = []
+    for rule in re.findall('`(.*?)`', row['rule']):
+      best = next(iter(tuned[rule, 1_024].values()))['rate']
+      own = [
+        x
+        for x in trials
+        if x['trial'].items() >= {('rule', rule), ('batch_tokens', 16_384)}
+        and x['trial']['seed']
+      ]
+      carried.append(_at(own, 4 * best))
+    first, second = carried
+    assert row['loss'] == _mean_and_interval(_subtract(first, second))
+    common = [x for x in first if x in second]
+    top = [[max(y[x]['final_logits']) for x in common] for y in carried]
+    assert row['largest logit'] == _factor(np.divide(*top))
+    assert row['seeds'] == str(len(common))
+  assert len(rows) > 5
+
+
+@pytest.mark.parametrize('steps', [108, 432])
+def test_changes_at_equal_steps_are_those_of_the_lines(of_steps, steps):
   text = (_STUDY / 'LADDER.md').read_text()
-  part = text.partition('## 108 steps at every batch\n')[2].partition('\n## ')[
-    0
-  ]
+  _, _, rest = text.partition(f'## {steps} steps at every batch\n')
+  part, _, _ = rest.partition('\n## ')
   rows = _read_table(part.partition('At one rate')[2].splitlines())
   for row in rows:
     rule, rate = row['rule'].strip('`'), float(row['rate'])
     small, large = (
-      {
-        x['trial']['seed']: x
-        for x in of_steps
-        if x['trial'].items() >= {('rule', rule), ('batch_tokens', batch)}
-        and x['settings']['tokens'] // batch == 108
-        and abs(x['rate'] / rate - 1) < 0.02
-        and x['trial']['seed']
-      }
+      _at(of_steps[rule, batch, steps], rate)
       for batch in map(_tokens, row['tokens'].split('→'))
     )
-    assert row['seeds'] == str(len(set(small) & set(large)))
+    seeds = set(small) & set(large)
+    assert row['seeds'] == str(len(seeds))
     assert row['loss'] == _mean_and_interval(_subtract(large, small))
-    logs = [
-      math.log(max(x['final_logits']) / max(small[seed]['final_logits']))
-      for seed, x in large.items()
-      if seed in small
-    ]
-    half = stats.t.ppf(0.975, len(logs) - 1) * stats.sem(logs)
-    mean = np.mean(logs)
-    mean, low, high = (math.exp(x) for x in (mean, mean - half, mean + half))
-    assert row['largest logit'] == f'× {mean:.2f} [{low:.2f}, {high:.2f}]'
-  assert len(rows) >= 4
+    at_end, at_loss, percent = [], [], []
+    for seed in seeds:
+      both = small[seed], large[seed]
+      before, after = (max(x['final_logits']) for x in both)
+      at_end.append(after / before)
+      losses, larger = (_tenths(x['train_losses']) for x in both)
+      logits, others = (_tenths(x['logits']) for x in both)
+      place = next(i for i, x in enumerate(larger) if x <= losses[-1])
+      at_loss.append(others[place] / logits[-1])
+      percent.append(place + 10)
+    assert row['largest logit'] == _factor(at_end)
+    assert row['at equal loss'] == _factor(at_loss)
+    assert row['reached after'] == f'{statistics.mean(percent):.0f} %'
+  assert len(rows) >= 3
+
+
+def test_the_picture_of_steps_shows_what_the_lines_say(of_steps):
+  shown = _shown('ladder_steps.png')
+  batches = 1_024, 4_096, 16_384
+  assert [*shown] == [f'{x}, {y}' for x in ('AdamW', 'MERIT') for y in batches]
+  for name, values in shown.items():
+    rule, batch = name.split(', ')
+    rate = {'AdamW': 0.0156, 'MERIT': 0.0337}[rule]
+    own = _at(of_steps[_RULES[rule], int(batch), 108], rate).values()
+    assert len(own) == 5
+    for key, field in (('loss', 'train_losses'), ('logit', 'logits')):
+      means = np.mean([_tenths(x[field]) for x in own], axis=0)
+      np.testing.assert_allclose(values[key], means, atol=1e-4)
 
 
 def test_logits_at_four_times_the_best_rate(trials):
