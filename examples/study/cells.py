@@ -126,12 +126,21 @@ def rule_of(line: Line) -> str:
   return str(line['trial']['rule'])
 
 
+def _steps(line: Line) -> int:
+  return int(line['settings']['tokens'] // line['trial']['batch_tokens'])
+
+
+def steps_of(cell: Cell) -> int:
+  """Returns the number of steps of the trials of a cell."""
+  trials = [*cell.tuning.values(), *itertools.chain(*cell.others.values())]
+  return _steps(trials[0])
+
+
 def of_equal_steps(lines: Iterable[Line]) -> dict[int, Cells]:
   """Returns rules with several batches by the number of steps, ascending."""
   found = collections.defaultdict(list)
   for x in lines:
-    steps = x['settings']['tokens'] // x['trial']['batch_tokens']
-    found[steps].append(x)
+    found[_steps(x)].append(x)
   several = {}
   for steps, own in sorted(found.items()):
     cells = group(own, rule_of)
@@ -146,14 +155,20 @@ def batches_of(cells: Cells) -> list[int]:
   return sorted({batch for own in cells.values() for batch in own})
 
 
-def top(trial: Line) -> float:
-  """Returns the largest attention logit of all layers at the end."""
-  return float(max(trial['final_logits']))
+def top(trial: Line, key: str = 'final_logits') -> float:
+  """Returns the largest attention logit of all layers.
+
+  Args:
+    trial: The trial.
+    key: ``final_logits`` for those at the end, ``peak_logits`` for the largest
+      of every second step: compare those of equal numbers of steps only.
+  """
+  return float(max(trial[key]))
 
 
-def mean_logit(trials: Iterable[Line]) -> float:
-  """Returns the mean over trials of the largest logit at the end."""
-  return statistics.mean(map(top, trials))
+def mean_logit(trials: Iterable[Line], key: str = 'final_logits') -> float:
+  """Returns the mean over trials of the largest logit."""
+  return statistics.mean(top(x, key) for x in trials)
 
 
 def paired(first: dict[int, float], second: dict[int, float]) -> list[float]:
@@ -208,14 +223,21 @@ def same_seeds(
   return [first[x] for x in seeds], [second[x] for x in seeds]
 
 
-def carried_by_16(cells: Cells) -> dict[str, dict[int, Line]]:
-  """Returns trials at 16 times the smallest batch with its best rate times 4.
+def carried_by_16(
+  cells: Cells, factor: float = 4.0
+) -> dict[str, dict[int, Line]]:
+  """Returns trials at 16 times the smallest batch, at its best rate.
 
-  By rule, then by seed.
+  Args:
+    cells: Of all batches.
+    factor: What the rate is multiplied by: √16, or 1 to keep it.
+
+  Returns:
+    The trials by rule, then by seed.
   """
   first = min(batches_of(cells))
   return {
-    rule: own[16 * first].at(4 * own[first].rate())
+    rule: own[16 * first].at(factor * own[first].rate())
     for rule, own in cells.items()
     if {first, 16 * first} <= set(own) and own[first].seeds
   }

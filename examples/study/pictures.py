@@ -15,6 +15,7 @@ from examples.study.cells import (
   losses_above,
   mean_logit,
   same_seeds,
+  steps_of,
   tenths,
 )
 from examples.study.large_batch import loss_of
@@ -59,12 +60,20 @@ def draw(cells: Cells) -> Picture:
       axes.plot(
         [*done], shown[name][key], color=color, marker='o', ms=4, label=name
       )
+    for batch, trials in done.items():
+      ends = bounds([loss_of(x) for x in trials])[1:]
+      losses.plot([batch] * 2, ends, color=color, lw=0.8)
   losses.set(title='final loss (nats)')
   logits.set(title='largest attention logit', ylim=(0, None))
-  ticks = batches_of(cells)
+  steps = {
+    batch: steps_of(own[batch])
+    for batch in batches_of(cells)
+    for own in cells.values()
+    if batch in own
+  }
   for axes in (losses, logits):
-    axes.set(xscale='log', xlabel='tokens a step')
-    axes.set_xticks(ticks, [f'{x:,}' for x in ticks])
+    axes.set(xscale='log', xlabel='tokens a step, and steps')
+    axes.set_xticks([*steps], [f'{x:,}\n{y:,}' for x, y in steps.items()])
     axes.minorticks_off()
     axes.grid(axis='y', lw=0.3)
     axes.spines[['top', 'right']].set_visible(False)
@@ -93,7 +102,7 @@ def draw_carried(cells: Cells) -> Picture | None:
       if carried:
         shown[name] = {
           'loss': bounds(losses_above(carried, tuned)),
-          'logit': [mean_logit(tuned), mean_logit(carried)],
+          'logit': [mean_logit(x, 'peak_logits') for x in (tuned, carried)],
         }
   if not shown:
     return None
@@ -109,10 +118,19 @@ def draw_carried(cells: Cells) -> Picture | None:
     logits.plot([before, after], [name] * 2, color=colors[name])
     logits.plot([before], [name], **style, mfc='white')
     logits.plot([after], [name], **style)
+    if before == after:
+      losses.annotate(
+        'the same rate', (0, name), (6, 0),
+        textcoords='offset points', va='center', fontsize='small',
+      )  # fmt: skip
   losses.axvline(0, color='black', lw=0.8)
   losses.invert_yaxis()
+  figure.suptitle(
+    f'{large:,} tokens a step: best rate of {large // 16:,} tokens × √16',
+    fontsize='medium',
+  )
   losses.set(title='loss above that\nof the tuned rate')
-  logits.set(title='largest attention logit\n○ tuned rate  ● carried rate')
+  logits.set(title='largest logit of the run\n○ tuned rate  ● carried rate')
   logits.set(xscale='log')
   logits.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
   logits.xaxis.set_major_formatter(ticker.StrMethodFormatter('{x:,.0f}'))
@@ -160,6 +178,8 @@ def draw_steps(by_steps: dict[int, Cells]) -> Picture | None:
     for axes in (over_steps, over_loss):
       axes.grid(axis='y', lw=0.3)
       axes.spines[['top', 'right']].set_visible(False)
+  axes_RC[0, 0].set(title='at the same step')
+  axes_RC[0, 1].set(title='at the same training loss')
   axes_RC[-1, 0].set(xlabel=f'% of {next(iter(by_steps))} steps')
-  axes_RC[-1, 1].set(xlabel='training loss (nats)')
+  axes_RC[-1, 1].set(xlabel='training loss (nats), falling')
   return Picture(figure, shown)

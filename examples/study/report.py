@@ -137,16 +137,17 @@ def tables(cells: Cells) -> str:
       'Rates carried over',
       'The best rate of the first batch, kept, times √ of the ratio of '
       'batches, and times the ratio: final loss minus that of the same seeds '
-      'at the rate tuned at the second batch (in brackets: largest logit at '
-      'the end, mean of the seeds, and how many seeds there are beside seed 0; '
+      'at the rate tuned at the second batch (in brackets: largest logit of '
+      'the run, mean of the seeds, and how many seeds there are beside seed 0; '
       '0: seed 0 alone, which chose the tuned rate and so flatters it).',
       _carried(tuned),
     ),
     (
       'Differences at carried rates',
       'At 16 times the smallest batch, each rule at its best rate of that '
-      'batch times √16: differences of losses and factors of largest logits '
-      '(geometric means), same seeds, with 95 % intervals.',
+      'batch, kept or times √16: differences of losses and factors of the '
+      'largest logit at the end and of the run (geometric means), same seeds, '
+      'with 95 % intervals.',
       _carried_differences(tuned),
     ),
     (
@@ -295,29 +296,35 @@ def _above(given: dict[int, Line], tuned: dict[int, Line]) -> str:
   trials, others = same_seeds(given, tuned)
   if not trials:
     return ''
+  logit = f'{mean_logit(trials, "peak_logits"):,.0f}'
   if trials == others:
-    return f'the tuned rate ({mean_logit(others):,.0f})'
+    return f'the tuned rate ({logit})'
   text = _interval(losses_above(trials, others)) or 'diverged'
   count = sum(x['trial']['seed'] > 0 for x in trials)
-  return f'{text} ({mean_logit(trials):,.0f}; {count})'
+  return f'{text} ({logit}; {count})'
 
 
 def _carried_differences(cells: Cells) -> Table:
-  carried = carried_by_16(cells)
   rows = []
-  for pair in _PAIRS:
-    if set(pair) <= set(carried):
-      trials, others = same_seeds(*(carried[x] for x in pair))
-      if len(trials) > 1:
-        ratios = [top(x) / top(y) for x, y in zip(trials, others, strict=True)]
-        rows.append(
-          {
-            'rule': f'`{pair[0]}` − `{pair[1]}`',
-            'loss': _interval(losses_above(trials, others)),
-            'largest logit': _factor(ratios),
-            'seeds': str(len(trials)),
-          }
-        )
+  for pair, (rate, factor) in itertools.product(
+    _PAIRS, {'kept': 1.0, '× √16': 4.0}.items()
+  ):
+    carried = carried_by_16(cells, factor)
+    if not set(pair) <= set(carried):
+      continue
+    trials, others = same_seeds(*(carried[x] for x in pair))
+    if len(trials) > 1:
+      pairs = [*zip(others, trials, strict=True)]
+      rows.append(
+        {
+          'rule': f'`{pair[0]}` − `{pair[1]}`',
+          'rate': rate,
+          'loss': _interval(losses_above(trials, others)),
+          'logit at the end': _ratio(pairs, 'final_logits'),
+          'of the run': _ratio(pairs, 'peak_logits'),
+          'seeds': str(len(trials)),
+        }
+      )
   return rows
 
 
@@ -365,11 +372,11 @@ def equal_steps(by_steps: dict[int, Cells]) -> str:
 
 _OF_ONE_RATE = (
   'At one rate, which is the best at one of the batches: the change of the '
-  'loss, and the factor of the largest logit at the end (geometric mean), with '
-  '95 % intervals of pairs with the same seed. At equal loss: the same factor, '
-  'where the training loss of the larger batch first is what the smaller one '
-  'ends with (means of a tenth of the steps). It is reached after this share '
-  'of its steps.'
+  'loss, and the factors of the largest logit at the end and of the run '
+  '(geometric means), with 95 % intervals of pairs with the same seed. At '
+  'equal loss: the same factor, where the training loss of the larger batch '
+  'first is what the smaller one ends with (means of a tenth of the steps). It '
+  'is reached after this share of its steps.'
 )
 
 
@@ -396,7 +403,7 @@ def finer_rates(cells: Cells, finer: Cells) -> str:
   return (
     '## Rates near the cliff\n\nFinal loss at multiples of the middle rate, '
     'half a power of two apart, minus that of the same seeds at the tuned rate '
-    '(in brackets: largest logit at the end, and seeds as above).\n\n'
+    '(in brackets: largest logit of the run, and seeds as above).\n\n'
     f'{_markdown(rows)}\n'
   )
 
@@ -423,13 +430,19 @@ def _at_one_rate(cells: Cells) -> Table:
           'rate': f'{rate:g}',
           'tokens': f'{first:,} → {second:,}',
           'loss': _interval([loss_of(y) - loss_of(x) for x, y in pairs]),
-          'largest logit': _factor([top(y) / top(x) for x, y in pairs]),
+          'logit at the end': _ratio(pairs, 'final_logits'),
+          'of the run': _ratio(pairs, 'peak_logits'),
           'at equal loss': _factor([x for x, _ in found]),
           'reached after': f'{statistics.mean(x for _, x in found):.0f} %',
           'seeds': str(len(pairs)),
         }
       )
   return rows
+
+
+def _ratio(pairs: list[tuple[Line, Line]], key: str) -> str:
+  """Returns the second ones' largest logits over the first ones', as text."""
+  return _factor([top(y, key) / top(x, key) for x, y in pairs])
 
 
 def _factor(ratios: list[float]) -> str:

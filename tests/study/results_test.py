@@ -307,8 +307,8 @@ def _subtract(first: dict, second: dict) -> list[float]:
   return [first[x]['loss'] - second[x]['loss'] for x in first if x in second]
 
 
-def _logit(own: dict) -> str:
-  return f'{np.mean([max(x["final_logits"]) for x in own.values()]):,.0f}'
+def _logit(own: dict, key: str = 'final_logits') -> str:
+  return f'{np.mean([max(x[key]) for x in own.values()]):,.0f}'
 
 
 def test_the_ladder_states_what_its_lines_say(tuned):
@@ -364,7 +364,7 @@ def test_costs_of_carried_rates_are_those_of_the_lines(trials, tuned):
       seeds = [x for x in at if x and x in there] or [0]
       at = {x: at[x] for x in seeds}
       expected = _mean_and_interval(_subtract(at, there))
-      logit = _logit(at)
+      logit = _logit(at, 'peak_logits')
       count = len(seeds) if seeds != [0] else 0
       assert row[column] == f'{expected} ({logit}; {count})', (rule, column)
       checked += 1
@@ -394,7 +394,8 @@ def test_costs_of_rates_near_the_cliff_are_those_of_the_lines(trials, tuned):
       at = _at(own, middle * float(column.split()[1]))
       seeds = [x for x in at if x and x in best] or [0]
       at = {x: at[x] for x in seeds}
-      cost, logit = _mean_and_interval(_subtract(at, best)), _logit(at)
+      cost = _mean_and_interval(_subtract(at, best))
+      logit = _logit(at, 'peak_logits')
       if cell.startswith('the tuned'):
         assert cell == f'the tuned rate ({logit})'
         continue
@@ -404,6 +405,7 @@ def test_costs_of_rates_near_the_cliff_are_those_of_the_lines(trials, tuned):
   assert checked > 10
 
 
+_LOGITS = {'logit at the end': 'final_logits', 'of the run': 'peak_logits'}
 # Rules by their names in the pictures.
 _RULES = {
   'AdamW': 'adamw-all',
@@ -457,7 +459,7 @@ def test_the_picture_of_carried_rates_shows_what_the_lines_say(trials, tuned):
     )
     before = {seed: there[seed] for seed in at}
     assert [f'{x:,.0f}' for x in values['logit']] == [
-      _logit(x) for x in (before, at)
+      _logit(x, 'peak_logits') for x in (before, at)
     ]
 
 
@@ -506,12 +508,14 @@ def test_differences_at_carried_rates_are_those_of_the_lines(trials, tuned):
         if x['trial'].items() >= {('rule', rule), ('batch_tokens', 16_384)}
         and x['trial']['seed']
       ]
-      carried.append(_at(own, 4 * best))
+      factor = {'kept': 1, '× √16': 4}[row['rate']]
+      carried.append(_at(own, factor * best))
     first, second = carried
     assert row['loss'] == _mean_and_interval(_subtract(first, second))
     common = [x for x in first if x in second]
-    top = [[max(y[x]['final_logits']) for x in common] for y in carried]
-    assert row['largest logit'] == _factor(np.divide(*top))
+    for column, key in _LOGITS.items():
+      top = [[max(y[x][key]) for x in common] for y in carried]
+      assert row[column] == _factor(np.divide(*top))
     assert row['seeds'] == str(len(common))
   assert len(rows) > 5
 
@@ -531,17 +535,20 @@ def test_changes_at_equal_steps_are_those_of_the_lines(of_steps, steps):
     seeds = set(small) & set(large)
     assert row['seeds'] == str(len(seeds))
     assert row['loss'] == _mean_and_interval(_subtract(large, small))
-    at_end, at_loss, percent = [], [], []
+    top = collections.defaultdict(list)
+    at_loss, percent = [], []
     for seed in seeds:
       both = small[seed], large[seed]
-      before, after = (max(x['final_logits']) for x in both)
-      at_end.append(after / before)
+      for column, key in _LOGITS.items():
+        before, after = (max(x[key]) for x in both)
+        top[column].append(after / before)
       losses, larger = (_tenths(x['train_losses']) for x in both)
       logits, others = (_tenths(x['logits']) for x in both)
       place = next(i for i, x in enumerate(larger) if x <= losses[-1])
       at_loss.append(others[place] / logits[-1])
       percent.append(place + 10)
-    assert row['largest logit'] == _factor(at_end)
+    for column, ratios in top.items():
+      assert row[column] == _factor(ratios)
     assert row['at equal loss'] == _factor(at_loss)
     assert row['reached after'] == f'{statistics.mean(percent):.0f} %'
   assert len(rows) >= 3
