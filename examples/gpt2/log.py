@@ -62,14 +62,15 @@ class StepLog(contextlib.ExitStack):
     )
     self._rates = learning_rates(config)
     self._writers: list[Callable[[dict[str, Any]], None]] = []
-    if config.wandb is not None:
-      on_process_0(self._open_wandb, config.wandb)
+    on_process_0(self._open_wandb)  # Other processes may lack the flag.
     self._shown = -math.inf  # When a step was last shown.
     self._evaluation = 'none'
     self._running: Any = None
 
-  def _open_wandb(self, project: str) -> None:
-    self._writers.append(_open_wandb(self, project, self._folder))
+  def _open_wandb(self) -> None:
+    project = self._config.wandb
+    if project is not None:
+      self._writers.append(_open_wandb(self, project, self._folder))
 
   def begin(self, done: int, tokens_done: int) -> None:
     """Takes the steps that are done, and their tokens, 0 if not known."""

@@ -275,17 +275,21 @@ def whole(tmp_path_factory) -> Path:
 
 
 def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
-  """Starts a run of some seconds in a process of its own."""
-  arguments = (
+  """Starts a run of some seconds in a process of its own.
+
+  The last value of a flag counts.
+  """
+  given = (
     '--data', 'text.txt', '--cache-dir', 'cache', '--out-dir', name,
     '--vocab-size', '288', '--num-layers', '2', '--num-heads', '2',
     '--width', '32', '--context-length', '16', '--batch-size', '16',
     '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
-    '--diagnostics-every', '20', '--eval-sequences', '24',
+    '--diagnostics-every', '20', '--eval-sequences', '24', *flags,
   )  # fmt: skip
+  arguments = dict(zip(given[::2], given[1::2], strict=True)).items()
   with (folder / f'{name}.log').open('a') as log:
     return subprocess.Popen(
-      [sys.executable, '-m', 'examples.gpt2.train', *arguments, *flags],
+      [sys.executable, '-m', 'examples.gpt2.train', *sum(arguments, ())],
       cwd=folder,
       env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': _PATH},
       stdout=log,
