@@ -29,6 +29,11 @@ ladder --batches 16384 --at -2 -1 1 2 --rules muon lamb-all muon-hyperball
 ladder --batches 16384 --at 1 --seeds 4 5 \
   --rules merit lamb adamw muon merit-all adamw-all
 ladder --batches 16384 --at 1 --seeds 1 2 3 4 5 --rules merit-l2 merit-l2-all
+# And to 65,536, from 4,096.
+ladder --batches 65536 --at 1 --rules merit lamb merit-all lamb-all
+ladder --batches 65536 --at 2 --rules adamw adamw-all
+ladder --batches 65536 --at 0 --rules adamw-all
+ladder --batches 65536 --at -2 --rules muon muon-hyperball
 
 # Rates between the powers of two.
 for at in '0.5 --seeds 0 1 2 3' '1.5 --seeds 0'
