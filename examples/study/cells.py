@@ -223,9 +223,7 @@ def same_seeds(
   return [first[x] for x in seeds], [second[x] for x in seeds]
 
 
-def carried_by_16(
-  cells: Cells, factor: float = 4.0
-) -> dict[str, dict[int, Line]]:
+def carried_by_16(cells: Cells, factor: float) -> dict[str, dict[int, Line]]:
   """Returns trials at 16 times the smallest batch, at its best rate.
 
   Args:

@@ -94,7 +94,7 @@ def draw_carried(cells: Cells) -> Picture | None:
   """
   shown = {}
   large = 16 * min(batches_of(cells))
-  all_carried = carried_by_16(cells)
+  all_carried = carried_by_16(cells, 4.0)
   for rule, (name, _) in _NAMES.items():
     if rule in all_carried and cells[rule][large].seeds:
       cell = cells[rule][large]

@@ -306,10 +306,11 @@ def _above(given: dict[int, Line], tuned: dict[int, Line]) -> str:
 
 def _carried_differences(cells: Cells) -> Table:
   rows = []
-  for pair, (rate, factor) in itertools.product(
-    _PAIRS, {'kept': 1.0, '× √16': 4.0}.items()
-  ):
-    carried = carried_by_16(cells, factor)
+  at_rate = {
+    'kept': carried_by_16(cells, 1.0),
+    '× √16': carried_by_16(cells, 4.0),
+  }
+  for pair, (rate, carried) in itertools.product(_PAIRS, at_rate.items()):
     if not set(pair) <= set(carried):
       continue
     trials, others = same_seeds(*(carried[x] for x in pair))

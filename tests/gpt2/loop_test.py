@@ -286,10 +286,11 @@ def _start(folder: Path, name: str, *flags: str) -> subprocess.Popen:
     '--steps', '60', '--eval-every', '20', '--checkpoint-every', '5',
     '--diagnostics-every', '20', '--eval-sequences', '24', *flags,
   )  # fmt: skip
-  arguments = dict(zip(given[::2], given[1::2], strict=True)).items()
+  values = dict(zip(given[::2], given[1::2], strict=True))
+  arguments = [f'{flag}={value}' for flag, value in values.items()]
   with (folder / f'{name}.log').open('a') as log:
     return subprocess.Popen(
-      [sys.executable, '-m', 'examples.gpt2.train', *sum(arguments, ())],
+      [sys.executable, '-m', 'examples.gpt2.train', *arguments],
       cwd=folder,
       env={'JAX_PLATFORMS': 'cpu'} | os.environ | {'PYTHONPATH': _PATH},
       stdout=log,
